@@ -1,0 +1,54 @@
+"""Bytes and seconds, read from and written for people."""
+
+import decimal
+import re
+
+from jaxferry.errors import InputError
+
+_BINARY = {"": 1, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Reads a size such as `"8GiB"`, `"1.5 GB"`, `"4096"` or `4096`, rounded down to whole bytes.
+
+    `KiB`, `MiB`, `GiB`, `TiB` are powers of 1024; `KB`, `MB`, `GB`, `TB` powers of 1000; the B may be left out.
+
+    Args:
+      size: the size; an integer is a number of bytes.
+      name: the argument's name, for the error.
+
+    Raises:
+      InputError: if it is no size, or negative.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        if size < 0:
+            raise InputError(f"{name} must not be negative, got {size}")
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None:
+        raise InputError(f'{name} must be a number of bytes or a size such as "8GiB" or "500MB", got {size!r}')
+    unit = (match[2] or "").upper()
+    return int(decimal.Decimal(match[1]) * (_BINARY | _DECIMAL)[unit])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Writes a size with three or four digits and a binary unit: `format_bytes(1536)` is `"1.50 KiB"`."""
+    sign, value = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            break
+        value /= 1024
+    else:
+        unit = "TiB"
+    digits = 0 if unit == "B" or value >= 1000 else 2 if value < 10 else 1
+    return f"{sign}{value:.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Writes a duration with a fitting unit: `format_seconds(0.0123)` is `"12.30 ms"`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds * 1e9:.0f} ns" if seconds else "0 s"
