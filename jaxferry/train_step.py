@@ -23,12 +23,13 @@ from jaxferry.engine import (
     Executor,
     HostOptimizer,
     Peak,
+    Programs,
     StepResult,
     TrainState,
     checkpoint,
-    compile_programs,
     derivatives_of,
     fit_modes,
+    keys_of,
     make_placement,
     make_script,
     masters_from_arrays,
@@ -316,13 +317,16 @@ class TrainStep:
         parts = self._partition(args, kwargs, known and known.partition.layers)
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
-        programs = compile_programs(parts, derivatives, self._placement)
+        programs = Programs(parts, derivatives, self._placement)
         wanted = self._modes(parts)
+        programs.compile(keys_of(parts, make_script(parts, derivatives, wanted)))
         modes = fit_modes(parts, derivatives, wanted, options.memory_budget_bytes, programs.temporary_bytes)
+        script = make_script(parts, derivatives, modes)
+        programs.compile(keys_of(parts, script))
         executor = Executor(
             parts,
             programs,
-            make_script(parts, derivatives, modes),
+            script,
             resident_layers(parts, modes),
             self._host_optimizer(),
             self._placement,
@@ -372,7 +376,7 @@ class TrainStep:
             "device_param_bytes_peak": result.device_param_bytes_peak,
         }
         if self._options.skip_nonfinite:
-            metrics["skipped"] = ~np.asarray(result.ok)
+            metrics["skipped"] = not result.is_applied
         if parts.aux_tree is not None:
             metrics["aux"] = jax.tree.unflatten(parts.aux_tree, result.aux)
         return metrics

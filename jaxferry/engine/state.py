@@ -10,11 +10,10 @@ import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.transfers import DeviceLayer, Vectors
 from jaxferry.engine.subtree import path_names
 from jaxferry.errors import StateError
 from jaxferry.partition import Layer
-
-Vectors = tuple[jax.Array, ...]
 
 
 class TrainState:
@@ -45,7 +44,7 @@ class TrainState:
         self.step = step
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.vectors: list[Vectors] = []
-        self.resident: dict[int, Vectors] = {}
+        self.resident: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
         self.units = self._make_units(list(masters), None if state is None else dict(state))
