@@ -29,7 +29,6 @@ from jaxferry.engine import (
     checkpoint,
     derivatives_of,
     fit_modes,
-    keys_of,
     make_placement,
     make_script,
     masters_from_arrays,
@@ -319,10 +318,8 @@ class TrainStep:
         derivatives = derivatives_of(parts, options.remat)
         programs = Programs(parts, derivatives, self._placement)
         wanted = self._modes(parts)
-        programs.compile(keys_of(parts, make_script(parts, derivatives, wanted)))
         modes = fit_modes(parts, derivatives, wanted, options.memory_budget_bytes, programs.temporary_bytes)
         script = make_script(parts, derivatives, modes)
-        programs.compile(keys_of(parts, script))
         executor = Executor(
             parts,
             programs,

@@ -81,7 +81,7 @@ class Transfers:
         return DeviceLayer(size, [jax.device_put(v, self._placement.device) for v in vectors], unpack)
 
     def drop(self, held: DeviceLayer) -> None:
-        """Frees a device copy; one whose buffers a program has taken over is only counted off."""
+        """Frees a device copy once the programs that were given it have run."""
         self.device_bytes -= held.num_bytes
         held.delete()
 
@@ -131,5 +131,4 @@ class Transfers:
 
 def _delete(arrays: Sequence[jax.Array]) -> None:
     for array in arrays:
-        if not array.is_deleted():
-            array.delete()
+        array.delete()
