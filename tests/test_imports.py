@@ -135,7 +135,7 @@ def test_simulator_and_engine_do_not_know_each_other():
 
 
 def test_functions_import_nothing_but_heavy_optional_packages():
-    inner = []
+    inner: list[tuple[str, str]] = []
     for name, file in find_modules(ROOT).items():
         for function in ast.walk(ast.parse(file.read_text())):
             if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -144,7 +144,7 @@ def test_functions_import_nothing_but_heavy_optional_packages():
                 if isinstance(node, ast.Import):
                     inner += [(name, alias.name) for alias in node.names]
                 elif isinstance(node, ast.ImportFrom):
-                    inner.append((name, node.module))
+                    inner.append((name, node.module or "."))
     assert [(name, imported) for name, imported in inner if imported.split(".")[0] not in OPTIONAL] == []
 
 

@@ -1,8 +1,8 @@
 """GPT-2 in Flax linen: pre-LN blocks, GELU, learned positions, the head tied to the token table.
 
 B: batch, T: positions, C: channels. The model knows nothing of JaxFerry and of where its parameters live. Two things
-help whoever takes it apart: every block is the same program, its causal mask made inside it, and dropout keys travel with
-the residual stream, so that no block holds a number of its own.
+help whoever takes it apart: every block is the same program, its causal mask made inside it, and dropout keys travel
+with the residual stream, so that no block holds a number of its own.
 
 Activations have the dtype of the parameters: bfloat16 parameters make a bfloat16 model. LayerNorm, softmax and the loss
 compute in float32 all the same.

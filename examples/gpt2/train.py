@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -28,7 +27,6 @@ COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 WARMUP_STEPS = 20
 NUM_VALIDATION_BATCHES = 4
 PROMPT_TOKENS = 16
-LINE = "loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {step_s:.3f} s/step"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(highlight=False)
@@ -100,17 +98,16 @@ class Run:
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(open(metrics_file, "a" if append else "w")) if metrics_file else None
             progress = stack.enter_context(make_progress())
-            task = progress.add_task(
-                "", total=steps, completed=self.state.step, loss=math.nan, tokens_per_s=0.0, step_s=0.0
-            )
+            task = progress.add_task("compiling", total=steps, completed=self.state.step)
             try:
                 while self.state.step < steps:
                     record = self.train_one()
                     if out:
                         print(json.dumps(record), file=out, flush=True)
-                    progress.update(task, completed=self.state.step, **record)
+                    told = "loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  {step_s:.3f} s/step".format(**record)
+                    progress.update(task, completed=self.state.step, description=told)
                     if not console.is_terminal and self.state.step % max(1, steps // 10) == 0:
-                        console.print(f"{self.state.step}/{steps} {LINE.format(**record)}")
+                        console.print(f"{self.state.step}/{steps}  {told}")
             except KeyboardInterrupt:
                 return True
         return False
@@ -157,7 +154,7 @@ def make_progress():
     return Progress(
         MofNCompleteColumn(),
         BarColumn(bar_width=None),
-        TextColumn(LINE.replace("{", "{task.fields[").replace(":", "]:")),
+        TextColumn("{task.description}"),
         TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,

@@ -196,9 +196,15 @@ def test_a_text_shorter_than_a_row_is_refused():
         data.Batches(np.arange(8, dtype=np.uint16), 1, 8, 0)
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """Lets the size `tiny` stand for a model that is quick to compile."""
+    monkeypatch.setitem(model.SIZES, "tiny", dataclasses.replace(SMALL, max_length=16, vocab_size=300))
+
+
 def run(text, *args):
-    shape = ["--batch", "2", "--seq", "16", "--sample-tokens", "4"]
-    return train.main(["--data", str(text), *shape, *map(str, args)])
+    small = ["--batch", "2", "--seq", "16", "--sample-tokens", "0"]
+    return train.main(["--data", str(text), *small, *map(str, args)])
 
 
 def read_metrics(file):
@@ -207,7 +213,7 @@ def read_metrics(file):
 
 def test_training_learns_and_says_so(cache, text, tmp_path, capsys):
     metrics = tmp_path / "metrics.jsonl"
-    assert run(text, "--steps", 12, "--metrics", metrics) == 0
+    assert run(text, "--steps", 12, "--metrics", metrics, "--sample-tokens", 4) == 0
     records = read_metrics(metrics)
     assert [record["step"] for record in records] == list(range(12))
     for record in records:
@@ -221,7 +227,7 @@ def test_training_learns_and_says_so(cache, text, tmp_path, capsys):
     assert "a sample" in printed
 
 
-def test_a_resumed_run_goes_on_bit_by_bit(cache, text, tmp_path):
+def test_a_resumed_run_goes_on_bit_by_bit(small, cache, text, tmp_path):
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     assert run(text, "--steps", 6, "--metrics", whole) == 0
     assert run(text, "--steps", 3, "--metrics", parts, "--save", tmp_path / "saved") == 0
@@ -231,7 +237,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(cache, text, tmp_path):
 
 
 @pytest.mark.parametrize("saving", [True, False])
-def test_an_interrupted_run_is_saved_where_that_was_asked_for(saving, cache, text, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_is_saved_where_that_was_asked_for(saving, small, cache, text, tmp_path, monkeypatch, capsys):
     draw = data.Batches.__call__
 
     def interrupt(self, step):
