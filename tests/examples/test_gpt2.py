@@ -30,6 +30,14 @@ def tokens():
     return np.random.default_rng(1).integers(SMALL.vocab_size, size=(3, 12), dtype=np.int32)
 
 
+@jax.jit
+def logits_fn(params, tokens):
+    return model.GPT2(SMALL).apply({"params": params}, tokens)
+
+
+loss_fn = jax.jit(model.make_loss(SMALL))
+
+
 def numpy_logits(config, params, tokens):
     """GPT-2 for one row, position by position: a position's keys and values are only those up to itself."""
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
@@ -58,23 +66,20 @@ def numpy_logits(config, params, tokens):
 
 
 def test_logits_are_those_of_a_numpy_gpt2(params, tokens):
-    logits = model.GPT2(SMALL).apply({"params": params}, tokens)
     expected = np.stack([numpy_logits(SMALL, params, row) for row in tokens])
-    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    np.testing.assert_allclose(logits_fn(params, tokens), expected, atol=1e-5)
 
 
 def test_loss_is_the_mean_surprise_of_the_next_token(params, tokens):
     logits = np.stack([numpy_logits(SMALL, params, row[:-1]) for row in tokens])
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = -np.log(np.take_along_axis(probabilities, tokens[:, 1:, None], axis=-1)).mean()
-    np.testing.assert_allclose(model.make_loss(SMALL)(params, {"tokens": tokens}), expected, rtol=1e-5)
+    np.testing.assert_allclose(loss_fn(params, {"tokens": tokens}), expected, rtol=1e-5)
 
 
-def test_an_untrained_model_knows_nothing():
-    config = model.SIZES["tiny"]
-    batch = {"tokens": np.random.default_rng(0).integers(config.vocab_size, size=(4, 65))}
-    loss = model.make_loss(config)(jax.jit(model.make_init(config))(jax.random.key(0)), batch)
-    assert abs(loss - math.log(config.vocab_size)) < 0.1
+def test_an_untrained_model_knows_nothing(params, tokens):
+    loss = loss_fn(params, {"tokens": tokens})
+    assert abs(loss - math.log(SMALL.vocab_size)) < 0.1
 
 
 # The parameter counts of the published GPT-2 checkpoints.
@@ -85,15 +90,15 @@ def test_sizes_are_the_published_ones(size, expected):
 
 def test_activations_have_the_dtype_of_the_parameters_and_the_loss_is_float32(params, tokens):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    assert model.GPT2(SMALL).apply({"params": half}, tokens).dtype == jnp.bfloat16
-    loss = model.make_loss(SMALL)(half, {"tokens": tokens})
+    assert logits_fn(half, tokens).dtype == jnp.bfloat16
+    loss = loss_fn(half, {"tokens": tokens})
     assert loss.dtype == jnp.float32
-    np.testing.assert_allclose(loss, model.make_loss(SMALL)(params, {"tokens": tokens}), rtol=1e-2)
+    np.testing.assert_allclose(loss, loss_fn(params, {"tokens": tokens}), rtol=1e-2)
 
 
 def test_dropout_follows_its_key_and_needs_one(params, tokens):
     loss = jax.jit(model.make_loss(dataclasses.replace(SMALL, dropout=0.5)))
-    plain = model.make_loss(SMALL)(params, {"tokens": tokens})
+    plain = loss_fn(params, {"tokens": tokens})
     first, again, second = (loss(params, {"tokens": tokens, "key": jax.random.key(i)}) for i in (1, 1, 2))
     assert first == again
     assert len({float(first), float(second), float(plain)}) == 3
@@ -237,7 +242,9 @@ def test_a_resumed_run_goes_on_bit_by_bit(small, cache, text, tmp_path):
 
 
 @pytest.mark.parametrize("saving", [True, False])
-def test_an_interrupted_run_is_saved_where_that_was_asked_for(saving, small, cache, text, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_run_is_saved_where_that_was_asked_for(
+    saving, small, cache, text, tmp_path, monkeypatch, capsys
+):
     draw = data.Batches.__call__
 
     def interrupt(self, step):
