@@ -22,7 +22,7 @@ import sample
 from jaxferry.errors import InputError, JaxFerryError
 
 # GPT-3's (Brown et al. 2020, table 2.1), but for the tiny model.
-LEARNING_RATES = {"tiny": 2e-3, "124m": 6e-4, "medium": 3e-4, "xl": 2e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
+LEARNING_RATES = {"tiny": 1e-3, "124m": 6e-4, "medium": 3e-4, "xl": 2e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 WARMUP_STEPS = 20
 NUM_VALIDATION_BATCHES = 4
@@ -35,7 +35,7 @@ console = Console(highlight=False)
 @app.command(help="Trains GPT-2 on text, its parameters and optimizer state in host memory.")
 def train(
     size: Annotated[str, typer.Option(help=f"The model: {', '.join(model.SIZES)}.")] = "tiny",
-    steps: Annotated[int, typer.Option(min=0, help="Train up to this step; a resumed run counts on.")] = 500,
+    steps: Annotated[int, typer.Option(min=0, help="Train up to this step; a resumed run counts on.")] = 800,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 128,
     policy: Annotated[str | None, typer.Option(help="Says where each layer lives; by default JaxFerry's own.")] = None,
