@@ -59,6 +59,7 @@ class HostOptimizer:
       clip_norm: global norm to clip gradients to, or None.
 
     Attributes:
+      avals: shapes and master dtypes of the parameters.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
     """
 
@@ -70,7 +71,7 @@ class HostOptimizer:
         placement: Placement,
         clip_norm: float | None,
     ) -> None:
-        self._optimizer, self._tree, self._avals = optimizer, tree, list(avals)
+        self._optimizer, self._tree, self.avals = optimizer, tree, list(avals)
         self._placement, self._clip_norm = placement, clip_norm
         self._whole = WholeUpdate(optimizer, tree, avals)
         self._programs: dict[Any, Any] = {}
@@ -92,18 +93,23 @@ class HostOptimizer:
     def _part_content(self, leaves: Sequence[int]) -> Any:
         key = tuple(leaves)
         if key not in self._contents:
-            self._contents[key] = part_content(self._optimizer, self._tree, self._avals, leaves)
+            self._contents[key] = part_content(self._optimizer, self._tree, self.avals, leaves)
         return self._contents[key]
 
     def units_of(self, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """The layers and leaves of each unit."""
         if self.is_joint:
-            return [(tuple(range(len(layers))), tuple(range(len(self._avals))))]
+            return [(tuple(range(len(layers))), tuple(range(len(self.avals))))]
         return [((i,), tuple(leaf.index for leaf in layer.leaves)) for i, layer in enumerate(layers)]
 
     def abstract_state(self, leaves: Sequence[int]) -> Any:
         """Shapes of the Optax state of these leaves."""
-        return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self._avals, leaves)))
+        return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self.avals, leaves)))
+
+    def state_shapes(self) -> dict[str, Any]:
+        """Shapes of the whole Optax state by path."""
+        state = self.abstract_state(range(len(self.avals)))
+        return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
 
     def init_state(self, leaves: Sequence[int], masters: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """The initial Optax state of these leaves by path, in host memory."""
