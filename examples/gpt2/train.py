@@ -87,8 +87,8 @@ def train(
 class Run:
     """A training under way: `state` is always one that can be saved."""
 
-    step: object
-    state: object
+    step: jaxferry.TrainStep
+    state: jaxferry.TrainState
     tokens_per_batch: int
     train_batches: text_data.Batches
     valid_batches: text_data.Batches

@@ -1,8 +1,8 @@
 """The engine: programs, transfers and host optimizer of a training step.
 
-    Placement   where arrays live          Programs    what runs on the device
-    script      what happens in which order HostOptimizer what runs on the host
-    TrainState  what outlives a step       Executor    issues a step
+Placement   where arrays live          Programs    what runs on the device
+script      what happens in which order HostOptimizer what runs on the host
+TrainState  what outlives a step       Executor    issues a step
 """
 
 from jaxferry.engine import checkpoint

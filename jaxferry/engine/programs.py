@@ -1,8 +1,8 @@
 """The compiled programs of a partition: forward and backward for each distinct segment.
 
 The last segment's forward and backward follow each other, so they are one program, `loss`, between whose halves nothing
-has to be stored. Handing a backward the buffers of a layer that is dropped after it, for its gradients, was tried: XLA copies the
-weights out of the way first, which costs the memory and more time than it saves.
+has to be stored. Handing a backward the buffers of a layer that is dropped after it, for its gradients, was tried: XLA
+copies the weights out of the way first, which costs the memory and more time than it saves.
 """
 
 from __future__ import annotations

@@ -99,7 +99,9 @@ def _held(
     return joined
 
 
-def _frees(partition: Partition, derivatives: Mapping[int, Derivative], events: Sequence[Event]) -> dict[int, list[int]]:
+def _frees(
+    partition: Partition, derivatives: Mapping[int, Derivative], events: Sequence[Event]
+) -> dict[int, list[int]]:
     """The values whose last reader is each event."""
     made = {v for s in partition.segments for v in (*s.outputs, *s.extras)} | set(partition.prelude_outputs)
     last: dict[int, int] = {}

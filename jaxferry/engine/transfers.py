@@ -2,9 +2,9 @@
 
     pinned vectors --load--> device parameters ... gradients --store--> pinned vectors
 
-Both are asynchronous. On an accelerator a load is one `jax.device_put`, cut into parameters when the first program needs
-them, so that this cut does not hold up the programs before it. Where the device is a CPU, copy and cut are one pass, and
-gradients are written into host buffers that exist already.
+Both are asynchronous. On an accelerator a load is one `jax.device_put`, cut into parameters when the first program
+needs them, so that this cut does not hold up the programs before it. Where the device is a CPU, copy and cut are one
+pass, and gradients are written into host buffers that exist already.
 """
 
 from __future__ import annotations
