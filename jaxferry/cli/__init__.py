@@ -18,7 +18,9 @@ for _command in _COMMANDS:
     _command.register(app)
 
 # typer carries a click of its own in some versions, and stands on the package in others
-_UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_UsageError: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
+)
 
 
 def main(arguments: list[str] | None = None) -> None:

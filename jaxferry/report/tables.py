@@ -24,10 +24,11 @@ def prediction_lines(plan: Plan) -> list[str]:
     """What the plan says about itself: prediction, gap, binding constraint."""
     lines = []
     if plan.predicted is not None:
+        predicted = plan.predicted
         lines.append(
-            f"predicted: forward {format_seconds(plan.predicted.forward_s)}, "
-            f"step {format_seconds(plan.predicted.step_s)}, steady step {format_seconds(plan.predicted.steady_step_s)}, "
-            f"peak device memory {format_bytes(plan.predicted.peak_device_bytes)}"
+            f"predicted: forward {format_seconds(predicted.forward_s)}, step {format_seconds(predicted.step_s)}, "
+            f"steady step {format_seconds(predicted.steady_step_s)}, "
+            f"peak device memory {format_bytes(predicted.peak_device_bytes)}"
         )
     if "gap" in plan.details:
         lines.append(f"objective {plan.details['objective']}: {plan.details['gap']:.2%} above the proven lower bound")
