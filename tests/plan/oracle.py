@@ -21,7 +21,9 @@ class Oracle:
         self.bulk, self.after_all = plan.loads == "bulk", plan.updates == "after-all"
         self.end = functools.cache(self._end)
         names = [layer.parameters for layer in self.layers]
-        self.same = [[other for other in range(self.size) if names[other] == names[layer]] for layer in range(self.size)]
+        self.same = [
+            [other for other in range(self.size) if names[other] == names[layer]] for layer in range(self.size)
+        ]
         self.loader, order, between = {}, [], []
         for mode, queue in ((Mode.GFGB, order), (Mode.DFGB, between)):
             for layer in range(self.size):

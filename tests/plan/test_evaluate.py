@@ -64,5 +64,7 @@ def test_no_plan_goes_below_the_activations():
         peaks = Evaluator(profile)(codes, np.full(4, to_host)).peak_bytes
         assert peaks.min() >= smallest_peak_bytes(profile)
     assert peaks.min() == smallest_peak_bytes(profile)
-    bare = dataclasses.replace(profile, layers=tuple(dataclasses.replace(x, activation_bytes=0) for x in profile.layers))
+    bare = dataclasses.replace(
+        profile, layers=tuple(dataclasses.replace(x, activation_bytes=0) for x in profile.layers)
+    )
     assert smallest_peak_bytes(bare) == 0

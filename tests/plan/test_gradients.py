@@ -61,9 +61,3 @@ def test_instances_too_wide_for_the_frontier_stay_within_the_budget_and_near_the
     used = sum(sizes[i] for i in chosen)
     assert used <= capacity
     assert used >= capacity * (1 - size / 32768)
-
-
-def test_sizes_beyond_a_machine_word_are_exact():
-    sizes = [2**70, 2**70 + 1, 2**69]
-    assert choose_gradients(sizes, [1.0, 1.0, 1.0], 2**70) == {2}
-    assert choose_gradients(sizes, [3.0, 1.0, 1.0], 2**70) == {0}

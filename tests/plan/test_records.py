@@ -24,9 +24,7 @@ def test_json_there_and_back_changes_nothing(case):
 
 
 def test_files_prediction_and_details_there_and_back_change_nothing(tmp_path):
-    plan = Plan(
-        "exact", 0.29, (LayerPlan("a", Mode.DHA),), predicted=Predicted(1.0, 2.0, 1.5, 7), details={"gap": 0.1}
-    )
+    plan = Plan("exact", 0.29, (LayerPlan("a", Mode.DHA),), predicted=Predicted(1.0, 2.0, 1.5, 7), details={"gap": 0.1})
     plan.save(tmp_path / "p.json")
     assert Plan.load(tmp_path / "p.json") == plan
     assert json.loads((tmp_path / "p.json").read_text())["gap"] == 0.1

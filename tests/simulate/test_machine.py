@@ -17,7 +17,16 @@ PAPER_MODES = (Mode.GFGB, Mode.DHA, Mode.DFGB)
 
 def layer(name, **values):
     times = dict.fromkeys(
-        ("load_s", "forward_s", "forward_dha_s", "backward_s", "backward_dha_s", "backward_go_s", "offload_s", "update_s"),
+        (
+            "load_s",
+            "forward_s",
+            "forward_dha_s",
+            "backward_s",
+            "backward_dha_s",
+            "backward_go_s",
+            "offload_s",
+            "update_s",
+        ),
         1.0,
     )
     return LayerProfile(name=name, **{"param_bytes": 10, "grad_bytes": 1, **times, **values})
