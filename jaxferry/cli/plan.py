@@ -32,6 +32,7 @@ def plan(
     compare_all: Annotated[bool, typer.Option("--compare", help="Print all policies side by side.")] = False,
     as_json: AsJson = False,
 ) -> None:
+    """Makes a plan, or all of them, and prints it."""
     make_policy(policy)
     known = Profile.load(profile)
     goal, budget = read_objective(objective), read_budget(memory_budget)

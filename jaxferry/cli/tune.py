@@ -46,6 +46,7 @@ def tune(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
+    """Sweeps, prints step time against device memory, and names the knee."""
     factors = [check_share(float(factor), "reserve factor") for factor in read_range(reserve_factor, _decimal)]
     budgets = None if memory_budget is None else read_range(memory_budget, lambda size: parse_bytes(size, "budget"))
     chosen = policy or ("exact" if budgets is None else Auto.name)

@@ -41,6 +41,7 @@ class Auto(Policy):
     summary = "modes, gradients and resident layers from a memory budget alone"
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
+        """The fastest plan of the search's pool that fits; without a budget, that of `exact`."""
         request = dataclasses.replace(request or Request(), objective=Objective.STEADY)
         if request.memory_budget_bytes is None:
             plan = Exact().plan(profile, request)

@@ -107,6 +107,7 @@ class ModePolicy(Policy):
         """The mode codes of all layers, (layers,), given which gradients are written to the host, (layers,)."""
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
+        """The modes that this policy decides, with the gradients that the reserve factor lets stay."""
         request = request or Request()
         reserve_factor = self.reserve_factor(request)
         to_host = gradients_to_host(profile, reserve_factor)

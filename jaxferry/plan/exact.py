@@ -44,6 +44,7 @@ class Exact(Policy):
     summary = "the optimum under the machine model, or its proven gap"
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
+        """The best plan of the explored pool, with `objective`, `lower_bound_s` and `gap` as details."""
         request = request or Request()
         reserve_factor = self.reserve_factor(request)
         to_host = gradients_to_host(profile, reserve_factor)

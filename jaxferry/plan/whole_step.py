@@ -52,6 +52,8 @@ class Costs:
 
     @classmethod
     def of(cls, profile: Profile, to_host: np.ndarray) -> "Costs":
+        """The costs of a profile's layers, given which gradients are written to the host, (layers,)."""
+
         def column(key: str) -> np.ndarray:
             return np.array([getattr(layer, key) for layer in profile.layers])
 
@@ -142,6 +144,7 @@ class StepSearch:
         return np.array(found, dtype=np.int8).reshape(len(found), self.size)
 
     def options(self, index: int, fixed: np.ndarray | None) -> tuple[int, ...]:
+        """The modes that a layer may have."""
         options: tuple[int, ...] = (GFGB, DHA, DFGB)
         if fixed is not None:
             options = (GFGB,) if fixed[index] == GFGB else (DHA, DFGB)

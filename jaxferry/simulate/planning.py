@@ -140,8 +140,10 @@ def _fitting_plan(
 
 
 def knee(points: list[SweepPoint]) -> SweepPoint | None:
-    """Where more memory stops paying: of the points that none beats in both memory and steady time, the farthest below
-    the line from the leanest to the fastest one, both axes scaled to their range; the fastest one of two or fewer.
+    """Where more memory stops paying.
+
+    Of the points that none beats in both memory and steady time, the farthest below the line from the leanest to the
+    fastest one, both axes scaled to their range; the fastest one of two or fewer.
     """
     known = []
     for point in points:

@@ -119,7 +119,7 @@ def test_go_memferry_is_memferry_with_another_default():
 
 
 def test_an_unknown_policy_lists_the_known_ones():
-    with pytest.raises(InputError, match="unknown policy 'fastest'.*zero-offload.*exact, auto"):
+    with pytest.raises(InputError, match=r"unknown policy 'fastest'.*zero-offload.*exact, auto"):
         make_policy("fastest")
 
 

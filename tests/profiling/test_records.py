@@ -85,7 +85,7 @@ def test_errors_of_the_document_s_shape():
 def test_entries_of_one_group_must_agree_on_their_bytes():
     layers = transformer(6, tied=True).layers
     other = LayerProfile.from_json(layers[-1].to_json() | {"param_bytes": 1})
-    with pytest.raises(InputError, match='layer "table5": param_bytes must be .* "table0".* got 1'):
+    with pytest.raises(InputError, match=r'layer "table5": param_bytes must be .* "table0".* got 1'):
         Profile({}, (*layers[:-1], other))
 
 
