@@ -34,6 +34,7 @@ _ALLOWED = (GFGB, DHA, DFGB)
 _BEAM = 64
 _WORK = 400_000
 _STARTS = 4
+_POINTS = 48
 _HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
@@ -96,7 +97,7 @@ def explore(pool: Pool, to_host: np.ndarray, request: Request, optimum: np.ndarr
     pool.add(improved, to_host)
     best = improved[int(np.argmin(search.values(improved)))]
     for start in (best, gfgb, optimum):
-        pool.add(_within_window(pool, prefix_family(profile, start), to_host), to_host)
+        pool.add(_within_window(pool, prefix_family(profile, start, points=_POINTS), to_host), to_host)
 
 
 def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:
