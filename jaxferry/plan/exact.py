@@ -62,9 +62,10 @@ class Exact(Policy):
         bound_s = best.objective_s
         if request.objective is Objective.FORWARD:
             bound_s = optimum_s
+        elif not enumerated and request.objective is Objective.STEP:
+            bound_s = step_lower_bound_s(profile, to_host, optimum_s)
         elif not enumerated:
-            bound = step_lower_bound_s if request.objective is Objective.STEP else steady_lower_bound_s
-            bound_s = bound(profile, to_host, optimum_s)
+            bound_s = steady_lower_bound_s(profile, to_host, optimum_s, best.objective_s)
         return dataclasses.replace(plan, details=_gap(request.objective, best.objective_s, bound_s))
 
 

@@ -111,7 +111,7 @@ class Step:
         self.load_start, self.second_start = np.zeros(shape), np.zeros(shape)
         self.forward_start, self.forward_ends = np.zeros(shape), np.zeros(shape)
         self.backward_start, self.backward_ends = np.zeros(shape), np.zeros(shape)
-        self.arrivals, self.gradient_free = np.zeros(shape), np.zeros(shape)
+        self.arrivals = np.zeros(shape)
         self.between_end = np.zeros(self.batch.num_plans)
         never = np.full(self.batch.num_plans, -np.inf)
         self.slot_use = self.slot_use_before = never
