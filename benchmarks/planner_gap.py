@@ -70,7 +70,7 @@ def transformer(num_layers: int, seed: int) -> Profile:
 
 
 def gaps(num_models: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Per objective and policy the mean and the worst gap to `exact`; for `exact` itself the gap to its proven bound."""
+    """Per objective and policy the mean and the worst gap to `exact`; for `exact` that to its proven bound."""
     found: dict[str, dict[str, list[float]]] = {objective: {} for objective in Objective}
     for seed in track(range(num_models), description="gaps", console=Console(stderr=True)):
         profile = transformer(random.Random(seed).choice([18, 34, 50, 98]), seed)
@@ -90,7 +90,8 @@ def gaps(num_models: int) -> dict[str, dict[str, dict[str, float]]]:
 def planning_times(most_layers: int, repetitions: int) -> dict[str, dict[str, float]]:
     """Per number of layers and policy the seconds to plan."""
     times: dict[str, dict[str, float]] = {}
-    for num_layers in track([n for n in LAYERS if n <= most_layers], description="times", console=Console(stderr=True)):
+    sizes = [num_layers for num_layers in LAYERS if num_layers <= most_layers]
+    for num_layers in track(sizes, description="times", console=Console(stderr=True)):
         profile = transformer(num_layers, seed=0)
         budget = sum(layer.param_bytes for layer in profile.layers)
         rows = times.setdefault(str(num_layers), {})

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from jaxferry.cli.common import AsJson, ProfilePath, print_json, print_report, progress, read_budget, read_objective
-from jaxferry.plan.base import Request
+from jaxferry.cli.common import AsJson, ProfilePath, print_json, print_report, progress, read_budget
+from jaxferry.plan.base import Request, read_objective
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.profiling.records import Profile
 from jaxferry.report.tables import comparison_table, plan_table, prediction_lines

@@ -51,7 +51,8 @@ def step_lower_bound_s(profile: Profile, to_host: np.ndarray, optimal_forward_s:
     backward_penalty = _Penalty(load_s, costs.backward_dha - costs.backward)
     forward_s = max(optimal_forward_s, backward_penalty.worth_it_s - last_backward)
     by_backward = forward_s + least_backward + backward_penalty(forward_s + last_backward)
-    by_compute = _least_time(*_compute(costs, load_s), last_backward - least_backward)
+    least, penalty = _compute(costs, load_s, np.minimum(costs.forward, costs.forward_dha))
+    by_compute = _least_time(least, penalty, last_backward - least_backward)
     return float(max(optimal_forward_s + costs.least_tail(), by_backward + after_gpu, by_compute + after_gpu))
 
 
@@ -80,12 +81,11 @@ def steady_lower_bound_s(
 def _unloaded_bound(profile: Profile, costs: Costs, first: int) -> float:
     """The bound by compute if the first layers run their forward by DHA, whatever the others do; grows with `first`."""
     load_s, after_gpu = _group_loads(profile, costs), float(costs.tails[0])
-    least, penalty_s = _compute(costs, load_s)[0], _compute_penalty(costs)
-    slower = np.maximum(costs.forward_dha - costs.forward, 0.0)[:first]
-    penalty_s[:first] = (costs.backward_dha - costs.backward)[:first]
-    by_compute = _least_time(least + float(slower.sum()), _Penalty(load_s, penalty_s), after_gpu) + after_gpu
-    forward_s = float(np.minimum(costs.forward, costs.forward_dha).sum() + slower.sum())
-    return max(by_compute, forward_s + costs.least_tail())
+    forward = np.minimum(costs.forward, costs.forward_dha)
+    forward[:first] = costs.forward_dha[:first]
+    least, penalty = _compute(costs, load_s, forward)
+    by_compute = _least_time(least, penalty, after_gpu) + after_gpu
+    return max(by_compute, float(forward.sum()) + costs.least_tail())
 
 
 def _bound_with_lead(profile: Profile, costs: Costs, first: int, lead_s: float, best: float) -> float:
@@ -130,16 +130,10 @@ def _group_loads(profile: Profile, costs: Costs) -> np.ndarray:
     return np.where(alone, costs.load, 0.0)
 
 
-def _compute_penalty(costs: Costs) -> np.ndarray:
-    loaded = np.minimum(costs.forward, costs.forward_dha) + costs.backward
-    return np.maximum(costs.forward_dha + costs.backward_dha - loaded, 0.0)
-
-
-def _compute(costs: Costs, load_s: np.ndarray) -> tuple[float, _Penalty]:
-    """The GPU's least work in a step, and what unloaded layers add to it."""
-    loaded = np.minimum(costs.forward, costs.forward_dha) + costs.backward
-    least = np.minimum(loaded, costs.forward_dha + costs.backward_dha)
-    return float(least.sum()), _Penalty(load_s, _compute_penalty(costs))
+def _compute(costs: Costs, load_s: np.ndarray, forward: np.ndarray) -> tuple[float, _Penalty]:
+    """The GPU's least work in a step, and what unloaded layers add to it; `forward` is that of loaded layers."""
+    loaded, unloaded = forward + costs.backward, costs.forward_dha + costs.backward_dha
+    return float(np.minimum(loaded, unloaded).sum()), _Penalty(load_s, unloaded - loaded)
 
 
 def _least_time(least_s: float, penalty: _Penalty, more_link_s: float) -> float:

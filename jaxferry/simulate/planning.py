@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxferry.errors import BudgetError
 from jaxferry.plan.auto import Auto, AutoSearch
-from jaxferry.plan.base import Objective, Request
+from jaxferry.plan.base import Objective, Request, read_objective
 from jaxferry.plan.bounds import steady_lower_bound_s
 from jaxferry.plan.evaluate import gradient_flags
 from jaxferry.plan.frontier import optimal_forward
@@ -42,7 +42,7 @@ def make_plan(
       InputError: if an argument is not acceptable.
       BudgetError: if no plan of the policy fits; it names the smallest feasible budget.
     """
-    request = Request(reserve_factor, memory_budget_bytes, Objective(objective), progress)
+    request = Request(reserve_factor, memory_budget_bytes, read_objective(objective), progress)
     return predict(profile, make_policy(policy).plan(profile, request))
 
 

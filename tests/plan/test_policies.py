@@ -129,6 +129,13 @@ def test_a_reserve_factor_that_is_none_is_refused(factor):
         Request(factor)
 
 
+def test_objectives_and_budgets_that_are_none_are_refused():
+    with pytest.raises(InputError, match="objective must be one of forward, step, steady, got 'speed'"):
+        make_plan(transformer(4), "exact", objective="speed")
+    with pytest.raises(InputError, match="memory_budget_bytes"):
+        Request(memory_budget_bytes=-1)
+
+
 def test_prediction_agrees_with_the_search_s_own_numbers():
     profile = transformer(30)
     for objective in Objective:
