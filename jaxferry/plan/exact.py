@@ -7,8 +7,8 @@
   policies' plans; and a local search from these. A plan states its `gap` to the proven `lower_bound_s`
   (`plan/bounds.py`).
 
-With a memory budget the same plans and plans with fewer and fewer loaded layers compete; the bound is that without a
-budget.
+With a memory budget the same plans and plans with fewer and fewer loaded layers compete. The bound of plans that are
+not enumerated is that without a budget.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ class Exact(Policy):
             check_budget(self.name, request.memory_budget_bytes or 0, pool.smallest_peak_bytes())
         assert best is not None
         plan = make_plan(self.name, reserve_factor, profile, best.modes, to_host, best.loads, best.updates)
-        enumerated = len(profile.layers) <= MOST_ENUMERATED and request.memory_budget_bytes is None
+        enumerated = len(profile.layers) <= MOST_ENUMERATED
         bound_s = best.objective_s
         if request.objective is Objective.FORWARD:
             bound_s = optimum_s
