@@ -19,9 +19,9 @@ from rich.table import Table
 
 from jaxferry.plan.base import Objective, Request
 from jaxferry.plan.registry import make_policy, policies
+from jaxferry.planning import make_plan
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.records import write_json
-from jaxferry.simulate.planning import make_plan
 from jaxferry.simulate.report import simulate
 
 RESULTS = Path(__file__).parent / "results" / "planner_gap.json"

@@ -8,9 +8,9 @@ import typer
 from jaxferry.cli.common import AsJson, ProfilePath, print_json, print_report, progress, read_budget
 from jaxferry.plan.base import Request, read_objective
 from jaxferry.plan.registry import make_policy, policies
+from jaxferry.planning import compare, make_plan
 from jaxferry.profiling.records import Profile
 from jaxferry.report.tables import comparison_table, plan_table, prediction_lines
-from jaxferry.simulate.planning import compare, make_plan
 
 
 def register(app: typer.Typer) -> None:

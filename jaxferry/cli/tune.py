@@ -12,11 +12,11 @@ from jaxferry.errors import InputError
 from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
 from jaxferry.plan.registry import make_policy
+from jaxferry.planning import knee, sweep
 from jaxferry.profiling.records import Profile
 from jaxferry.records import check_share
 from jaxferry.report.plots import plot_sweep
 from jaxferry.report.tables import sweep_table
-from jaxferry.simulate.planning import knee, sweep
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
 _MOST_POINTS = 1000

@@ -18,8 +18,8 @@ from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.recurrences import DFGB
 from jaxferry.plan.registry import policies
 from jaxferry.plan.whole_step import Costs, StepSearch
+from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
-from jaxferry.simulate.planning import make_plan
 from tests.plan.oracle import Oracle
 from tests.plan.profiles import deterministic, profiles, transformer, with_modes
 

@@ -14,7 +14,7 @@ from jaxferry.plan.base import Objective, Request
 from jaxferry.plan.evaluate import Evaluator
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
-from jaxferry.simulate.planning import make_plan
+from jaxferry.planning import make_plan
 from jaxferry.simulate.report import simulate
 from tests.plan.oracle import Oracle
 from tests.plan.profiles import profiles, transformer
