@@ -1,0 +1,253 @@
+"""Plans: in which mode each layer runs, and where its gradient goes.
+
+`jaxferry.plan/1` is the JSON of a plan:
+
+    {"format": "jaxferry.plan/1", "policy": "exact", "reserve_factor": 1.0, "loads": "layerwise", "updates": "overlapped",
+     "layers": [{"name": "wte", "mode": "DHA", "gradient": "device"}, ...],
+     "predicted": {"forward_s": 0.1, "step_s": 0.5, "steady_step_s": 0.45, "peak_device_bytes": 1000}}
+
+Further keys at the top, such as `lower_bound_s` and `gap` of `exact`, are a plan's `details`.
+"""
+
+import dataclasses
+import enum
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.profiling.records import Profile
+from jaxferry.records import (
+    check_bytes,
+    check_choice,
+    check_format,
+    check_list,
+    check_seconds,
+    check_share,
+    check_text,
+    check_unique,
+    load_record,
+    required,
+    write_json,
+)
+
+PLAN_FORMAT = "jaxferry.plan/1"
+
+
+class Loads(enum.StrEnum):
+    """When forwards may start."""
+
+    LAYERWISE = "layerwise"
+    """A forward waits for its own layer's load only."""
+    BULK = "bulk"
+    """No forward before all loads of the forward have arrived (ZeRO-Offload as DeepSpeed does it)."""
+
+
+class Updates(enum.StrEnum):
+    """When updates may start."""
+
+    OVERLAPPED = "overlapped"
+    """An update waits for its own gradients only."""
+    AFTER_ALL = "after-all"
+    """No update before all gradients are on the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """How one layer runs.
+
+    Attributes:
+      name: the layer's name in the profile.
+      mode: where its forward and backward read the parameters.
+      gradient: where its backward writes the gradient.
+
+    Raises:
+      InputError: if a field is not acceptable; the message names layer and field.
+    """
+
+    name: str
+    mode: Mode
+    gradient: GradientPlace = GradientPlace.DEVICE
+
+    def __post_init__(self) -> None:
+        where = f'layer "{check_text(self.name, "name", "layer")}"'
+        object.__setattr__(self, "mode", Mode(check_choice(self.mode, "mode", tuple(Mode), where)))
+        gradient = check_choice(self.gradient, "gradient", tuple(GradientPlace), where)
+        object.__setattr__(self, "gradient", GradientPlace(gradient))
+
+    @classmethod
+    def from_json(cls, document: Any, index: int = 0) -> Self:
+        """Reads one element of `layers`; `index` is its position, for errors about the name itself."""
+        where = f"layers[{index}]"
+        if not isinstance(document, Mapping):
+            raise InputError(f"{where} must be a JSON object, got {document!r}")
+        name = check_text(required(document, "name", where), "name", where)
+        where = f'layer "{name}"'
+        return cls(name, required(document, "mode", where), required(document, "gradient", where))
+
+    def to_json(self) -> dict[str, str]:
+        """The layer as an element of `layers`."""
+        return {"name": self.name, "mode": self.mode.value, "gradient": self.gradient.value}
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """What the simulator says about a plan: exact under the machine model.
+
+    Attributes:
+      forward_s: seconds from the step's start to the end of the last `inter_forward_s`.
+      step_s: seconds from the step's start to the end of the last update.
+      steady_step_s: seconds a step in a long run, where updates run into the next step's forward.
+      peak_device_bytes: the most device memory that is held at any instant.
+    """
+
+    forward_s: float
+    step_s: float
+    steady_step_s: float
+    peak_device_bytes: int
+
+    def __post_init__(self) -> None:
+        for key in ("forward_s", "step_s", "steady_step_s"):
+            object.__setattr__(self, key, check_seconds(getattr(self, key), key, "predicted"))
+        peak = check_bytes(self.peak_device_bytes, "peak_device_bytes", "predicted")
+        object.__setattr__(self, "peak_device_bytes", peak)
+
+    @classmethod
+    def from_json(cls, document: Any) -> Self:
+        """Reads `predicted`."""
+        if not isinstance(document, Mapping):
+            raise InputError(f"predicted must be a JSON object, got {document!r}")
+        return cls(**{field.name: required(document, field.name, "predicted") for field in dataclasses.fields(cls)})
+
+    def to_json(self) -> dict[str, Any]:
+        """The prediction as `predicted`."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The modes and gradient places of all layers of a profile.
+
+    Attributes:
+      policy: the name of the policy that made it.
+      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device.
+      layers: in forward order.
+      loads: when forwards may start.
+      updates: when updates may start.
+      predicted: what the simulator says, or None before it was asked.
+      details: further facts by the policy, JSON values by name: `objective`, `lower_bound_s`, `gap`, `binding`, ...
+
+    Raises:
+      InputError: if a field is not acceptable.
+    """
+
+    policy: str
+    reserve_factor: float
+    layers: tuple[LayerPlan, ...]
+    loads: Loads = Loads.LAYERWISE
+    updates: Updates = Updates.OVERLAPPED
+    predicted: Predicted | None = None
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_text(self.policy, "policy", "plan")
+        object.__setattr__(self, "reserve_factor", check_share(self.reserve_factor, "reserve_factor"))
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "loads", Loads(check_choice(self.loads, "loads", tuple(Loads))))
+        object.__setattr__(self, "updates", Updates(check_choice(self.updates, "updates", tuple(Updates))))
+        check_list(list(self.layers), "layers")
+        check_unique([layer.name for layer in self.layers])
+        self._check_details()
+        if self.loads is Loads.BULK:
+            for layer in self.layers:
+                if layer.mode is Mode.RELOAD:
+                    raise InputError(
+                        f'layer "{layer.name}": mode RELOAD needs loads "layerwise"; its slots are freed by forwards, '
+                        'which "bulk" lets start only after every load'
+                    )
+
+    def _check_details(self) -> None:
+        object.__setattr__(self, "details", dict(self.details))
+        taken = _KEYS & self.details.keys()
+        if taken:
+            raise InputError(f"details must not use the keys of a plan, got {', '.join(sorted(taken))}")
+        try:
+            json.dumps(self.details, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"details must hold JSON values only: {error}") from error
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """The mode of each layer."""
+        return tuple(layer.mode for layer in self.layers)
+
+    @property
+    def gradients(self) -> tuple[GradientPlace, ...]:
+        """The gradient place of each layer."""
+        return tuple(layer.gradient for layer in self.layers)
+
+    def check_profile(self, profile: Profile) -> None:
+        """Checks that the plan is one for this profile: the same layers in the same order.
+
+        Raises:
+          InputError: if it is not; the message names the first layer that differs.
+        """
+        if len(self.layers) != len(profile.layers):
+            raise InputError(
+                f"the plan is for another profile: it has {len(self.layers)} layers, the profile {len(profile.layers)}"
+            )
+        for index, (mine, theirs) in enumerate(zip(self.layers, profile.layers, strict=True)):
+            if mine.name != theirs.name:
+                raise InputError(
+                    f'the plan is for another profile: layer {index} is "{mine.name}" in the plan '
+                    f'and "{theirs.name}" in the profile'
+                )
+
+    @classmethod
+    def from_json(cls, document: Any) -> Self:
+        """Reads `jaxferry.plan/1`.
+
+        Raises:
+          InputError: if a key is missing or a value not acceptable; the message names layer and key.
+        """
+        fields = check_format(document, PLAN_FORMAT)
+        layers = check_list(required(fields, "layers", "plan"), "layers")
+        predicted = fields.get("predicted")
+        return cls(
+            policy=required(fields, "policy", "plan"),
+            reserve_factor=required(fields, "reserve_factor", "plan"),
+            layers=tuple(LayerPlan.from_json(layer, index) for index, layer in enumerate(layers)),
+            loads=fields.get("loads", Loads.LAYERWISE),
+            updates=fields.get("updates", Updates.OVERLAPPED),
+            predicted=None if predicted is None else Predicted.from_json(predicted),
+            details={key: value for key, value in fields.items() if key not in _KEYS},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as `jaxferry.plan/1`; `details` become keys at the top."""
+        document: dict[str, Any] = {
+            "format": PLAN_FORMAT,
+            "policy": self.policy,
+            "reserve_factor": self.reserve_factor,
+            "loads": self.loads.value,
+            "updates": self.updates.value,
+            **self.details,
+            "layers": [layer.to_json() for layer in self.layers],
+        }
+        if self.predicted is not None:
+            document["predicted"] = self.predicted.to_json()
+        return document
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a plan from a file; errors name the file."""
+        return load_record(path, cls.from_json)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a file."""
+        write_json(path, self.to_json())
+
+
+_KEYS = {"format"} | {field.name for field in dataclasses.fields(Plan)} - {"details"}

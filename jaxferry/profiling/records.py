@@ -1,0 +1,215 @@
+"""Profiles: what each layer of a model costs on a machine, in seconds and bytes.
+
+The times are those of MemFerry, section IV-B; `jaxferry.profile/1` is the JSON of a profile:
+
+    {"format": "jaxferry.profile/1",
+     "machine": {"gpu": "H200"},
+     "layers": [{"name": "wte", "param_bytes": 1000, "grad_bytes": 1000, "load_s": 0.1, ...}]}
+"""
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jaxferry.errors import InputError
+from jaxferry.records import (
+    check_bytes,
+    check_format,
+    check_list,
+    check_seconds,
+    check_text,
+    check_unique,
+    load_record,
+    required,
+    write_json,
+)
+
+PROFILE_FORMAT = "jaxferry.profile/1"
+
+_BYTES = ("param_bytes", "grad_bytes", "activation_bytes")
+_SECONDS = (
+    "load_s",
+    "forward_s",
+    "forward_dha_s",
+    "backward_s",
+    "backward_dha_s",
+    "backward_go_s",
+    "offload_s",
+    "update_s",
+    "inter_forward_s",
+    "inter_backward_s",
+)
+_OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """The bytes and times of one layer; all times in seconds.
+
+    Attributes:
+      name: the layer's name, unique in its profile.
+      param_bytes: bytes of its parameters on the device.
+      grad_bytes: bytes of its gradient on the device.
+      activation_bytes: bytes kept on the device from its forward to its backward.
+      load_s: T_trans, parameters host to device.
+      forward_s: T_FP, forward with parameters on the device.
+      forward_dha_s: T_FP^H, forward that reads its parameters in host memory.
+      backward_s: T_BP = T_CBP, backward with parameters and gradient on the device.
+      backward_dha_s: T_BP^H, backward that reads its parameters in host memory.
+      backward_go_s: T_GBP, backward that writes its gradient to host memory, parameters on the device.
+      offload_s: gradient device to host.
+      update_s: the optimizer step on the host.
+      inter_forward_s: T_FP(A), parameterless compute right after this layer's forward.
+      inter_backward_s: T_BP(A), parameterless compute right before this layer's backward.
+      parameters: the parameter group; entries with the same group share one host vector. Default: `name`.
+
+    Raises:
+      InputError: if a field is not acceptable; the message names layer and field.
+    """
+
+    name: str
+    param_bytes: int
+    grad_bytes: int
+    load_s: float
+    forward_s: float
+    forward_dha_s: float
+    backward_s: float
+    backward_dha_s: float
+    backward_go_s: float
+    offload_s: float
+    update_s: float
+    activation_bytes: int = 0
+    inter_forward_s: float = 0.0
+    inter_backward_s: float = 0.0
+    parameters: str = ""
+
+    def __post_init__(self) -> None:
+        where = f'layer "{check_text(self.name, "name", "layer")}"'
+        for key in _BYTES:
+            object.__setattr__(self, key, check_bytes(getattr(self, key), key, where))
+        for key in _SECONDS:
+            object.__setattr__(self, key, check_seconds(getattr(self, key), key, where))
+        if self.parameters == "":
+            object.__setattr__(self, "parameters", self.name)
+        check_text(self.parameters, "parameters", where)
+
+    @classmethod
+    def from_json(cls, document: Any, index: int = 0) -> Self:
+        """Reads one element of `layers`; `index` is its position, for errors about the name itself."""
+        where = f"layers[{index}]"
+        if not isinstance(document, Mapping):
+            raise InputError(f"{where} must be a JSON object, got {document!r}")
+        name = check_text(required(document, "name", where), "name", where)
+        where = f'layer "{name}"'
+        values = {key: required(document, key, where) for key in (*_BYTES, *_SECONDS) if key not in _OPTIONAL}
+        values |= {key: document[key] for key in _OPTIONAL if key in document}
+        if "parameters" in document:
+            values["parameters"] = check_text(document["parameters"], "parameters", where)
+        return cls(name=name, **values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The layer as an element of `layers`; `parameters` only where it is not the layer's own name."""
+        document = dataclasses.asdict(self)
+        if self.parameters == self.name:
+            del document["parameters"]
+        return document
+
+    def backward_for(self, by_dha: bool, to_host: bool) -> float:
+        """Seconds of the backward: parameters read by DHA or not, gradient written to the host or not.
+
+        Both detours together cost the sum of what each costs alone, so that the gain of a gradient that stays is
+        T_GBP - T_CBP in every mode, as MemFerry's section IV-D has it; never less than 0.
+        """
+        if not by_dha:
+            return self.backward_go_s if to_host else self.backward_s
+        if not to_host:
+            return self.backward_dha_s
+        return max(self.backward_dha_s + (self.backward_go_s - self.backward_s), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """The layers of a model in forward order, measured or estimated on a machine.
+
+    Attributes:
+      machine: free-form facts about the machine, JSON values by name.
+      layers: at least one layer; names are unique; entries of one parameter group agree on `param_bytes`.
+
+    Raises:
+      InputError: if a field is not acceptable.
+    """
+
+    machine: Mapping[str, Any]
+    layers: tuple[LayerProfile, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.machine, Mapping):
+            raise InputError(f"machine must be a JSON object, got {self.machine!r}")
+        object.__setattr__(self, "machine", dict(self.machine))
+        object.__setattr__(self, "layers", tuple(self.layers))
+        try:
+            json.dumps(self.machine, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"machine must hold JSON values only: {error}") from error
+        check_list(list(self.layers), "layers")
+        check_unique([layer.name for layer in self.layers])
+        first: dict[str, LayerProfile] = {}
+        for layer in self.layers:
+            other = first.setdefault(layer.parameters, layer)
+            if other.param_bytes != layer.param_bytes:
+                raise InputError(
+                    f'layer "{layer.name}": param_bytes must be {other.param_bytes} as in layer "{other.name}" '
+                    f'of the same parameters "{layer.parameters}", got {layer.param_bytes}'
+                )
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Per parameter group the indices of its layers, ascending; groups in order of their first layer."""
+        members: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            members.setdefault(layer.parameters, []).append(index)
+        return tuple(tuple(indices) for indices in members.values())
+
+    @functools.cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """Per layer the index of its group in `groups`."""
+        names = dict.fromkeys(layer.parameters for layer in self.layers)
+        number_of = {name: number for number, name in enumerate(names)}
+        return tuple(number_of[layer.parameters] for layer in self.layers)
+
+    @functools.cached_property
+    def group_update_s(self) -> tuple[float, ...]:
+        """Per group the seconds of its one update: the longest that one of its entries states."""
+        return tuple(max(self.layers[index].update_s for index in members) for members in self.groups)
+
+    @classmethod
+    def from_json(cls, document: Any) -> Self:
+        """Reads `jaxferry.profile/1`.
+
+        Raises:
+          InputError: if a key is missing or a value not acceptable; the message names layer and key.
+        """
+        fields = check_format(document, PROFILE_FORMAT)
+        machine = fields.get("machine", {})
+        layers = check_list(required(fields, "layers", "profile"), "layers")
+        return cls(machine, tuple(LayerProfile.from_json(layer, index) for index, layer in enumerate(layers)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as `jaxferry.profile/1`."""
+        return {
+            "format": PROFILE_FORMAT,
+            "machine": dict(self.machine),
+            "layers": [layer.to_json() for layer in self.layers],
+        }
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a profile from a file; errors name the file."""
+        return load_record(path, cls.from_json)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the profile to a file."""
+        write_json(path, self.to_json())

@@ -1,0 +1,144 @@
+"""What every record of this package needs: JSON files in and out, and fields that are checked one by one."""
+
+import json
+import math
+import numbers
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from jaxferry.errors import InputError
+
+Record = TypeVar("Record")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+      InputError: if the file cannot be read, or is no JSON; then the message says file, line and column.
+    """
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {os.fspath(path)}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{os.fspath(path)} is no UTF-8 text (byte {error.start}); give a JSON file") from error
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"{os.fspath(path)}, line {error.lineno}, column {error.colno}"
+        raise InputError(f"malformed JSON in {place}: {error.msg}") from error
+    except RecursionError as error:
+        raise InputError(f"malformed JSON in {os.fspath(path)}, line 1, column 1: nested too deeply") from error
+
+
+def load_record(path: str | os.PathLike[str], from_json: Callable[[Any], Record]) -> Record:
+    """Reads a record from a JSON file; errors about its content name the file.
+
+    Raises:
+      InputError: as `read_json`, or if the content is refused by `from_json`.
+    """
+    document = read_json(path)
+    try:
+        return from_json(document)
+    except InputError as error:
+        raise InputError(f"{os.fspath(path)}: {error}") from error
+
+
+def write_json(path: str | os.PathLike[str], document: Any) -> None:
+    """Writes a JSON file, indented, ended by a newline.
+
+    Raises:
+      InputError: if the file cannot be written.
+    """
+    text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+    try:
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+
+
+def check_format(document: Any, expected: str) -> Mapping[str, Any]:
+    """Returns the document if it is a JSON object of the expected `format`.
+
+    Raises:
+      InputError: if it is not.
+    """
+    if not isinstance(document, Mapping):
+        raise InputError(f'must be a JSON object with "format": "{expected}", got {_show(document)}')
+    if document.get("format") != expected:
+        raise InputError(f'format must be "{expected}", got {_show(document.get("format"))}')
+    return document
+
+
+def required(fields: Mapping[str, Any], key: str, where: str) -> Any:
+    """Returns `fields[key]`; if it is missing, the error names `where` and the key."""
+    if key not in fields:
+        raise InputError(f'{where}: key "{key}" is missing')
+    return fields[key]
+
+
+def check_text(value: Any, key: str, where: str) -> str:
+    """Returns the value if it is a string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise InputError(f"{where}: {key} must be a string that is not empty, got {_show(value)}")
+    return value
+
+
+def check_seconds(value: Any, key: str, where: str) -> float:
+    """Returns the value as a float if it is a finite number of seconds, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not _finite(value) or value < 0:
+        raise InputError(f"{where}: {key} must be a finite number of seconds, 0 or more, got {_show(value)}")
+    return float(value)
+
+
+def check_bytes(value: Any, key: str, where: str) -> int:
+    """Returns the value as an int if it is a whole number of bytes, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
+        raise InputError(f"{where}: {key} must be a whole number of bytes, 0 or more, got {_show(value)}")
+    return int(value)
+
+
+def check_share(value: Any, key: str) -> float:
+    """Returns the value as a float if it is a number in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value <= 1:
+        raise InputError(f"{key} must lie in [0, 1], got {_show(value)}")
+    return float(value)
+
+
+def check_choice(value: Any, key: str, choices: tuple[str, ...], where: str = "") -> str:
+    """Returns the value if it is one of the choices; else the error lists them."""
+    if not isinstance(value, str) or value not in choices:
+        prefix = f"{where}: " if where else ""
+        raise InputError(f"{prefix}{key} must be one of {', '.join(choices)}, got {_show(value)}")
+    return value
+
+
+def check_list(value: Any, key: str) -> list[Any]:
+    """Returns the value if it is a list with at least one element."""
+    if not isinstance(value, list) or not value:
+        raise InputError(f"{key} must be a list with at least one layer, got {_show(value)}")
+    return value
+
+
+def check_unique(names: list[str]) -> None:
+    """Raises InputError if a layer name occurs twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InputError(f'layer "{name}" occurs twice; every layer needs a name of its own')
+        seen.add(name)
+
+
+def _finite(value: numbers.Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,331 @@
+"""A plan becomes one list of tasks: what runs on which lane, for how long, after what, and what memory it moves.
+
+Simulator and engine consume the same list. Four lanes work at once, each in the order of the list:
+
+    H2D    load, load, ...      DFGB loads      second loads of RELOAD         refreshes of RESIDENT
+    GPU         forward, inter_forward, ...     inter_backward, backward, ...
+    D2H                                            offload, ...
+    host                                              update, ...
+
+Rules (the machine model; MemFerry, section IV-B):
+
+- **H2D**: loads for the forward (GFGB, RELOAD) in layer order; then DFGB loads in layer order, each not before its own
+  DHA forward has ended; then second loads of RELOAD layers in backward order; then refreshes in update order.
+- **GPU**: forward 1..L, then backward L..1. What needs a copy on the device waits for its load.
+  `inter_forward_s` follows a forward, `inter_backward_s` precedes a backward and waits for no load.
+- **D2H**: gradients in backward order, none for GO layers. **Host**: updates in backward order, each once all gradients
+  of its parameters are on the host.
+- `loads: "bulk"`: no forward before the last load of the forward. `updates: "after-all"`: no update before all
+  gradients are on the host.
+- **RELOAD** layers share two slots on the device, so that one computes while the next one loads: a load of a RELOAD layer
+  starts not before the use before the previous one has ended, where the uses are the forwards and then the backwards.
+- **RESIDENT** layers are on the device before the first step. After its update each is refreshed in place by a load.
+- **Parameter groups**: one update, in the place of the group's last backward, due when the last of its gradients is on the
+  host. One copy on the device while one is held: GFGB holds it from its load to its backward, DFGB from its load to
+  its backward, RELOAD in its forward and in its backward, RESIDENT always. A layer that finds its group's copy held
+  loads nothing and uses that one; the copy goes when its last holder's backward has ended.
+- **Chain of steps**: a forward that reads host memory, and a load for the forward, start not before the previous step's
+  update of these parameters; a forward on a RESIDENT copy not before its refresh.
+
+Memory: a copy counts from the start of its load to the end of its last use, activations from the start of the forward to the end
+of the backward, a gradient on the device from the start of the backward to the end of its offload, and one on
+the host from the start of what writes it to the end of its update.
+"""
+
+import dataclasses
+import enum
+
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.records import Loads, Plan, Updates
+from jaxferry.profiling.records import Profile
+
+
+class Lane(enum.StrEnum):
+    """What a task occupies."""
+
+    GPU = "GPU"
+    H2D = "H2D"
+    D2H = "D2H"
+    HOST = "host"
+
+
+class Kind(enum.StrEnum):
+    """What a task does."""
+
+    LOAD = "load"
+    RELOAD = "reload"
+    """The second load of a RELOAD layer."""
+    REFRESH = "refresh"
+    """The load of a RESIDENT copy after its update."""
+    FORWARD = "forward"
+    INTER_FORWARD = "inter_forward"
+    INTER_BACKWARD = "inter_backward"
+    BACKWARD = "backward"
+    OFFLOAD = "offload"
+    UPDATE = "update"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One piece of work on one lane.
+
+    Attributes:
+      name: kind and layer, for people.
+      layer: index of the layer; for updates and refreshes, of the first layer of the group.
+      kind: what it does.
+      lane: what it occupies; tasks of a lane run in the order of the list.
+      duration_key: the profile's key of its duration; `backward_dha_go_s` stands for a backward that reads its
+        parameters and writes its gradient in host memory.
+      duration_s: seconds.
+      after: indices of tasks in the same list that must have ended; all of them lower than its own.
+      after_previous: indices of tasks of the previous step that must have ended; no tasks where there is no such step.
+      start_bytes: device memory allocated as it starts.
+      end_bytes: device memory freed as it ends.
+      host_start_bytes: host memory for a gradient taken as it starts.
+      host_end_bytes: host memory for gradients given back as it ends.
+      step: the step in a chain, counted from 0.
+    """
+
+    name: str
+    layer: int
+    kind: Kind
+    lane: Lane
+    duration_key: str
+    duration_s: float
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+    start_bytes: int = 0
+    end_bytes: int = 0
+    host_start_bytes: int = 0
+    host_end_bytes: int = 0
+    step: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The tasks of one step, or of a chain of steps.
+
+    Attributes:
+      tasks: in an order in which they can be dispatched: every task follows what it waits for.
+      resident_bytes: device memory held all the time, by RESIDENT copies.
+      steps: the number of steps in `tasks`.
+    """
+
+    tasks: tuple[Task, ...]
+    resident_bytes: int
+    steps: int = 1
+
+
+def schedule_step(profile: Profile, plan: Plan) -> Schedule:
+    """The tasks of one step of a plan.
+
+    Raises:
+      InputError: if the plan is for another profile.
+    """
+    plan.check_profile(profile)
+    return _StepBuilder(profile, plan).build()
+
+
+def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
+    """The tasks of `steps` steps, one after the other, with the waits between them."""
+    return repeat(schedule_step(profile, plan), steps)
+
+
+def repeat(step: Schedule, steps: int) -> Schedule:
+    """Chains copies of the tasks of one step; a step's `after_previous` become plain waits."""
+    size = len(step.tasks)
+    tasks = list(step.tasks)
+    for number in range(1, steps):
+        offset = number * size
+        tasks += [
+            dataclasses.replace(
+                task,
+                after=tuple(index + offset for index in task.after)
+                + tuple(index + offset - size for index in task.after_previous),
+                step=number,
+            )
+            for task in step.tasks
+        ]
+    return Schedule(tuple(tasks), step.resident_bytes, steps)
+
+
+@dataclasses.dataclass
+class _Copy:
+    """A copy of a group's parameters on the device: its load, and its last use so far."""
+
+    load: int
+    last_use: int | None = None
+
+
+class _StepBuilder:
+    """Emits the tasks of one step in the order of dispatch."""
+
+    def __init__(self, profile: Profile, plan: Plan):
+        self.profile, self.plan = profile, plan
+        self.layers = profile.layers
+        self.modes, self.gradients = plan.modes, plan.gradients
+        self.tasks: list[Task] = []
+        self.forwards: list[int] = []
+        self.arrivals: dict[int, int] = {}
+        self.updates: dict[int, int] = {}
+        self.refreshes: dict[int, int] = {}
+        self.held: dict[int, _Copy] = {}
+        self.copies: list[_Copy] = []
+        self.reload_uses: list[int] = []
+        self.resident = {
+            group
+            for group, members in enumerate(profile.groups)
+            if any(self.modes[layer] is Mode.RESIDENT for layer in members)
+        }
+        self.waits_for_update: list[tuple[int, int]] = []
+        self.waits_for_refresh: list[tuple[int, int]] = []
+
+    def build(self) -> Schedule:
+        order = range(len(self.layers))
+        if self.plan.loads is Loads.BULK:
+            own = [self.load_for_forward(layer) for layer in order]
+            barrier = tuple(range(len(self.tasks)))[-1:]
+            for layer in order:
+                self.forward(layer, own[layer], barrier)
+        else:
+            for layer in order:
+                self.forward(layer, self.load_for_forward(layer), ())
+        for layer in order:
+            self.load_between(layer)
+        for layer in reversed(order):
+            self.backward(layer)
+        if self.plan.updates is Updates.AFTER_ALL:
+            everything = tuple(sorted(set(self.arrivals.values())))
+            for layer in reversed(order):
+                self.update(layer, everything)
+        for group in self.updates:
+            self.refresh(group)
+        self.free_copies()
+        self.wait_for_previous()
+        groups = self.profile.groups
+        return Schedule(tuple(self.tasks), sum(self.layers[groups[group][0]].param_bytes for group in self.resident))
+
+    def emit(self, kind: Kind, lane: Lane, layer: int, duration: tuple[str, float], after: tuple[int, ...] = ()) -> int:
+        name = f"{kind.value} {self.layers[layer].name}"
+        self.tasks.append(Task(name, layer, kind, lane, *duration, after))
+        return len(self.tasks) - 1
+
+    def add_bytes(self, task: int, **more: int) -> None:
+        old = self.tasks[task]
+        self.tasks[task] = dataclasses.replace(old, **{key: getattr(old, key) + more[key] for key in more})
+
+    def load(self, kind: Kind, layer: int, after: tuple[int, ...] = ()) -> _Copy:
+        profile = self.layers[layer]
+        task = self.emit(kind, Lane.H2D, layer, ("load_s", profile.load_s), after)
+        self.add_bytes(task, start_bytes=profile.param_bytes)
+        self.copies.append(_Copy(task))
+        return self.copies[-1]
+
+    def free_slot(self) -> tuple[int, ...]:
+        """What the next load of a RELOAD layer waits for: the use before the previous one."""
+        return tuple(self.reload_uses[-2:-1])
+
+    def load_for_forward(self, layer: int) -> _Copy | None:
+        mode, group = self.modes[layer], self.profile.group_of[layer]
+        if group in self.resident or mode not in (Mode.GFGB, Mode.RELOAD):
+            return None
+        if group in self.held:
+            return self.held[group]
+        copy = self.load(Kind.LOAD, layer, self.free_slot() if mode is Mode.RELOAD else ())
+        self.waits_for_update.append((copy.load, group))
+        if mode is Mode.GFGB:
+            self.held[group] = copy
+        return copy
+
+    def forward(self, layer: int, copy: _Copy | None, barrier: tuple[int, ...]) -> None:
+        profile, mode, group = self.layers[layer], self.modes[layer], self.profile.group_of[layer]
+        by_dha = mode in (Mode.DHA, Mode.DFGB)
+        key = "forward_dha_s" if by_dha else "forward_s"
+        after = barrier if copy is None else tuple(sorted({copy.load, *barrier}))
+        task = self.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
+        self.add_bytes(task, start_bytes=profile.activation_bytes)
+        self.forwards.append(task)
+        if by_dha:
+            self.waits_for_update.append((task, group))
+        elif copy is None:
+            self.waits_for_refresh.append((task, group))
+        else:
+            copy.last_use = task
+            if mode is Mode.RELOAD and group not in self.held:
+                self.reload_uses.append(task)
+        if profile.inter_forward_s > 0:
+            duration = ("inter_forward_s", profile.inter_forward_s)
+            self.emit(Kind.INTER_FORWARD, Lane.GPU, layer, duration, (task,))
+
+    def load_between(self, layer: int) -> None:
+        group = self.profile.group_of[layer]
+        if self.modes[layer] is Mode.DFGB and group not in self.resident and group not in self.held:
+            self.held[group] = self.load(Kind.LOAD, layer, (self.forwards[layer],))
+
+    def copy_for_backward(self, layer: int) -> _Copy | None:
+        mode, group = self.modes[layer], self.profile.group_of[layer]
+        if mode is Mode.DHA or group in self.resident:
+            return None
+        if mode is not Mode.RELOAD or self.still_held(layer, group):
+            return self.held[group]
+        return self.load(Kind.RELOAD, layer, tuple(sorted({self.forwards[layer], *self.free_slot()})))
+
+    def still_held(self, layer: int, group: int) -> bool:
+        """Whether the group's copy outlives the backward of this layer, for another holder."""
+        members = self.profile.groups[group]
+        return any(other < layer and self.modes[other] in (Mode.GFGB, Mode.DFGB) for other in members)
+
+    def backward(self, layer: int) -> None:
+        profile, mode, group = self.layers[layer], self.modes[layer], self.profile.group_of[layer]
+        copy = self.copy_for_backward(layer)
+        if profile.inter_backward_s > 0:
+            self.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
+        by_dha, to_host = mode is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
+        key = f"backward{'_dha' if by_dha else ''}{'_go' if to_host else ''}_s"
+        duration = (key, profile.backward_for(by_dha, to_host))
+        task = self.emit(Kind.BACKWARD, Lane.GPU, layer, duration, () if copy is None else (copy.load,))
+        self.add_bytes(task, end_bytes=profile.activation_bytes)
+        if copy is not None:
+            copy.last_use = task
+            if copy is not self.held.get(group):
+                self.reload_uses.append(task)
+        self.arrivals[layer] = task if to_host else self.offload(layer, task)
+        if to_host:
+            self.add_bytes(task, host_start_bytes=profile.grad_bytes)
+        if self.plan.updates is Updates.OVERLAPPED:
+            members = self.profile.groups[group]
+            self.update(layer, tuple(self.arrivals[other] for other in members if other in self.arrivals))
+
+    def offload(self, layer: int, backward: int) -> int:
+        profile = self.layers[layer]
+        self.add_bytes(backward, start_bytes=profile.grad_bytes)
+        task = self.emit(Kind.OFFLOAD, Lane.D2H, layer, ("offload_s", profile.offload_s), (backward,))
+        self.add_bytes(task, end_bytes=profile.grad_bytes, host_start_bytes=profile.grad_bytes)
+        return task
+
+    def update(self, layer: int, after: tuple[int, ...]) -> None:
+        """The group's update, at its first layer, which is the last one in backward order."""
+        group = self.profile.group_of[layer]
+        members = self.profile.groups[group]
+        if layer != members[0]:
+            return
+        duration = ("update_s", self.profile.group_update_s[group])
+        task = self.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted(after)))
+        self.add_bytes(task, host_end_bytes=sum(self.layers[other].grad_bytes for other in members))
+        self.updates[group] = task
+
+    def refresh(self, group: int) -> None:
+        if group in self.resident:
+            layer = self.profile.groups[group][0]
+            duration = ("load_s", self.layers[layer].load_s)
+            self.refreshes[group] = self.emit(Kind.REFRESH, Lane.H2D, layer, duration, (self.updates[group],))
+
+    def free_copies(self) -> None:
+        for copy in self.copies:
+            if copy.last_use is not None:
+                self.add_bytes(copy.last_use, end_bytes=self.layers[self.tasks[copy.load].layer].param_bytes)
+
+    def wait_for_previous(self) -> None:
+        for waits, ends in ((self.waits_for_update, self.updates), (self.waits_for_refresh, self.refreshes)):
+            for task, group in waits:
+                self.tasks[task] = dataclasses.replace(self.tasks[task], after_previous=(ends[group],))

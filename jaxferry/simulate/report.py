@@ -1,0 +1,114 @@
+"""What the simulator says about a plan."""
+
+import dataclasses
+from typing import Any
+
+from jaxferry.plan.records import Plan, Predicted
+from jaxferry.profiling.records import Profile
+from jaxferry.schedule import Lane, Schedule, repeat, schedule_step
+from jaxferry.simulate import machine
+
+CHAIN_STEPS = 3
+"""Steps of the chain whose memory counts: loads of the next step overlap the end of this one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneUse:
+    """How long a lane works in one step, and how long it does not, until the step's last task has ended."""
+
+    busy_s: float
+    idle_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """A plan's times and memory, exact under the machine model.
+
+    Attributes:
+      forward_s: seconds from the step's start to the end of the last inter_forward.
+      step_s: seconds from the step's start to the end of the last update.
+      steady_step_s: seconds a step in an endless chain.
+      peak_device_bytes: the most device memory held at any instant of a chain of `CHAIN_STEPS` steps.
+      link_bytes: bytes over the host link in one step: loads, offloads, and reads and writes of host memory by the GPU.
+      lanes: use of each lane in one step.
+      critical_path: names of the tasks that determine `step_s`, first to last.
+      device_bytes: (seconds, bytes from then on) for each change of device memory in one step.
+      run: when each task of the one step starts and ends.
+    """
+
+    forward_s: float
+    step_s: float
+    steady_step_s: float
+    peak_device_bytes: int
+    link_bytes: int
+    lanes: dict[Lane, LaneUse]
+    critical_path: tuple[str, ...]
+    device_bytes: tuple[tuple[float, int], ...]
+    run: machine.Run
+
+    @property
+    def predicted(self) -> Predicted:
+        """The part of this that a plan carries."""
+        return Predicted(self.forward_s, self.step_s, self.steady_step_s, self.peak_device_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the run as JSON values."""
+        return {
+            **self.predicted.to_json(),
+            "link_bytes": self.link_bytes,
+            "lanes": {lane.value: dataclasses.asdict(use) for lane, use in self.lanes.items()},
+            "critical_path": list(self.critical_path),
+            "device_bytes": [[time, held] for time, held in self.device_bytes],
+        }
+
+
+def simulate(profile: Profile, plan: Plan) -> Simulation:
+    """Runs one step of a plan, and chains of it.
+
+    Raises:
+      InputError: if the plan is for another profile.
+    """
+    step = schedule_step(profile, plan)
+    first = machine.run(step)
+    chain = machine.run(repeat(step, CHAIN_STEPS))
+    return Simulation(
+        forward_s=machine.forward_s(first),
+        step_s=machine.step_s(first),
+        steady_step_s=machine.steady_step_s(step),
+        peak_device_bytes=max(held for _, held in machine.device_bytes(chain)),
+        link_bytes=_link_bytes(profile, step),
+        lanes=_lane_uses(first),
+        critical_path=tuple(step.tasks[index].name for index in machine.critical_path(first)),
+        device_bytes=tuple(machine.device_bytes(first)),
+        run=first,
+    )
+
+
+def predict(profile: Profile, plan: Plan) -> Plan:
+    """The plan with `predicted` as the simulator says.
+
+    Raises:
+      InputError: if the plan is for another profile.
+    """
+    return dataclasses.replace(plan, predicted=simulate(profile, plan).predicted)
+
+
+def _lane_uses(of: machine.Run) -> dict[Lane, LaneUse]:
+    span_s = max(of.ends_s)
+    busy = dict.fromkeys(Lane, 0.0)
+    for task in of.schedule.tasks:
+        busy[task.lane] += task.duration_s
+    return {lane: LaneUse(busy_s, max(span_s - busy_s, 0.0)) for lane, busy_s in busy.items()}
+
+
+def _link_bytes(profile: Profile, step: Schedule) -> int:
+    total = 0
+    for task in step.tasks:
+        layer = profile.layers[task.layer]
+        if task.lane is Lane.H2D:
+            total += layer.param_bytes
+        elif task.lane is Lane.D2H:
+            total += layer.grad_bytes
+        elif task.lane is Lane.GPU:
+            total += layer.param_bytes * ("_dha" in task.duration_key) + layer.grad_bytes * ("_go" in task.duration_key)
+    return total
