@@ -70,8 +70,8 @@ class _Columns:
         self.offloaded, self.prefetched, self.deleted, self.on_device, self.on_host = blocks
         self.idle = blocks.size + np.arange(self.num_intervals)
         first = blocks.size + self.num_intervals
-        self.leaves_after_forward, self.leaves_after_backward, self.leaves = (
-            first + np.arange(3 * shape[0]).reshape(3, shape[0])
+        self.leaves_after_forward, self.leaves_after_backward, self.leaves = first + np.arange(3 * shape[0]).reshape(
+            3, shape[0]
         )
         self.num_columns = first + 3 * shape[0]
 
@@ -183,9 +183,7 @@ def _add_running_sums(rows: _Rows, columns: _Columns, instance: Instance, row: i
             rows.add([*known, (columns.offloaded[row, now], -1.0), *moves], 0.0, 0.0)
 
 
-def _add_choices(
-    rows: _Rows, columns: _Columns, instance: Instance, row: int, layer: int, weight: float
-) -> None:
+def _add_choices(rows: _Rows, columns: _Columns, instance: Instance, row: int, layer: int, weight: float) -> None:
     """(7) and (8): a weight is offloaded, and deleted in each half of the cycle, as a whole or not at all."""
     backward, forward = _intervals_of(instance, layer)
     until_forward = range(backward, forward)

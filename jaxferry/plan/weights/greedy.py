@@ -69,9 +69,7 @@ def _covered_operations(num_layers: int) -> np.ndarray:
     return np.stack([np.tile(earlier, 2), np.tile(later, 2)], axis=1)
 
 
-def _most_profitable(
-    benefit: np.ndarray, weights: np.ndarray, selected: np.ndarray, discount: bool
-) -> tuple[int, int]:
+def _most_profitable(benefit: np.ndarray, weights: np.ndarray, selected: np.ndarray, discount: bool) -> tuple[int, int]:
     num_layers = len(weights)
     cost = np.full((num_layers, 2), 2.0)
     if discount:

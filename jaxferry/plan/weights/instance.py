@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import itertools
-import json
 import math
-import pathlib
+import os
+from collections.abc import Mapping
+from typing import Any
 
 from jaxferry.errors import BudgetError, InputError
+from jaxferry.records import load_record, required
 from jaxferry.units import format_bytes
 
 _LISTS = ("weights", "activations", "forward_s", "backward_s")
@@ -46,7 +48,9 @@ class Instance:
             values = getattr(self, name)
             expected = len(self.weights) + (name == "activations")
             if len(values) != expected:
-                raise InputError(f"{name} must have {expected} entries for {len(self.weights)} weights, got {len(values)}")
+                raise InputError(
+                    f"{name} must have {expected} entries for {len(self.weights)} weights, got {len(values)}"
+                )
             for index, value in enumerate(values):
                 _check_number(f"{name}[{index}]", value)
         for name in _SCALARS:
@@ -100,55 +104,40 @@ class Instance:
             )
 
     @classmethod
-    def from_json(cls, document: object) -> "Instance":
+    def from_json(cls, document: Any) -> "Instance":
         """Reads the JSON object `{"weights": [..], "activations": [..], ..., "bandwidth_bytes_per_s": B}`.
 
         Raises:
           InputError: naming the key that is missing, unknown or not acceptable.
         """
-        if not isinstance(document, dict):
+        if not isinstance(document, Mapping):
             raise InputError(f"an instance must be a JSON object, got {type(document).__name__}")
-        for name in _LISTS + _SCALARS:
-            if name not in document:
-                raise InputError(f'the instance lacks the key "{name}"')
-        unknown = sorted(set(document) - set(_LISTS + _SCALARS))
+        values = {name: required(document, name, "instance") for name in _LISTS + _SCALARS}
+        unknown = sorted(set(document) - set(values))
         if unknown:
-            raise InputError(f'unknown key "{unknown[0]}" in the instance; known: {", ".join(_LISTS + _SCALARS)}')
+            raise InputError(f'instance: unknown key "{unknown[0]}"; known: {", ".join(values)}')
         for name in _LISTS:
-            if not isinstance(document[name], list):
-                raise InputError(f"{name} must be a list of numbers, got {document[name]!r}")
-        return cls(
-            **{name: tuple(document[name]) for name in _LISTS},
-            **{name: document[name] for name in _SCALARS},
-        )
+            if not isinstance(values[name], list):
+                raise InputError(f"{name} must be a list of numbers, got {values[name]!r}")
+            values[name] = tuple(values[name])
+        return cls(**values)
 
-    def to_json(self) -> dict[str, object]:
-        document: dict[str, object] = {name: list(getattr(self, name)) for name in _LISTS}
+    def to_json(self) -> dict[str, Any]:
+        document: dict[str, Any] = {name: list(getattr(self, name)) for name in _LISTS}
         return document | {name: getattr(self, name) for name in _SCALARS}
 
 
-def read_instance(path: str | pathlib.Path) -> Instance:
+def read_instance(path: str | os.PathLike[str]) -> Instance:
     """Reads an instance from a JSON file.
 
     Raises:
       InputError: naming the file, and line and column of malformed JSON.
     """
-    try:
-        document = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}:{error.colno}: malformed JSON: {error.msg}") from error
-    try:
-        return Instance.from_json(document)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+    return load_record(path, Instance.from_json)
 
 
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < 0:
+    if not 0 <= value < math.inf:
         raise InputError(f"{name} must be finite and not negative, got {value}")

@@ -35,8 +35,9 @@ def schedule_transfers(instance: Instance, choices: Sequence[Choice], discount: 
     Raises:
       JaxFerryError: if the choices leave some operation without room.
     """
-    before_backward = {choice.layer for choice in choices if choice.before_backward}
-    before_forward = {choice.layer for choice in choices if not choice.before_backward}
+    moved = [choice for choice in choices if instance.weights[choice.layer]]
+    before_backward = {choice.layer for choice in moved if choice.before_backward}
+    before_forward = {choice.layer for choice in moved if not choice.before_backward}
     resent = [k for k in sorted(before_backward) if not (discount and k in before_forward)]
     prefetched = sorted(before_backward, reverse=True)
     best: Schedule | None = None
