@@ -66,7 +66,8 @@ def _covered_operations(num_layers: int) -> np.ndarray:
     layers = np.arange(num_layers)
     later = layers[None, :] > layers[:, None]
     earlier = layers[None, :] < layers[:, None]
-    return np.stack([np.tile(earlier, 2), np.tile(later, 2)], axis=1)
+    covers: np.ndarray = np.stack([np.tile(earlier, 2), np.tile(later, 2)], axis=1)
+    return covers
 
 
 def _most_profitable(benefit: np.ndarray, weights: np.ndarray, selected: np.ndarray, discount: bool) -> tuple[int, int]:

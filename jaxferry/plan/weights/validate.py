@@ -5,6 +5,7 @@ less than 1e-9 of the period count as equal, so that a transfer may start in the
 """
 
 import bisect
+import itertools
 
 from jaxferry.errors import JaxFerryError
 from jaxferry.plan.weights.instance import Instance
@@ -96,7 +97,7 @@ class _Validator:
         carried = deletes[0].start_s < loads[0].end_s - self.slack_s
         ends = [event.start_s for event in deletes]
         if carried:
-            ends = ends[1:] + [ends[0] + self.period_s]
+            ends = [*ends[1:], ends[0] + self.period_s]
         stays = [(load.start_s, load.end_s, end) for load, end in zip(loads, ends, strict=True)]
         for index, (_, loaded_s, end_s) in enumerate(stays):
             next_s = stays[index + 1][0] if index + 1 < len(stays) else stays[0][0] + self.period_s
@@ -144,7 +145,7 @@ class _Validator:
         operations = backwards + sorted(self.of_kind["forward"], key=lambda event: event.layer)
         instants = {event.start_s for event in self.events} | {event.end_s for event in self.events}
         times = sorted(instants | {0.0, self.period_s})
-        probes = [(a + b) / 2 for a, b in zip(times, times[1:], strict=False) if b - a > 2 * self.slack_s]
+        probes = [(a + b) / 2 for a, b in itertools.pairwise(times) if b - a > 2 * self.slack_s]
         starts = [event.start_s for event in operations]
         for time_s in probes:
             index = bisect.bisect_right(starts, time_s) - 1

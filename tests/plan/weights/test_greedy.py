@@ -21,9 +21,9 @@ def test_the_own_weight_counts_once() -> None:
 def test_the_selection_by_hand() -> None:
     """With 45 bytes each backward lacks 5, and forwards lack none.
 
-    Choice (a) of the first layer covers three backwards, 5 bytes each; (b) of the last covers the other three. They tie,
-    and the last layer goes first. That leaves the last layer's backward, for which (a) of any earlier layer would do;
-    the largest, then last of them is layer 2.
+    Choice (a) of the first layer covers three backwards, 5 bytes each; (b) of the last covers the other three. They
+    tie, and the last layer goes first. That leaves the last layer's backward, for which (a) of any earlier layer would
+    do; the largest, then last of them is layer 2.
     """
     assert select(EQUAL, 45) == (Choice(3, False), Choice(2, True))
 

@@ -67,10 +67,10 @@ def test_files_are_named_with_line_and_column(tmp_path: pathlib.Path) -> None:
     path.write_text(json.dumps(DOCUMENT))
     assert read_instance(path) == Instance.from_json(DOCUMENT)
     path.write_text('{"weights":\n [1,}')
-    with pytest.raises(InputError, match=r"instance.json, line 2, column 5"):
+    with pytest.raises(InputError, match=r"instance\.json, line 2, column 5"):
         read_instance(path)
     with pytest.raises(InputError, match="cannot read"):
         read_instance(tmp_path / "none.json")
     path.write_text("[]")
-    with pytest.raises(InputError, match="instance.json: an instance must be a JSON object, got list"):
+    with pytest.raises(InputError, match=r"instance\.json: an instance must be a JSON object, got list"):
         read_instance(path)
