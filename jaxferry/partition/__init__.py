@@ -1,0 +1,23 @@
+"""From a loss function to segments: `partition`, and `print_table` to see what was found.
+
+    loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments --> derivative of each program
+"""
+
+from jaxferry.partition.build import partition
+from jaxferry.partition.derivative import REMAT, Derivative, differentiate
+from jaxferry.partition.layout import Layer, Leaf
+from jaxferry.partition.segments import Partition, Segment
+from jaxferry.partition.table import print_table, table
+
+__all__ = [
+    "REMAT",
+    "Derivative",
+    "Layer",
+    "Leaf",
+    "Partition",
+    "Segment",
+    "differentiate",
+    "partition",
+    "print_table",
+    "table",
+]

@@ -1,0 +1,192 @@
+"""From a loss function to its partition: the steps in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.errors import InputError, PartitionError
+from jaxferry.partition import cuts
+from jaxferry.partition.dataflow import Dataflow, analyse
+from jaxferry.partition.derivative import linearise
+from jaxferry.partition.graph import Equation, Graph, trace
+from jaxferry.partition.groups import group_leaves, leaf_paths
+from jaxferry.partition.keys import Canonical
+from jaxferry.partition.layout import Layer, make_layer
+from jaxferry.partition.segments import Partition, Segment, build_segments, prelude_with_views
+
+
+def partition(
+    loss_fn: Callable[..., Any], params: Any, *args: Any, compute_dtype: Any = None, **kwargs: Any
+) -> Partition:
+    """Cuts a loss function into segments; nothing is computed and no model is held.
+
+    Args:
+      loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar, or `(scalar, aux)`.
+      params: the tree of parameters: arrays or `jax.ShapeDtypeStruct`s of a real floating-point dtype.
+      *args: further arguments, most often one batch; arrays or shape structs.
+      compute_dtype: the dtype in which the loss function is given its parameters; None leaves them as they are.
+      **kwargs: keyword arguments, likewise; for instance a PRNG key for dropout.
+
+    Raises:
+      InputError: if a parameter is not real floating point, or there is none.
+      PartitionError: if the loss is no real scalar or reads no parameter.
+    """
+    paths = ["/".join(path) for path in leaf_paths(params)]
+    abstract, master_dtypes = _abstract_params(params, paths, compute_dtype)
+    graph = trace(loss_fn, abstract, args, kwargs)
+    loss, aux_tree = _check_outputs(graph)
+    groups = group_leaves(leaf_paths(params), tables=_tables(graph))
+    first_group = [0] * len(paths)
+    for number, group in enumerate(groups):
+        for leaf in group.leaves:
+            first_group[leaf] = number
+    flow, stretches, group_of_leaf = _cut(graph, first_group)
+    if not stretches or loss not in flow.active:
+        raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
+    names = [groups[group].name for group in first_group]
+    order = _order_of_use(stretches, group_of_leaf)
+    avals = jax.tree.leaves(abstract)
+    layers = tuple(_layer(group, group_of_leaf, names, paths, avals, master_dtypes) for group in order)
+    layer_of_group = {group: index for index, group in enumerate(order)}
+    segments = _share_programs(graph, build_segments(graph, flow, stretches, layers, layer_of_group))
+    prelude = prelude_with_views(flow)
+    return Partition(
+        layers=layers,
+        segments=tuple(segments),
+        graph=graph,
+        prelude=prelude,
+        prelude_outputs=_prelude_outputs(graph, prelude, segments),
+        loss=loss,
+        aux=graph.outputs[1:],
+        aux_tree=aux_tree,
+    )
+
+
+def _abstract_params(params: Any, paths: Sequence[str], compute_dtype: Any) -> tuple[Any, list[np.dtype]]:
+    """Shape structs in the compute dtype, and the dtypes that the parameters have."""
+    leaves, tree = jax.tree.flatten(params)
+    if not leaves:
+        raise InputError("params holds no parameter")
+    dtypes = []
+    for leaf, path in zip(leaves, paths, strict=True):
+        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
+            raise InputError(f"parameter {path!r} is a {type(leaf).__name__}, not an array")
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise InputError(
+                f"parameter {path!r} has dtype {leaf.dtype}; only real floating-point parameters can be trained: "
+                "keep others out of params, for instance in the batch"
+            )
+        dtypes.append(np.dtype(leaf.dtype))
+    computed = [
+        jax.ShapeDtypeStruct(leaf.shape, compute_dtype or dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)
+    ]
+    return jax.tree.unflatten(tree, computed), dtypes
+
+
+def _check_outputs(graph: Graph) -> tuple[int, jax.tree_util.PyTreeDef | None]:
+    """The number of the loss, and the tree of the auxiliary outputs (None if there are none)."""
+    shape = jax.tree.unflatten(graph.out_tree, range(graph.out_tree.num_leaves))
+    has_aux = isinstance(shape, tuple) and len(shape) == 2
+    loss = shape[0] if has_aux else shape
+    if not isinstance(loss, int):
+        raise PartitionError(f"loss_fn must return a scalar, or (scalar, aux); it returns {graph.out_tree}")
+    atom = graph.outputs[loss]
+    aval = graph.avals[atom] if isinstance(atom, int) else atom.aval
+    if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
+        raise PartitionError(
+            f"loss_fn must return a real floating-point scalar, or (scalar, aux); its loss is "
+            f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+        )
+    if not isinstance(atom, int) or atom in graph.parameters:
+        raise PartitionError("the loss is computed from no parameter: does loss_fn use its first argument?")
+    held = [path for path in graph.outputs[1:] if isinstance(path, int) and path in graph.parameters]
+    if held:
+        raise PartitionError("loss_fn returns a parameter as an auxiliary output: read it from state.params instead")
+    return atom, jax.tree.structure(shape[1]) if has_aux else None
+
+
+def _tables(graph: Graph) -> frozenset[int]:
+    """Matrices among the leaves that rows are looked up in."""
+    flow = analyse(graph, {leaf: leaf for leaf in range(len(graph.parameters))})
+    found: set[int] = set()
+    for equation in flow.main:
+        operand = equation.inputs[0] if equation.primitive.name == "gather" else None
+        if isinstance(operand, int):
+            found |= flow.leaves.get(operand, frozenset())
+    return frozenset(leaf for leaf in found if graph.avals[graph.parameters[leaf]].ndim == 2)
+
+
+def _cut(graph: Graph, group_of_leaf: list[int]) -> tuple[Dataflow, list[cuts.Stretch], list[int]]:
+    """Analyses and cuts, joining groups until every cut is worth making."""
+    while True:
+        flow = analyse(graph, dict(enumerate(group_of_leaf)))
+        merged = cuts.merge_shared_readers(flow, group_of_leaf)
+        if merged == group_of_leaf:
+            stretches = cuts.find_cuts(graph, flow, group_of_leaf)
+            pair = cuts.dear_cut(stretches, _group_bytes(graph, group_of_leaf))
+            if pair is None:
+                return flow, stretches, group_of_leaf
+            merged = [min(pair) if group in pair else group for group in group_of_leaf]
+        group_of_leaf = merged
+
+
+def _group_bytes(graph: Graph, group_of_leaf: Sequence[int]) -> list[int]:
+    sizes = [0] * len(group_of_leaf)
+    for leaf, group in enumerate(group_of_leaf):
+        sizes[group] += graph.num_bytes(graph.parameters[leaf])
+    return sizes
+
+
+def _order_of_use(stretches: Sequence[cuts.Stretch], group_of_leaf: Sequence[int]) -> list[int]:
+    """Groups in order of first use, those that nothing reads last."""
+    return list(dict.fromkeys([*(stretch.group for stretch in stretches), *group_of_leaf]))
+
+
+def _layer(
+    group: int,
+    group_of_leaf: Sequence[int],
+    names: Sequence[str],
+    paths: Sequence[str],
+    avals: Sequence[Any],
+    master_dtypes: Sequence[np.dtype],
+) -> Layer:
+    """The layer of a group; `names` holds for each leaf the group that it was in before groups were joined."""
+    leaves = [leaf for leaf, other in enumerate(group_of_leaf) if other == group]
+    name = "+".join(dict.fromkeys(names[leaf] for leaf in leaves))
+    return make_layer(name, leaves, paths, avals, master_dtypes)
+
+
+def _share_programs(graph: Graph, segments: Sequence[Segment]) -> list[Segment]:
+    """Gives equal segments the same program number."""
+    numbers: dict[str, int] = {}
+    return [
+        dataclasses.replace(segment, program=numbers.setdefault(_program_key(graph, segment), len(numbers)))
+        for segment in segments
+    ]
+
+
+def _program_key(graph: Graph, segment: Segment) -> str:
+    inputs = (*segment.weights, *segment.inputs, *segment.passive)
+    outputs = (*segment.outputs, *segment.extras)
+    roles = [len(part) for part in (segment.weights, segment.inputs, segment.passive, segment.outputs)]
+    canonical = Canonical()
+    content = canonical.equations(segment.equations, inputs, outputs, graph.avals)
+    if canonical.is_opaque:
+        derived = linearise(graph, segment).graph
+        content = Canonical().equations(
+            derived.equations, (*derived.parameters, *derived.batch, *derived.constants), derived.outputs, derived.avals
+        )
+        content = (content, [np.asarray(constant).tobytes() for constant in derived.constants.values()])
+    return canonical.digest((roles, content))
+
+
+def _prelude_outputs(graph: Graph, prelude: Sequence[Equation], segments: Sequence[Segment]) -> tuple[int, ...]:
+    """Values of the prelude that segments read or the caller is given."""
+    wanted = {value for segment in segments for value in segment.passive} | {atom for atom in graph.outputs if isinstance(atom, int)}
+    return tuple(value for equation in prelude for value in equation.outputs if value in wanted)

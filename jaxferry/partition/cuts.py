@@ -1,0 +1,121 @@
+"""Where the list of equations is cut into segments: between the readers of two layers, where the fewest bytes are alive.
+
+The equations that read parameters, taken in order, give the sequence of layers. Between the last reader of one and the
+first reader of the next lies a stretch in which the cut may fall; the bytes alive at each place of it decide. For a
+transformer that is the residual stream alone.
+
+A cut that is far dearer than the others (between a tied head and its bias it would carry all logits) is not worth
+making, unless both layers have more bytes of parameters than it has to carry: those two layers become one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from jaxferry.partition.dataflow import Dataflow
+from jaxferry.partition.graph import Graph
+
+_DEAR = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Equations of one segment: `flow.main[start:stop]`, reading the parameters of `group`.
+
+    Attributes:
+      alive_bytes: bytes of the values that are made before `stop` and used after it.
+    """
+
+    group: int
+    start: int
+    stop: int
+    alive_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Readers of one group that no reader of another group separates."""
+
+    group: int
+    first: int
+    last: int
+
+
+def merge_shared_readers(flow: Dataflow, group_of_leaf: Sequence[int]) -> list[int]:
+    """Joins groups that one equation reads together; returns the new group of each leaf."""
+    groups = list(group_of_leaf)
+    for equation in flow.main:
+        together = sorted({groups[leaf] for leaf in flow.leaves_read(equation)})
+        groups = [together[0] if group in together else group for group in groups] if len(together) > 1 else groups
+    return groups
+
+
+def find_cuts(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int]) -> list[Stretch]:
+    """Cuts `flow.main` into one stretch for each run of readers of one group.
+
+    Every equation of `flow.main` must read leaves of at most one group. The result is empty if none reads any.
+    """
+    runs = _runs(flow, group_of_leaf)
+    alive = _alive_bytes(graph, flow)
+    stops = [
+        min(range(run.last + 1, following.first + 1), key=lambda place: (alive[place], -place))
+        for run, following in zip(runs, runs[1:], strict=False)
+    ]
+    stops += [len(flow.main)] if runs else []
+    starts = [0, *stops]
+    return [
+        Stretch(run.group, start, stop, alive[stop]) for run, start, stop in zip(runs, starts, stops, strict=False)
+    ]
+
+
+def dear_cut(stretches: Sequence[Stretch], group_bytes: Sequence[int]) -> tuple[int, int] | None:
+    """The two groups at the dearest cut that should not be made, or None if every cut is worth making."""
+    cuts = list(zip(stretches, stretches[1:], strict=False))
+    if not cuts:
+        return None
+    usual = statistics.median_low([left.alive_bytes for left, _ in cuts])
+    dear = [
+        (left.alive_bytes, left.group, right.group)
+        for left, right in cuts
+        if left.group != right.group
+        and left.alive_bytes > _DEAR * usual
+        and left.alive_bytes > min(group_bytes[left.group], group_bytes[right.group])
+    ]
+    return max(dear)[1:] if dear else None
+
+
+def _runs(flow: Dataflow, group_of_leaf: Sequence[int]) -> list[_Run]:
+    runs: list[_Run] = []
+    for place, equation in enumerate(flow.main):
+        for group in {group_of_leaf[leaf] for leaf in flow.leaves_read(equation)}:
+            if runs and runs[-1].group == group:
+                runs[-1] = dataclasses.replace(runs[-1], last=place)
+            else:
+                runs.append(_Run(group, place, place))
+    return runs
+
+
+def _alive_bytes(graph: Graph, flow: Dataflow) -> list[int]:
+    """Bytes alive at each place: made by an equation of `main` before it, used by one at or after it, or an output."""
+    made = {value: place for place, equation in enumerate(flow.main) for value in equation.outputs}
+    last_use = {value: place for place, equation in enumerate(flow.main) for value in equation.reads if value in made}
+    end = len(flow.main)
+    last_use |= {value: end for value in graph.outputs if isinstance(value, int) and value in made}
+    change = [0] * (end + 2)
+    for value, use in last_use.items():
+        change[made[value] + 1] += graph.num_bytes(value)
+        change[use + 1] -= graph.num_bytes(value)
+    alive = [0] * (end + 1)
+    total = 0
+    for place in range(end + 1):
+        total += change[place]
+        alive[place] = total
+    return alive
+
+
+def stretch_of(stretches: Sequence[Stretch], place: int) -> int:
+    """Index of the stretch that holds the equation at `place` of `flow.main`."""
+    return bisect.bisect_right([stretch.start for stretch in stretches], place) - 1

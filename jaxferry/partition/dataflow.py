@@ -1,0 +1,127 @@
+"""What each value depends on, and where an equation may move without changing the result.
+
+A trace lists equations in the order in which Python met them, which is not the order in which a layer needs them: a
+loss often casts its whole tree of parameters first, slices labels at the top, or adds up a penalty over all weights
+at the end. Three moves undo that:
+
+  * a *view* (made from one layer's parameters or from nothing, and no smaller than what it reads: a cast, a transpose,
+    a mask) is computed again in each segment that uses it, so no copy of a weight has to cross segments;
+  * small values made from the batch alone (dropout keys, counts) go into a *prelude* that runs once a step, so that
+    blocks which differ only in such constants are the same program;
+  * an equation on the batch alone waits until its first use, a summary of parameters (a penalty) joins the layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxferry.partition.graph import Equation, Graph
+
+_PRELUDE_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataflow:
+    """The equations of a graph, sorted by what they may do.
+
+    Attributes:
+      main: those that stay in order; segments are slices of this list.
+      views: value -> the equation that computes it again wherever it is used.
+      prelude: those that run once, before everything.
+      leaves: value -> indices of the parameter leaves that it is made from through views alone.
+      active: values that depend on parameters, for which a derivative flows.
+    """
+
+    main: tuple[Equation, ...]
+    views: Mapping[int, Equation]
+    prelude: tuple[Equation, ...]
+    leaves: Mapping[int, frozenset[int]]
+    active: frozenset[int]
+
+    def leaves_read(self, equation: Equation) -> frozenset[int]:
+        """Indices of the parameter leaves that an equation of `main` reads, itself or through views."""
+        return frozenset().union(*(self.leaves.get(value, frozenset()) for value in equation.reads))
+
+
+def analyse(graph: Graph, group_of_leaf: Mapping[int, int]) -> Dataflow:
+    """Sorts the equations of `graph`; `group_of_leaf` maps a leaf index to its layer."""
+    batch, active = _dependences(graph)
+    views, leaves = _views(graph, batch, group_of_leaf)
+    viewed = set(views)
+    rest = [equation for equation in graph.equations if not viewed.issuperset(equation.outputs)]
+    prelude = _prelude(graph, rest, active, views)
+    hoisted = {id(equation) for equation in prelude}
+    main = [equation for equation in rest if id(equation) not in hoisted]
+    flow = Dataflow(tuple(main), views, prelude, leaves, active)
+    return dataclasses.replace(flow, main=_reorder(flow, batch, group_of_leaf))
+
+
+def _dependences(graph: Graph) -> tuple[set[int], frozenset[int]]:
+    """Values that depend on the batch, and values that depend on parameters."""
+    batch, active = set(graph.batch), set(graph.parameters)
+    for equation in graph.equations:
+        if equation.has_effects or not batch.isdisjoint(equation.reads):
+            batch.update(equation.outputs)
+        if not active.isdisjoint(equation.reads):
+            active.update(equation.outputs)
+    return batch, frozenset(active)
+
+
+def _views(
+    graph: Graph, batch: set[int], group_of_leaf: Mapping[int, int]
+) -> tuple[dict[int, Equation], dict[int, frozenset[int]]]:
+    views: dict[int, Equation] = {}
+    leaves = {value: frozenset([index]) for index, value in enumerate(graph.parameters)}
+    for equation in graph.equations:
+        sources = [value for value in equation.reads if value not in graph.constants]
+        if not all(value in views or value in leaves for value in sources) or not batch.isdisjoint(equation.outputs):
+            continue
+        made_from = frozenset().union(*(leaves.get(value, frozenset()) for value in sources))
+        size_in = sum(graph.num_bytes(value) for value in set(sources))
+        size_out = sum(graph.num_bytes(value) for value in equation.outputs)
+        if len({group_of_leaf[leaf] for leaf in made_from}) > 1 or (made_from and 2 * size_out < size_in):
+            continue
+        views |= dict.fromkeys(equation.outputs, equation)
+        leaves |= dict.fromkeys(equation.outputs, made_from)
+    return views, leaves
+
+
+def _prelude(
+    graph: Graph, equations: Sequence[Equation], active: frozenset[int], views: Mapping[int, Equation]
+) -> tuple[Equation, ...]:
+    ready = {*graph.batch, *graph.constants, *(value for value in views if value not in active)}
+    prelude = []
+    for equation in equations:
+        small = all(graph.num_bytes(value) <= _PRELUDE_BYTES for value in equation.outputs)
+        if small and ready.issuperset(equation.reads) and not equation.has_effects:
+            ready.update(equation.outputs)
+            prelude.append(equation)
+    return tuple(prelude)
+
+
+def _reorder(flow: Dataflow, batch: set[int], group_of_leaf: Mapping[int, int]) -> tuple[Equation, ...]:
+    """Moves batch-only equations down to their first use and summaries of parameters up to their layer."""
+    place = {id(equation): float(index) for index, equation in enumerate(flow.main)}
+    first_use: dict[int, float] = {}
+    for equation in reversed(flow.main):
+        uses = [first_use[value] for value in equation.outputs if value in first_use]
+        if flow.active.isdisjoint(equation.outputs) and not equation.has_effects and uses:
+            place[id(equation)] = min(uses)
+        for value in equation.reads:
+            first_use[value] = min(place[id(equation)], first_use.get(value, place[id(equation)]))
+    first_reader: dict[int, float] = {}
+    for equation in flow.main:
+        if not batch.isdisjoint(equation.outputs):
+            for leaf in flow.leaves_read(equation):
+                group = group_of_leaf[leaf]
+                first_reader[group] = min(place[id(equation)], first_reader.get(group, float("inf")))
+    position: dict[int, float] = {}
+    for equation in flow.main:
+        groups = {group_of_leaf[leaf] for leaf in flow.leaves_read(equation)}
+        if batch.isdisjoint(equation.outputs) and len(groups) == 1 and groups <= first_reader.keys():
+            earliest = max((position[value] for value in equation.reads if value in position), default=0.0)
+            place[id(equation)] = min(place[id(equation)], max(first_reader[groups.pop()], earliest))
+        position |= dict.fromkeys(equation.outputs, place[id(equation)])
+    depends = {id(e): not flow.active.isdisjoint(e.outputs) for e in flow.main}
+    return tuple(sorted(flow.main, key=lambda equation: (place[id(equation)], depends[id(equation)])))

@@ -1,0 +1,169 @@
+"""The forward and backward program of a segment, and what has to be kept between the two.
+
+    forward(weights, inputs, passive)                            -> outputs, extras, saved
+    backward(weights, inputs, passive, outputs, saved, cotangents) -> weight gradients, input cotangents
+
+A derivative needs residuals. Many of them are values that somebody holds anyway: the weights, which the engine drops
+after the forward and puts back for the backward, the segment's inputs, its outputs. These are not handed out a second
+time but supplied again. Copies computed from weights alone (a cast, a transpose) are computed again in the backward
+program, so nothing of a weight's size stays on the device between the two (`saved` holds none of it, by construction).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxferry.partition.graph import Atom, Graph, aval_bytes, evaluate, live_equations, trace
+from jaxferry.partition.segments import Segment
+
+REMAT = ("none", "full")
+"""What is kept between forward and backward: `none` recomputes nothing, `full` keeps a segment's inputs alone."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Derivative:
+    """Forward and backward of one segment as functions to be jitted.
+
+    Attributes:
+      segment: the segment; all segments with the same program number may share these functions.
+      saved: shape and dtype of each residual that has to be kept.
+      reads_weights: whether the backward reads the weights.
+      inputs_read, passive_read, outputs_read: which of these values the backward reads, as indices.
+    """
+
+    segment: Segment
+    saved: tuple[Any, ...]
+    reads_weights: bool
+    inputs_read: tuple[int, ...]
+    passive_read: tuple[int, ...]
+    outputs_read: tuple[int, ...]
+    _forward: Callable[..., Any]
+    _backward: Callable[..., Any]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the residuals that have to be kept."""
+        return sum(aval_bytes(aval) for aval in self.saved)
+
+    def forward(self, weights: Any, inputs: Any, passive: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the values of `segment.outputs`, of `segment.extras`, and the residuals."""
+        return self._forward(weights, inputs, passive)
+
+    def backward(
+        self, weights: Any, inputs: Any, passive: Any, outputs: Any, saved: Any, cotangents: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the gradients of the weights and the cotangents of the inputs.
+
+        `inputs`, `passive` and `outputs` hold only the values at `inputs_read`, `passive_read`, `outputs_read`; weights
+        that are not read may be shape structs.
+        """
+        return self._backward(weights, inputs, passive, outputs, saved, cotangents)
+
+
+def differentiate(graph: Graph, segment: Segment, remat: str = "none") -> Derivative:
+    """Builds the forward and the backward of `segment`; `remat` is one of `REMAT`."""
+    return _recomputing(segment) if remat == "full" else _keeping(segment, linearise(graph, segment))
+
+
+def _pullback(segment: Segment, weights: Any, inputs: Any, passive: Any) -> tuple[list[Any], Any, list[Any]]:
+    def run(weights: Any, inputs: Any) -> tuple[list[Any], list[Any]]:
+        return segment.forward(weights, inputs, passive)
+
+    return jax.vjp(run, weights, inputs, has_aux=True)
+
+
+def _recomputing(segment: Segment) -> Derivative:
+    def forward(weights: Any, inputs: Any, passive: Any) -> Any:
+        return (*segment.forward(weights, inputs, passive), [])
+
+    def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, saved: Any, cotangents: Any) -> Any:
+        # Without the barrier XLA could merge the recomputation with the forward of a program that holds both.
+        inputs = jax.lax.optimization_barrier(inputs)
+        return _pullback(segment, weights, inputs, passive)[1](cotangents)
+
+    inputs_read, passive_read = tuple(range(len(segment.inputs))), tuple(range(len(segment.passive)))
+    return Derivative(segment, (), True, inputs_read, passive_read, (), forward, backward)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Linearised:
+    """The graph of `_pullback`, with the atoms of each of its results."""
+
+    graph: Graph
+    outputs: tuple[Atom, ...]
+    extras: tuple[Atom, ...]
+    residuals: tuple[Atom, ...]
+    tree: Any
+
+
+def linearise(graph: Graph, segment: Segment) -> Linearised:
+    """Traces the pullback of a segment of `graph`; custom derivative rules are plain equations in the result."""
+    avals = [[graph.avals[value] for value in values] for values in (segment.weights, segment.inputs, segment.passive)]
+    trees = []
+
+    def run(weights: Any, inputs: Any, passive: Any) -> Any:
+        outputs, pullback, extras = _pullback(segment, weights, inputs, passive)
+        residuals, tree = jax.tree.flatten(pullback)
+        trees.append(tree)
+        return outputs, extras, residuals
+
+    shapes = [[jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in a] for a in avals]
+    linear = trace(run, shapes[0], (shapes[1], shapes[2]), {})
+    num_outputs, num_extras = len(segment.outputs), len(segment.extras)
+    outputs, rest = linear.outputs[:num_outputs], linear.outputs[num_outputs:]
+    return Linearised(linear, outputs, rest[:num_extras], rest[num_extras:], trees[-1])
+
+
+def _keeping(segment: Segment, lin: Linearised) -> Derivative:
+    graph, num_inputs = lin.graph, len(segment.inputs)
+    from_weights = _made_from(graph, set(graph.parameters))
+    supplied = {*graph.parameters, *graph.batch, *graph.constants, *lin.outputs, *from_weights}
+    saved = tuple(dict.fromkeys(v for v in lin.residuals if isinstance(v, int) and v not in supplied))
+    recomputed = live_equations(
+        [equation for equation in graph.equations if from_weights.issuperset(equation.outputs)],
+        [v for v in lin.residuals if v in from_weights],
+    )
+    needed = {v for v in lin.residuals if isinstance(v, int)} | {v for e in recomputed for v in e.reads}
+    numbers = (graph.batch[:num_inputs], graph.batch[num_inputs:], lin.outputs)
+    known = {*graph.parameters, *graph.batch}
+    # An output that is one of the arguments handed through is supplied as that argument.
+    read = [
+        tuple(i for i, v in enumerate(values) if v in needed and not (values is lin.outputs and v in known))
+        for values in numbers
+    ]
+
+    def forward(weights: Any, inputs: Any, passive: Any) -> Any:
+        values = dict(zip((*graph.parameters, *graph.batch), (*weights, *inputs, *passive), strict=True))
+        values |= graph.constants
+        evaluate(live_equations(graph.equations, (*lin.outputs, *lin.extras, *saved)), values)
+        return [_collect(values, atoms) for atoms in (lin.outputs, lin.extras, saved)]
+
+    def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, kept: Any, cotangents: Any) -> Any:
+        values: dict[int, Any] = dict(graph.constants)
+        values |= zip(graph.parameters, weights, strict=True)
+        for atoms, places, arrays in zip(numbers, read, (inputs, passive, outputs), strict=True):
+            values |= zip((atoms[i] for i in places), arrays, strict=True)
+        values |= zip(saved, kept, strict=True)
+        evaluate(recomputed, values)
+        return jax.tree.unflatten(lin.tree, _collect(values, lin.residuals))(cotangents)
+
+    kept_avals = tuple(jax.ShapeDtypeStruct(graph.avals[v].shape, graph.avals[v].dtype) for v in saved)
+    reads_weights = not needed.isdisjoint(graph.parameters)
+    return Derivative(segment, kept_avals, reads_weights, read[0], read[1], read[2], forward, backward)
+
+
+def _collect(values: dict[int, Any], atoms: Sequence[Atom]) -> list[Any]:
+    return [values[atom] if isinstance(atom, int) else atom.val for atom in atoms]
+
+
+def _made_from(graph: Graph, sources: set[int]) -> set[int]:
+    """Values computed from `sources` and constants alone."""
+    made: set[int] = set()
+    for equation in graph.equations:
+        if not equation.has_effects and all(v in sources or v in made or v in graph.constants for v in equation.reads):
+            made.update(equation.outputs)
+    return made

@@ -1,0 +1,191 @@
+"""A loss function as a flat list of equations over numbered values.
+
+A jaxpr names its values by objects, and a jaxpr that is called twice shares them. Here every value has a number of its
+own, calls are inlined, and an equation keeps all that is needed to bind its primitive again; so a segment is a slice
+of the list, and running it needs no jaxpr surgery.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+type_of_aval = Any  # jax.core.ShapedArray; its public alias has moved between JAX releases
+
+Atom = int | core.Literal
+"""An operand: the number of a value, or a literal."""
+
+_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """One primitive applied to values.
+
+    Attributes:
+      primitive: the JAX primitive.
+      params: its parameters, as in the jaxpr.
+      inputs: operands in order.
+      outputs: numbers of the values that it defines.
+      context: the context manager that was active when it was traced.
+      has_effects: whether it must run even if nobody reads its outputs.
+    """
+
+    primitive: core.Primitive
+    params: Mapping[str, Any]
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    context: Any
+    has_effects: bool
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The numbers among the operands."""
+        return tuple(atom for atom in self.inputs if isinstance(atom, int))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A traced loss function.
+
+    Attributes:
+      equations: in program order, without dead code.
+      avals: shape and dtype of each value, by number.
+      parameters: numbers of the parameter leaves, in the order of the flattened tree.
+      batch: numbers of the leaves of the other arguments.
+      constants: arrays that the function closed over, by number.
+      outputs: the flattened outputs.
+      out_tree: the tree of the outputs.
+    """
+
+    equations: tuple[Equation, ...]
+    avals: Sequence[type_of_aval]
+    parameters: tuple[int, ...]
+    batch: tuple[int, ...]
+    constants: Mapping[int, Any]
+    outputs: tuple[Atom, ...]
+    out_tree: jax.tree_util.PyTreeDef
+
+    def num_bytes(self, value: int) -> int:
+        """Bytes of one value."""
+        return aval_bytes(self.avals[value])
+
+
+def aval_bytes(aval: type_of_aval) -> int:
+    """Bytes of an array of this shape and dtype (a typed PRNG key counts its words)."""
+    dtype = aval.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return int(aval.size) * int(dtype.itemsize)
+    return int(aval.size) * np.dtype(dtype).itemsize
+
+
+def is_inexact(aval: type_of_aval) -> bool:
+    """Whether a value of this type can carry a derivative."""
+    return bool(jax.dtypes.issubdtype(aval.dtype, np.inexact))
+
+
+def evaluate(equations: Iterable[Equation], values: dict[int, Any]) -> None:
+    """Runs the equations on `values`, which maps numbers to arrays or tracers and receives the results."""
+    for equation in equations:
+        operands = [values[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
+        params = equation.primitive.get_bind_params(equation.params)
+        with equation.context.manager:
+            results = equation.primitive.bind(*operands, **params)
+        if not equation.primitive.multiple_results:
+            results = [results]
+        values.update(zip(equation.outputs, results, strict=True))
+
+
+class _Builder:
+    """Collects equations and numbers values while jaxprs are inlined."""
+
+    def __init__(self) -> None:
+        self.equations: list[Equation] = []
+        self.avals: list[type_of_aval] = []
+        self.constants: dict[int, Any] = {}
+        self._constant_numbers: dict[int, int] = {}
+
+    def value(self, aval: type_of_aval) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def constant(self, variable: core.Var, array: Any) -> int:
+        number = self._constant_numbers.get(id(array))
+        if number is None:
+            number = self._constant_numbers[id(array)] = self.value(variable.aval)
+            self.constants[number] = array
+        return number
+
+    def inline(self, closed: core.ClosedJaxpr, operands: Sequence[Atom]) -> list[Atom]:
+        jaxpr = closed.jaxpr
+        names: dict[core.Var, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
+        names |= {v: self.constant(v, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
+
+        def read(atom: Any) -> Atom:
+            return atom if isinstance(atom, core.Literal) else names[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = tuple(read(v) for v in eqn.invars)
+            inner = _inlined_jaxpr(eqn)
+            if inner is not None:
+                results: Sequence[Atom] = self.inline(inner, inputs)
+            else:
+                results = tuple(self.value(v.aval) for v in eqn.outvars)
+                self.equations.append(
+                    Equation(eqn.primitive, eqn.params, inputs, results, eqn.ctx, bool(eqn.effects))  # type: ignore[arg-type]
+                )
+            names |= dict(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+
+def _inlined_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    if eqn.primitive.name not in _INLINED:
+        return None
+    return eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+
+
+def trace(function: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
+    """Traces `function(params, *args, **kwargs)`; nothing is computed.
+
+    Args:
+      function: the function, most often a loss.
+      params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
+      args: further arguments, likewise.
+      kwargs: keyword arguments, likewise.
+    """
+
+    def call(leaves: list[Any], rest: list[Any]) -> Any:
+        more_args, more_kwargs = jax.tree.unflatten(rest_tree, rest)
+        return function(jax.tree.unflatten(params_tree, leaves), *more_args, **more_kwargs)
+
+    leaves, params_tree = jax.tree.flatten(params)
+    rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
+    closed, out_shape = jax.make_jaxpr(call, return_shape=True)(leaves, rest)
+    builder = _Builder()
+    numbers = [builder.value(v.aval) for v in closed.jaxpr.invars]
+    outputs = tuple(builder.inline(closed, numbers))
+    return Graph(
+        equations=live_equations(builder.equations, outputs),
+        avals=builder.avals,
+        parameters=tuple(numbers[: len(leaves)]),
+        batch=tuple(numbers[len(leaves) :]),
+        constants=builder.constants,
+        outputs=outputs,
+        out_tree=jax.tree.structure(out_shape),
+    )
+
+
+def live_equations(equations: Sequence[Equation], outputs: Iterable[Atom]) -> tuple[Equation, ...]:
+    """The equations that an output or an effect depends on."""
+    needed = {atom for atom in outputs if isinstance(atom, int)}
+    kept = []
+    for equation in reversed(equations):
+        if equation.has_effects or needed.intersection(equation.outputs):
+            needed.update(equation.reads)
+            kept.append(equation)
+    return tuple(reversed(kept))

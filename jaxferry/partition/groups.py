@@ -1,0 +1,108 @@
+"""Which parameters form a layer: groups of leaves by module path.
+
+The tree of a Flax model mirrors its modules. A subtree is one layer, unless modules that repeat lie below it:
+siblings with numbered names and the same modules inside, as the blocks of a transformer (`h_0`, `h_1`, ... or
+`layers/0`, `layers/1`, ...). Such a subtree is opened, and each sibling becomes a layer. So a residual block is one
+layer, and what surrounds the blocks (embedding tables, the final norm) has a layer each. A table that rows are looked
+up in is always a layer of its own, wherever its module lies: only its touched rows need to travel.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+Path = tuple[str, ...]
+
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+_WRAPPERS = frozenset({"value", "raw_value"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Leaves that belong together.
+
+    Attributes:
+      name: the module path, joined by "/", without what all paths share.
+      leaves: indices into the flattened parameter tree, ascending.
+    """
+
+    name: str
+    leaves: tuple[int, ...]
+
+
+def leaf_paths(params: Any) -> list[Path]:
+    """The path of each leaf as plain strings: dictionary keys, indices, attribute names.
+
+    The field in which an NNX variable keeps its array is left out.
+    """
+    paths = []
+    for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0]:
+        path = tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
+        paths.append(path[:-1] if len(path) > 1 and path[-1] in _WRAPPERS else path)
+    return paths
+
+
+def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[Group, ...]:
+    """Groups leaves into layers, in order of their first leaf.
+
+    Args:
+      paths: the path of each leaf, as from `leaf_paths`.
+      tables: indices of leaves that rows are looked up in.
+    """
+    common = _common_prefix(paths)
+    below = {index: path[common:] for index, path in enumerate(paths) if index not in tables}
+    found = [(name, leaves) for name, leaves in _split(below, ())] if below else []
+    found += [(paths[index][common:-1] or paths[index][-1:], [index]) for index in tables]
+    names = collections.Counter("/".join(name) for name, _ in found)
+    groups = [
+        Group("/".join(name) if names["/".join(name)] == 1 else "/".join(paths[leaves[0]][common:]), tuple(leaves))
+        for name, leaves in found
+    ]
+    return tuple(sorted(groups, key=lambda group: group.leaves))
+
+
+def _common_prefix(paths: Sequence[Path]) -> int:
+    """How many leading keys all module paths share: a key above a single module says nothing."""
+    modules = [path[:-1] for path in paths]
+    depth = 0
+    while all(len(module) > depth for module in modules) and len({module[depth] for module in modules}) == 1:
+        depth += 1
+    return depth
+
+
+def _split(below: Mapping[int, Path], prefix: Path) -> Iterator[tuple[Path, list[int]]]:
+    """The layers of an opened subtree; `below` maps each of its leaves to the path from here."""
+    children: dict[str, dict[int, Path]] = {}
+    for index, path in below.items():
+        children.setdefault(path[0], {})[index] = path[1:]
+    repeated = _repeated(children)
+    for key, leaves in children.items():
+        if key not in repeated and _opens(leaves):
+            yield from _split(leaves, (*prefix, key))
+        else:
+            yield (*prefix, key), list(leaves)
+
+
+def _opens(below: Mapping[int, Path]) -> bool:
+    """Whether repeated modules lie at this level or further down."""
+    children: dict[str, dict[int, Path]] = {}
+    for index, path in below.items():
+        if len(path) > 1:
+            children.setdefault(path[0], {})[index] = path[1:]
+    return bool(_repeated(children)) or any(_opens(leaves) for leaves in children.values())
+
+
+def _repeated(children: Mapping[str, Mapping[int, Path]]) -> set[str]:
+    """Children named alike but for a number, with the same modules inside."""
+    families: dict[tuple[str, frozenset[Path]], list[str]] = {}
+    for key, leaves in children.items():
+        match = _NUMBERED.fullmatch(key)
+        if match and any(len(path) > 1 for path in leaves.values()):
+            families.setdefault((match[1], frozenset(leaves.values())), []).append(key)
+    return {key for family in families.values() if len(family) > 1 for key in family}

@@ -1,0 +1,95 @@
+"""When two segments are the same program: equal equations, whatever their values are called.
+
+Values are named in order of appearance, parameters of primitives are compared by content. A callable among them (the
+rule of a `custom_vjp`) cannot be compared by content: `canonical` says so, and the caller compares the derived
+programs, in which such rules have been resolved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from jaxferry.partition.graph import Equation, type_of_aval
+
+
+class Canonical:
+    """Collects what a program is made of, as nested tuples without names or addresses.
+
+    Attributes:
+      is_opaque: whether a part could be compared only by identity.
+    """
+
+    def __init__(self) -> None:
+        self.is_opaque = False
+
+    def digest(self, content: Any) -> str:
+        """A short hash of the content."""
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+    def equations(
+        self,
+        equations: Iterable[Equation],
+        inputs: Sequence[int],
+        outputs: Sequence[Any],
+        avals: Sequence[type_of_aval],
+    ) -> Any:
+        """The content of a list of equations with numbered values."""
+        names = {value: index for index, value in enumerate(inputs)}
+
+        def read(atom: Any) -> Any:
+            return names[atom] if isinstance(atom, int) else self._literal(atom)
+
+        body = []
+        for equation in equations:
+            operands = [read(atom) for atom in equation.inputs]
+            names |= {value: len(names) + i for i, value in enumerate(equation.outputs)}
+            kinds = [str(avals[value]) for value in equation.outputs]
+            body.append((equation.primitive.name, self._params(equation.params), operands, kinds, str(equation.context)))
+        return [str(avals[value]) for value in inputs], body, [read(atom) for atom in outputs]
+
+    def jaxpr(self, jaxpr: core.Jaxpr, constants: Sequence[Any] = ()) -> Any:
+        """The content of a jaxpr."""
+        names: dict[Any, int] = {}
+        for variable in (*jaxpr.constvars, *jaxpr.invars):
+            names[variable] = len(names)
+
+        def read(atom: Any) -> Any:
+            return self._literal(atom) if isinstance(atom, core.Literal) else names[atom]
+
+        body = []
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            names |= {variable: len(names) + i for i, variable in enumerate(eqn.outvars)}
+            kinds = [str(variable.aval) for variable in eqn.outvars]
+            body.append((eqn.primitive.name, self._params(eqn.params), operands, kinds))
+        kinds = [str(variable.aval) for variable in (*jaxpr.constvars, *jaxpr.invars)]
+        return kinds, body, [read(atom) for atom in jaxpr.outvars], [self._value(value) for value in constants]
+
+    def _literal(self, literal: core.Literal) -> Any:
+        return str(literal.aval), self._value(literal.val)
+
+    def _params(self, params: Any) -> Any:
+        return [(name, self._value(value)) for name, value in sorted(params.items())]
+
+    def _value(self, value: Any) -> Any:
+        if hasattr(value, "eqns"):
+            return self.jaxpr(value, getattr(value, "consts", ()))
+        if hasattr(value, "jaxpr") and hasattr(value, "consts"):
+            return self.jaxpr(value.jaxpr, value.consts)
+        if isinstance(value, (tuple, list)):
+            return type(value).__name__, [self._value(item) for item in value]
+        if isinstance(value, dict):
+            return [(repr(key), self._value(item)) for key, item in value.items()]
+        if hasattr(value, "__array__") and hasattr(value, "shape"):
+            array = np.asarray(value)
+            return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
+        text = repr(value)
+        if " at 0x" in text or "WrappedFun" in text:
+            self.is_opaque = True
+            return text, id(value)
+        return text

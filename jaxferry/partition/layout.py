@@ -1,0 +1,102 @@
+"""How the leaves of a layer lie in its flat vectors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter of a layer.
+
+    Attributes:
+      index: its place in the flattened tree of all parameters.
+      path: its path in that tree, joined by "/".
+      shape: its shape.
+      dtype: the dtype in which the loss function sees it (the compute dtype).
+      master_dtype: the dtype in which the optimizer updates it.
+      vector: which vector of the layer holds it.
+      offset: its first element there.
+    """
+
+    index: int
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    master_dtype: np.dtype
+    vector: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The unit of planning: parameters that are moved together, one flat vector for each dtype among them.
+
+    Attributes:
+      name: module path.
+      leaves: the parameters, ordered as in the tree.
+    """
+
+    name: str
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def vectors(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shape and dtype of each flat vector; nearly always there is just one."""
+        sizes: dict[int, int] = {}
+        dtypes: dict[int, np.dtype] = {}
+        for leaf in self.leaves:
+            sizes[leaf.vector] = leaf.offset + leaf.size
+            dtypes[leaf.vector] = leaf.dtype
+        return tuple(jax.ShapeDtypeStruct((sizes[i],), dtypes[i]) for i in sorted(sizes))
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters."""
+        return sum(leaf.size for leaf in self.leaves)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the compute dtype, as loads and gradients move them."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
+
+    def pack(self, leaves: Sequence[Any]) -> tuple[jax.Array, ...]:
+        """Flat vectors from arrays of the leaves' shapes (any dtype), inside a jitted function."""
+        parts: list[list[jax.Array]] = [[] for _ in self.vectors]
+        for leaf, array in zip(self.leaves, leaves, strict=True):
+            parts[leaf.vector].append(jnp.ravel(array).astype(leaf.dtype))
+        return tuple(part[0] if len(part) == 1 else jnp.concatenate(part) for part in parts)
+
+    def unpack(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+        """Arrays of the leaves' shapes and compute dtypes from flat vectors, inside a jitted function."""
+        return [
+            jax.lax.slice(vectors[leaf.vector], (leaf.offset,), (leaf.offset + leaf.size,)).reshape(leaf.shape)
+            for leaf in self.leaves
+        ]
+
+
+def make_layer(
+    name: str, indices: Sequence[int], paths: Sequence[str], avals: Sequence[Any], master_dtypes: Sequence[np.dtype]
+) -> Layer:
+    """Lays out the leaves `indices` of a flattened tree; `avals` have the compute dtypes."""
+    numbers: dict[np.dtype, int] = {}
+    filled: dict[int, int] = {}
+    leaves = []
+    for index in indices:
+        dtype, shape = np.dtype(avals[index].dtype), tuple(avals[index].shape)
+        vector = numbers.setdefault(dtype, len(numbers))
+        leaves.append(Leaf(index, paths[index], shape, dtype, master_dtypes[index], vector, filled.get(vector, 0)))
+        filled[vector] = leaves[-1].offset + leaves[-1].size
+    return Layer(name, tuple(leaves))

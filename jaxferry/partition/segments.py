@@ -1,0 +1,170 @@
+"""The segments of a loss function: what each reads, what crosses to later ones, which of them are the same program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxferry.partition.dataflow import Dataflow
+from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, is_inexact
+from jaxferry.partition.layout import Layer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Segment:
+    """A stretch of the program, compiled as one forward and one backward program.
+
+    Values are numbers of the graph. `forward` takes them in the order `weights`, `inputs`, `passive`.
+
+    Attributes:
+      name: the layer's name, with a `#2`, `#3`, ... where an earlier segment uses the same layer.
+      layer: index of the layer whose parameters it reads.
+      equations: the equations, views included.
+      weights: the layer's parameter leaves.
+      inputs: values from earlier segments through which a derivative flows.
+      passive: all other values that it reads: batch, constants, prelude, and values without derivative.
+      outputs: values for later segments (or the loss) through which a derivative flows.
+      extras: further values that later segments or the caller read.
+      alive_bytes: bytes of the values alive at its end.
+      program: segments with the same number share their compiled programs.
+    """
+
+    name: str
+    layer: int
+    equations: tuple[Equation, ...]
+    weights: tuple[int, ...]
+    inputs: tuple[int, ...]
+    passive: tuple[int, ...]
+    outputs: tuple[int, ...]
+    extras: tuple[int, ...]
+    alive_bytes: int
+    program: int = -1
+
+    def forward(
+        self, weights: Sequence[Any], inputs: Sequence[Any], passive: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs the segment on arrays or tracers; returns the values of `outputs` and of `extras`."""
+        numbers = (*self.weights, *self.inputs, *self.passive)
+        values = dict(zip(numbers, (*weights, *inputs, *passive), strict=True))
+        evaluate(self.equations, values)
+        return [values[value] for value in self.outputs], [values[value] for value in self.extras]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Partition:
+    """A loss function as an ordered list of segments over layers.
+
+    Attributes:
+      layers: the layers, in order of first use; layers that no segment reads come last.
+      segments: the segments, in order.
+      graph: the traced loss function, to which all numbers refer.
+      prelude: equations that run once a step before the first segment.
+      prelude_outputs: values that the prelude makes for segments or the caller.
+      loss: the value of the loss.
+      aux: the flattened auxiliary outputs.
+      aux_tree: their tree, or None if the loss function returns a scalar alone.
+    """
+
+    layers: tuple[Layer, ...]
+    segments: tuple[Segment, ...]
+    graph: Graph
+    prelude: tuple[Equation, ...]
+    prelude_outputs: tuple[int, ...]
+    loss: int
+    aux: tuple[Atom, ...]
+    aux_tree: jax.tree_util.PyTreeDef | None
+
+    @property
+    def num_programs(self) -> int:
+        """Number of different segments."""
+        return len({segment.program for segment in self.segments})
+
+    @property
+    def unread_leaves(self) -> tuple[str, ...]:
+        """Paths of the parameters that the loss never reads."""
+        read = {value for s in self.segments for equation in s.equations for value in equation.reads}
+        return tuple(
+            leaf.path
+            for layer in self.layers
+            for leaf in layer.leaves
+            if self.graph.parameters[leaf.index] not in read
+        )
+
+
+def build_segments(
+    graph: Graph, flow: Dataflow, stretches: Sequence[Any], layers: Sequence[Layer], layer_of_group: Mapping[int, int]
+) -> list[Segment]:
+    """Turns stretches of `flow.main` into segments; `layer_of_group` maps a stretch's group to its layer."""
+    made_by = {v: i for i, s in enumerate(stretches) for e in flow.main[s.start : s.stop] for v in e.outputs}
+    bodies = [_with_views(flow, flow.main[s.start : s.stop]) for s in stretches]
+    wanted: set[int] = {value for value in graph.outputs if isinstance(value, int)}
+    outputs: list[tuple[int, ...]] = []
+    for body in reversed(bodies):
+        made = [value for equation in body for value in equation.outputs]
+        outputs.append(tuple(value for value in made if value in wanted))
+        wanted.update(value for equation in body for value in equation.reads)
+    segments, uses = [], dict.fromkeys(range(len(layers)), 0)
+    for stretch, body, leaving in zip(stretches, bodies, reversed(outputs), strict=True):
+        layer = layer_of_group[stretch.group]
+        uses[layer] += 1
+        suffix = f"#{uses[layer]}" if uses[layer] > 1 else ""
+        weights = tuple(graph.parameters[leaf.index] for leaf in layers[layer].leaves)
+        read = _read_from_outside(body, weights)
+        inputs = tuple(v for v in read if v in made_by and _has_derivative(graph, flow, v))
+        leaving = tuple(v for v in leaving if v in made_by)
+        segments.append(
+            Segment(
+                name=layers[layer].name + suffix,
+                layer=layer,
+                equations=body,
+                weights=weights,
+                inputs=inputs,
+                passive=tuple(v for v in read if v not in inputs),
+                outputs=tuple(v for v in leaving if _has_derivative(graph, flow, v)),
+                extras=tuple(v for v in leaving if not _has_derivative(graph, flow, v)),
+                alive_bytes=stretch.alive_bytes,
+            )
+        )
+    return segments
+
+
+def _has_derivative(graph: Graph, flow: Dataflow, value: int) -> bool:
+    return value in flow.active and is_inexact(graph.avals[value])
+
+
+def _with_views(flow: Dataflow, equations: Iterable[Equation]) -> tuple[Equation, ...]:
+    """The equations, each view before its first use."""
+    placed: set[int] = set()
+    result: list[Equation] = []
+
+    def place(value: int) -> None:
+        view = flow.views.get(value)
+        if view is not None and value not in placed:
+            placed.update(view.outputs)
+            for operand in view.reads:
+                place(operand)
+            result.append(view)
+
+    for equation in equations:
+        for operand in equation.reads:
+            place(operand)
+        result.append(equation)
+    return tuple(result)
+
+
+def _read_from_outside(equations: Iterable[Equation], weights: Iterable[int]) -> tuple[int, ...]:
+    """Values that the equations read but do not make, without `weights`, in order of first use."""
+    known = set(weights)
+    read: dict[int, None] = {}
+    for equation in equations:
+        read |= {value: None for value in equation.reads if value not in known}
+        known.update(equation.outputs)
+    return tuple(read)
+
+
+def prelude_with_views(flow: Dataflow) -> tuple[Equation, ...]:
+    """The prelude's equations with the constants' views that they need."""
+    return _with_views(flow, flow.prelude)
