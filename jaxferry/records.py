@@ -103,7 +103,7 @@ def check_bytes(value: Any, key: str, where: str) -> int:
 
 def check_share(value: Any, key: str) -> float:
     """Returns the value as a float if it is a number in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= 1:
         raise InputError(f"{key} must lie in [0, 1], got {_show(value)}")
     return float(value)
 

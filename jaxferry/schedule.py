@@ -17,19 +17,19 @@ Rules (the machine model; MemFerry, section IV-B):
   of its parameters are on the host.
 - `loads: "bulk"`: no forward before the last load of the forward. `updates: "after-all"`: no update before all
   gradients are on the host.
-- **RELOAD** layers share two slots on the device, so that one computes while the next one loads: a load of a RELOAD layer
-  starts not before the use before the previous one has ended, where the uses are the forwards and then the backwards.
+- **RELOAD** layers share two slots on the device, so that one computes while the next one loads: a load of a RELOAD
+  layer starts not before the use before the previous one has ended; the uses are the forwards, then the backwards.
 - **RESIDENT** layers are on the device before the first step. After its update each is refreshed in place by a load.
-- **Parameter groups**: one update, in the place of the group's last backward, due when the last of its gradients is on the
-  host. One copy on the device while one is held: GFGB holds it from its load to its backward, DFGB from its load to
-  its backward, RELOAD in its forward and in its backward, RESIDENT always. A layer that finds its group's copy held
+- **Parameter groups**: one update, in the place of the group's last backward, due when the last of its gradients is on
+  the host. One copy on the device while one is held: GFGB and DFGB hold it from the load to the backward, RELOAD in
+  the forward and in the backward, RESIDENT always. A layer that finds its group's copy held
   loads nothing and uses that one; the copy goes when its last holder's backward has ended.
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, start not before the previous step's
   update of these parameters; a forward on a RESIDENT copy not before its refresh.
 
-Memory: a copy counts from the start of its load to the end of its last use, activations from the start of the forward to the end
-of the backward, a gradient on the device from the start of the backward to the end of its offload, and one on
-the host from the start of what writes it to the end of its update.
+Memory: a copy counts from the start of its load to the end of its last use, activations from the start of the forward
+to the end of the backward, a gradient on the device from the start of the backward to the end of its offload, and one
+on the host from the start of what writes it to the end of its update.
 """
 
 import dataclasses

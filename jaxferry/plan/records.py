@@ -2,7 +2,8 @@
 
 `jaxferry.plan/1` is the JSON of a plan:
 
-    {"format": "jaxferry.plan/1", "policy": "exact", "reserve_factor": 1.0, "loads": "layerwise", "updates": "overlapped",
+    {"format": "jaxferry.plan/1", "policy": "exact", "reserve_factor": 1.0,
+     "loads": "layerwise", "updates": "overlapped",
      "layers": [{"name": "wte", "mode": "DHA", "gradient": "device"}, ...],
      "predicted": {"forward_s": 0.1, "step_s": 0.5, "steady_step_s": 0.45, "peak_device_bytes": 1000}}
 

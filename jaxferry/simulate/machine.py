@@ -28,7 +28,8 @@ class Run:
 def run(schedule: Schedule) -> Run:
     """Runs all tasks."""
     free = dict.fromkeys(Lane, 0.0)
-    starts, ends = [], []
+    starts: list[float] = []
+    ends: list[float] = []
     for task in schedule.tasks:
         start = free[task.lane]
         for index in task.after:

@@ -1,0 +1,259 @@
+"""Runs a training step.
+
+    pinned host vectors --load--> device --forward--> values, residuals --loss, backward--> gradient
+           ^                                                                                   | store
+           +---- update (CPU backend): clip, Optax, cast <------------------ host gradient <---+
+
+Python only issues work: loads, programs, stores and updates are asynchronous, and an update starts by itself when its
+gradient has arrived. The order is the script's; every device buffer is deleted as soon as its last reader is issued.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxferry.engine.host_optimizer import HostOptimizer, Unit, sum_gradients
+from jaxferry.engine.interrupts import deferred_interrupts
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.programs import Programs, squared_norm
+from jaxferry.engine.script import Event, Kind
+from jaxferry.engine.state import TrainState, to_pinned
+from jaxferry.engine.transfers import Transfers, Vectors
+from jaxferry.partition import Partition
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a step gives back.
+
+    Attributes:
+      loss: scalar on the device.
+      aux: the auxiliary outputs, flattened.
+      grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory.
+      ok: whether the update was applied, boolean scalar in host memory.
+      finite: for each segment, whether its outputs are finite; boolean scalars on the device.
+      device_param_bytes_peak: the most bytes of parameters that were on the device at a time.
+    """
+
+    loss: jax.Array
+    aux: list[Any]
+    grad_norm: jax.Array
+    ok: jax.Array
+    finite: list[jax.Array]
+    device_param_bytes_peak: int
+
+
+@dataclasses.dataclass
+class _Flight:
+    """What is alive within one step."""
+
+    values: dict[int, Any]
+    held: dict[int, Vectors]
+    saved: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+    cotangents: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    gradients: dict[int, list[Vectors]] = dataclasses.field(default_factory=dict)
+    norms: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    finite: list[jax.Array] = dataclasses.field(default_factory=list)
+
+
+class Executor:
+    """Steps of one partition under one assignment of modes.
+
+    Args:
+      partition: the segments.
+      programs: their compiled programs.
+      script: the events of a step.
+      resident: layers whose device copy outlives the step.
+      optimizer: the host optimizer.
+      placement: where arrays live.
+      is_clipped: whether updates wait for the global norm.
+      skip_nonfinite: whether updates wait for the norm to be known finite.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        programs: Programs,
+        script: Sequence[Event],
+        resident: Iterable[int],
+        optimizer: HostOptimizer,
+        placement: Placement,
+        is_clipped: bool = False,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        self.partition, self.programs = partition, programs
+        self._script, self._resident = list(script), frozenset(resident)
+        self._optimizer, self._placement = optimizer, placement
+        self._skip_nonfinite = skip_nonfinite
+        self._waits_for_norm = is_clipped or skip_nonfinite or optimizer.is_joint
+        self._transfers = Transfers(placement)
+        self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
+        self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
+        self._add = jax.jit(jnp.add, donate_argnums=0)
+        self._norm_of = jax.jit(self._summed_norm, static_argnums=0)
+        self._total = jax.jit(lambda norms: jnp.sqrt(sum(norms, start=jnp.float32(0))))
+        self._is_finite = jax.jit(lambda values: jnp.stack([jnp.isfinite(v) for v in values]).all())
+
+    def step(self, state: TrainState, batch: Sequence[Any]) -> StepResult:
+        """Issues one step, which updates `state`; the results may still be on their way.
+
+        Args:
+          state: arranged in the partition's layers.
+          batch: the leaves of the loss function's further arguments, on any memory of the device.
+        """
+        flight = self._begin(state, batch)
+        self._transfers.reset_peak()
+        try:
+            for event in self._script:
+                if event.kind is Kind.FORWARD:
+                    self._run(event, state, flight)
+            with deferred_interrupts():
+                return self._finish(state, flight)
+        finally:
+            self._release(flight)
+
+    def compile_updates(self, state: TrainState) -> None:
+        """Compiles the update of every unit ahead of the first step."""
+        for unit in state.units:
+            self._update_program(unit, state)
+
+    def _begin(self, state: TrainState, batch: Sequence[Any]) -> _Flight:
+        graph = self.partition.graph
+        leaves = [jax.device_put(leaf, self._placement.device) for leaf in batch]
+        values = {**self._constants, **dict(zip(graph.batch, leaves, strict=True))}
+        if self.programs.prelude is not None:
+            values |= zip(self.partition.prelude_outputs, self.programs.prelude(leaves), strict=True)
+        for layer in state.resident.keys() ^ self._resident:
+            if layer in state.resident:
+                self._transfers.drop(state.resident.pop(layer))
+            else:
+                state.resident[layer] = self._transfers.load(state.vectors[layer])
+        return _Flight(values, dict(state.resident))
+
+    def _finish(self, state: TrainState, flight: _Flight) -> StepResult:
+        """Everything from the first gradient on: once an update is issued, all of them must be."""
+        pending = {layer: unit for unit in state.units for layer in unit.layers}
+        ok, no_norm = None, jnp.float32(0)
+        try:
+            for event in self._script:
+                if event.kind is Kind.FORWARD:
+                    continue
+                self._run(event, state, flight)
+                ok = self._ok([flight.values[self.partition.loss]]) if ok is None else ok
+                layer = self.partition.segments[event.segment].layer
+                if self._is_complete(layer, flight):
+                    flight.norms[layer] = self._squared_norm(layer, flight)
+                    if not self._waits_for_norm:
+                        self._update(pending.pop(layer), state, flight, ok, no_norm)
+            norm = self._total([flight.norms[layer] for layer in sorted(flight.norms)])
+            if self._skip_nonfinite:
+                ok = self._ok([flight.values[self.partition.loss], norm])
+            # The next forward needs the first layers first.
+            for unit in dict.fromkeys(pending[layer] for layer in sorted(pending)):
+                self._update(unit, state, flight, ok, norm)
+        except Exception as error:
+            if len(pending) < len(state.layers):
+                state.damage = f"step {state.step} failed: {error}"
+            raise
+        partition, values = self.partition, flight.values
+        aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
+        peak = self._transfers.peak_device_bytes
+        return StepResult(values[partition.loss], aux, norm, ok, flight.finite, peak)
+
+    def _run(self, event: Event, state: TrainState, flight: _Flight) -> None:
+        """Issues the loads of one event, its program, and everything that ends with it."""
+        for layer in event.loads:
+            flight.held[layer] = self._transfers.load(state.vectors[layer])
+        segment, values = self.partition.segments[event.segment], flight.values
+        if event.kind is Kind.BACKWARD:
+            self._backward(event.segment, flight)
+        else:
+            arguments = (
+                flight.held[segment.layer],
+                [values[v] for v in segment.inputs],
+                [values[v] for v in segment.passive],
+            )
+            if event.kind is Kind.FORWARD:
+                outputs, extras, saved, finite = self.programs.forward[segment.program](*arguments)
+                flight.saved[event.segment] = saved
+            else:
+                outputs, extras, finite, gradient, cotangents, norm = self.programs.loss(*arguments)
+                self._receive(event.segment, flight, gradient, cotangents, norm)
+            values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
+            flight.finite.append(finite)
+        for layer in event.drops:
+            self._transfers.drop(flight.held.pop(layer))
+        for value in event.frees:
+            values.pop(value).delete()
+
+    def _backward(self, number: int, flight: _Flight) -> None:
+        segment, values = self.partition.segments[number], flight.values
+        derivative = self.programs.derivatives[segment.program]
+        gradient, cotangents, norm = self.programs.backward[segment.program](
+            flight.held[segment.layer] if derivative.reads_weights else (),
+            [values[segment.inputs[i]] for i in derivative.inputs_read],
+            [values[segment.passive[i]] for i in derivative.passive_read],
+            [values[segment.outputs[i]] for i in derivative.outputs_read],
+            flight.saved.pop(number),
+            [flight.cotangents.pop(v) if v in flight.cotangents else self._zeros(v) for v in segment.outputs],
+        )
+        self._receive(number, flight, gradient, cotangents, norm)
+
+    def _receive(self, number: int, flight: _Flight, gradient: Vectors, cotangents: Any, norm: jax.Array) -> None:
+        """Sends a gradient to the host and adds cotangents to those from later segments."""
+        segment = self.partition.segments[number]
+        for value, cotangent in zip(segment.inputs, cotangents, strict=True):
+            known = flight.cotangents.get(value)
+            flight.cotangents[value] = cotangent if known is None else self._add(known, cotangent)
+        flight.gradients.setdefault(segment.layer, []).append(self._transfers.store(tuple(gradient)))
+        flight.norms[segment.layer] = norm
+
+    def _zeros(self, value: int) -> jax.Array:
+        """The cotangent of an output that only the caller reads."""
+        aval = self.partition.graph.avals[value]
+        return jnp.zeros(aval.shape, aval.dtype, device=self._placement.device)
+
+    def _is_complete(self, layer: int, flight: _Flight) -> bool:
+        return len(flight.gradients[layer]) == self._num_uses[layer]
+
+    def _squared_norm(self, layer: int, flight: _Flight) -> jax.Array:
+        """Of the layer's whole gradient; a layer with several uses is summed up on the host first."""
+        if self._num_uses[layer] == 1:
+            return jax.device_put(flight.norms[layer], self._placement.host_compute)
+        return self._norm_of(layer, flight.gradients[layer])
+
+    def _summed_norm(self, layer: int, gradients: list[Vectors]) -> jax.Array:
+        summed = sum_gradients([self.partition.layers[layer]], [jax.device_put(gradients, jax.memory.Space.Device)])
+        return squared_norm(list(summed.values()))
+
+    def _ok(self, values: Sequence[jax.Array]) -> jax.Array:
+        return self._is_finite([jax.device_put(value, self._placement.host_compute) for value in values])
+
+    def _update(self, unit: Unit, state: TrainState, flight: _Flight, ok: jax.Array, norm: jax.Array) -> None:
+        """Issues the update of a unit; what it reads may still be on its way."""
+        gradients = [flight.gradients.pop(layer, []) for layer in unit.layers]
+        vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
+        program = self._update_program(unit, state)
+        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, ok, norm)
+        for layer, vector in zip(unit.layers, packed, strict=True):
+            state.vectors[layer] = to_pinned(vector, self._placement)
+            if layer in state.resident:
+                self._transfers.drop(state.resident.pop(layer))
+                state.resident[layer] = self._transfers.load(state.vectors[layer])
+
+    def _update_program(self, unit: Unit, state: TrainState) -> Any:
+        uses = tuple(self._num_uses[layer] for layer in unit.layers)
+        if uses not in unit.programs:
+            unit.programs[uses] = self._optimizer.update_program(unit, state.layers, uses)
+        return unit.programs[uses]
+
+    def _release(self, flight: _Flight) -> None:
+        """Frees what an exception left behind."""
+        for layer in list(flight.held):
+            if layer not in self._resident:
+                self._transfers.drop(flight.held.pop(layer))

@@ -1,0 +1,198 @@
+"""The optimizer step on the CPU backend: one donated jitted update for each layer, shared by equal layers.
+
+    gradient vectors --sum over uses--> --clip--> optax update --> master, state (in place), compute copy (in place)
+
+Masters and state are leaves of the model's own tree; gradients and the compute copy are flat vectors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.separable import WholeUpdate, part_content
+from jaxferry.engine.subtree import path_names, select, subtree
+from jaxferry.partition import Layer
+
+NOT_SEPARABLE = (
+    "the optimizer looks at all parameters at once{where}; it is run as one update after the last gradient, "
+    "so updates do not overlap the backward (for clipping by global norm use clip_norm= instead)"
+)
+
+
+@dataclasses.dataclass
+class Unit:
+    """What one update covers: a layer, or all layers if the optimizer is not separable.
+
+    Attributes:
+      layers: indices of the layers.
+      leaves: indices of their parameters, ascending.
+      masters: master parameters in the order of `leaves`, in host memory.
+      state: leaves of the Optax state, in host memory.
+      state_names: their paths.
+      programs: the compiled update, by how often each layer is used.
+    """
+
+    layers: tuple[int, ...]
+    leaves: tuple[int, ...]
+    masters: list[jax.Array]
+    state: list[jax.Array]
+    state_names: list[str]
+    programs: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
+
+
+class HostOptimizer:
+    """Runs an Optax transformation over units of a model's tree.
+
+    Args:
+      optimizer: the transformation.
+      tree: the structure of the parameters.
+      avals: shapes and master dtypes of the parameters.
+      placement: where arrays live.
+      clip_norm: global norm to clip gradients to, or None.
+
+    Attributes:
+      is_joint: whether all layers form one unit, because the optimizer is not separable.
+    """
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        tree: jax.tree_util.PyTreeDef,
+        avals: Sequence[Any],
+        placement: Placement,
+        clip_norm: float | None,
+    ) -> None:
+        self._optimizer, self._tree, self._avals = optimizer, tree, list(avals)
+        self._placement, self._clip_norm = placement, clip_norm
+        self._whole = WholeUpdate(optimizer, tree, avals)
+        self._programs: dict[Any, Any] = {}
+        self._contents: dict[tuple[int, ...], Any] = {}
+        self.is_joint = self._whole.mixes()
+        if self.is_joint:
+            warnings.warn(NOT_SEPARABLE.format(where=""), stacklevel=4)
+
+    def check_parts(self, layers: Sequence[Layer]) -> None:
+        """Makes the optimizer joint if the update of a layer alone differs from its part of the whole update."""
+        for layer in () if self.is_joint else layers:
+            leaves = [leaf.index for leaf in layer.leaves]
+            content = self._whole.content(leaves)
+            if content is None or content != self._part_content(leaves):
+                self.is_joint = True
+                warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {layer.name!r})"), stacklevel=4)
+                break
+
+    def _part_content(self, leaves: Sequence[int]) -> Any:
+        key = tuple(leaves)
+        if key not in self._contents:
+            self._contents[key] = part_content(self._optimizer, self._tree, self._avals, leaves)
+        return self._contents[key]
+
+    def units_of(self, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The layers and leaves of each unit."""
+        if self.is_joint:
+            return [(tuple(range(len(layers))), tuple(range(len(self._avals))))]
+        return [((i,), tuple(leaf.index for leaf in layer.leaves)) for i, layer in enumerate(layers)]
+
+    def abstract_state(self, leaves: Sequence[int]) -> Any:
+        """Shapes of the Optax state of these leaves."""
+        return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self._avals, leaves)))
+
+    def init_state(self, leaves: Sequence[int], masters: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        """The initial Optax state of these leaves by path, in host memory."""
+        params = subtree(self._tree, dict(zip(leaves, masters, strict=True)))
+
+        def init(params: Any) -> Any:
+            return self._optimizer.init(jax.device_put(params, jax.memory.Space.Device))
+
+        state = jax.jit(init, out_shardings=self._placement.host)(params)
+        return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
+
+    def update_program(self, unit: Unit, layers: Sequence[Layer], num_uses: Sequence[int]) -> Any:
+        """The compiled update of a unit; equal units share it.
+
+        It maps `(masters, state, vectors, gradients, ok, norm)` to `(masters, state, vectors)`. `vectors` and
+        `gradients` hold, for each layer of the unit, its flat vectors, `gradients` once for each of its `num_uses`; the
+        first three arguments are donated. Where `ok` is false everything stays as it was. The old `vectors` only lend
+        their memory; where the CPU backend cannot reach pinned memory they are empty tuples.
+        """
+        layouts = tuple(
+            tuple((leaf.shape, leaf.dtype, leaf.vector, leaf.offset) for leaf in layers[i].leaves) for i in unit.layers
+        )
+        content = self._part_content(unit.leaves) or unit.leaves
+        key = (content, layouts, tuple(num_uses))
+        if key not in self._programs:
+            self._programs[key] = self._compile(unit, layers, num_uses)
+        return self._programs[key]
+
+    def _compile(self, unit: Unit, layers: Sequence[Layer], num_uses: Sequence[int]) -> Any:
+        place = self._placement
+        state_tree = jax.tree.structure(self.abstract_state(unit.leaves))
+        unit_layers = [layers[i] for i in unit.layers]
+
+        def update(masters: Any, state: Any, vectors: Any, gradients: Any, ok: jax.Array, norm: jax.Array) -> Any:
+            # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
+            masters, state, gradients = jax.device_put((masters, state, gradients), jax.memory.Space.Device)
+            summed = self._clipped(sum_gradients(unit_layers, gradients), norm)
+            tree_of = lambda leaves: subtree(self._tree, leaves)  # noqa: E731
+            params = tree_of(dict(zip(unit.leaves, masters, strict=True)))
+            updates, new_state = self._optimizer.update(
+                tree_of({i: summed[i].astype(m.dtype) for i, m in zip(unit.leaves, masters, strict=True)}),
+                jax.tree.unflatten(state_tree, state),
+                params,
+            )
+            new_masters = jax.tree.leaves(optax.apply_updates(params, updates))
+            new_masters = [jnp.where(ok, new, old) for new, old in zip(new_masters, masters, strict=True)]
+            new_leaves = jax.tree.leaves(new_state)
+            new_leaves = [jnp.where(ok, new, old) for new, old in zip(new_leaves, state, strict=True)]
+            by_index = dict(zip(unit.leaves, new_masters, strict=True))
+            packed = [layer.pack([by_index[leaf.index] for leaf in layer.leaves]) for layer in unit_layers]
+            return new_masters, new_leaves, packed
+
+        def struct(x: Any, where: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+        arrived = [tuple(struct(v, place.update_output) for v in layer.vectors) for layer in unit_layers]
+        gradients = [[v] * uses for v, uses in zip(arrived, num_uses, strict=True)]
+        vectors = arrived if place.is_cpu else [() for _ in arrived]
+        lowered = jax.jit(
+            update, donate_argnums=(0, 1, 2), keep_unused=True, out_shardings=(place.host, place.host, place.update_output)
+        ).lower(
+            [struct(m, place.host) for m in unit.masters],
+            [struct(s, place.host) for s in unit.state],
+            vectors,
+            gradients,
+            jax.ShapeDtypeStruct((), bool, sharding=place.host_compute),
+            jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute),
+        )
+        return lowered.compile()
+
+    def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
+        """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm`, with the norm given."""
+        if self._clip_norm is None:
+            return gradients
+        limit = jnp.float32(self._clip_norm)
+        return {
+            i: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit.astype(g.dtype))
+            for i, g in gradients.items()
+        }
+
+
+def sum_gradients(layers: Sequence[Layer], gradients: Sequence[Any]) -> dict[int, jax.Array]:
+    """Gradients by leaf index, at least fp32, summed over the uses of each layer in the order of their arrival."""
+    summed: dict[int, jax.Array] = {}
+    for layer, uses in zip(layers, gradients, strict=True):
+        for vectors in uses:
+            for leaf, array in zip(layer.leaves, layer.unpack(vectors), strict=True):
+                array = array.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+                summed[leaf.index] = summed[leaf.index] + array if leaf.index in summed else array
+        if not uses:
+            summed |= {leaf.index: jnp.zeros(leaf.shape, leaf.master_dtype) for leaf in layer.leaves}
+    return summed

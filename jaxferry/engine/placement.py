@@ -1,0 +1,73 @@
+"""Where arrays live: the device, its pinned host memory, and the CPU backend that runs the optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxferry.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Shardings of every array that the engine makes, each over a mesh with a `data` axis (of size 1).
+
+    Attributes:
+      device: memory of the accelerator: loaded parameters, activations, gradients before they leave.
+      pinned: host memory that the accelerator can reach: the compute copy of the parameters, arriving gradients.
+      host: ordinary memory of the CPU backend: master parameters and optimizer state.
+      host_compute: memory that jitted functions of the CPU backend return scalars in.
+    """
+
+    device: NamedSharding
+    pinned: NamedSharding
+    host: NamedSharding
+    host_compute: NamedSharding
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the device is itself a CPU, whose pinned memory the optimizer reaches directly."""
+        return self.platform == "cpu"
+
+    @property
+    def platform(self) -> str:
+        """The device's platform: `cpu`, `gpu`, ..."""
+        return str(next(iter(self.device.device_set)).platform)
+
+    @property
+    def update_output(self) -> NamedSharding:
+        """Where the host update writes the compute copy: pinned memory if the CPU backend can, else its own."""
+        return self.pinned if self.is_cpu else self.host
+
+
+def make_placement(device: jax.Device | None = None) -> Placement:
+    """Placement for one device, by default JAX's first.
+
+    Raises:
+      InputError: if the device has no pinned host memory, or the CPU backend is switched off.
+    """
+    device = device or jax.devices()[0]
+    try:
+        cpu = device if device.platform == "cpu" else jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise InputError(
+            "the host optimizer needs JAX's CPU backend, which JAX_PLATFORMS leaves out: add cpu to it, "
+            'for instance JAX_PLATFORMS="cuda,cpu"'
+        ) from error
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if "pinned_host" not in kinds:
+        raise InputError(f"{device} has no pinned_host memory (it has {', '.join(sorted(kinds))})")
+
+    def sharding(where: Any, kind: str) -> NamedSharding:
+        return NamedSharding(Mesh(np.array([where]), ("data",)), PartitionSpec(), memory_kind=kind)
+
+    return Placement(
+        device=sharding(device, "device"),
+        pinned=sharding(device, "pinned_host"),
+        host=sharding(cpu, "unpinned_host"),
+        host_compute=sharding(cpu, "device"),
+    )

@@ -1,0 +1,124 @@
+"""Whether an optimizer may be run layer by layer: found by looking at its own program.
+
+The update of the whole tree is traced once, with shapes alone. If no output of one leaf (its update, its state) depends
+on the gradient, parameter or state of another, the optimizer is separable: a layer's update can start before the
+other gradients exist. Clipping by global norm, for one, is not.
+
+Independence alone does not prove that the update of a part equals that part of the update: an optimizer may look at
+the tree's structure (noise with one key for each leaf, drawn in order). So the two programs are compared as well,
+equation by equation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from jaxferry.engine.subtree import path_names, subtree
+from jaxferry.partition.graph import Equation, Graph, live_equations, trace
+from jaxferry.partition.keys import Canonical
+
+_SHARED = -1
+
+
+class WholeUpdate:
+    """The traced update of a whole tree of parameters.
+
+    Args:
+      optimizer: the transformation.
+      tree: the structure of the parameters.
+      avals: their shapes and master dtypes.
+    """
+
+    def __init__(
+        self, optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any]
+    ) -> None:
+        self._avals = list(avals)
+        params = jax.tree.unflatten(tree, self._avals)
+        state = jax.eval_shape(optimizer.init, params)
+        names = {name: index for index, name in enumerate(path_names(params))}
+        self._owners = [_owner(name, names) for name in path_names(state)]
+        self._graph = trace_update(optimizer, params, state)
+
+    def mixes(self) -> bool:
+        """Whether an output of one leaf depends on another leaf."""
+        graph, count = self._graph, len(self._avals)
+        sources: dict[int, frozenset[int]] = {}
+        owners = [*range(count), *range(count), *self._owners]
+        for value, owner in zip((*graph.parameters, *graph.batch), owners, strict=True):
+            sources[value] = frozenset() if owner == _SHARED else frozenset([owner])
+        for equation in graph.equations:
+            made_from = frozenset().union(*(sources.get(value, frozenset()) for value in equation.reads))
+            if equation.has_effects:
+                return True
+            sources |= dict.fromkeys(equation.outputs, made_from)
+        for owner, atom in zip([*range(count), *self._owners], graph.outputs, strict=True):
+            made_from = sources.get(atom, frozenset()) if isinstance(atom, int) else frozenset()
+            if made_from - {owner}:
+                return True
+        return False
+
+    def content(self, leaves: Sequence[int]) -> Any:
+        """What the update does to these leaves and to the state that they share, in canonical form."""
+        graph, count, chosen = self._graph, len(self._avals), set(leaves)
+        kept_state = [i for i, owner in enumerate(self._owners) if owner == _SHARED or owner in chosen]
+        wanted = [*sorted(chosen), *(count + i for i in kept_state)]
+        inputs = (*graph.parameters, *graph.batch)
+        kept = [*sorted(chosen), *(count + leaf for leaf in sorted(chosen)), *(2 * count + i for i in kept_state)]
+        return _content(graph, [inputs[i] for i in kept], [graph.outputs[i] for i in wanted])
+
+
+def trace_update(optimizer: optax.GradientTransformation, params: Any, state: Any) -> Graph:
+    """Traces `optimizer.update(gradients, state, params)`; outputs are the updates, then the new state."""
+
+    def update(gradients: Any, params: Any, state: Any) -> Any:
+        return optimizer.update(gradients, state, params)
+
+    return trace(update, params, (params, state), {})
+
+
+def part_content(
+    optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any], leaves: Sequence[int]
+) -> Any:
+    """The same canonical form for the update of a part of the tree alone, as `WholeUpdate.content` has it."""
+    params = subtree(tree, {leaf: avals[leaf] for leaf in leaves})
+    graph = trace_update(optimizer, params, jax.eval_shape(optimizer.init, params))
+    return _content(graph, (*graph.parameters, *graph.batch), graph.outputs)
+
+
+def _content(graph: Graph, inputs: Sequence[int], outputs: Sequence[Any]) -> Any:
+    equations: tuple[Equation, ...] = live_equations(graph.equations, outputs)
+    constants = [value for value in graph.constants if any(value in equation.reads for equation in equations)]
+    canonical = Canonical()
+    content = canonical.equations(_in_order_of_need(equations, outputs), (*inputs, *constants), outputs, graph.avals)
+    return None if canonical.is_opaque else canonical.digest((content, [str(graph.constants[c]) for c in constants]))
+
+
+def _in_order_of_need(equations: Sequence[Equation], outputs: Sequence[Any]) -> list[Equation]:
+    """Depth first from the outputs: an order that does not depend on what else was traced in between."""
+    made = {value: equation for equation in equations for value in equation.outputs}
+    done: set[int] = set()
+    order: list[Equation] = []
+    stack = [(made[atom], False) for atom in reversed(outputs) if isinstance(atom, int) and atom in made]
+    while stack:
+        equation, operands_done = stack.pop()
+        if id(equation) in done:
+            continue
+        if operands_done:
+            done.add(id(equation))
+            order.append(equation)
+        else:
+            stack.append((equation, True))
+            stack.extend((made[value], False) for value in reversed(equation.reads) if value in made)
+    return order
+
+
+def _owner(name: str, names: dict[str, int]) -> int:
+    """The parameter that a leaf of the state belongs to: the one whose path ends the leaf's path."""
+    for start in range(len(name)):
+        if name[start:] in names:
+            return names[name[start:]]
+    return _SHARED

@@ -1,0 +1,115 @@
+"""The training state: everything that outlives a step, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.subtree import path_names
+from jaxferry.errors import StateError
+from jaxferry.partition import Layer
+
+Vectors = tuple[jax.Array, ...]
+
+
+class TrainState:
+    """Master parameters (fp32), optimizer state and their compute copy, all in host memory.
+
+    `step(state, batch)` updates it in place and returns the same object. It is made by `step.init`, `step.init_from` or
+    `step.restore`.
+
+    Attributes:
+      step: number of steps taken.
+      layers: the layers that the state is arranged in.
+      vectors: for each layer its flat vectors in pinned memory, in the compute dtype (once a program needs them).
+      resident: device copies of RESIDENT layers, by layer.
+      damage: what went wrong if a failure left the state between two steps, else None.
+    """
+
+    def __init__(
+        self,
+        tree: jax.tree_util.PyTreeDef,
+        optimizer: HostOptimizer,
+        placement: Placement,
+        layers: Sequence[Layer],
+        masters: Sequence[jax.Array],
+        state: Mapping[str, jax.Array] | None = None,
+        step: int = 0,
+    ) -> None:
+        self.step = step
+        self.layers: tuple[Layer, ...] = tuple(layers)
+        self.vectors: list[Vectors] = []
+        self.resident: dict[int, Vectors] = {}
+        self.damage: str | None = None
+        self._tree, self._optimizer, self._placement = tree, optimizer, placement
+        self.units = self._make_units(list(masters), None if state is None else dict(state))
+
+    @property
+    def params(self) -> Any:
+        """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates."""
+        self.check()
+        return jax.tree.unflatten(self._tree, [np.array(master) for master in self.masters()])
+
+    def check(self) -> None:
+        """Raises `StateError` if a failure left the state between two steps."""
+        if self.damage is not None:
+            raise StateError(f"this state lies between two steps, because {self.damage}: restore a checkpoint")
+
+    def masters(self) -> list[jax.Array]:
+        """The master parameters in the order of the flattened tree."""
+        by_leaf = {leaf: master for u in self.units for leaf, master in zip(u.leaves, u.masters, strict=True)}
+        return [by_leaf[leaf] for leaf in range(len(by_leaf))]
+
+    def optimizer_state(self) -> dict[str, jax.Array]:
+        """The leaves of the optimizer's state by path; what all layers have alike (a count) is there once."""
+        return {name: leaf for unit in self.units for name, leaf in zip(unit.state_names, unit.state, strict=True)}
+
+    def arrange(self, layers: Sequence[Layer]) -> None:
+        """Arranges the state in these layers and fills `vectors`; does nothing if it is so already."""
+        self.check()
+        if self.layers == tuple(layers) and self.vectors:
+            return
+        masters, state = self.masters(), self.optimizer_state()
+        self.layers, self.resident = tuple(layers), {}
+        self._optimizer.check_parts(layers)
+        self.units = self._make_units(masters, state)
+        self.vectors = [self._pack(layer, [masters[leaf.index] for leaf in layer.leaves]) for layer in layers]
+
+    def block_until_ready(self) -> None:
+        """Waits until every update in flight has ended."""
+        jax.block_until_ready([(unit.masters, unit.state) for unit in self.units])
+
+    def _make_units(self, masters: list[jax.Array], state: dict[str, jax.Array] | None) -> list[Unit]:
+        taken: set[str] = set()
+        units = []
+        for layers, leaves in self._optimizer.units_of(self.layers):
+            chosen = [masters[leaf] for leaf in leaves]
+            if state is None:
+                own = self._optimizer.init_state(leaves, chosen)
+            else:
+                names = path_names(self._optimizer.abstract_state(leaves))
+                # An update works in place, so what layers have alike needs a buffer for each.
+                own = {name: self._copy(state[name]) if name in taken else state[name] for name in names}
+            taken.update(own)
+            units.append(Unit(layers, leaves, chosen, list(own.values()), list(own)))
+        return units
+
+    def _copy(self, array: jax.Array) -> jax.Array:
+        return jax.device_put(np.array(array), self._placement.host, may_alias=False)
+
+    def _pack(self, layer: Layer, masters: Sequence[jax.Array]) -> Vectors:
+        def pack(masters: Any) -> Vectors:
+            return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
+
+        packed = jax.jit(pack, out_shardings=self._placement.update_output)(masters)
+        return to_pinned(packed, self._placement)
+
+
+def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:
+    """Brings vectors from the CPU backend into pinned memory of the device, where they are not there already."""
+    return vectors if placement.is_cpu else tuple(jax.device_put(v, placement.pinned) for v in vectors)

@@ -1,0 +1,134 @@
+"""Times and memory of many plans at once: what the searches of this package ask thousands of times."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxferry.modes import GradientPlace
+from jaxferry.plan.records import Loads, Plan, Updates
+from jaxferry.plan.recurrences import CODES, DFGB, Batch, Chain, Step
+from jaxferry.profiling.records import Profile
+
+PEAK_STEPS = 3
+"""Steps of the chain whose memory counts, as in the simulator."""
+
+_MOST_STEPS = 24
+_CHUNK = 512
+_SAME = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """One element a plan.
+
+    Attributes:
+      forward_s: seconds to the end of the last inter_forward.
+      step_s: seconds to the end of the last update.
+      steady_step_s: an upper bound on the seconds a step in an endless chain; exact once the chain is periodic, which
+        plans of GFGB, DHA and DFGB within the window are from the second step on.
+      peak_bytes: the most device memory held in a chain of `PEAK_STEPS` steps; zeros if it was not asked for.
+      in_window: whether DFGB keeps MemFerry's rule: loads end before the first gradient leaves, which is the end of
+        the last layer's backward; and the last layer is not DFGB.
+    """
+
+    forward_s: np.ndarray
+    step_s: np.ndarray
+    steady_step_s: np.ndarray
+    peak_bytes: np.ndarray
+    in_window: np.ndarray
+
+
+class Evaluator:
+    """Evaluates plans for one profile."""
+
+    def __init__(self, profile: Profile):
+        self.profile = profile
+
+    def __call__(
+        self,
+        modes: np.ndarray,
+        to_host: np.ndarray,
+        *,
+        bulk: bool = False,
+        after_all: bool = False,
+        steady: bool = True,
+        peak: bool = True,
+    ) -> Outcomes:
+        """Evaluates plans.
+
+        Args:
+          modes: (plans, layers) or (layers,) codes, see `recurrences.CODES`.
+          to_host: likewise, whether the gradient is written to the host.
+          bulk: `loads: "bulk"`.
+          after_all: `updates: "after-all"`.
+          steady: whether `steady_step_s` is wanted; else it is `step_s`.
+          peak: whether `peak_bytes` is wanted.
+        """
+        modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
+        to_host = np.broadcast_to(np.asarray(to_host, dtype=bool), modes.shape)
+        parts = []
+        for first in range(0, len(modes), _CHUNK):
+            chunk = slice(first, first + _CHUNK)
+            batch = Batch(self.profile, modes[chunk].T.copy(), to_host[chunk].T.copy(), bulk, after_all)
+            parts.append(_outcomes(batch, steady, peak))
+        fields = [field.name for field in dataclasses.fields(Outcomes)]
+        return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
+
+    def plan(self, plan: Plan) -> Outcomes:
+        """Evaluates one plan; arrays of one element."""
+        return self(
+            mode_codes(plan),
+            gradient_flags(plan),
+            bulk=plan.loads is Loads.BULK,
+            after_all=plan.updates is Updates.AFTER_ALL,
+        )
+
+
+def mode_codes(plan: Plan) -> np.ndarray:
+    """The plan's modes as (layers,) codes."""
+    return np.array([CODES[mode] for mode in plan.modes], dtype=np.int8)
+
+
+def gradient_flags(plan: Plan) -> np.ndarray:
+    """The plan's gradients as (layers,) flags: written to the host or not."""
+    return np.array([place is GradientPlace.HOST for place in plan.gradients])
+
+
+def _outcomes(batch: Batch, steady: bool, peak: bool) -> Outcomes:
+    chain = Chain(batch)
+    steps = [Step(chain)]
+    step_s = chain.host
+    period_s = step_s
+    if steady:
+        period_s = _period_s(chain, steps)
+    while peak and len(steps) < PEAK_STEPS:
+        steps.append(Step(chain))
+    first = steps[0]
+    in_window = (batch.modes[-1] != DFGB) & (first.between_end <= first.window)
+    peak_bytes = _peak_bytes(batch, steps[:PEAK_STEPS]) if peak else np.zeros(batch.num_plans, dtype=np.int64)
+    return Outcomes(first.forward_end, step_s, period_s, peak_bytes, in_window)
+
+
+def _period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
+    """The largest growth of a boundary time over a step, an upper bound on the period (Collatz and Wielandt's)."""
+    steps.append(Step(chain))
+    while True:
+        before = chain.boundary()
+        steps.append(Step(chain))
+        growth = chain.boundary() - before
+        highest = growth.max(axis=0)
+        if len(steps) >= _MOST_STEPS or np.all(highest - growth.min(axis=0) <= _SAME * chain.host):
+            return np.where(highest - growth.min(axis=0) <= _SAME * chain.host, growth[0], highest)
+
+
+def _peak_bytes(batch: Batch, steps: list[Step]) -> np.ndarray:
+    """Frees come first among changes at one instant, as what they free serves what is allocated then."""
+    changes = [(times, -size) for step in steps for times, size in step.frees()]
+    changes += [change for step in steps for change in step.allocations()]
+    times = np.concatenate([when for when, _ in changes])
+    order = np.argsort(times, axis=0, kind="stable")
+    held = np.cumsum(np.take_along_axis(np.concatenate([size for _, size in changes]), order, axis=0), axis=0)
+    resident = np.zeros(batch.num_plans, dtype=np.int64)
+    for group, members in enumerate(batch.profile.groups):
+        resident += batch.layers[members[0]].param_bytes * batch.group_resident[group]
+    return resident + np.maximum(held.max(axis=0), 0)
