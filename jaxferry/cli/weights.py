@@ -98,6 +98,7 @@ def _print(instance: Instance, outcome: Outcome) -> None:
     if outcome.note:
         facts.add_row("note", outcome.note)
     console.print(facts)
+    console.print()
     events = () if outcome.schedule is None else outcome.schedule.events
     if events and len(events) <= _MOST_ROWS:
         console.print(_event_table(events))
@@ -125,7 +126,7 @@ def _ranges(layers: Iterable[int]) -> str:
 
 
 def _event_table(events: Iterable[Event]) -> rich.table.Table:
-    table = rich.table.Table("start", "end", "what", "layer")
+    table = rich.table.Table("start", "end", "what", "layer", box=None, pad_edge=False)
     for event in events:
         table.add_row(format_seconds(event.start_s), format_seconds(event.end_s), event.kind, str(event.layer))
     return table

@@ -1,7 +1,8 @@
 """The greedy policy run with several lowered memories, the best schedule kept.
 
 The selection of Algorithm 1 makes room for the operations alone, not for transfers on their way. Selecting for a
-smaller memory, by 0 to 3 times the largest weight, leaves room for those as well; all schedules keep to the true memory.
+smaller memory, by 0 to 3 times the largest weight, leaves room for those as well; all schedules keep to the true
+memory.
 Our own addition: never worse than `greedy`, not optimal.
 """
 

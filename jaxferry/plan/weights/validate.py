@@ -1,4 +1,4 @@
-"""An independent check of a schedule of weight transfers against the model of "Weight Offloading Strategies", section 3.
+"""An independent check of schedules against the model of "Weight Offloading Strategies", section 3.
 
 It shares no code with the schedulers and derives from the events alone what is where, and when. Times that differ by
 less than 1e-9 of the period count as equal, so that a transfer may start in the instant in which another ends.
