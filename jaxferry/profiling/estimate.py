@@ -32,6 +32,8 @@ class LayerCosts:
       forward_bytes, backward_bytes: bytes of device memory read and written.
       dha_bytes_forward, dha_bytes_backward: bytes that cross the link when the parameters lie in host memory.
       forward_kernels, backward_kernels: how many kernels run.
+      inter_forward_flops, inter_forward_bytes, inter_backward_flops, inter_backward_bytes: parameterless compute right
+        after this layer's forward and right before its backward.
       itemsize: bytes of an element in the layer's products: 2 for 16 bits, 4 for 32.
     """
 
@@ -49,6 +51,10 @@ class LayerCosts:
     dha_bytes_backward: float
     forward_kernels: float = 1
     backward_kernels: float = 1
+    inter_forward_flops: float = 0.0
+    inter_forward_bytes: float = 0.0
+    inter_backward_flops: float = 0.0
+    inter_backward_bytes: float = 0.0
     itemsize: int = 2
 
 
@@ -86,6 +92,8 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         backward_dha_s=max(backward_s, layer.dha_bytes_backward / machine.link_bytes_per_s),
         backward_go_s=max(backward_s, layer.grad_bytes / machine.link_bytes_per_s),
         offload_s=_transfer_s(machine, layer.grad_bytes),
+        inter_forward_s=_inter_s(machine, layer, layer.inter_forward_flops, layer.inter_forward_bytes),
+        inter_backward_s=_inter_s(machine, layer, layer.inter_backward_flops, layer.inter_backward_bytes),
         update_s=UPDATE_BYTES_PER_PARAMETER * layer.num_parameters / machine.host_bytes_per_s,
     )
 
@@ -93,6 +101,10 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
 def _roofline_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: float, kernels: float) -> float:
     peak = machine.flops_per_s if layer.itemsize <= 2 else machine.float32_flops_per_s
     return max(flops / (peak * machine.efficiency), num_bytes / machine.memory_bytes_per_s, kernels * machine.launch_s)
+
+
+def _inter_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: float) -> float:
+    return _roofline_s(machine, layer, flops, num_bytes, 1) if flops or num_bytes else 0.0
 
 
 def _transfer_s(machine: Machine, num_bytes: int) -> float:

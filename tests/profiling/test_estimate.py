@@ -67,6 +67,14 @@ def test_the_slowest_resource_decides(change: dict, forward_s: float) -> None:
     assert layer.forward_s == forward_s
 
 
+def test_compute_without_parameters_goes_between_the_layers() -> None:
+    (without,) = estimate_profile([COSTS], MACHINE).layers
+    costs = dataclasses.replace(COSTS, inter_forward_flops=500, inter_backward_bytes=200)
+    (layer,) = estimate_profile([costs], MACHINE).layers
+    assert (without.inter_forward_s, without.inter_backward_s) == (0, 0)
+    assert (layer.inter_forward_s, layer.inter_backward_s) == (1.0, 2.0)
+
+
 def test_estimates_are_marked_and_name_the_machine() -> None:
     profile = estimate_profile([COSTS], MACHINES["h200-pcie5"], {"model": "mine"})
     assert profile.machine["estimated"] is True
