@@ -12,6 +12,8 @@ from jaxferry.errors import InputError
 
 Record = TypeVar("Record")
 
+_MOST_BYTES = 2**53
+
 
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Reads a JSON file.
@@ -95,9 +97,9 @@ def check_seconds(value: Any, key: str, where: str) -> float:
 
 
 def check_bytes(value: Any, key: str, where: str) -> int:
-    """Returns the value as an int if it is a whole number of bytes, 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
-        raise InputError(f"{where}: {key} must be a whole number of bytes, 0 or more, got {_show(value)}")
+    """Returns the value as an int if it is a whole number of bytes, 0 or more, and sums of such fit a machine word."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) <= _MOST_BYTES:
+        raise InputError(f"{where}: {key} must be a whole number of bytes, 0 to 2**53, got {_show(value)}")
     return int(value)
 
 

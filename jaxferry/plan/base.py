@@ -32,7 +32,8 @@ class Request:
     """What a plan is asked for.
 
     Attributes:
-      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device; None for the policy's default.
+      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device; None for the policy's
+        default.
       memory_budget_bytes: device memory that the plan must fit into, or None for no limit.
       objective: what a search makes least; policies that do not search ignore it.
       progress: called with a few words whenever a long search enters its next part.

@@ -1,15 +1,16 @@
-"""Lower bounds on every plan of GFGB, DHA and DFGB, proven, so that a plan can state how far it may be from the optimum.
+"""Proven lower bounds on every plan of GFGB, DHA and DFGB: how far a plan may be from the optimum.
 
-Three things take time whatever the plan. First, the forward ends no earlier than its optimum F (`plan/frontier.py`), and from
-there to the step's end it takes at least the tail a with every backward at its least. Second, layers that are not
-loaded pay for it on the GPU, by `backward_dha_s - backward_s` after F, or by that and the forward's difference over the
-step; and all loads must end inside the window, so they take no longer than the forward and the last backward together.
-How little must be paid for a given link time is a knapsack, bounded by cutting its last item (Dantzig). After the
-GPU the first layer's gradient still has to travel and be applied. Third, in an endless chain each lane's work of one
-step has to fit into one period.
+Three things take time whatever the plan. First, the forward ends no earlier than its optimum F (`plan/frontier.py`),
+and from there to the step's end it takes at least the tail a with every backward at its least. Second, layers that
+are not loaded pay for it on the GPU, by `backward_dha_s - backward_s` after F, or by that and the forward's
+difference over the step; and all loads must end inside the window, so they take no longer than the forward and the
+last backward together. How little must be paid for a given link time is a knapsack, bounded by cutting its last item
+(Dantzig). After the GPU the first layer's gradient still has to travel and be applied. Third, in an endless chain
+each lane's work of one step has to fit into one period.
 
-In a chain, a first layer that is loaded starts only after the last update, so that a period takes as long as a step alone;
-else its forward by DHA does, and only the second bound, with the period for the window, and the third are left.
+In a chain, a first layer that is loaded starts only after the last update, so that a period takes as long as a step
+alone; else its forward by DHA does, and only the second bound, with the period for the window, and the third are
+left.
 """
 
 import numpy as np

@@ -113,9 +113,9 @@ def _outcomes(batch: Batch, steady: bool, peak: bool) -> Outcomes:
 def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
     """The growth of the host's end over a step, once all boundary times grow alike.
 
-    Where they do not, the largest growth of any is an upper bound on the period (Collatz and Wielandt's). Without RELOAD
-    and RESIDENT nothing of a step but the lead of its loads depends on the step before, and that lead comes from
-    the backward, which no load delays within the window: so the second step's time is the period.
+    Where they do not, the largest growth of any is an upper bound on the period (Collatz and Wielandt's). Without
+    RELOAD and RESIDENT nothing of a step but the lead of its loads depends on the step before, and that lead comes
+    from the backward, which no load delays within the window: so the second step's time is the period.
     """
     before_s = chain.host
     steps.append(Step(chain))

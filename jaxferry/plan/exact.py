@@ -2,11 +2,13 @@
 
 - Objective `forward`: the optimum over GFGB and DHA by dynamic programming (`plan/frontier.py`), always.
 - Objectives `step` and `steady`, over GFGB, DHA and DFGB: by enumeration for up to `MOST_ENUMERATED` layers, always
-  optimal. Beyond that the best of: the forward optimum with the optimal DFGB for it; the dynamic programme over whole steps
-  with a beam (`plan/whole_step.py`), from loads that begin with the step and, for chains, before it; all other policies'
-  plans; and a local search from these. A plan states its `gap` to the proven `lower_bound_s` (`plan/bounds.py`).
+  optimal. Beyond that the best of: the forward optimum with the optimal DFGB for it; the dynamic programme over whole
+  steps with a beam (`plan/whole_step.py`), from loads that begin with the step and, for chains, before it; all other
+  policies' plans; and a local search from these. A plan states its `gap` to the proven `lower_bound_s`
+  (`plan/bounds.py`).
 
-With a memory budget the same plans and plans with fewer and fewer loaded layers compete; the bound is that without a budget.
+With a memory budget the same plans and plans with fewer and fewer loaded layers compete; the bound is that without a
+budget.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """The forward optimum over GFGB and DHA, by dynamic programming over a Pareto frontier.
 
-Names: a state is (X, C), the link's end and the GPU's end after the layers so far (MemFerry, section IV-B). Both of a layer's
+Names: a state is (X, C), the link's end and the GPU's end after the layers so far (MemFerry, section IV-B). Both of a
+  layer's
 transitions are monotone in X and C,
 
     DHA   (X, C + forward_dha_s + inter_forward_s)

@@ -1,7 +1,7 @@
 """What the searching policies share: pools of plans, families of plans that need less and less memory, local search.
 
-Nothing here looks at a memory budget. A pool depends on the profile and the gradients alone, and a budget only picks from
-it; so a larger budget never makes a plan slower. Nor does anything look at a clock.
+Nothing here looks at a memory budget. A pool depends on the profile and the gradients alone, and a budget only picks
+from it; so a larger budget never makes a plan slower. Nor does anything look at a clock.
 """
 
 import dataclasses
@@ -52,16 +52,14 @@ class Pool:
         for kind, parts in self.parts.items():
             unique = np.unique(np.concatenate(parts), axis=0)
             bulk, after_all = kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
-            outcomes = self.evaluate(
-                unique[:, 0], unique[:, 1], bulk=bulk, after_all=after_all, peak=peak
-            )
+            outcomes = self.evaluate(unique[:, 0], unique[:, 1], bulk=bulk, after_all=after_all, peak=peak)
             self.evaluated.append((kind, unique, outcomes))
         self.parts = {}
 
     def best(self, objective: Objective, budget_bytes: int | None) -> Best | None:
         """The plan with the least objective that fits into the budget; ties go to steady time, step, memory."""
         found, least = None, None
-        for kind, plans, outcomes in self.evaluated:
+        for number, (_, _, outcomes) in enumerate(self.evaluated):
             fits = outcomes.in_window.copy()
             if budget_bytes is not None:
                 fits &= outcomes.peak_bytes <= budget_bytes
@@ -70,10 +68,24 @@ class Pool:
                 continue
             key = [float(values[index]) for values in _keys(outcomes, objective)]
             if least is None or key < least:
-                peak_bytes = int(outcomes.peak_bytes[index])
-                least = key
-                found = Best(plans[index, 0], plans[index, 1].astype(bool), *kind, key[0], peak_bytes)
+                least, found = key, self._picked(number, index, key[0])
         return found
+
+    def frontier(self) -> list[Best]:
+        """The plans that no other plan of the pool beats in both steady time and peak memory, fastest first."""
+        rows = [np.flatnonzero(outcomes.in_window) for _, _, outcomes in self.evaluated]
+        source = [(number, int(row)) for number, found in enumerate(rows) for row in found]
+        steady_s = np.concatenate([x[2].steady_step_s[found] for x, found in zip(self.evaluated, rows, strict=True)])
+        peaks = np.concatenate([x[2].peak_bytes[found] for x, found in zip(self.evaluated, rows, strict=True)])
+        order = np.lexsort((peaks, steady_s))
+        smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], peaks[order]]))[:-1]
+        picks = [(source[index], float(steady_s[index])) for index in order[peaks[order] < smallest_before]]
+        return [self._picked(number, row, objective_s) for (number, row), objective_s in picks]
+
+    def _picked(self, number: int, row: int, objective_s: float) -> Best:
+        kind, plans, outcomes = self.evaluated[number]
+        peak_bytes = int(outcomes.peak_bytes[row])
+        return Best(plans[row, 0], plans[row, 1].astype(bool), *kind, objective_s, peak_bytes)
 
     def smallest_peak_bytes(self) -> int:
         """The smallest peak of all plans of the pool."""
@@ -99,10 +111,11 @@ def objective_values(outcomes: Outcomes, objective: Objective) -> np.ndarray:
     return np.where(outcomes.in_window, _keys(outcomes, objective)[0], np.inf)
 
 
-def prefix_family(profile: Profile, modes: np.ndarray, mode: int = DHA) -> np.ndarray:
-    """Plans with the first k layers of several orders in the given mode, k = 1..L: (plans, layers) codes.
+def prefix_family(profile: Profile, modes: np.ndarray, mode: int = DHA, points: int | None = None) -> np.ndarray:
+    """Plans with the first k layers of several orders in the given mode: (plans, layers) codes.
 
-    The orders: least slowdown by DHA for a byte first, the largest first, forward order, backward order.
+    The orders: least slowdown by DHA for a byte first, the largest first, forward order, backward order. There is one
+    plan for each change, or about `points` of each order.
     """
     layers = profile.layers
     slowdown = [x.forward_dha_s - x.forward_s + x.backward_dha_s - x.backward_s for x in layers]
@@ -114,12 +127,13 @@ def prefix_family(profile: Profile, modes: np.ndarray, mode: int = DHA) -> np.nd
     ]
     family = []
     for order in orders:
+        changes = [index for index in order if modes[index] != mode]
+        stride = 1 if points is None else max(1, len(changes) // points)
         current = np.array(modes, dtype=np.int8)
-        for index in order:
-            if current[index] != mode:
-                current = current.copy()
-                current[index] = mode
-                family.append(current)
+        for number, index in enumerate(changes, start=1):
+            current[index] = mode
+            if number % stride == 0 or number == len(changes):
+                family.append(current.copy())
     return np.array(family, dtype=np.int8).reshape(len(family), len(layers))
 
 

@@ -1,16 +1,16 @@
 """The whole step over GFGB, DHA and DFGB: forward and backward decided together, by one dynamic programme.
 
-The backward goes through the layers in the other direction, so what it costs is carried as a tail: `a` is the longest way
-from the GPU's arrival at the backward of the last layer so far to the end of the step. It follows from the layers so
-far alone, as do the tails t of each layer's gradient, which modes do not change:
+The backward goes through the layers in the other direction, so what it costs is carried as a tail: `a` is the longest
+way from the GPU's arrival at the backward of the last layer so far to the end of the step. It follows from the layers
+so far alone, as do the tails t of each layer's gradient, which modes do not change:
 
     a_l = inter_backward_s + backward_s(mode) + max(a_{l-1}, t_l)            step_s = C_L + a_L
 
 Names: a state is (X, C, a, S, Y): the link's and the GPU's end, the tail, and for the DFGB loads their sum S and
 their end Y if no GFGB load were before them; they end at max(X_L + S, Y), which must lie inside MemFerry's window.
 
-Exact as long as nothing but provably worse states was dropped; a beam keeps the states few, so that on long models it is
-a good guess whose distance to the optimum `plan/bounds.py` limits.
+Exact as long as nothing but provably worse states was dropped; a beam keeps the states few, so that on long models it
+is a good guess whose distance to the optimum `plan/bounds.py` limits.
 """
 
 import dataclasses
@@ -56,7 +56,9 @@ class Costs:
             return np.array([getattr(layer, key) for layer in profile.layers])
 
         def backward(by_dha: bool) -> np.ndarray:
-            return np.array([x.backward_for(by_dha, bool(host)) for x, host in zip(profile.layers, to_host, strict=True)])
+            return np.array(
+                [x.backward_for(by_dha, bool(host)) for x, host in zip(profile.layers, to_host, strict=True)]
+            )
 
         inter_forward, inter_backward = column("inter_forward_s"), column("inter_backward_s")
         return cls(
