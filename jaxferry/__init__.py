@@ -1,0 +1,35 @@
+"""JaxFerry: a trainer for Flax models that do not fit into GPU memory.
+
+    step = jaxferry.train_step(loss_fn, optax.adamw(3e-4), memory_budget="8GiB")
+    state = step.init(params)
+    state, metrics = step(state, batch)
+"""
+
+from jaxferry.errors import (
+    BudgetError,
+    CheckpointError,
+    InputError,
+    JaxFerryError,
+    NonFiniteError,
+    PartitionError,
+    StateError,
+)
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.train_step import TrainState, TrainStep, train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "GradientPlace",
+    "InputError",
+    "JaxFerryError",
+    "Mode",
+    "NonFiniteError",
+    "PartitionError",
+    "StateError",
+    "TrainState",
+    "TrainStep",
+    "train_step",
+]

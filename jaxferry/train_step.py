@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,17 +22,26 @@ from jaxferry.engine import (
     Evaluator,
     Executor,
     HostOptimizer,
+    Peak,
+    Programs,
     StepResult,
     TrainState,
-    compile_programs,
+    checkpoint,
     derivatives_of,
+    fit_modes,
+    keys_of,
     make_placement,
     make_script,
+    masters_from_arrays,
+    masters_layer_by_layer,
+    peak_of,
     resident_layers,
 )
+from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, NonFiniteError, StateError
 from jaxferry.modes import Mode
-from jaxferry.partition import REMAT, Partition, partition
+from jaxferry.partition import REMAT, Layer, Partition, layers_by_path, partition
+from jaxferry.plan.records import Plan
 from jaxferry.units import parse_bytes
 
 
@@ -43,10 +53,356 @@ def train_step(
     reserve_factor: float = 1.0,
     clip_norm: float | None = None,
     compute_dtype: Any = None,
-    plan: Any = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     policy: str | None = None,
     remat: str = "none",
     skip_nonfinite: bool = False,
     device: jax.Device | None = None,
 ) -> TrainStep:
-    return TrainStep(**locals())
+    """Makes a training step whose parameters and optimizer state live in host memory.
+
+    Args:
+      loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar, or `(scalar, aux)`; the arguments beside the
+        parameters are those that the step is called with, most often one batch.
+      optimizer: any Optax transformation. It is run layer by layer if that gives the same result, else as one update
+        after the last gradient, with a warning.
+      memory_budget: device memory, such as `"8GiB"` or a number of bytes; None for no limit.
+      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device; 1 offloads none directly.
+      clip_norm: global norm that gradients are clipped to, exactly; None clips nothing.
+      compute_dtype: dtype in which the device sees the parameters, such as `jnp.bfloat16`; None leaves their own.
+      plan: a plan, or the path of its JSON file, in place of a policy.
+      policy: name of the policy that chooses the plan.
+      remat: `"none"`, or `"full"` to compute each segment's forward again in its backward.
+      skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
+        non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
+      device: the device to train on; by default JAX's first.
+
+    Raises:
+      InputError: if an argument is not acceptable.
+    """
+    if not callable(loss_fn):
+        raise InputError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise InputError(f"optimizer must be an Optax GradientTransformation, got {optimizer!r}")
+    if not 0 <= reserve_factor <= 1:
+        raise InputError(f"reserve_factor must lie in [0, 1], got {reserve_factor}")
+    if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
+        raise InputError(f"clip_norm must be a positive number or None, got {clip_norm}")
+    if remat not in REMAT:
+        raise InputError(f"remat must be one of {', '.join(REMAT)}, got {remat!r}")
+    if plan is not None and policy is not None:
+        raise InputError(f"plan and policy exclude each other, got both (policy {policy!r})")
+    budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
+    loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+    options = _Options(budget, reserve_factor, clip_norm, compute_dtype, loaded, policy, remat, skip_nonfinite)
+    return TrainStep(loss_fn, optimizer, options, device)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The checked arguments of `train_step`."""
+
+    memory_budget_bytes: int | None
+    reserve_factor: float
+    clip_norm: float | None
+    compute_dtype: Any
+    plan: Plan | None
+    policy: str | None
+    remat: str
+    skip_nonfinite: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What was made for batches of one structure: see `TrainStep.prepare`.
+
+    Attributes:
+      partition: the segments.
+      modes: the mode of each segment.
+      peak: the most device memory that a step needs.
+      num_executables: number of programs compiled for the device.
+    """
+
+    partition: Partition
+    modes: tuple[Mode, ...]
+    peak: Peak
+    num_executables: int
+    _executor: Executor = dataclasses.field(repr=False)
+
+
+class TrainStep:
+    """A training step; made by `train_step`, called as `state, metrics = step(state, batch)`."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        options: _Options,
+        device: jax.Device | None,
+    ) -> None:
+        self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
+        self._placement = make_placement(device)
+        self._params: Any = None
+        self._optimizer: HostOptimizer | None = None
+        self._prepared: dict[Any, Prepared] = {}
+        self._evaluators: dict[Any, Evaluator] = {}
+        self._has_warned = False
+
+    def init(self, params: Any) -> TrainState:
+        """Copies parameters into host memory and makes the optimizer's state there, layer by layer.
+
+        Args:
+          params: the model's tree of parameters: NumPy or JAX arrays of a real floating-point dtype. They are copied.
+
+        Raises:
+          InputError: if a parameter is not real floating point.
+        """
+        layers = self._adopt(params)
+        return self._new_state(layers, self._masters(jax.tree.leaves(params)))
+
+    def init_from(self, init_fn: Callable[[Any], Any], rng: Any) -> TrainState:
+        """Initialises a model that exists nowhere whole: `init_fn(rng)` is run layer by layer on the CPU.
+
+        Args:
+          init_fn: returns the tree of parameters, for instance `lambda rng: model.init(rng, tokens)["params"]`.
+          rng: its argument: a PRNG key or a tree of arrays.
+        """
+        layers = self._adopt(jax.eval_shape(init_fn, rng))
+        return self._new_state(layers, masters_layer_by_layer(init_fn, rng, layers, self._placement))
+
+    def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Takes one step.
+
+        Args:
+          state: from `init`, `init_from`, `restore` or the last step; it is updated in place.
+          *args: what the loss function takes beside the parameters, most often one batch.
+          **kwargs: keyword arguments of the loss function, such as a PRNG key for dropout.
+
+        Returns:
+          The state, and metrics: `loss`; `grad_norm` (before clipping); `skipped` (whether `skip_nonfinite` left the
+          state as it was); `aux` (what the loss function returned beside the loss, if anything);
+          `device_param_bytes_peak` (bytes).
+
+        Raises:
+          NonFiniteError: if the loss is not finite, unless `skip_nonfinite`; the state is that before the step.
+          BudgetError: if no plan fits into `memory_budget`.
+          StateError: if the state is not one of this step's, or damaged.
+        """
+        self._check(state)
+        prepared = self.prepare(*args, **kwargs)
+        state.arrange(prepared.partition.layers)
+        prepared._executor.compile_updates(state)
+        result = prepared._executor.step(state, jax.tree.leaves((args, kwargs)))
+        metrics = self._metrics(state, prepared.partition, result)
+        state.step += 1
+        return state, metrics
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
+        """Partitions, plans and compiles for arguments of this structure, or finds what was made before.
+
+        The first call of the step does it by itself; calling it earlier only chooses the time.
+
+        Args:
+          *args: as the step is called with; arrays or shape structs.
+          **kwargs: likewise.
+        """
+        key = _structure((args, kwargs))
+        if key not in self._prepared:
+            self._prepared[key] = self._prepare(args, kwargs)
+        return self._prepared[key]
+
+    def evaluate(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
+        """What the loss function returns for the current parameters, layer by layer, without derivatives.
+
+        Args:
+          state: the training state.
+          *args: as for the step.
+          **kwargs: likewise.
+        """
+        self._check(state)
+        key = _structure((args, kwargs))
+        if key not in self._evaluators:
+            self._evaluators[key] = Evaluator(self._partition(args, kwargs, state.layers), self._placement)
+        evaluator = self._evaluators[key]
+        state.arrange(evaluator.partition.layers)
+        loss, aux = evaluator.run(state, jax.tree.leaves((args, kwargs)))
+        tree = evaluator.partition.aux_tree
+        return loss if tree is None else (loss, jax.tree.unflatten(tree, aux))
+
+    def save(self, state: TrainState, path: str | os.PathLike[str]) -> None:
+        """Saves parameters, optimizer state and step number as an Orbax checkpoint; waits for updates in flight.
+
+        Args:
+          state: the training state.
+          path: a folder; a checkpoint that is there already is replaced.
+
+        Raises:
+          CheckpointError: if something else is at `path`.
+        """
+        self._check(state)
+        saved = checkpoint.Checkpoint(
+            step=state.step,
+            params=dict(zip(path_names(self._params), map(np.asarray, state.masters()), strict=True)),
+            dictionary_paths=_dictionary_paths(self._params),
+            optimizer=state.optimizer_state(),
+        )
+        checkpoint.save(saved, os.fspath(path))
+
+    def restore(self, path: str | os.PathLike[str], params: Any = None) -> TrainState:
+        """Reads a checkpoint; training goes on from it bit-identically.
+
+        Args:
+          path: the folder.
+          params: a tree of the model's structure (shapes are enough), against which the checkpoint is checked. It may
+            be left out if this step has been initialised before, or if the tree consists of dictionaries.
+
+        Raises:
+          CheckpointError: if there is no checkpoint, or it does not match model or optimizer.
+        """
+        saved = checkpoint.load(os.fspath(path))
+        known = params if params is not None else self._params
+        layers = self._adopt(saved.dictionary() if known is None else known)
+        names = path_names(self._params)
+        expected = dict(zip(names, jax.tree.leaves(self._params), strict=True))
+        checkpoint.check_matches("model", saved.params, expected)
+        checkpoint.check_matches("optimizer", saved.optimizer, self._host_optimizer().state_shapes())
+        where = self._placement.host
+        optimizer = {name: jax.device_put(leaf, where, may_alias=False) for name, leaf in saved.optimizer.items()}
+        return self._new_state(layers, self._masters([saved.params[name] for name in names]), optimizer, saved.step)
+
+    def _adopt(self, params: Any) -> tuple[Layer, ...]:
+        """Remembers the model's tree; returns the layers that its paths suggest."""
+        layers = layers_by_path(params, self._options.compute_dtype)
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+        if self._optimizer is None or self._params != abstract:
+            self._params, self._prepared, self._evaluators = abstract, {}, {}
+            dtypes = {leaf.index: leaf.master_dtype for layer in layers for leaf in layer.leaves}
+            leaves, tree = jax.tree.flatten(abstract)
+            masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
+            self._optimizer = HostOptimizer(self._optax, tree, masters, self._placement, self._options.clip_norm)
+        return layers
+
+    def _host_optimizer(self) -> HostOptimizer:
+        if self._optimizer is None:
+            raise StateError("this step has no model yet: call init, init_from or restore first")
+        return self._optimizer
+
+    def _masters(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        dtypes = [aval.dtype for aval in self._host_optimizer().avals]
+        return masters_from_arrays(leaves, dtypes, self._placement)
+
+    def _new_state(
+        self,
+        layers: Sequence[Layer],
+        masters: Sequence[jax.Array],
+        optimizer: Mapping[str, jax.Array] | None = None,
+        step: int = 0,
+    ) -> TrainState:
+        tree = jax.tree.structure(self._params)
+        return TrainState(tree, self._host_optimizer(), self._placement, layers, masters, optimizer, step)
+
+    def _check(self, state: TrainState) -> None:
+        if not isinstance(state, TrainState):
+            raise StateError(f"state must come from this step's init, init_from or restore, got {type(state).__name__}")
+        if state.optimizer is not self._host_optimizer():
+            raise StateError("this state belongs to another model or training step: restore it from a checkpoint")
+        state.check()
+
+    def _partition(self, args: Any, kwargs: Any, layers: Sequence[Layer] | None) -> Partition:
+        dtype = self._options.compute_dtype
+        return partition(self._loss_fn, self._params, args, kwargs, compute_dtype=dtype, layers=layers)
+
+    def _prepare(self, args: Any, kwargs: Any) -> Prepared:
+        options, known = self._options, next(iter(self._prepared.values()), None)
+        parts = self._partition(args, kwargs, known and known.partition.layers)
+        self._warn_of_unread(parts)
+        derivatives = derivatives_of(parts, options.remat)
+        programs = Programs(parts, derivatives, self._placement)
+        wanted = self._modes(parts)
+        programs.compile(keys_of(parts, make_script(parts, derivatives, wanted)))
+        modes = fit_modes(parts, derivatives, wanted, options.memory_budget_bytes, programs.temporary_bytes)
+        script = make_script(parts, derivatives, modes)
+        programs.compile(keys_of(parts, script))
+        executor = Executor(
+            parts,
+            programs,
+            script,
+            resident_layers(parts, modes),
+            self._host_optimizer(),
+            self._placement,
+            is_clipped=options.clip_norm is not None,
+            skip_nonfinite=options.skip_nonfinite,
+        )
+        peak = peak_of(parts, derivatives, modes, programs.temporary_bytes)
+        return Prepared(parts, tuple(modes), peak, programs.num_executables, executor)
+
+    def _modes(self, parts: Partition) -> list[Mode]:
+        """The modes of the plan, segment by segment."""
+        plan = self._options.plan
+        if plan is None:
+            return [Mode.GFGB] * len(parts.segments)
+        names = [segment.name for segment in parts.segments]
+        planned = [layer.name for layer in plan.layers]
+        if names != planned:
+            differing = next((n for n in [*names, *planned] if n not in names or n not in planned), "their order")
+            raise InputError(
+                f"the plan is for another model: it has {len(planned)} layers, the model {len(names)} segments, and they "
+                f"differ in {differing!r}"
+            )
+        return list(plan.modes)
+
+    def _warn_of_unread(self, parts: Partition) -> None:
+        if parts.unread_leaves and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the loss never reads {', '.join(map(repr, parts.unread_leaves))}: trained with a zero gradient",
+                stacklevel=5,
+            )
+
+    def _metrics(self, state: TrainState, parts: Partition, result: StepResult) -> dict[str, Any]:
+        loss = np.asarray(result.loss)
+        if not np.isfinite(loss) and not self._options.skip_nonfinite:
+            finite = [bool(flag) for flag in result.finite]
+            layer = parts.segments[finite.index(False)].name if False in finite else None
+            raise NonFiniteError(
+                f"the loss of step {state.step} is {loss}; the first layer with a non-finite output is {layer!r}; the "
+                "state is that before the step (skip_nonfinite=True skips such steps)",
+                state.step,
+                layer,
+            )
+        metrics: dict[str, Any] = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "device_param_bytes_peak": result.device_param_bytes_peak,
+        }
+        if self._options.skip_nonfinite:
+            metrics["skipped"] = not result.is_applied
+        if parts.aux_tree is not None:
+            metrics["aux"] = jax.tree.unflatten(parts.aux_tree, result.aux)
+        return metrics
+
+
+def _structure(tree: Any) -> Any:
+    """What a partition depends on: the tree and the shapes and dtypes of its leaves."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
+
+
+def _dictionary_paths(params: Any) -> list[list[str]] | None:
+    """The keys of each leaf if the tree consists of dictionaries with string keys."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    keys = [[getattr(entry, "key", None) for entry in path] for path in paths]
+    is_plain = jax.tree.structure(params) == jax.tree.structure(_nested(keys))
+    return [[str(key) for key in path] for path in keys] if is_plain else None
+
+
+def _nested(paths: Sequence[Sequence[Any]]) -> Any:
+    tree: dict[Any, Any] = {}
+    for path in paths:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        if not path or not isinstance(path[-1], str):
+            return None
+        node[path[-1]] = 0
+    return tree

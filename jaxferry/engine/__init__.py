@@ -5,12 +5,15 @@
     TrainState  what outlives a step       Executor    issues a step
 """
 
+from jaxferry.engine import checkpoint
 from jaxferry.engine.evaluator import Evaluator
 from jaxferry.engine.executor import Executor, StepResult
+from jaxferry.engine.fit import fit_modes, peak_of
 from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
 from jaxferry.engine.placement import Placement, make_placement
-from jaxferry.engine.programs import Programs, compile_programs, derivatives_of
-from jaxferry.engine.script import Event, Kind, Peak, make_script, peak_bytes, resident_layers
+from jaxferry.engine.programs import Kind, Programs, derivatives_of
+from jaxferry.engine.script import Event, Peak, keys_of, make_script, peak_bytes, resident_layers
 from jaxferry.engine.state import TrainState
 
 __all__ = [
@@ -24,10 +27,15 @@ __all__ = [
     "Programs",
     "StepResult",
     "TrainState",
-    "compile_programs",
+    "checkpoint",
     "derivatives_of",
+    "fit_modes",
+    "keys_of",
     "make_placement",
     "make_script",
+    "masters_from_arrays",
+    "masters_layer_by_layer",
     "peak_bytes",
+    "peak_of",
     "resident_layers",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +59,7 @@ class HostOptimizer:
       clip_norm: global norm to clip gradients to, or None.
 
     Attributes:
+      avals: shapes and master dtypes of the parameters.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
     """
 
@@ -70,7 +71,7 @@ class HostOptimizer:
         placement: Placement,
         clip_norm: float | None,
     ) -> None:
-        self._optimizer, self._tree, self._avals = optimizer, tree, list(avals)
+        self._optimizer, self._tree, self.avals = optimizer, tree, list(avals)
         self._placement, self._clip_norm = placement, clip_norm
         self._whole = WholeUpdate(optimizer, tree, avals)
         self._programs: dict[Any, Any] = {}
@@ -92,18 +93,23 @@ class HostOptimizer:
     def _part_content(self, leaves: Sequence[int]) -> Any:
         key = tuple(leaves)
         if key not in self._contents:
-            self._contents[key] = part_content(self._optimizer, self._tree, self._avals, leaves)
+            self._contents[key] = part_content(self._optimizer, self._tree, self.avals, leaves)
         return self._contents[key]
 
     def units_of(self, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """The layers and leaves of each unit."""
         if self.is_joint:
-            return [(tuple(range(len(layers))), tuple(range(len(self._avals))))]
+            return [(tuple(range(len(layers))), tuple(range(len(self.avals))))]
         return [((i,), tuple(leaf.index for leaf in layer.leaves)) for i, layer in enumerate(layers)]
 
     def abstract_state(self, leaves: Sequence[int]) -> Any:
         """Shapes of the Optax state of these leaves."""
-        return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self._avals, leaves)))
+        return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self.avals, leaves)))
+
+    def state_shapes(self) -> dict[str, Any]:
+        """Shapes of the whole Optax state by path."""
+        state = self.abstract_state(range(len(self.avals)))
+        return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
 
     def init_state(self, leaves: Sequence[int], masters: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """The initial Optax state of these leaves by path, in host memory."""
@@ -118,14 +124,12 @@ class HostOptimizer:
     def update_program(self, unit: Unit, layers: Sequence[Layer], num_uses: Sequence[int]) -> Any:
         """The compiled update of a unit; equal units share it.
 
-        It maps `(masters, state, vectors, gradients, ok, norm)` to `(masters, state, vectors)`. `vectors` and
+        It maps `(masters, state, vectors, gradients, norm)` to `(masters, state, vectors)`. `vectors` and
         `gradients` hold, for each layer of the unit, its flat vectors, `gradients` once for each of its `num_uses`; the
-        first three arguments are donated. Where `ok` is false everything stays as it was. The old `vectors` only lend
-        their memory; where the CPU backend cannot reach pinned memory they are empty tuples.
+        first three arguments are donated. The old `vectors` only lend their memory; where the CPU backend cannot reach
+        pinned memory they are empty tuples.
         """
-        layouts = tuple(
-            tuple((leaf.shape, leaf.dtype, leaf.vector, leaf.offset) for leaf in layers[i].leaves) for i in unit.layers
-        )
+        layouts = tuple(layers[i].layout for i in unit.layers)
         content = self._part_content(unit.leaves) or unit.leaves
         key = (content, layouts, tuple(num_uses))
         if key not in self._programs:
@@ -137,24 +141,24 @@ class HostOptimizer:
         state_tree = jax.tree.structure(self.abstract_state(unit.leaves))
         unit_layers = [layers[i] for i in unit.layers]
 
-        def update(masters: Any, state: Any, vectors: Any, gradients: Any, ok: jax.Array, norm: jax.Array) -> Any:
+        def part(leaves: Mapping[int, Any]) -> Any:
+            return subtree(self._tree, leaves)
+
+        def update(masters: Any, state: Any, vectors: Any, gradients: Any, norm: jax.Array) -> Any:
             # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
-            masters, state, gradients = jax.device_put((masters, state, gradients), jax.memory.Space.Device)
+            host = (masters, state, vectors, gradients)
+            masters, state, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
             summed = self._clipped(sum_gradients(unit_layers, gradients), norm)
-            tree_of = lambda leaves: subtree(self._tree, leaves)  # noqa: E731
-            params = tree_of(dict(zip(unit.leaves, masters, strict=True)))
-            updates, new_state = self._optimizer.update(
-                tree_of({i: summed[i].astype(m.dtype) for i, m in zip(unit.leaves, masters, strict=True)}),
-                jax.tree.unflatten(state_tree, state),
-                params,
-            )
-            new_masters = jax.tree.leaves(optax.apply_updates(params, updates))
-            new_masters = [jnp.where(ok, new, old) for new, old in zip(new_masters, masters, strict=True)]
-            new_leaves = jax.tree.leaves(new_state)
-            new_leaves = [jnp.where(ok, new, old) for new, old in zip(new_leaves, state, strict=True)]
-            by_index = dict(zip(unit.leaves, new_masters, strict=True))
-            packed = [layer.pack([by_index[leaf.index] for leaf in layer.leaves]) for layer in unit_layers]
-            return new_masters, new_leaves, packed
+            params = part(dict(zip(unit.leaves, masters, strict=True)))
+            cast = {leaf: summed[leaf].astype(m.dtype) for leaf, m in zip(unit.leaves, masters, strict=True)}
+            updates, state = self._optimizer.update(part(cast), jax.tree.unflatten(state_tree, state), params)
+            masters = jax.tree.leaves(optax.apply_updates(params, updates))
+            by_leaf = dict(zip(unit.leaves, masters, strict=True))
+            packed = [
+                layer.pack([by_leaf[leaf.index] for leaf in layer.leaves], into or None)
+                for layer, into in zip(unit_layers, vectors, strict=True)
+            ]
+            return masters, jax.tree.leaves(state), packed
 
         def struct(x: Any, where: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -169,7 +173,6 @@ class HostOptimizer:
             [struct(s, place.host) for s in unit.state],
             vectors,
             gradients,
-            jax.ShapeDtypeStruct((), bool, sharding=place.host_compute),
             jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute),
         )
         return lowered.compile()

@@ -10,19 +10,11 @@ memory that a step can need is a sum over this list.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping, Sequence
 
+from jaxferry.engine.programs import Key, Kind
 from jaxferry.modes import Mode
 from jaxferry.partition import Derivative, Partition
-
-
-class Kind(enum.Enum):
-    """What an event computes."""
-
-    FORWARD = "forward"
-    LOSS = "loss"
-    BACKWARD = "backward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +27,7 @@ class Event:
       loads: layers whose load is issued before this program, in order.
       drops: layers whose device copy is deleted after it.
       frees: values that nobody reads after it.
+      donates: whether the program is given the buffers of its layer, for its gradients.
     """
 
     kind: Kind
@@ -42,6 +35,7 @@ class Event:
     loads: tuple[int, ...] = ()
     drops: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
+    donates: bool = False
 
 
 def make_script(
@@ -71,9 +65,17 @@ def make_script(
             loads=tuple(layer for _, layer in sorted(loads.get(place, []))),
             drops=tuple(drops.get(place, ())),
             frees=tuple(frees.get(place, ())),
+            donates=event.kind is not Kind.FORWARD
+            and partition.segments[event.segment].layer in drops.get(place, ())
+            and derivatives[partition.segments[event.segment].program].reads_weights,
         )
         for place, event in enumerate(events)
     ]
+
+
+def keys_of(partition: Partition, script: Sequence[Event]) -> list[Key]:
+    """The programs that a script runs."""
+    return [(event.kind, partition.segments[event.segment].program, event.donates) for event in script]
 
 
 def resident_layers(partition: Partition, modes: Sequence[Mode]) -> frozenset[int]:
@@ -167,7 +169,7 @@ def peak_bytes(
         if event.kind is Kind.FORWARD:
             other += derivatives[segment.program].saved_bytes
         if event.kind is not Kind.FORWARD:
-            gradient = sizes[segment.layer]
+            gradient = 0 if event.donates else sizes[segment.layer]
             cotangents |= {v: graph.num_bytes(v) for v in segment.inputs}
         peak_parameters = max(peak_parameters, parameters)
         peak_total = max(peak_total, parameters + other + gradient + sum(cotangents.values()))

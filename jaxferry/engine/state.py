@@ -10,11 +10,10 @@ import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.transfers import DeviceLayer, Vectors
 from jaxferry.engine.subtree import path_names
 from jaxferry.errors import StateError
 from jaxferry.partition import Layer
-
-Vectors = tuple[jax.Array, ...]
 
 
 class TrainState:
@@ -28,6 +27,7 @@ class TrainState:
       layers: the layers that the state is arranged in.
       vectors: for each layer its flat vectors in pinned memory, in the compute dtype (once a program needs them).
       resident: device copies of RESIDENT layers, by layer.
+      optimizer: what updates it.
       damage: what went wrong if a failure left the state between two steps, else None.
     """
 
@@ -44,9 +44,9 @@ class TrainState:
         self.step = step
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.vectors: list[Vectors] = []
-        self.resident: dict[int, Vectors] = {}
+        self.resident: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
-        self._tree, self._optimizer, self._placement = tree, optimizer, placement
+        self._tree, self.optimizer, self._placement = tree, optimizer, placement
         self.units = self._make_units(list(masters), None if state is None else dict(state))
 
     @property
@@ -76,7 +76,7 @@ class TrainState:
             return
         masters, state = self.masters(), self.optimizer_state()
         self.layers, self.resident = tuple(layers), {}
-        self._optimizer.check_parts(layers)
+        self.optimizer.check_parts(layers)
         self.units = self._make_units(masters, state)
         self.vectors = [self._pack(layer, [masters[leaf.index] for leaf in layer.leaves]) for layer in layers]
 
@@ -87,12 +87,12 @@ class TrainState:
     def _make_units(self, masters: list[jax.Array], state: dict[str, jax.Array] | None) -> list[Unit]:
         taken: set[str] = set()
         units = []
-        for layers, leaves in self._optimizer.units_of(self.layers):
+        for layers, leaves in self.optimizer.units_of(self.layers):
             chosen = [masters[leaf] for leaf in leaves]
             if state is None:
-                own = self._optimizer.init_state(leaves, chosen)
+                own = self.optimizer.init_state(leaves, chosen)
             else:
-                names = path_names(self._optimizer.abstract_state(leaves))
+                names = path_names(self.optimizer.abstract_state(leaves))
                 # An update works in place, so what layers have alike needs a buffer for each.
                 own = {name: self._copy(state[name]) if name in taken else state[name] for name in names}
             taken.update(own)

@@ -3,7 +3,7 @@
     loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments --> derivative of each program
 """
 
-from jaxferry.partition.build import partition
+from jaxferry.partition.build import layers_by_path, partition
 from jaxferry.partition.derivative import REMAT, Derivative, differentiate
 from jaxferry.partition.layout import Layer, Leaf
 from jaxferry.partition.segments import Partition, Segment
@@ -17,6 +17,7 @@ __all__ = [
     "Partition",
     "Segment",
     "differentiate",
+    "layers_by_path",
     "partition",
     "print_table",
     "table",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,23 +15,30 @@ from jaxferry.partition import cuts
 from jaxferry.partition.dataflow import Dataflow, analyse
 from jaxferry.partition.derivative import linearise
 from jaxferry.partition.graph import Equation, Graph, trace
-from jaxferry.partition.groups import group_leaves, leaf_paths
+from jaxferry.partition.groups import Group, group_leaves, leaf_paths
 from jaxferry.partition.keys import Canonical
 from jaxferry.partition.layout import Layer, make_layer
 from jaxferry.partition.segments import Partition, Segment, build_segments, prelude_with_views
 
 
 def partition(
-    loss_fn: Callable[..., Any], params: Any, *args: Any, compute_dtype: Any = None, **kwargs: Any
+    loss_fn: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    compute_dtype: Any = None,
+    layers: Sequence[Layer] | None = None,
 ) -> Partition:
     """Cuts a loss function into segments; nothing is computed and no model is held.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar, or `(scalar, aux)`.
       params: the tree of parameters: arrays or `jax.ShapeDtypeStruct`s of a real floating-point dtype.
-      *args: further arguments, most often one batch; arrays or shape structs.
+      args: further arguments, most often one batch; arrays or shape structs.
+      kwargs: keyword arguments, likewise; for instance a PRNG key for dropout.
       compute_dtype: the dtype in which the loss function is given its parameters; None leaves them as they are.
-      **kwargs: keyword arguments, likewise; for instance a PRNG key for dropout.
+      layers: the layers of an earlier partition of the same parameters, to be kept as far as possible; None finds them.
 
     Raises:
       InputError: if a parameter is not real floating point, or there is none.
@@ -39,25 +46,32 @@ def partition(
     """
     paths = ["/".join(path) for path in leaf_paths(params)]
     abstract, master_dtypes = _abstract_params(params, paths, compute_dtype)
-    graph = trace(loss_fn, abstract, args, kwargs)
+    graph = trace(loss_fn, abstract, args, kwargs or {})
     loss, aux_tree = _check_outputs(graph)
-    groups = group_leaves(leaf_paths(params), tables=_tables(graph))
+    if layers is None:
+        groups = group_leaves(leaf_paths(params), tables=_tables(graph))
+    else:
+        groups = tuple(Group(layer.name, tuple(leaf.index for leaf in layer.leaves)) for layer in layers)
     first_group = [0] * len(paths)
     for number, group in enumerate(groups):
         for leaf in group.leaves:
             first_group[leaf] = number
-    flow, stretches, group_of_leaf = _cut(graph, first_group)
+    flow, stretches, group_of_leaf = _cut(graph, first_group, may_join=layers is None)
     if not stretches or loss not in flow.active:
         raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
     names = [groups[group].name for group in first_group]
     order = _order_of_use(stretches, group_of_leaf)
     avals = jax.tree.leaves(abstract)
-    layers = tuple(_layer(group, group_of_leaf, names, paths, avals, master_dtypes) for group in order)
+    made = tuple(_layer(group, group_of_leaf, names, paths, avals, master_dtypes) for group in order)
+    if layers is not None and set(layers) == set(made):
+        # The order of first use may differ between loss functions; the arrangement of the state need not.
+        order = [order[made.index(layer)] for layer in layers]
+        made = tuple(layers)
     layer_of_group = {group: index for index, group in enumerate(order)}
-    segments = _share_programs(graph, build_segments(graph, flow, stretches, layers, layer_of_group))
+    segments = _share_programs(graph, build_segments(graph, flow, stretches, made, layer_of_group))
     prelude = prelude_with_views(flow)
     return Partition(
-        layers=layers,
+        layers=made,
         segments=tuple(segments),
         graph=graph,
         prelude=prelude,
@@ -68,8 +82,21 @@ def partition(
     )
 
 
+def layers_by_path(params: Any, compute_dtype: Any = None) -> tuple[Layer, ...]:
+    """The layers that module paths alone suggest, for a model whose loss function has not been traced yet.
+
+    Raises:
+      InputError: as `partition` does.
+    """
+    parts = leaf_paths(params)
+    paths = ["/".join(path) for path in parts]
+    abstract, master_dtypes = _abstract_params(params, paths, compute_dtype)
+    avals = jax.tree.leaves(abstract)
+    return tuple(make_layer(g.name, g.leaves, paths, avals, master_dtypes) for g in group_leaves(parts))
+
+
 def _abstract_params(params: Any, paths: Sequence[str], compute_dtype: Any) -> tuple[Any, list[np.dtype]]:
-    """Shape structs in the compute dtype, and the dtypes that the parameters have."""
+    """Shape structs in the compute dtype, and the dtypes of the master parameters."""
     leaves, tree = jax.tree.flatten(params)
     if not leaves:
         raise InputError("params holds no parameter")
@@ -82,9 +109,10 @@ def _abstract_params(params: Any, paths: Sequence[str], compute_dtype: Any) -> t
                 f"parameter {path!r} has dtype {leaf.dtype}; only real floating-point parameters can be trained: "
                 "keep others out of params, for instance in the batch"
             )
-        dtypes.append(np.dtype(leaf.dtype))
+        # Updates need the precision of fp32 even where the model was stored in 16 bits.
+        dtypes.append(np.dtype(jnp.promote_types(leaf.dtype, jnp.float32)))
     computed = [
-        jax.ShapeDtypeStruct(leaf.shape, compute_dtype or dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)
+        jax.ShapeDtypeStruct(leaf.shape, compute_dtype or leaf.dtype) for leaf in leaves
     ]
     return jax.tree.unflatten(tree, computed), dtypes
 
@@ -122,14 +150,14 @@ def _tables(graph: Graph) -> frozenset[int]:
     return frozenset(leaf for leaf in found if graph.avals[graph.parameters[leaf]].ndim == 2)
 
 
-def _cut(graph: Graph, group_of_leaf: list[int]) -> tuple[Dataflow, list[cuts.Stretch], list[int]]:
-    """Analyses and cuts, joining groups until every cut is worth making."""
+def _cut(graph: Graph, group_of_leaf: list[int], may_join: bool) -> tuple[Dataflow, list[cuts.Stretch], list[int]]:
+    """Analyses and cuts, joining groups until every equation reads one and (if they may) every cut is worth making."""
     while True:
         flow = analyse(graph, dict(enumerate(group_of_leaf)))
         merged = cuts.merge_shared_readers(flow, group_of_leaf)
         if merged == group_of_leaf:
             stretches = cuts.find_cuts(graph, flow, group_of_leaf)
-            pair = cuts.dear_cut(stretches, _group_bytes(graph, group_of_leaf))
+            pair = cuts.dear_cut(stretches, _group_bytes(graph, group_of_leaf)) if may_join else None
             if pair is None:
                 return flow, stretches, group_of_leaf
             merged = [min(pair) if group in pair else group for group in group_of_leaf]

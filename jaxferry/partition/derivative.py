@@ -3,21 +3,22 @@
     forward(weights, inputs, passive)                            -> outputs, extras, saved
     backward(weights, inputs, passive, outputs, saved, cotangents) -> weight gradients, input cotangents
 
-A derivative needs residuals. Many of them are values that somebody holds anyway: the weights, which the engine drops
-after the forward and puts back for the backward, the segment's inputs, its outputs. These are not handed out a second
-time but supplied again. Copies computed from weights alone (a cast, a transpose) are computed again in the backward
-program, so nothing of a weight's size stays on the device between the two (`saved` holds none of it, by construction).
+A derivative needs residuals. Many of them somebody holds anyway: the weights, which the engine drops after the forward
+and puts back for the backward, the segment's inputs, its outputs. These are not handed out a second time but supplied
+again. Copies computed from weights alone (a cast, a transpose) are computed again in the backward program, so nothing
+of a weight stays on the device between the two. Of the others as few bytes as possible are kept (`residuals.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 
-from jaxferry.partition.graph import Atom, Graph, aval_bytes, evaluate, live_equations, trace
+from jaxferry.partition.graph import Atom, Equation, Graph, aval_bytes, evaluate, live_equations, trace
+from jaxferry.partition.residuals import is_cheap, values_to_keep
 from jaxferry.partition.segments import Segment
 
 REMAT = ("none", "full")
@@ -121,20 +122,17 @@ def linearise(graph: Graph, segment: Segment) -> Linearised:
 def _keeping(segment: Segment, lin: Linearised) -> Derivative:
     graph, num_inputs = lin.graph, len(segment.inputs)
     from_weights = _made_from(graph, set(graph.parameters))
-    supplied = {*graph.parameters, *graph.batch, *graph.constants, *lin.outputs, *from_weights}
-    saved = tuple(dict.fromkeys(v for v in lin.residuals if isinstance(v, int) and v not in supplied))
-    recomputed = live_equations(
-        [equation for equation in graph.equations if from_weights.issuperset(equation.outputs)],
-        [v for v in lin.residuals if v in from_weights],
-    )
-    needed = {v for v in lin.residuals if isinstance(v, int)} | {v for e in recomputed for v in e.reads}
-    numbers = (graph.batch[:num_inputs], graph.batch[num_inputs:], lin.outputs)
-    known = {*graph.parameters, *graph.batch}
+    passive = graph.batch[num_inputs:]
+    given = {*graph.parameters, *passive, *graph.constants}
+    residuals = [v for v in lin.residuals if isinstance(v, int)]
+    kept = values_to_keep(graph, residuals, given | from_weights)
+    recomputed = _recomputation(graph, residuals, given | kept, from_weights)
+    needed = {*residuals, *(v for e in recomputed for v in e.reads)}
     # An output that is one of the arguments handed through is supplied as that argument.
-    read = [
-        tuple(i for i, v in enumerate(values) if v in needed and not (values is lin.outputs and v in known))
-        for values in numbers
-    ]
+    supplied = {*graph.parameters, *graph.batch, *graph.constants}
+    numbers = (graph.batch[:num_inputs], passive, tuple(None if v in supplied else v for v in lin.outputs))
+    read = [tuple(i for i, v in enumerate(values) if v in needed) for values in numbers]
+    saved = tuple(v for v in kept if v not in supplied and v not in lin.outputs)
 
     def forward(weights: Any, inputs: Any, passive: Any) -> Any:
         values = dict(zip((*graph.parameters, *graph.batch), (*weights, *inputs, *passive), strict=True))
@@ -142,12 +140,12 @@ def _keeping(segment: Segment, lin: Linearised) -> Derivative:
         evaluate(live_equations(graph.equations, (*lin.outputs, *lin.extras, *saved)), values)
         return [_collect(values, atoms) for atoms in (lin.outputs, lin.extras, saved)]
 
-    def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, kept: Any, cotangents: Any) -> Any:
+    def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, residues: Any, cotangents: Any) -> Any:
         values: dict[int, Any] = dict(graph.constants)
         values |= zip(graph.parameters, weights, strict=True)
         for atoms, places, arrays in zip(numbers, read, (inputs, passive, outputs), strict=True):
             values |= zip((atoms[i] for i in places), arrays, strict=True)
-        values |= zip(saved, kept, strict=True)
+        values |= zip(saved, residues, strict=True)
         evaluate(recomputed, values)
         return jax.tree.unflatten(lin.tree, _collect(values, lin.residuals))(cotangents)
 
@@ -158,6 +156,20 @@ def _keeping(segment: Segment, lin: Linearised) -> Derivative:
 
 def _collect(values: dict[int, Any], atoms: Sequence[Atom]) -> list[Any]:
     return [values[atom] if isinstance(atom, int) else atom.val for atom in atoms]
+
+
+def _recomputation(
+    graph: Graph, residuals: Sequence[int], held: Collection[int], from_weights: Collection[int]
+) -> tuple[Equation, ...]:
+    """The equations that make the residuals from what is held."""
+    needed = {value for value in residuals if value not in held}
+    chosen = []
+    for equation in reversed(graph.equations):
+        if needed.intersection(equation.outputs):
+            assert is_cheap(equation) or set(equation.outputs) <= set(from_weights), equation.primitive.name
+            chosen.append(equation)
+            needed.update(value for value in equation.reads if value not in held)
+    return tuple(reversed(chosen))
 
 
 def _made_from(graph: Graph, sources: set[int]) -> set[int]:

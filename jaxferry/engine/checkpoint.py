@@ -1,0 +1,163 @@
+"""Checkpoints through Orbax: master parameters and optimizer state by path, apart from how layers were cut.
+
+A checkpoint is a folder. It says nothing of modes, layers or devices, so a run may go on under another plan or budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxferry.errors import CheckpointError
+
+_FORMAT = "jaxferry.checkpoint/1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """The content of a checkpoint.
+
+    Attributes:
+      step: number of steps taken.
+      params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree.
+      dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
+      optimizer: leaves of the optimizer's state by path.
+    """
+
+    step: int
+    params: Mapping[str, np.ndarray]
+    dictionary_paths: Sequence[Sequence[str]] | None
+    optimizer: Mapping[str, Any]
+
+    def dictionary(self) -> Any:
+        """The parameters as nested dictionaries.
+
+        Raises:
+          CheckpointError: if their tree had other containers.
+        """
+        if self.dictionary_paths is None:
+            raise CheckpointError(
+                "the parameters of this checkpoint are no tree of dictionaries: pass restore(path, params=...) a tree "
+                "of the same structure (shapes are enough, as from jax.eval_shape)"
+            )
+        tree: dict[str, Any] = {}
+        for keys, array in zip(self.dictionary_paths, self.params.values(), strict=True):
+            node = tree
+            for key in keys[:-1]:
+                node = node.setdefault(key, {})
+            node[keys[-1]] = array
+        return tree
+
+
+def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
+    """Writes a checkpoint; one that is there already is replaced once the new one is complete.
+
+    Raises:
+      CheckpointError: if something else than a checkpoint is there.
+    """
+    target = pathlib.Path(path).absolute()
+    if target.exists() and not _is_checkpoint(target):
+        raise CheckpointError(f"{path} exists and is no JaxFerry checkpoint: choose another path")
+    fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    keys = [name for name, leaf in checkpoint.optimizer.items() if _is_key(leaf)]
+    about = {
+        "format": _FORMAT,
+        "step": checkpoint.step,
+        "params": _describe(checkpoint.params),
+        "dictionary_paths": checkpoint.dictionary_paths,
+        "optimizer": _describe({n: _plain(leaf) for n, leaf in checkpoint.optimizer.items()}),
+        "optimizer_keys": {name: str(jax.random.key_impl(checkpoint.optimizer[name])) for name in keys},
+    }
+    arrays = {
+        "params": {str(i): np.asarray(leaf) for i, leaf in enumerate(checkpoint.params.values())},
+        "optimizer": {str(i): _plain(leaf) for i, leaf in enumerate(checkpoint.optimizer.values())},
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            saved = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about))
+            checkpointer.save(fresh, saved)
+        if target.exists():
+            old = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+            target.rename(old)
+            fresh.rename(target)
+            shutil.rmtree(old)
+        else:
+            fresh.rename(target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def load(path: str | pathlib.Path) -> Checkpoint:
+    """Reads a checkpoint into host memory.
+
+    Raises:
+      CheckpointError: if there is none, or it is damaged.
+    """
+    source = pathlib.Path(path).absolute()
+    if not _is_checkpoint(source):
+        raise CheckpointError(f"{path} is no JaxFerry checkpoint")
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            about = checkpointer.restore(source, ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+            wanted = {part: _empty(about[part]) for part in ("params", "optimizer")}
+            restore = ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
+            arrays = checkpointer.restore(source, restore)["arrays"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    optimizer = _named(about["optimizer"], arrays["optimizer"])
+    for name, kind in about["optimizer_keys"].items():
+        optimizer[name] = jax.random.wrap_key_data(optimizer[name], impl=kind)
+    return Checkpoint(about["step"], _named(about["params"], arrays["params"]), about["dictionary_paths"], optimizer)
+
+
+def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Checks names and shapes of saved leaves.
+
+    Raises:
+      CheckpointError: if they differ; it names the first that does.
+    """
+    for name in [*expected, *saved]:
+        if name not in saved:
+            raise CheckpointError(f"the checkpoint does not match the {what}: it has no {name}")
+        if name not in expected:
+            raise CheckpointError(f"the checkpoint does not match the {what}: only the checkpoint has {name}")
+        if tuple(saved[name].shape) != tuple(expected[name].shape):
+            raise CheckpointError(
+                f"the checkpoint does not match the {what}: {name} has shape {tuple(saved[name].shape)} in the "
+                f"checkpoint and {tuple(expected[name].shape)} in the {what}"
+            )
+
+
+def _is_checkpoint(path: pathlib.Path) -> bool:
+    return (path / "about").is_dir() and (path / "arrays").is_dir()
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _plain(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def _describe(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"path": n, "shape": list(leaf.shape), "dtype": str(leaf.dtype)} for n, leaf in leaves.items()]
+
+
+def _empty(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        str(i): np.empty(leaf["shape"], jax.numpy.dtype(leaf["dtype"])) for i, leaf in enumerate(described)
+    }
+
+
+def _named(described: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {leaf["path"]: arrays[str(i)] for i, leaf in enumerate(described)}

@@ -1,0 +1,142 @@
+"""Small models that tests train: what users write, in linen and in NNX."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model to train.
+
+    Attributes:
+      loss_fn: `loss_fn(params, batch)`.
+      params: initial parameters.
+      batch: one batch.
+    """
+
+    loss_fn: Callable[..., Any]
+    params: Any
+    batch: Any
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    num_heads: int
+    dropout: float = 0.0
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
+        B, T, C = x.shape
+        h = nn.LayerNorm(name="ln_1", dtype=self.dtype)(x)
+        qkv = nn.Dense(3 * C, name="attn_qkv", dtype=self.dtype)(h)
+        q, k, v = (a.reshape(B, T, self.num_heads, -1).swapaxes(1, 2) for a in jnp.split(qkv, 3, axis=-1))
+        scores = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, jnp.finfo(scores.dtype).min)
+        weights = nn.Dropout(self.dropout)(nn.softmax(scores), deterministic=not train)
+        h = (weights @ v).swapaxes(1, 2).reshape(B, T, C)
+        x = x + nn.Dropout(self.dropout)(nn.Dense(C, name="attn_proj", dtype=self.dtype)(h), deterministic=not train)
+        h = nn.LayerNorm(name="ln_2", dtype=self.dtype)(x)
+        h = nn.Dense(C, name="mlp_proj", dtype=self.dtype)(nn.gelu(nn.Dense(4 * C, name="mlp_fc", dtype=self.dtype)(h)))
+        return x + nn.Dropout(self.dropout)(h, deterministic=not train)
+
+
+class GPT(nn.Module):
+    """A GPT-2 with a tied head."""
+
+    vocab: int = 128
+    width: int = 32
+    depth: int = 4
+    num_heads: int = 4
+    dropout: float = 0.0
+    dtype: Any = None
+    block: Any = Block
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
+        wte = nn.Embed(self.vocab, self.width, name="wte", dtype=self.dtype)
+        wpe = nn.Embed(64, self.width, name="wpe", dtype=self.dtype)
+        x = nn.Dropout(self.dropout)(wte(tokens) + wpe(jnp.arange(tokens.shape[1])), deterministic=not train)
+        for i in range(self.depth):
+            x = self.block(self.num_heads, self.dropout, self.dtype, name=f"h_{i}")(x, train)
+        return wte.attend(nn.LayerNorm(name="ln_f", dtype=self.dtype)(x))
+
+
+def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Mean cross entropy of each next token."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
+
+
+def gpt(**config: Any) -> Task:
+    """The linen GPT-2 on random tokens; a keyword `rng` of the loss function switches dropout on."""
+    model = GPT(**config)
+
+    def loss_fn(params: Any, batch: Any, rng: Any = None) -> jax.Array:
+        rngs = None if rng is None else {"dropout": rng}
+        return next_token_loss(model.apply({"params": params}, batch[:, :-1], rng is not None, rngs=rngs), batch)
+
+    batch = jax.random.randint(jax.random.key(1), (2, 17), 0, model.vocab)
+    return Task(loss_fn, model.init(jax.random.key(0), batch[:, :-1])["params"], batch)
+
+
+class NnxBlock(nnx.Module):
+    """A residual MLP block."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.fc = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.proj = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.proj(nnx.relu(self.fc(self.norm(x))))
+
+
+class NnxNet(nnx.Module):
+    """An embedding, residual blocks in a list, and a head."""
+
+    def __init__(self, vocab: int, width: int, depth: int, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(vocab, width, rngs=rngs)
+        self.blocks = nnx.List([NnxBlock(width, rngs) for _ in range(depth)])
+        self.head = nnx.Linear(width, vocab, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def nnx_net(vocab: int = 64, width: int = 16, depth: int = 3) -> Task:
+    """The NNX model, split into graph definition and parameters."""
+    graph, params = nnx.split(NnxNet(vocab, width, depth, nnx.Rngs(0)), nnx.Param)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)
+
+    return Task(loss_fn, params, jax.random.randint(jax.random.key(1), (2, 9), 0, vocab))
+
+
+def plain_loop(task: Task, optimizer: optax.GradientTransformation, num_steps: int, **kwargs: Any) -> tuple[Any, list]:
+    """The reference: one jitted Optax step; returns final parameters and losses."""
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        loss, gradients = jax.value_and_grad(task.loss_fn)(params, task.batch, **kwargs)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params, state, losses = task.params, optimizer.init(task.params), []
+    for _ in range(num_steps):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    return params, losses
