@@ -1,8 +1,8 @@
 """The public entry: `train_step` turns a loss function and an Optax optimizer into an offloaded training step.
 
-    step = train_step(loss_fn, optax.adamw(3e-4), memory_budget="8GiB")
-    state = step.init(params)
-    state, metrics = step(state, batch)
+step = train_step(loss_fn, optax.adamw(3e-4), memory_budget="8GiB")
+state = step.init(params)
+state, metrics = step(state, batch)
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from jaxferry.engine import (
     checkpoint,
     derivatives_of,
     fit_modes,
-    keys_of,
     make_placement,
     make_script,
     masters_from_arrays,
@@ -314,15 +313,13 @@ class TrainStep:
 
     def _prepare(self, args: Any, kwargs: Any) -> Prepared:
         options, known = self._options, next(iter(self._prepared.values()), None)
-        parts = self._partition(args, kwargs, known and known.partition.layers)
+        parts = self._partition(args, kwargs, known.partition.layers if known else None)
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
         programs = Programs(parts, derivatives, self._placement)
         wanted = self._modes(parts)
-        programs.compile(keys_of(parts, make_script(parts, derivatives, wanted)))
         modes = fit_modes(parts, derivatives, wanted, options.memory_budget_bytes, programs.temporary_bytes)
         script = make_script(parts, derivatives, modes)
-        programs.compile(keys_of(parts, script))
         executor = Executor(
             parts,
             programs,
@@ -392,7 +389,8 @@ def _dictionary_paths(params: Any) -> list[list[str]] | None:
     """The keys of each leaf if the tree consists of dictionaries with string keys."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     keys = [[getattr(entry, "key", None) for entry in path] for path in paths]
-    is_plain = jax.tree.structure(params) == jax.tree.structure(_nested(keys))
+    tree: Any = jax.tree.structure(params)
+    is_plain = tree == jax.tree.structure(_nested(keys))
     return [[str(key) for key in path] for path in keys] if is_plain else None
 
 

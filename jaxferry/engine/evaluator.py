@@ -44,7 +44,9 @@ class Evaluator:
                 if layer not in held:
                     held[layer] = state.resident.get(layer) or transfers.load(layer, state.vectors[layer])
             outputs, extras = self._programs[segment.program](
-                held[segment.layer].parameters(), [values[v] for v in segment.inputs], [values[v] for v in segment.passive]
+                held[segment.layer].parameters(),
+                [values[v] for v in segment.inputs],
+                [values[v] for v in segment.passive],
             )
             values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
             if segment.layer not in layers[place + 1 : place + 2]:

@@ -188,7 +188,7 @@ class Executor:
                 outputs, extras, saved, finite = self.programs.forward(segment.program)(*arguments)
                 flight.saved[event.segment] = saved
             else:
-                loss = self.programs.loss(segment.program, event.donates)
+                loss = self.programs.loss(segment.program)
                 outputs, extras, finite, gradients, cotangents, norm = loss(*arguments)
                 self._receive(segment, flight, gradients, cotangents, norm)
             values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
@@ -201,7 +201,7 @@ class Executor:
     def _backward(self, event: Event, flight: _Flight) -> None:
         segment, values = self.partition.segments[event.segment], flight.values
         derivative = self.programs.derivatives[segment.program]
-        gradients, cotangents, norm = self.programs.backward(segment.program, event.donates)(
+        gradients, cotangents, norm = self.programs.backward(segment.program)(
             flight.held[segment.layer].parameters() if derivative.reads_weights else [],
             [values[segment.inputs[i]] for i in derivative.inputs_read],
             [values[segment.passive[i]] for i in derivative.passive_read],

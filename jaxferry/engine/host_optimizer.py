@@ -167,7 +167,10 @@ class HostOptimizer:
         gradients = [[v] * uses for v, uses in zip(arrived, num_uses, strict=True)]
         vectors = arrived if place.is_cpu else [() for _ in arrived]
         lowered = jax.jit(
-            update, donate_argnums=(0, 1, 2), keep_unused=True, out_shardings=(place.host, place.host, place.update_output)
+            update,
+            donate_argnums=(0, 1, 2),
+            keep_unused=True,
+            out_shardings=(place.host, place.host, place.update_output),
         ).lower(
             [struct(m, place.host) for m in unit.masters],
             [struct(s, place.host) for s in unit.state],

@@ -1,15 +1,15 @@
 """The compiled programs of a partition: forward and backward for each distinct segment.
 
 The last segment's forward and backward follow each other, so they are one program, `loss`, between whose halves nothing
-has to be stored. Where a layer is dropped after a backward, the program is given its buffers: the gradients, which have
-the same shapes, are written there, and need no device memory of their own.
+has to be stored. Handing a backward the buffers of a layer that is dropped after it, for its gradients, was tried: XLA
+copies the weights out of the way first, which costs the memory and more time than it saves.
 """
 
 from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,12 +31,12 @@ class Kind(enum.Enum):
     BACKWARD = "backward"
 
 
-Key = tuple[Kind, int, bool]
-"""What is computed, for which program number, and whether the weights are given away."""
+Key = tuple[Kind, int]
+"""What is computed, for which program number."""
 
 
 class Programs:
-    """What the executor runs.
+    """What the executor runs: every program of a training step, compiled side by side where the machine has the cores.
 
     Args:
       partition: the segments.
@@ -46,44 +46,37 @@ class Programs:
     Attributes:
       derivatives: as given.
       prelude: `batch leaves -> prelude values`, or None.
+      temporary_bytes: the most device memory that a program needs beside its arguments and results.
     """
 
     def __init__(self, partition: Partition, derivatives: dict[int, Derivative], placement: Placement) -> None:
         self.derivatives = derivatives
         self.prelude = make_prelude(partition, placement)
-        self._make = _Maker(partition, derivatives, placement)
-        self._compiled: dict[Key, Compiled] = {}
-        self._temporary_bytes = 0
+        maker = _Maker(partition, derivatives, placement)
+        last = partition.segments[-1].program
+        earlier = sorted({segment.program for segment in partition.segments[:-1]})
+        keys = [(Kind.LOSS, last), *((kind, program) for kind in (Kind.FORWARD, Kind.BACKWARD) for program in earlier)]
+        lowered = [maker.lower(key) for key in keys]
+        with ThreadPoolExecutor() as pool:
+            compiled = list(pool.map(lambda program: program.compile(), lowered))
+        self._compiled: dict[Key, Compiled] = dict(zip(keys, compiled, strict=True))
+        stats = [program.memory_analysis() for program in compiled]
+        self.temporary_bytes = max((s.temp_size_in_bytes for s in stats if s is not None), default=0)
 
     def forward(self, program: int) -> Compiled:
         """`(weights, inputs, passive) -> (outputs, extras, saved, is_finite)`."""
-        return self._compiled[Kind.FORWARD, program, False]
+        return self._compiled[Kind.FORWARD, program]
 
-    def backward(self, program: int, donates: bool) -> Compiled:
+    def backward(self, program: int) -> Compiled:
         """`(weights, inputs, passive, outputs, saved, cotangents) -> (gradients, input cotangents, squared norm)`.
 
-        `weights` is an empty list where the backward does not read them; `donates` tells that they are given away.
+        `weights` is an empty list where the backward does not read them.
         """
-        return self._compiled[Kind.BACKWARD, program, donates]
+        return self._compiled[Kind.BACKWARD, program]
 
-    def loss(self, program: int, donates: bool) -> Compiled:
+    def loss(self, program: int) -> Compiled:
         """`(weights, inputs, passive) -> (outputs, extras, is_finite, gradients, input cotangents, squared norm)`."""
-        return self._compiled[Kind.LOSS, program, donates]
-
-    def compile(self, keys: Iterable[Key]) -> None:
-        """Compiles the programs that are not compiled yet, side by side where the machine has the cores."""
-        missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
-        lowered = [self._make.lower(key) for key in missing]
-        with ThreadPoolExecutor() as pool:
-            compiled = list(pool.map(lambda program: program.compile(), lowered))
-        self._compiled |= zip(missing, compiled, strict=True)
-        stats = [program.memory_analysis() for program in compiled]
-        self._temporary_bytes = max([self._temporary_bytes, *(s.temp_size_in_bytes for s in stats if s is not None)])
-
-    @property
-    def temporary_bytes(self) -> int:
-        """The most device memory that any compiled program needs beside its arguments and results."""
-        return self._temporary_bytes
+        return self._compiled[Kind.LOSS, program]
 
     @property
     def num_executables(self) -> int:
@@ -137,11 +130,11 @@ class _Maker:
         self._partition, self._derivatives, self._placement = partition, derivatives, placement
 
     def lower(self, key: Key) -> Any:
-        kind, program, donates = key
+        kind, program = key
         derivative = self._derivatives[program]
         if kind is Kind.FORWARD:
             return self._forward(derivative)
-        return self._backward(derivative, donates) if kind is Kind.BACKWARD else self._loss(derivative, donates)
+        return self._backward(derivative) if kind is Kind.BACKWARD else self._loss(derivative)
 
     def _forward(self, derivative: Derivative) -> Any:
         def forward(weights: Any, inputs: Any, passive: Any) -> Any:
@@ -150,7 +143,7 @@ class _Maker:
 
         return self._lower(forward, *self._arguments(derivative.segment))
 
-    def _backward(self, derivative: Derivative, donates: bool) -> Any:
+    def _backward(self, derivative: Derivative) -> Any:
         segment = derivative.segment
         weights, inputs, passive = self._arguments(segment)
 
@@ -168,10 +161,10 @@ class _Maker:
             [self._of(segment.outputs)[i] for i in derivative.outputs_read],
             [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._placement.device) for a in derivative.saved],
             self._of(segment.outputs),
-            donate=(0, 4, 5) if donates else (4, 5),
+            donate=(4, 5),
         )
 
-    def _loss(self, derivative: Derivative, donates: bool) -> Any:
+    def _loss(self, derivative: Derivative) -> Any:
         place = self._partition.segments[-1].outputs.index(self._partition.loss)
 
         def loss(weights: Any, inputs: Any, passive: Any) -> Any:
@@ -188,7 +181,7 @@ class _Maker:
             )
             return outputs, extras, is_finite(outputs), gradients, cotangents, squared_norm(gradients)
 
-        return self._lower(loss, *self._arguments(derivative.segment), donate=(0,) if donates else ())
+        return self._lower(loss, *self._arguments(derivative.segment))
 
     def evaluation(self, segment: Segment) -> Any:
         return self._lower(segment.forward, *self._arguments(segment)).compile()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxferry.engine.programs import Key, Kind
+from jaxferry.engine.programs import Kind
 from jaxferry.modes import Mode
 from jaxferry.partition import Derivative, Partition
 
@@ -27,7 +27,6 @@ class Event:
       loads: layers whose load is issued before this program, in order.
       drops: layers whose device copy is deleted after it.
       frees: values that nobody reads after it.
-      donates: whether the program is given the buffers of its layer, for its gradients.
     """
 
     kind: Kind
@@ -35,7 +34,6 @@ class Event:
     loads: tuple[int, ...] = ()
     drops: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
-    donates: bool = False
 
 
 def make_script(
@@ -65,17 +63,9 @@ def make_script(
             loads=tuple(layer for _, layer in sorted(loads.get(place, []))),
             drops=tuple(drops.get(place, ())),
             frees=tuple(frees.get(place, ())),
-            donates=event.kind is not Kind.FORWARD
-            and partition.segments[event.segment].layer in drops.get(place, ())
-            and derivatives[partition.segments[event.segment].program].reads_weights,
         )
         for place, event in enumerate(events)
     ]
-
-
-def keys_of(partition: Partition, script: Sequence[Event]) -> list[Key]:
-    """The programs that a script runs."""
-    return [(event.kind, partition.segments[event.segment].program, event.donates) for event in script]
 
 
 def resident_layers(partition: Partition, modes: Sequence[Mode]) -> frozenset[int]:
@@ -109,7 +99,9 @@ def _held(
     return joined
 
 
-def _frees(partition: Partition, derivatives: Mapping[int, Derivative], events: Sequence[Event]) -> dict[int, list[int]]:
+def _frees(
+    partition: Partition, derivatives: Mapping[int, Derivative], events: Sequence[Event]
+) -> dict[int, list[int]]:
     """The values whose last reader is each event."""
     made = {v for s in partition.segments for v in (*s.outputs, *s.extras)} | set(partition.prelude_outputs)
     last: dict[int, int] = {}
@@ -169,7 +161,7 @@ def peak_bytes(
         if event.kind is Kind.FORWARD:
             other += derivatives[segment.program].saved_bytes
         if event.kind is not Kind.FORWARD:
-            gradient = 0 if event.donates else sizes[segment.layer]
+            gradient = sizes[segment.layer]
             cotangents |= {v: graph.num_bytes(v) for v in segment.inputs}
         peak_parameters = max(peak_parameters, parameters)
         peak_total = max(peak_total, parameters + other + gradient + sum(cotangents.values()))

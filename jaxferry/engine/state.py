@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.transfers import DeviceLayer, Vectors
 from jaxferry.engine.subtree import path_names
+from jaxferry.engine.transfers import DeviceLayer, Vectors
 from jaxferry.errors import StateError
 from jaxferry.partition import Layer
 

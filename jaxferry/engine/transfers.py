@@ -2,9 +2,9 @@
 
     pinned vectors --load--> device parameters ... gradients --store--> pinned vectors
 
-Both are asynchronous. On an accelerator a load is one `jax.device_put`, cut into parameters when the first program needs
-them, so that this cut does not hold up the programs before it. Where the device is a CPU, copy and cut are one pass, and
-gradients are written into host buffers that exist already.
+Both are asynchronous. On an accelerator a load is one `jax.device_put`, cut into parameters when the first program
+needs them, so that this cut does not hold up the programs before it. Where the device is a CPU, copy and cut are one
+pass, and gradients are written into host buffers that exist already.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Transfers:
         return DeviceLayer(size, [jax.device_put(v, self._placement.device) for v in vectors], unpack)
 
     def drop(self, held: DeviceLayer) -> None:
-        """Frees a device copy; one whose buffers a program has taken over is only counted off."""
+        """Frees a device copy once the programs that were given it have run."""
         self.device_bytes -= held.num_bytes
         held.delete()
 
@@ -131,5 +131,4 @@ class Transfers:
 
 def _delete(arrays: Sequence[jax.Array]) -> None:
     for array in arrays:
-        if not array.is_deleted():
-            array.delete()
+        array.delete()

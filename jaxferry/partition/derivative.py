@@ -130,8 +130,11 @@ def _keeping(segment: Segment, lin: Linearised) -> Derivative:
     needed = {*residuals, *(v for e in recomputed for v in e.reads)}
     # An output that is one of the arguments handed through is supplied as that argument.
     supplied = {*graph.parameters, *graph.batch, *graph.constants}
-    numbers = (graph.batch[:num_inputs], passive, tuple(None if v in supplied else v for v in lin.outputs))
-    read = [tuple(i for i, v in enumerate(values) if v in needed) for values in numbers]
+    numbers: tuple[tuple[Atom, ...], ...] = (graph.batch[:num_inputs], passive, lin.outputs)
+    read = [
+        tuple(i for i, v in enumerate(values) if v in needed and not (values is lin.outputs and v in supplied))
+        for values in numbers
+    ]
     saved = tuple(v for v in kept if v not in supplied and v not in lin.outputs)
 
     def forward(weights: Any, inputs: Any, passive: Any) -> Any:
@@ -141,10 +144,10 @@ def _keeping(segment: Segment, lin: Linearised) -> Derivative:
         return [_collect(values, atoms) for atoms in (lin.outputs, lin.extras, saved)]
 
     def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, residues: Any, cotangents: Any) -> Any:
-        values: dict[int, Any] = dict(graph.constants)
+        values: dict[Any, Any] = dict(graph.constants)
         values |= zip(graph.parameters, weights, strict=True)
         for atoms, places, arrays in zip(numbers, read, (inputs, passive, outputs), strict=True):
-            values |= zip((atoms[i] for i in places), arrays, strict=True)
+            values |= {atoms[i]: array for i, array in zip(places, arrays, strict=True)}
         values |= zip(saved, residues, strict=True)
         evaluate(recomputed, values)
         return jax.tree.unflatten(lin.tree, _collect(values, lin.residuals))(cotangents)

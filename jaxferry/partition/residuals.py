@@ -20,13 +20,84 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from jaxferry.partition.graph import Equation, Graph
 
 _CHEAP = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil clamp concatenate
-    convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt
-    integer_pow iota is_finite le log log1p logistic lt max min mul ne neg nextafter not or pad pow real
-    reduce_precision rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
-    sign sin sinh slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor
-    """.split()
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "broadcast_in_dim",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expand_dims",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "integer_pow",
+        "iota",
+        "is_finite",
+        "le",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "pad",
+        "pow",
+        "real",
+        "reduce_precision",
+        "rem",
+        "reshape",
+        "rev",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "slice",
+        "split",
+        "sqrt",
+        "square",
+        "squeeze",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "transpose",
+        "xor",
+    ]
 )
 _UNITS = 2**28
 _INFINITE = 2**30
@@ -78,11 +149,10 @@ def _minimum_cut(
     arcs |= {(source, 2 * index[v]): _INFINITE for v in fixed}
     arcs |= {(2 * index[v] + 1, sink): _INFINITE for v in wanted}
     rows, columns = zip(*arcs, strict=True)
-    matrix = scipy.sparse.csr_matrix((np.array(list(arcs.values()), np.int32), (rows, columns)), (sink + 1, sink + 1))
+    capacity = np.array(list(arcs.values()), np.int32)
+    matrix = scipy.sparse.csr_array((capacity, (rows, columns)), (sink + 1, sink + 1))
     flow = maximum_flow(matrix, source, sink).flow
-    left = (matrix - flow).tocsr()
-    left.data = (left.data > 0).astype(np.int32)
-    left.eliminate_zeros()
+    left = scipy.sparse.csr_array(matrix - flow > 0)
     # Everything from which the sink can still be reached lies behind the cut that is nearest to the sink.
-    behind = set(breadth_first_order(left.T.tocsr(), sink, return_predecessors=False).tolist())
+    behind = set(breadth_first_order(scipy.sparse.csr_array(left.T), sink, return_predecessors=False).tolist())
     return {value for value, i in index.items() if 2 * i not in behind and 2 * i + 1 in behind}

@@ -1,0 +1,58 @@
+# Every target sets up what it needs in $(VENV) first; what is there already is not installed again.
+#
+#   make train ARGS="--size 124m --steps 5"     make test ARGS="-k partition"
+#   make test PYTHON=python3.13 VENV=.venv-3.13
+
+PYTHON ?= $(shell tools/pythons | head -n 1)
+VENV ?= .venv
+ARGS ?=
+
+# On a machine with an NVIDIA GPU the example runs there.
+TRAIN_EXTRAS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo examples,cuda13 || echo examples)
+
+.DELETE_ON_ERROR:
+.PHONY: help train test lint format typecheck install-train install-test install-dev clean
+
+help:
+	@echo "make train | test | lint | format | typecheck | clean      (README.md, CONTRIBUTING.md)"
+
+train: install-train
+	@$(VENV)/bin/python examples/gpt2/train.py $(ARGS)
+
+test: install-test
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: install-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: install-dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+typecheck: install-dev
+	$(VENV)/bin/mypy
+
+install-train: $(VENV)/installed-train
+install-test: $(VENV)/installed-test
+install-dev: $(VENV)/installed-dev
+
+$(VENV)/installed-train: EXTRAS = $(TRAIN_EXTRAS)
+$(VENV)/installed-test: EXTRAS = test
+$(VENV)/installed-dev: EXTRAS = dev
+
+# The stamps are newer than pyproject.toml for as long as the environment holds what it asks for.
+$(VENV)/installed-%: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing jaxferry[$(EXTRAS)] into $(VENV): the first time takes a few minutes"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	@touch $@
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or later that can make a virtual environment was found;" \
+	  "install python3 and python3-venv, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "Creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv "$(VENV)"
+
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

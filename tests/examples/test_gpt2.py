@@ -1,0 +1,290 @@
+"""examples/gpt2: its model against NumPy, its text against Python's own, its command line from end to end."""
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import data
+import model
+import sample
+import train
+from jaxferry.errors import InputError
+
+SMALL = model.Config(num_layers=2, num_heads=2, channels=16, max_length=12, vocab_size=37)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(model.make_init(SMALL))(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(1).integers(SMALL.vocab_size, size=(3, 12), dtype=np.int32)
+
+
+@jax.jit
+def logits_fn(params, tokens):
+    return model.GPT2(SMALL).apply({"params": params}, tokens)
+
+
+loss_fn = jax.jit(model.make_loss(SMALL))
+
+
+def numpy_logits(config, params, tokens):
+    """GPT-2 for one row, position by position: a position's keys and values are only those up to itself."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def norm(x, p):
+        return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+
+    def dense(x, p):
+        return x @ p["kernel"] + p["bias"]
+
+    def gelu(x):
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    x = p["wte"]["embedding"][tokens] + p["wpe"]["embedding"][: len(tokens)]
+    width = config.channels // config.num_heads
+    for layer in (p[f"h_{i}"] for i in range(config.num_layers)):
+        q, k, v = np.split(dense(norm(x, layer["ln_1"]), layer["qkv"]), 3, axis=-1)
+        y = np.zeros_like(x)
+        for t, head in itertools.product(range(len(tokens)), range(config.num_heads)):
+            part = slice(head * width, (head + 1) * width)
+            weights = np.exp(k[: t + 1, part] @ q[t, part] / np.sqrt(width))
+            y[t, part] = weights / weights.sum() @ v[: t + 1, part]
+        x = x + dense(y, layer["proj"])
+        x = x + dense(gelu(dense(norm(x, layer["ln_2"]), layer["up"])), layer["down"])
+    return norm(x, p["ln_f"]) @ p["wte"]["embedding"].T
+
+
+def test_logits_are_those_of_a_numpy_gpt2(params, tokens):
+    expected = np.stack([numpy_logits(SMALL, params, row) for row in tokens])
+    np.testing.assert_allclose(logits_fn(params, tokens), expected, atol=1e-5)
+
+
+def test_loss_is_the_mean_surprise_of_the_next_token(params, tokens):
+    logits = np.stack([numpy_logits(SMALL, params, row[:-1]) for row in tokens])
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = -np.log(np.take_along_axis(probabilities, tokens[:, 1:, None], axis=-1)).mean()
+    np.testing.assert_allclose(loss_fn(params, {"tokens": tokens}), expected, rtol=1e-5)
+
+
+def test_an_untrained_model_knows_nothing(params, tokens):
+    loss = loss_fn(params, {"tokens": tokens})
+    assert abs(loss - math.log(SMALL.vocab_size)) < 0.1
+
+
+# The parameter counts of the published GPT-2 checkpoints.
+@pytest.mark.parametrize(("size", "expected"), [("124m", 124439808), ("medium", 354823168), ("xl", 1557611200)])
+def test_sizes_are_the_published_ones(size, expected):
+    assert model.count_parameters(model.SIZES[size]) == expected
+
+
+def test_activations_have_the_dtype_of_the_parameters_and_the_loss_is_float32(params, tokens):
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    assert logits_fn(half, tokens).dtype == jnp.bfloat16
+    loss = loss_fn(half, {"tokens": tokens})
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, loss_fn(params, {"tokens": tokens}), rtol=1e-2)
+
+
+def test_dropout_follows_its_key_and_needs_one(params, tokens):
+    loss = jax.jit(model.make_loss(dataclasses.replace(SMALL, dropout=0.5)))
+    plain = loss_fn(params, {"tokens": tokens})
+    first, again, second = (loss(params, {"tokens": tokens, "key": jax.random.key(i)}) for i in (1, 1, 2))
+    assert first == again
+    assert len({float(first), float(second), float(plain)}) == 3
+    np.testing.assert_allclose(loss(params, {"tokens": tokens}), plain, rtol=1e-6)
+
+
+def test_dropout_keeps_the_mean():
+    x = jnp.ones((200, 200))
+    y, key = model.dropout(x, 0.25, jax.random.key(0))
+    assert abs(y.mean() - 1) < 0.02
+    assert set(np.unique(y)) == {0, np.float32(1 / 0.75)}
+    assert not (model.dropout(x, 0.25, key)[0] == y).all()
+
+
+def test_greedy_sampling_takes_the_likeliest_token_each_time(params):
+    prompt, expected = [1, 2, 3], [1, 2, 3]
+    while len(expected) < 8:
+        expected.append(int(numpy_logits(SMALL, params, np.array(expected))[-1].argmax()))
+    assert sample.generate(SMALL, params, prompt, num_tokens=5, temperature=0) == expected[3:]
+
+
+def test_sampling_follows_its_seed_and_ends_with_the_positions(params):
+    first, again, second = (sample.generate(SMALL, params, [1, 2], 99, 1.0, seed) for seed in (0, 0, 1))
+    assert first == again != second
+    assert len(first) == SMALL.max_length - 2
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Enough words for a tokenizer to find pairs in, with umlauts and runs of blanks."""
+    words = ["Fähre", "ferry", "laden", "löschen", "    return", "the", "of", "\n"]
+    file = tmp_path / "text.txt"
+    file.write_text(" ".join(random.Random(0).choices(words, k=6000)))
+    return file
+
+
+def test_tokens_spell_the_text(cache, text):
+    corpus = data.load(text, 300)
+    whole = np.concatenate([corpus.train, corpus.validation])
+    assert corpus.tokenizer.decode(whole.tolist()) == text.read_text()
+    assert whole.max() < 300
+    assert len(whole) < len(text.read_bytes())
+    assert len(corpus.validation) == int(len(whole) * data.VALIDATION_SHARE)
+
+
+def test_a_text_is_tokenized_once(cache, text, monkeypatch):
+    first = data.load(text, 300)
+    with monkeypatch.context() as patch:
+        patch.delattr(data, "train_tokenizer")
+        again = data.load(text, 300)
+        with pytest.raises(NameError):
+            data.load(text, 301)
+    np.testing.assert_array_equal(again.train, first.train)
+    text.write_text(text.read_text() + "more")
+    data.load(text, 300)
+    assert len(list((cache / "jaxferry" / "gpt2").iterdir())) == 3
+
+
+def test_a_folder_is_its_text_files_in_order(tmp_path):
+    files = {"b.txt": b"two", "a/z.md": b"one", ".git/config": b"hidden", "c.png": b"\x89PNG\xff", "d.txt": b""}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert data.read_texts(tmp_path) == ["one", "two"]
+
+
+def test_the_library_is_there_without_its_tests():
+    texts = data.read_library()
+    assert any("class JSONEncoder" in text for text in texts)
+    assert not any(text.startswith('"""Unit tests for collections.py."""') for text in texts)
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    def draw(seed, step):
+        return data.Batches(np.arange(1000, dtype=np.uint16), 4, 16, seed)(step)["tokens"]
+
+    later = draw(0, 7)
+    np.testing.assert_array_equal(draw(0, 7), later)
+    assert not (draw(0, 8) == later).all()
+    assert not (draw(1, 7) == later).all()
+    assert later.shape == (4, 17)
+    assert later.dtype == np.int32
+    assert (np.diff(later) == 1).all()
+
+
+def test_every_row_of_the_text_can_be_drawn():
+    batches = data.Batches(np.arange(10, dtype=np.uint16), 200, 7, seed=0)
+    assert set(batches(0)["tokens"][:, 0]) == {0, 1, 2}
+
+
+def test_a_text_shorter_than_a_row_is_refused():
+    data.Batches(np.arange(9, dtype=np.uint16), 1, 8, 0)
+    with pytest.raises(InputError, match="--seq must be below the 8 tokens"):
+        data.Batches(np.arange(8, dtype=np.uint16), 1, 8, 0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Lets the size `tiny` stand for a model that is quick to compile."""
+    monkeypatch.setitem(model.SIZES, "tiny", dataclasses.replace(SMALL, max_length=16, vocab_size=300))
+
+
+def run(text, *args):
+    small = ["--batch", "2", "--seq", "16", "--sample-tokens", "0"]
+    return train.main(["--data", str(text), *small, *map(str, args)])
+
+
+def read_metrics(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_training_learns_and_says_so(cache, text, tmp_path, capsys):
+    metrics = tmp_path / "metrics.jsonl"
+    assert run(text, "--steps", 12, "--metrics", metrics, "--sample-tokens", 4) == 0
+    records = read_metrics(metrics)
+    assert [record["step"] for record in records] == list(range(12))
+    for record in records:
+        assert record.keys() == {"step", "loss", "tokens_per_s", "step_s", "device_param_bytes_peak"}
+        np.testing.assert_allclose(record["tokens_per_s"] * record["step_s"], 2 * 16)
+    assert records[-1]["loss"] < records[0]["loss"] - 1
+    printed = capsys.readouterr().out
+    assert "957,184 parameters" in printed
+    before, after = (float(line.split(": ")[1]) for line in printed.splitlines() if "validation loss" in line)
+    assert after < before - 1
+    assert "a sample" in printed
+
+
+def test_a_resumed_run_goes_on_bit_by_bit(small, cache, text, tmp_path):
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    assert run(text, "--steps", 6, "--metrics", whole) == 0
+    assert run(text, "--steps", 3, "--metrics", parts, "--save", tmp_path / "saved") == 0
+    assert run(text, "--steps", 6, "--metrics", parts, "--resume", tmp_path / "saved") == 0
+    losses = [[(record["step"], record["loss"]) for record in read_metrics(file)] for file in (whole, parts)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("saving", [True, False])
+def test_an_interrupted_run_is_saved_where_that_was_asked_for(
+    saving, small, cache, text, tmp_path, monkeypatch, capsys
+):
+    draw = data.Batches.__call__
+
+    def interrupt(self, step):
+        if step == 5:
+            raise KeyboardInterrupt
+        return draw(self, step)
+
+    saved = tmp_path / "saved"
+    save = ["--save", saved] if saving else []
+    with monkeypatch.context() as patch:
+        patch.setattr(data.Batches, "__call__", interrupt)
+        assert run(text, "--steps", 50, *save) == 130
+    assert saved.exists() == saving
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("interrupted after step 5: " + ("saved" if saving else "nothing was saved"))
+    if saving:
+        metrics = tmp_path / "metrics.jsonl"
+        assert run(text, "--steps", 6, "--resume", saved, "--metrics", metrics) == 0
+        assert [record["step"] for record in read_metrics(metrics)] == [5]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--size", "huge"], "--size must be one of tiny, 124m, medium, xl, 2.7b, 6.7b, got huge"),
+        (["--steps", "many"], "--steps"),
+        (["--batch", "0"], "--batch"),
+        (["--seq", "257"], "--seq must be at most the 256 positions of size tiny, got 257"),
+        (["--compute-dtype", "int8"], "--compute-dtype must be one of float32, bfloat16, float16, got int8"),
+        (["--reserve-factor", "1.5"], "reserve_factor must lie in [0, 1], got 1.5"),
+        (["--memory-budget", "much"], "memory_budget must be a number of bytes"),
+        (["--policy", "guess"], "guess"),
+        (["--data", "no/such/file"], "no/such/file"),
+        (["--resume", "no/such/state"], "no/such/state"),
+        (["--metrics", "no/such/folder/metrics"], "no/such/folder"),
+        (["--frobnicate"], "--frobnicate"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(args, message, cache, text, capsys):
+    assert run(text, "--steps", "1", *args) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

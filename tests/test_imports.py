@@ -1,0 +1,186 @@
+"""The layers of the package: no module imports from a higher layer, and no modules import each other in a circle."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+import jaxferry.errors
+
+ROOT = Path(jaxferry.errors.__file__).parent
+
+# Lowest first; a module belongs to the longest name that it starts with. What plans are (records) lies below the
+# schedule that is made from them; who makes them (the policies) lies above the simulator that judges them.
+LAYERS = (
+    ("errors",),
+    ("units", "modes"),
+    ("records",),
+    ("native",),
+    ("partition",),
+    ("profiling",),
+    ("plan.records",),
+    ("schedule",),
+    ("simulate",),
+    ("plan",),
+    ("engine",),
+    ("train_step",),
+    ("report",),
+    ("cli",),
+    ("",),
+)
+RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+# The simulator and the engine run the same task list and never know of each other.
+STRANGERS = {("engine", "simulate"), ("simulate", "engine")}
+
+# Heavy and optional: the only packages that a function may import.
+OPTIONAL = {"matplotlib"}
+
+
+def find_modules(root):
+    """All modules below a package's folder, by name relative to it; the package itself is the empty name."""
+    modules = {}
+    for file in root.rglob("*.py"):
+        parts = file.relative_to(root).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return modules
+
+
+def find_imports(file, package, modules):
+    """The package's own modules that a file imports, at its top or in any function; relative imports are not used."""
+    targets = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name == package or name.startswith(f"{package}."):
+                name = name[len(package) + 1 :]
+                targets.add(name if name in modules else name.rpartition(".")[0])
+    return targets
+
+
+def import_graph(root):
+    """Each module with the set of modules of the same package that it imports."""
+    modules = find_modules(root)
+    return {name: find_imports(file, root.name, modules) for name, file in modules.items()}
+
+
+def with_packages(graph):
+    """Adds what Python runs besides: importing a.b runs a, unless one is in a already. The root is left out."""
+    return {
+        name: {
+            part
+            for target in targets
+            for part in [target, *packages_of(target)]
+            if part and part != name and not name.startswith(f"{part}.")
+        }
+        | {target for target in targets if target and target != name}
+        for name, targets in graph.items()
+        if name
+    }
+
+
+def packages_of(name):
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def layer_of(name):
+    """The entry of LAYERS that a module belongs to; None for one that has no place there."""
+    for candidate in [name, *reversed(packages_of(name))]:
+        if candidate in RANKS:
+            return candidate
+    return None
+
+
+def upward_imports(graph):
+    """Pairs of modules of which the first imports the second from a higher layer."""
+    pairs = [(name, target) for name, targets in graph.items() for target in targets]
+    return [(name, target) for name, target in pairs if RANKS[layer_of(name)] < RANKS[layer_of(target)]]
+
+
+def find_cycle(graph):
+    """The names along a circle of imports, or None."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return None
+
+
+GRAPH = import_graph(ROOT)
+
+
+def test_every_module_has_a_layer():
+    assert [name for name in GRAPH if layer_of(name) is None] == []
+
+
+def test_no_module_imports_from_a_higher_layer():
+    assert upward_imports(GRAPH) == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert find_cycle(with_packages(GRAPH)) is None
+
+
+def test_simulator_and_engine_do_not_know_each_other():
+    pairs = {(layer_of(name), layer_of(target)) for name, targets in GRAPH.items() for target in targets}
+    assert not pairs & STRANGERS
+
+
+def test_functions_import_nothing_but_heavy_optional_packages():
+    inner: list[tuple[str, str]] = []
+    for name, file in find_modules(ROOT).items():
+        for function in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Import):
+                    inner += [(name, alias.name) for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    inner.append((name, node.module or "."))
+    assert [(name, imported) for name, imported in inner if imported.split(".")[0] not in OPTIONAL] == []
+
+
+@pytest.fixture
+def package(tmp_path):
+    """Writes a package from a dict of file names and sources."""
+
+    def write(sources):
+        for name, source in sources.items():
+            file = tmp_path / "pack" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(source)
+        return import_graph(tmp_path / "pack")
+
+    return write
+
+
+def test_an_import_within_a_function_counts(package):
+    graph = package({"errors.py": "def f():\n    from pack.cli import main\n", "cli.py": "import pack.errors\n"})
+    assert upward_imports(graph) == [("errors", "cli")]
+    assert set(find_cycle(with_packages(graph))) == {"errors", "cli"}
+
+
+def test_a_circle_through_a_package_is_seen(package):
+    graph = package(
+        {
+            "plan/__init__.py": "from pack.plan import exact\n",
+            "plan/exact.py": "from pack.schedule import lower\n",
+            "plan/records.py": "",
+            "schedule.py": "from pack.plan.records import Plan\n",
+        }
+    )
+    assert upward_imports(graph) == []
+    assert set(find_cycle(with_packages(graph))) == {"plan", "plan.exact", "schedule"}
+
+
+def test_imports_downward_are_fine(package):
+    graph = package({"errors.py": "import os\n", "units.py": "from pack.errors import InputError\n", "cli.py": ""})
+    assert (upward_imports(graph), find_cycle(with_packages(graph))) == ([], None)
