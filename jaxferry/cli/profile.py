@@ -1,7 +1,6 @@
 """`jaxferry profile`: what each layer of a model costs on a machine."""
 
 import importlib
-import json
 import os
 import pathlib
 import sys
@@ -9,10 +8,10 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax.numpy as jnp
-import rich.console
 import rich.table
 import typer
 
+from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.errors import InputError
 from jaxferry.partition import REMAT, partition
 from jaxferry.profiling.estimate import estimate_profile
@@ -44,7 +43,7 @@ def profile(
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Prints the profile as one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Makes a profile of a model: bytes and times of each layer, for `plan` and `simulate`."""
     if not estimate:
@@ -57,7 +56,7 @@ def profile(
     if output is not None:
         made.save(output)
     if as_json:
-        typer.echo(json.dumps(made.to_json(), allow_nan=False))
+        print_json(made.to_json())
     else:
         _print(made)
 
@@ -70,7 +69,7 @@ def estimate_model(model: str, machine: str, compute_dtype: str | None = None, r
     """
     figures = find_machine(machine)
     loss_fn, params, batch = _call(model)
-    parts = partition(loss_fn, params, batch, compute_dtype=_dtype(compute_dtype))
+    parts = partition(loss_fn, params, (batch,), compute_dtype=_dtype(compute_dtype))
     return estimate_profile(partition_costs(parts, remat), figures, {"model": model, "remat": remat})
 
 
@@ -112,8 +111,6 @@ def _dtype(name: str | None) -> Any:
 
 
 def _print(made: Profile) -> None:
-    console = rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    console.print(f"Estimated for {made.machine['name']}: nothing was measured. Sizes in MiB, times in ms.\n")
     table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("layer", no_wrap=True)
     for heading in ("weights", "kept", "load", "fwd", "fwd DHA", "bwd", "bwd DHA", "bwd GO", "update"):
@@ -123,4 +120,5 @@ def _print(made: Profile) -> None:
         times_s = [layer.load_s, layer.forward_s, layer.forward_dha_s, layer.backward_s, layer.backward_dha_s]
         times_s += [layer.backward_go_s, layer.update_s]
         table.add_row(layer.name, *(f"{number:.3g}" for number in (*sizes, *(1e3 * time for time in times_s))))
-    console.print(table)
+    note = f"Estimated for {made.machine['name']}: nothing was measured. Sizes in MiB, times in ms."
+    print_report(note, "", table)

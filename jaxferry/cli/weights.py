@@ -1,15 +1,14 @@
 """`jaxferry weights`: which weights to drop between their uses, and when to move them."""
 
 import itertools
-import json
 import pathlib
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-import rich.console
 import rich.table
 import typer
 
+from jaxferry.cli.common import AsJson, print_json, print_report, progress, read_budget
 from jaxferry.errors import InputError
 from jaxferry.plan.weights.export import export_plan, instance_from_profile
 from jaxferry.plan.weights.instance import Instance
@@ -18,7 +17,7 @@ from jaxferry.plan.weights.records import Event, Outcome
 from jaxferry.profiling.records import PROFILE_FORMAT, Profile
 from jaxferry.records import load_record, write_json
 from jaxferry.simulate.report import predict
-from jaxferry.units import format_bytes, format_seconds, parse_bytes
+from jaxferry.units import format_bytes, format_seconds
 
 _MOST_ROWS = 60
 """Events that the table of a schedule shows; longer ones are for `--json`."""
@@ -46,24 +45,23 @@ def weights(
         pathlib.Path | None,
         typer.Option("--output", "-o", metavar="PLAN.json", help="Writes GFGB and RELOAD modes; needs a profile."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Chooses the weights to offload under a memory limit, and schedules their transfers.
 
     The algorithms of "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022); `bound` is a
     time below which no schedule exists.
     """
-    budget = None if memory_budget is None else parse_bytes(memory_budget, "--memory-budget")
+    budget = read_budget(memory_budget)
     instance, profile = _load(instance_file, budget)
     if output is not None and profile is None:
         raise InputError(f"-o needs a profile in place of {instance_file}: the layers of a plan have names")
-    progress = rich.console.Console(stderr=True)
-    with progress.status(f"{policy} for {instance.num_layers} layers ..."):
+    with progress(f"{policy} for {instance.num_layers} layers"):
         outcome = solve(instance, policy)
     if output is not None and profile is not None:
         write_json(output, predict(profile, export_plan(profile, policy, outcome.choices)).to_json())
     if as_json:
-        typer.echo(json.dumps(outcome.to_json(), allow_nan=False))
+        print_json(outcome.to_json())
     else:
         _print(instance, outcome)
 
@@ -83,7 +81,6 @@ def _load(path: pathlib.Path, budget: int | None) -> tuple[Instance, Profile | N
 
 
 def _print(instance: Instance, outcome: Outcome) -> None:
-    console = rich.console.Console(soft_wrap=True, highlight=False)
     facts = rich.table.Table(show_header=False, box=None, pad_edge=False)
     facts.add_row("policy", outcome.policy)
     facts.add_row("duration", format_seconds(outcome.duration_s))
@@ -97,13 +94,13 @@ def _print(instance: Instance, outcome: Outcome) -> None:
             facts.add_row(f"{kind}es" if kind == "prefetch" else f"{kind}s", _traffic(instance, outcome, kind))
     if outcome.note:
         facts.add_row("note", outcome.note)
-    console.print(facts)
-    console.print()
     events = () if outcome.schedule is None else outcome.schedule.events
-    if events and len(events) <= _MOST_ROWS:
-        console.print(_event_table(events))
+    if len(events) > _MOST_ROWS:
+        print_report(facts, f"\nschedule: {len(events)} events, printed by --json")
     elif events:
-        console.print(f"schedule: {len(events)} events, printed by --json")
+        print_report(facts, "", _event_table(events))
+    else:
+        print_report(facts)
 
 
 def _smallest(instance: Instance) -> str:

@@ -108,6 +108,7 @@ class Machine:
         return cls(name=name, **values)
 
     def to_json(self) -> dict[str, Any]:
+        """The machine as `jaxferry.machine/1`."""
         return {"format": MACHINE_FORMAT, **dataclasses.asdict(self), "sources": dict(self.sources)}
 
 

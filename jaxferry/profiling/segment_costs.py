@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxferry.partition import Derivative, Partition, Segment, differentiate
-from jaxferry.partition.graph import Graph, aval_bytes
+from jaxferry.partition.graph import Graph
 from jaxferry.profiling.costs import Costs, jaxpr_costs, touched_bytes
 from jaxferry.profiling.estimate import LayerCosts
 
@@ -19,11 +19,17 @@ def partition_costs(partition: Partition, remat: str = "none") -> tuple[LayerCos
       remat: what is kept between forward and backward, one of `jaxferry.partition.REMAT`.
     """
     counted: dict[int, _ProgramCosts] = {}
+    held: set[int] = set()
     result = []
     for segment in partition.segments:
         if segment.program not in counted:
             counted[segment.program] = _ProgramCosts(partition.graph, segment, remat)
-        result.append(counted[segment.program].of(partition, segment))
+        program = counted[segment.program]
+        # What several backwards read is kept once, from the first forward on that needs it kept.
+        kept = program.kept_values(segment) - held
+        held |= kept
+        kept_bytes = program.derivative.saved_bytes + sum(map(partition.graph.num_bytes, kept))
+        result.append(program.of(partition, segment, kept_bytes))
     return tuple(result)
 
 
@@ -31,17 +37,20 @@ class _ProgramCosts:
     """The costs of one pair of programs."""
 
     def __init__(self, graph: Graph, segment: Segment, remat: str):
-        derivative = differentiate(graph, segment, remat)
+        self.derivative = derivative = differentiate(graph, segment, remat)
         forward, backward = _forward_jaxpr(graph, derivative), _backward_jaxpr(graph, derivative)
         weights = range(len(segment.weights))
         self.forward: Costs = jaxpr_costs(forward)
         self.backward: Costs = jaxpr_costs(backward)
         self.touched_forward = touched_bytes(forward, weights)
         self.touched_backward = touched_bytes(backward, weights)
-        kept = [graph.avals[segment.inputs[index]] for index in derivative.inputs_read]
-        self.activation_bytes = derivative.saved_bytes + sum(aval_bytes(aval) for aval in kept)
 
-    def of(self, partition: Partition, segment: Segment) -> LayerCosts:
+    def kept_values(self, segment: Segment) -> set[int]:
+        """The segment's own inputs and outputs that its backward reads."""
+        read = {segment.inputs[index] for index in self.derivative.inputs_read}
+        return read | {segment.outputs[index] for index in self.derivative.outputs_read}
+
+    def of(self, partition: Partition, segment: Segment, activation_bytes: int) -> LayerCosts:
         layer = partition.layers[segment.layer]
         return LayerCosts(
             name=segment.name,
@@ -49,7 +58,7 @@ class _ProgramCosts:
             num_parameters=layer.num_parameters,
             param_bytes=layer.num_bytes,
             grad_bytes=layer.num_bytes,
-            activation_bytes=self.activation_bytes,
+            activation_bytes=activation_bytes,
             forward_flops=self.forward.flops,
             forward_bytes=self.forward.bytes,
             backward_flops=self.backward.flops,

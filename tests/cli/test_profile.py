@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from jaxferry.cli import profile
+from jaxferry.cli import main, profile
 from jaxferry.errors import InputError
 from jaxferry.profiling.records import Profile
 
@@ -114,3 +114,26 @@ def test_bad_input_is_one_line(model: str, arguments: tuple[str, ...], message: 
 def test_unknown_words_are_refused(model: str, option: str, value: str) -> None:
     with pytest.raises(InputError, match=f"{option} must be .* got '{value}'"):
         run("--estimate", "--machine", "h100-pcie5", "--model", model, option, value)
+
+
+def test_bad_input_ends_with_status_2_and_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--model", model], ["--estimate", "--machine", "z80", "--model", model], []):
+        with pytest.raises(SystemExit) as caught:
+            main(["profile", *arguments])
+        printed = capsys.readouterr()
+        assert caught.value.code == 2
+        assert printed.out == ""
+        assert len(printed.err.splitlines()) == 1
+
+
+def test_an_estimate_can_be_planned_and_simulated(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["profile", "--estimate", "--machine", "h200-pcie5", "--model", model, "-o", "p.json"],
+        ["plan", "p.json", "--policy", "memferry", "-o", "plan.json"],
+        ["simulate", "p.json", "plan.json", "--json"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        printed = capsys.readouterr().out
+    assert json.loads(printed)["steady_step_s"] > 0

@@ -2,12 +2,13 @@
 
 import json
 import pathlib
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from jaxferry.cli import weights
+from jaxferry.cli import main, weights
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
 from jaxferry.plan.records import Plan
@@ -36,7 +37,9 @@ def instance_file(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture
 def profile_file(tmp_path: pathlib.Path) -> pathlib.Path:
-    times = dict.fromkeys(("forward_s", "forward_dha_s", "backward_s", "backward_dha_s", "backward_go_s"), 1.0)
+    times: dict[str, Any] = dict.fromkeys(
+        ("forward_s", "forward_dha_s", "backward_s", "backward_dha_s", "backward_go_s"), 1.0
+    )
     layers = [
         LayerProfile(name=f"block{k}", param_bytes=10, grad_bytes=10, load_s=1, offload_s=1, update_s=1, **times)
         for k in range(4)
@@ -111,7 +114,7 @@ def test_a_profile_and_a_budget_give_a_plan_for_the_engine(profile_file: pathlib
         ({"backward_s": [4, 4, 4, float("nan")]}, (), r"backward_s\[3\] must be finite and not negative, got nan"),
         ({"weights": []}, (), "weights must name at least one layer"),
         ({"memory_bytes": 13}, (), "memory_bytes 13 is too small for any schedule: the smallest feasible is 14"),
-        ({}, ("--memory-budget", "much"), "--memory-budget must be a number of bytes or a size"),
+        ({}, ("--memory-budget", "much"), "memory budget must be a number of bytes or a size"),
         ({}, ("-o", "plan.json"), "-o needs a profile"),
     ],
 )
@@ -133,3 +136,15 @@ def test_malformed_json_names_line_and_column(instance_file: pathlib.Path) -> No
     instance_file.write_text('{"weights": [5,\n]}')
     with pytest.raises(InputError, match=r"instance\.json, line 2, column 1"):
         run(instance_file)
+
+
+def test_bad_input_ends_with_status_2_and_one_line(
+    instance_file: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (["--policy", "best"], ["--memory-budget", "1"], ["--no-such-option"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["weights", str(instance_file), *arguments])
+        printed = capsys.readouterr()
+        assert caught.value.code == 2
+        assert printed.out == ""
+        assert len(printed.err.splitlines()) == 1

@@ -136,7 +136,7 @@ def _tied_model() -> tuple[Any, Any, Any]:
             x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"])
         return jnp.mean(jax.nn.logsumexp(x @ params["embed"]["table"].T, axis=-1))
 
-    return loss_fn, params, jax.ShapeDtypeStruct((4, 6), jnp.int32)
+    return loss_fn, params, (jax.ShapeDtypeStruct((4, 6), jnp.int32),)
 
 
 def test_the_segments_of_a_partition_as_costs() -> None:
@@ -147,7 +147,10 @@ def test_the_segments_of_a_partition_as_costs() -> None:
     assert lookup.dha_bytes_forward == 24 * 8 * 4
     assert lookup.dha_bytes_backward == 0
     assert head.dha_bytes_forward == 100 * 8 * 4
-    assert dataclasses.replace(first, name=second.name, parameters=second.parameters) == second
+    renamed = dataclasses.replace(first, name=second.name, parameters=second.parameters)
+    # The first block's output is the second one's input: both backwards read it, and it is kept once.
+    assert first.activation_bytes == 2 * second.activation_bytes == 2 * 24 * 8 * 4
+    assert dataclasses.replace(renamed, activation_bytes=second.activation_bytes) == second
     assert first.num_parameters == 8 * 8 + 8
     assert first.backward_flops > first.forward_flops >= 2 * 24 * 8 * 8
 

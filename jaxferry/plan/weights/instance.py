@@ -60,6 +60,7 @@ class Instance:
 
     @property
     def num_layers(self) -> int:
+        """L."""
         return len(self.weights)
 
     @functools.cached_property
@@ -123,6 +124,7 @@ class Instance:
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
+        """The instance as a JSON object."""
         document: dict[str, Any] = {name: list(getattr(self, name)) for name in _LISTS}
         return document | {name: getattr(self, name) for name in _SCALARS}
 

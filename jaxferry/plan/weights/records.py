@@ -20,6 +20,7 @@ class Choice:
     before_backward: bool
 
     def to_json(self) -> dict[str, object]:
+        """The choice as a JSON object."""
         return {"layer": self.layer, "absent": "forward-to-backward" if self.before_backward else "backward-to-forward"}
 
 
@@ -55,6 +56,7 @@ class Schedule:
 
     @classmethod
     def from_events(cls, events: Sequence[Event], duration_s: float | None = None) -> "Schedule":
+        """Sorts the events; the duration is that of the last one's end, or what is given."""
         last = max((event.end_s for event in events), default=0.0)
         ordered = sorted(events, key=lambda event: (event.start_s, event.end_s))
         return cls(last if duration_s is None else duration_s, tuple(ordered))
@@ -82,6 +84,7 @@ class Outcome:
 
     @classmethod
     def of(cls, policy: str, instance: Instance, choices: Sequence[Choice], schedule: Schedule) -> "Outcome":
+        """The outcome with the duration of its schedule."""
         return cls(policy, schedule.duration_s, instance.compute_s, tuple(sorted(choices)), schedule)
 
     @property
@@ -90,6 +93,7 @@ class Outcome:
         return self.duration_s / self.compute_s - 1 if self.compute_s else 0.0
 
     def to_json(self) -> dict[str, object]:
+        """What `jaxferry weights --json` prints."""
         events = () if self.schedule is None else self.schedule.events
         return {
             "policy": self.policy,

@@ -19,6 +19,7 @@ class MemoryTimeline:
         self.final_bytes = initial_bytes
 
     def add(self, time_s: float, change: float) -> None:
+        """Changes the bytes in use from `time_s` on."""
         index = bisect.bisect_right(self.times_s, time_s)
         self.times_s.insert(index, time_s)
         self.changes.insert(index, change)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from jaxferry.plan.weights.bound import bound
+from jaxferry.plan.weights.bound import _Problem, bound
 from jaxferry.plan.weights.instance import Instance
 
 
@@ -50,10 +50,10 @@ def _dense_bound(instance: Instance) -> float:
     for i in range(num_layers):
         start = num_layers - 1 - i
         for length in range(1, 2 * num_layers):
-            passed = range(start, start + length)
-            moved = [(column(prefetch, i, j), 1) for j in passed] + [(column(delete, i, j), -1) for j in passed]
+            span = range(start, start + length)
+            moved = [(column(prefetch, i, j), 1) for j in span] + [(column(delete, i, j), -1) for j in span]
             upper.append((row(*moved), 0))
-            known = [(column(offload, i, j), 1) for j in passed]
+            known = [(column(offload, i, j), 1) for j in span]
             upper.append((-row(*moved, *known), 0))
     cost = np.zeros(size)
     cost[idle:] = 1
@@ -76,7 +76,7 @@ def _dense_bound(instance: Instance) -> float:
             cost, matrix, limits, np.array([terms for terms, _ in equal]), [value for _, value in equal]
         )
         if result.status == 0:
-            best = min(best, result.fun)
+            best = min(best, float(result.fun or 0.0))
     return instance.compute_s + best
 
 
@@ -104,6 +104,13 @@ def test_three_layers_agree_as_well() -> None:
 
 def test_without_weights_the_computation_is_the_bound() -> None:
     assert bound(Instance((0, 0), (1, 1, 1), (1, 2), (3, 4), 3, 1)).duration_s == 10
+
+
+def test_the_relaxation_is_a_bound_that_can_be_had_without_the_search() -> None:
+    instance = Instance((4, 3, 5), (0, 1, 1, 1), (1, 1, 2), (2, 1, 2), 13, 1)
+    problem = _Problem.of(instance)
+    idle_s = problem.relaxed(60.0) * 5
+    assert 0 < idle_s <= (bound(instance).duration_s - instance.compute_s) * (1 + 1e-6)
 
 
 def test_no_time_is_still_a_bound() -> None:

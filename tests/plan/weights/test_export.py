@@ -1,5 +1,7 @@
 """Profiles become instances, and choices become plans."""
 
+from typing import Any
+
 import pytest
 
 from jaxferry.errors import InputError
@@ -13,11 +15,11 @@ from jaxferry.simulate.report import simulate
 
 
 def _layer(name: str, **changes: float) -> LayerProfile:
-    times = dict.fromkeys(
+    values: dict[str, Any] = dict.fromkeys(
         ("load_s", "forward_s", "forward_dha_s", "backward_s", "backward_dha_s", "backward_go_s"), 1.0
     )
-    times |= {"offload_s": 1.0, "update_s": 1.0}
-    return LayerProfile(name=name, **({"param_bytes": 10, "grad_bytes": 10, "activation_bytes": 2} | times | changes))
+    values |= {"offload_s": 1.0, "update_s": 1.0, "param_bytes": 10, "grad_bytes": 10, "activation_bytes": 2}
+    return LayerProfile(name=name, **(values | changes))
 
 
 PROFILE = Profile({}, tuple(_layer(f"block{k}") for k in range(4)))

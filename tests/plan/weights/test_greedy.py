@@ -7,9 +7,14 @@ import pytest
 from jaxferry.plan.weights.best import greedy_best
 from jaxferry.plan.weights.greedy import greedy, select
 from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.records import Choice
+from jaxferry.plan.weights.records import Choice, Outcome
 
 EQUAL = Instance((10,) * 4, (0,) * 5, (1,) * 4, (1,) * 4, 1000, 1)
+
+
+def _kinds(outcome: Outcome, layer: int) -> list[str]:
+    assert outcome.schedule is not None
+    return [event.kind for event in outcome.schedule.events if event.layer == layer]
 
 
 def test_the_own_weight_counts_once() -> None:
@@ -51,10 +56,7 @@ def test_a_second_departure_is_cheaper_with_the_discount() -> None:
 def test_the_discount_sends_a_weight_to_the_host_once() -> None:
     """Both choices for the middle layer: two prefetches in either case, one offload with the discount, else two."""
     instance = Instance((5, 5, 5), (0,) * 4, (1,) * 3, (1,) * 3, 10, 1)
-    both = {
-        discount: [event.kind for event in greedy(instance, discount).schedule.events if event.layer == 1]
-        for discount in (True, False)
-    }
+    both = {discount: _kinds(greedy(instance, discount), layer=1) for discount in (True, False)}
     assert both[True].count("prefetch") == both[False].count("prefetch") == 2
     assert (both[True].count("offload"), both[False].count("offload")) == (1, 2)
 

@@ -41,8 +41,8 @@ def instances(draw: st.DrawFn, max_layers: int = 7) -> Instance:
         memory_bytes=10**9,
         bandwidth_bytes_per_s=draw(st.sampled_from([0.5, 1, 3, 10])),
     )
-    smallest = instance.smallest_memory_bytes
-    roomiest = sum(instance.weights) + max(instance.weights) + sum(instance.activations)
+    smallest = int(instance.smallest_memory_bytes)
+    roomiest = int(sum(instance.weights) + max(instance.weights) + sum(instance.activations))
     return dataclasses.replace(instance, memory_bytes=draw(st.integers(smallest, max(smallest, roomiest))))
 
 
@@ -127,6 +127,7 @@ def test_with_memory_for_everything_nothing_moves() -> None:
     instance = Instance((4, 6), (1, 1, 1), (1, 2), (3, 4), 4 + 6 + 6 + 3, 1)
     outcome = greedy(instance)
     assert (outcome.duration_s, outcome.choices) == (10, ())
+    assert outcome.schedule is not None
     assert {event.kind for event in outcome.schedule.events} == {"forward", "backward"}
 
 

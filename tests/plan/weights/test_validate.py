@@ -15,6 +15,7 @@ INSTANCE = Instance((5, 5, 5), (0, 1, 1, 1), (4, 4, 4), (6, 6, 6), 14, 1)
 @pytest.fixture
 def schedule() -> Schedule:
     found = greedy(INSTANCE).schedule
+    assert found is not None
     validate(INSTANCE, found)
     return found
 
@@ -78,6 +79,7 @@ def test_a_weight_is_deleted_only_with_a_copy_on_the_host(schedule: Schedule) ->
 def test_a_weight_is_not_sent_while_its_backward_changes_it() -> None:
     instance = Instance((4, 4), (0, 0, 0), (8, 8), (8, 8), 100, 1)
     quiet = greedy(instance).schedule
+    assert quiet is not None
     backward = next(event for event in quiet.events if (event.kind, event.layer) == ("backward", 0))
     sent = Event("offload", 0, backward.start_s + 1, backward.start_s + 5)
     with pytest.raises(ScheduleError, match="overlaps the backward"):
