@@ -191,10 +191,9 @@ class TrainStep:
         prepared = self.prepare(*args, **kwargs)
         state.arrange(prepared.partition.layers)
         prepared._executor.compile_updates(state)
+        number = state.step
         result = prepared._executor.step(state, jax.tree.leaves((args, kwargs)))
-        metrics = self._metrics(state, prepared.partition, result)
-        state.step += 1
-        return state, metrics
+        return state, self._metrics(number, prepared.partition, result)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
         """Partitions, plans and compiles for arguments of this structure, or finds what was made before.
@@ -343,8 +342,8 @@ class TrainStep:
         if names != planned:
             differing = next((n for n in [*names, *planned] if n not in names or n not in planned), "their order")
             raise InputError(
-                f"the plan is for another model: it has {len(planned)} layers, the model {len(names)} segments, and they "
-                f"differ in {differing!r}"
+                f"the plan is for another model: it has {len(planned)} layers, the model {len(names)} segments, and "
+                f"they differ in {differing!r}"
             )
         return list(plan.modes)
 
@@ -356,15 +355,15 @@ class TrainStep:
                 stacklevel=5,
             )
 
-    def _metrics(self, state: TrainState, parts: Partition, result: StepResult) -> dict[str, Any]:
+    def _metrics(self, number: int, parts: Partition, result: StepResult) -> dict[str, Any]:
         loss = np.asarray(result.loss)
         if not np.isfinite(loss) and not self._options.skip_nonfinite:
             finite = [bool(flag) for flag in result.finite]
             layer = parts.segments[finite.index(False)].name if False in finite else None
             raise NonFiniteError(
-                f"the loss of step {state.step} is {loss}; the first layer with a non-finite output is {layer!r}; the "
+                f"the loss of step {number} is {loss}; the first layer with a non-finite output is {layer!r}; the "
                 "state is that before the step (skip_nonfinite=True skips such steps)",
-                state.step,
+                number,
                 layer,
             )
         metrics: dict[str, Any] = {

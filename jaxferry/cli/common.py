@@ -10,8 +10,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
-from jaxferry.errors import InputError
-from jaxferry.plan.base import Objective
 from jaxferry.units import parse_bytes
 
 ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]
@@ -40,17 +38,6 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     with console.status(what) as status:
         yield lambda part: status.update(f"{what}: {part}")
-
-
-def read_objective(name: str) -> Objective:
-    """The objective of that name.
-
-    Raises:
-      InputError: if there is none.
-    """
-    if name not in tuple(Objective):
-        raise InputError(f"objective must be one of {', '.join(Objective)}, got {name!r}")
-    return Objective(name)
 
 
 def read_budget(size: str | None) -> int | None:

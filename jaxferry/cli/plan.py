@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from jaxferry.cli.common import AsJson, ProfilePath, print_json, print_report, progress, read_budget, read_objective
-from jaxferry.plan.base import Request
+from jaxferry.cli.common import AsJson, ProfilePath, print_json, print_report, progress, read_budget
+from jaxferry.plan.base import Request, read_objective
 from jaxferry.plan.registry import make_policy, policies
+from jaxferry.planning import compare, make_plan
 from jaxferry.profiling.records import Profile
 from jaxferry.report.tables import comparison_table, plan_table, prediction_lines
-from jaxferry.simulate.planning import compare, make_plan
 
 
 def register(app: typer.Typer) -> None:
@@ -32,6 +32,7 @@ def plan(
     compare_all: Annotated[bool, typer.Option("--compare", help="Print all policies side by side.")] = False,
     as_json: AsJson = False,
 ) -> None:
+    """Makes a plan, or all of them, and prints it."""
     make_policy(policy)
     known = Profile.load(profile)
     goal, budget = read_objective(objective), read_budget(memory_budget)

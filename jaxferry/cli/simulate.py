@@ -30,6 +30,7 @@ def simulate(
     steps: Annotated[int, typer.Option(min=1, help="Steps in the trace.")] = 1,
     as_json: AsJson = False,
 ) -> None:
+    """Runs a plan on the machine model and prints what it takes."""
     known = Profile.load(profile)
     given = Plan.load(plan)
     simulation = simulate_plan(known, given)

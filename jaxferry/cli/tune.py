@@ -12,11 +12,11 @@ from jaxferry.errors import InputError
 from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
 from jaxferry.plan.registry import make_policy
+from jaxferry.planning import knee, sweep
 from jaxferry.profiling.records import Profile
 from jaxferry.records import check_share
 from jaxferry.report.plots import plot_sweep
 from jaxferry.report.tables import sweep_table
-from jaxferry.simulate.planning import knee, sweep
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
 _MOST_POINTS = 1000
@@ -46,6 +46,7 @@ def tune(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
+    """Sweeps, prints step time against device memory, and names the knee."""
     factors = [check_share(float(factor), "reserve factor") for factor in read_range(reserve_factor, _decimal)]
     budgets = None if memory_budget is None else read_range(memory_budget, lambda size: parse_bytes(size, "budget"))
     chosen = policy or ("exact" if budgets is None else Auto.name)

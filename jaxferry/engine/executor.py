@@ -162,6 +162,8 @@ class Executor:
             # The next forward needs the first layers first.
             for unit in _distinct(pending[layer] for layer in sorted(pending)) if is_finite else ():
                 self._update(unit, state, flight, norm)
+            # A step that is skipped on purpose counts as well: the data goes on.
+            state.step += is_finite or self._skip_nonfinite
         except Exception as error:
             if len(pending) < len(state.layers):
                 state.damage = f"step {state.step} failed: {error}"

@@ -36,7 +36,8 @@ class Placement:
     @property
     def platform(self) -> str:
         """The device's platform: `cpu`, `gpu`, ..."""
-        return str(next(iter(self.device.device_set)).platform)
+        device: Any = next(iter(self.device.device_set))
+        return str(device.platform)
 
     @property
     def update_output(self) -> NamedSharding:

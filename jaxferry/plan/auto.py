@@ -41,6 +41,7 @@ class Auto(Policy):
     summary = "modes, gradients and resident layers from a memory budget alone"
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
+        """The fastest plan of the search's pool that fits; without a budget, that of `exact`."""
         request = dataclasses.replace(request or Request(), objective=Objective.STEADY)
         if request.memory_budget_bytes is None:
             plan = Exact().plan(profile, request)
@@ -138,19 +139,21 @@ class AutoSearch:
         plans = [*whole, fastest]
         starts = [(fastest, DHA), (fastest, RELOAD), (fastest, RESIDENT), (gfgb, RELOAD), (gfgb, RESIDENT)]
         starts += [(reload, DHA), (reload, RESIDENT), (dha, RESIDENT), (dha, GFGB)]
-        modes = np.concatenate([plans, *(prefix_family(self.profile, start, mode, _POINTS) for start, mode in starts)])
+        points = max(4, _POINTS * 128 // max(size, 128))
+        modes = np.concatenate([plans, *(prefix_family(self.profile, start, mode, points) for start, mode in starts)])
         self._add(modes, np.broadcast_to(to_host, modes.shape))
 
     def _refine(self) -> None:
         """Adds neighbours of the plans on the frontier of time against memory, spread over it, while work is left."""
         expanded: set[bytes] = set()
-        work = 0
-        while work < _WORK:
+        work, once = 0, (len(_ALL) + 1) * len(self.sizes) ** 2
+        while work + once <= _WORK:
             fresh = [best for best in self.pool.frontier() if _key(best) not in expanded and _is_layerwise(best)]
             if not fresh:
                 return
             self.request.report("neighbours of the best plans for their memory")
-            spread = np.unique(np.linspace(0, len(fresh) - 1, _EXPANDED_AT_ONCE).astype(int))
+            num_expanded = min(_EXPANDED_AT_ONCE, (_WORK - work) // once)
+            spread = np.unique(np.linspace(0, len(fresh) - 1, num_expanded).astype(int))
             for number in spread:
                 expanded.add(_key(fresh[number]))
                 modes, to_host = _neighbours(fresh[number])

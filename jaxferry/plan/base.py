@@ -15,7 +15,7 @@ from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
 from jaxferry.plan.recurrences import MODES
 from jaxferry.profiling.records import Profile
-from jaxferry.records import check_share
+from jaxferry.records import check_bytes, check_choice, check_share
 from jaxferry.units import format_bytes
 
 
@@ -25,6 +25,15 @@ class Objective(enum.StrEnum):
     FORWARD = "forward"
     STEP = "step"
     STEADY = "steady"
+
+
+def read_objective(name: str) -> Objective:
+    """The objective of that name.
+
+    Raises:
+      InputError: if there is none; the message lists those that there are.
+    """
+    return Objective(check_choice(name, "objective", tuple(Objective)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +59,9 @@ class Request:
     def __post_init__(self) -> None:
         if self.reserve_factor is not None:
             object.__setattr__(self, "reserve_factor", check_share(self.reserve_factor, "reserve_factor"))
-        object.__setattr__(self, "objective", Objective(self.objective))
+        if self.memory_budget_bytes is not None:
+            check_bytes(self.memory_budget_bytes, "memory_budget_bytes", "request")
+        object.__setattr__(self, "objective", read_objective(self.objective))
 
     def report(self, what: str) -> None:
         """Tells `progress`, where there is one."""
@@ -107,6 +118,7 @@ class ModePolicy(Policy):
         """The mode codes of all layers, (layers,), given which gradients are written to the host, (layers,)."""
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
+        """The modes that this policy decides, with the gradients that the reserve factor lets stay."""
         request = request or Request()
         reserve_factor = self.reserve_factor(request)
         to_host = gradients_to_host(profile, reserve_factor)

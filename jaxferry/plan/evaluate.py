@@ -13,7 +13,7 @@ PEAK_STEPS = 3
 """Steps of the chain whose memory counts, as in the simulator."""
 
 _MOST_STEPS = 24
-_CHUNK = 512
+_CHUNK_ELEMENTS = 1 << 16
 _SAME = 1e-12
 
 
@@ -68,8 +68,9 @@ class Evaluator:
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         to_host = np.broadcast_to(np.asarray(to_host, dtype=bool), modes.shape)
         parts = []
-        for first in range(0, len(modes), _CHUNK):
-            chunk = slice(first, first + _CHUNK)
+        size = max(1, _CHUNK_ELEMENTS // modes.shape[1])
+        for first in range(0, len(modes), size):
+            chunk = slice(first, first + size)
             batch = Batch(self.profile, modes[chunk].T.copy(), to_host[chunk].T.copy(), bulk, after_all)
             parts.append(_outcomes(batch, steady, peak))
         fields = [field.name for field in dataclasses.fields(Outcomes)]

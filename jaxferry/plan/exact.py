@@ -7,8 +7,8 @@
   policies' plans; and a local search from these. A plan states its `gap` to the proven `lower_bound_s`
   (`plan/bounds.py`).
 
-With a memory budget the same plans and plans with fewer and fewer loaded layers compete; the bound is that without a
-budget.
+With a memory budget the same plans and plans with fewer and fewer loaded layers compete. The bound of plans that are
+not enumerated is that without a budget.
 """
 
 import dataclasses
@@ -34,6 +34,7 @@ _ALLOWED = (GFGB, DHA, DFGB)
 _BEAM = 64
 _WORK = 400_000
 _STARTS = 4
+_POINTS = 48
 _HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
@@ -44,6 +45,7 @@ class Exact(Policy):
     summary = "the optimum under the machine model, or its proven gap"
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
+        """The best plan of the explored pool, with `objective`, `lower_bound_s` and `gap` as details."""
         request = request or Request()
         reserve_factor = self.reserve_factor(request)
         to_host = gradients_to_host(profile, reserve_factor)
@@ -56,13 +58,14 @@ class Exact(Policy):
             check_budget(self.name, request.memory_budget_bytes or 0, pool.smallest_peak_bytes())
         assert best is not None
         plan = make_plan(self.name, reserve_factor, profile, best.modes, to_host, best.loads, best.updates)
-        enumerated = len(profile.layers) <= MOST_ENUMERATED and request.memory_budget_bytes is None
+        enumerated = len(profile.layers) <= MOST_ENUMERATED
         bound_s = best.objective_s
         if request.objective is Objective.FORWARD:
             bound_s = optimum_s
+        elif not enumerated and request.objective is Objective.STEP:
+            bound_s = step_lower_bound_s(profile, to_host, optimum_s)
         elif not enumerated:
-            bound = step_lower_bound_s if request.objective is Objective.STEP else steady_lower_bound_s
-            bound_s = bound(profile, to_host, optimum_s)
+            bound_s = steady_lower_bound_s(profile, to_host, optimum_s, best.objective_s)
         return dataclasses.replace(plan, details=_gap(request.objective, best.objective_s, bound_s))
 
 
@@ -95,7 +98,7 @@ def explore(pool: Pool, to_host: np.ndarray, request: Request, optimum: np.ndarr
     pool.add(improved, to_host)
     best = improved[int(np.argmin(search.values(improved)))]
     for start in (best, gfgb, optimum):
-        pool.add(_within_window(pool, prefix_family(profile, start), to_host), to_host)
+        pool.add(_within_window(pool, prefix_family(profile, start, points=_POINTS), to_host), to_host)
 
 
 def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -19,39 +19,55 @@ from jaxferry.plan.recurrences import DHA, GFGB
 from jaxferry.profiling.records import Profile
 
 
-def optimal_forward(profile: Profile) -> tuple[np.ndarray, float]:
-    """The modes, (layers,) codes of GFGB and DHA, whose forward ends first, and that end in seconds."""
-    known = _known_plans(profile)
-    limit = min(end for _, end in known)
+def optimal_forward(
+    profile: Profile, head: int = 0, lead_s: float = 0.0, limit_s: float = np.inf
+) -> tuple[np.ndarray, float]:
+    """The modes, (layers,) codes of GFGB and DHA, whose forward ends first, and that end in seconds.
+
+    Args:
+      profile: the layers.
+      head: this many first layers are DHA.
+      lead_s: seconds before the forward's start at which the loads begin, as they may in a chain of steps.
+      limit_s: an optimum above this is not looked for; what is returned then is above it too, but not the optimum.
+    """
+    known = _known_plans(profile, head, lead_s)
+    limit = min(limit_s, *(end for _, end in known))
     fastest_rest = np.array([min(x.forward_s, x.forward_dha_s) + x.inter_forward_s for x in profile.layers])
     rest = np.concatenate([np.cumsum(fastest_rest[::-1])[::-1][1:], [0.0]])
     shared = [group for group, members in enumerate(profile.groups) if len(members) > 1]
-    states = _States(np.zeros(1), np.zeros(1), np.zeros(1, dtype=np.int64))
+    states = _States(np.full(1, -lead_s), np.zeros(1), np.zeros(1, dtype=np.int64))
     history = []
     for index in range(len(profile.layers)):
         group = profile.group_of[index]
         bit = 1 << shared.index(group) if group in shared else 0
         states, origin = states.after(profile, index, bit)
-        keep = states.frontier(np.flatnonzero(states.gpu + rest[index] <= limit * (1 + 1e-12)))
+        allowed = states.gpu + rest[index] <= limit * (1 + 1e-12)
+        if index < head:
+            allowed &= origin % 2 == 0
+        keep = states.frontier(np.flatnonzero(allowed))
         states, origin = states.take(keep), origin[keep]
         history.append(origin)
-    if len(states.gpu) == 0 or states.gpu.min() >= limit:
+    if len(states.gpu) == 0 or states.gpu.min() >= min(end for _, end in known):
         return min(known, key=lambda plan: plan[1])
     return _trace(history, int(np.argmin(states.gpu))), float(states.gpu.min())
 
 
-def forward_s(profile: Profile, modes: np.ndarray) -> float:
+def forward_s(profile: Profile, modes: np.ndarray, lead_s: float = 0.0) -> float:
     """Seconds to the end of the forward for (layers,) codes; DFGB counts as DHA."""
     forward = Forward(profile)
+    forward.link = np.full(1, -lead_s)
     for index in range(len(modes)):
         forward.layer(index, modes[index : index + 1] != GFGB)
     return float(forward.gpu[0])
 
 
-def _known_plans(profile: Profile) -> list[tuple[np.ndarray, float]]:
+def _known_plans(profile: Profile, head: int, lead_s: float) -> list[tuple[np.ndarray, float]]:
     size = len(profile.layers)
-    plans = [forward_modes(profile), np.full(size, DHA, dtype=np.int8), np.full(size, GFGB, dtype=np.int8)]
-    return [(modes, forward_s(profile, modes)) for modes in plans]
+    plans = [np.full(size, DHA, dtype=np.int8), np.full(size, GFGB, dtype=np.int8)]
+    plans += [forward_modes(profile)] if head == 0 else []
+    for modes in plans:
+        modes[:head] = DHA
+    return [(modes, forward_s(profile, modes, lead_s)) for modes in plans]
 
 
 class _States:

@@ -14,4 +14,5 @@ class L2L(ModePolicy):
     summary = "every layer loaded twice, two on the device at a time"
 
     def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """RELOAD for every layer."""
         return np.full(len(profile.layers), RELOAD, dtype=np.int8)

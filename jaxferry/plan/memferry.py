@@ -26,6 +26,7 @@ class MemFerry(ModePolicy):
     summary = "MemFerry's Algorithm 1 as its text means, then the DFGB greedy"
 
     def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """Algorithm 1, then the greedy."""
         return with_dfgb(profile, forward_modes(profile), to_host)
 
 

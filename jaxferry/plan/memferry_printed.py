@@ -18,6 +18,7 @@ class MemFerryPrinted(ModePolicy):
     summary = "MemFerry's Algorithm 1 to the letter, for comparison"
 
     def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """Algorithm 1 to the letter, then the greedy."""
         return with_dfgb(profile, _Printed(profile).run(), to_host)
 
 

@@ -16,4 +16,5 @@ class NativeOffload(ModePolicy):
     updates = Updates.AFTER_ALL
 
     def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """GFGB for every layer."""
         return np.full(len(profile.layers), GFGB, dtype=np.int8)

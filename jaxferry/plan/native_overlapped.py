@@ -14,4 +14,5 @@ class NativeOverlapped(ModePolicy):
     summary = "loads and updates layer by layer"
 
     def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """GFGB for every layer."""
         return np.full(len(profile.layers), GFGB, dtype=np.int8)

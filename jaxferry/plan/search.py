@@ -144,6 +144,7 @@ class LocalSearch:
         self.evaluate, self.to_host, self.objective, self.allowed = evaluate, to_host, objective, allowed
 
     def values(self, modes: np.ndarray) -> np.ndarray:
+        """The objective of each of (plans, layers) modes in seconds, infinite outside the window."""
         steady = self.objective is Objective.STEADY
         return objective_values(self.evaluate(modes, self.to_host, steady=steady, peak=False), self.objective)
 

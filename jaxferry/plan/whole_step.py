@@ -52,6 +52,8 @@ class Costs:
 
     @classmethod
     def of(cls, profile: Profile, to_host: np.ndarray) -> "Costs":
+        """The costs of a profile's layers, given which gradients are written to the host, (layers,)."""
+
         def column(key: str) -> np.ndarray:
             return np.array([getattr(layer, key) for layer in profile.layers])
 
@@ -113,7 +115,6 @@ class StepSearch:
         self.rest_backward = np.concatenate([np.cumsum(least_backward[::-1])[::-1][1:], [0.0]])
         self.least_tail = self.costs.least_tail()
         self.complete = not self.shared
-        self.head = 0
 
     def best(self, limit_s: float, fixed: np.ndarray | None = None, head: int = 0, lead_s: float = 0.0) -> np.ndarray:
         """Modes, (plans, layers) codes, with a step below the limit, best first.
@@ -125,12 +126,11 @@ class StepSearch:
           lead_s: seconds before the step's start at which loads begin, as they can in a chain if the first layers are
             not loaded.
         """
-        self.head = head
         starts = (-lead_s, 0.0, 0.0, 0.0, -np.inf)
         states = _States(*(np.array([start]) for start in starts), *np.zeros((2, 1), dtype=np.int64))
         history, modes_of = [], []
         for index in range(self.size):
-            options = self.options(index, fixed)
+            options = self.options(index, fixed, head)
             states = _States.joined([self.after(states, index, mode) for mode in options])
             states = states.take(self.promising(states, index, limit_s))
             history.append(states.origin // 3)
@@ -141,11 +141,12 @@ class StepSearch:
         found = [_trace(history, modes_of, int(state)) for state in order[:_MOST_FOUND]]
         return np.array(found, dtype=np.int8).reshape(len(found), self.size)
 
-    def options(self, index: int, fixed: np.ndarray | None) -> tuple[int, ...]:
+    def options(self, index: int, fixed: np.ndarray | None, head: int) -> tuple[int, ...]:
+        """The modes that a layer may have."""
         options: tuple[int, ...] = (GFGB, DHA, DFGB)
         if fixed is not None:
             options = (GFGB,) if fixed[index] == GFGB else (DHA, DFGB)
-        elif index < self.head:
+        elif index < head:
             options = (DHA, DFGB)
         return options if index < self.size - 1 else tuple(mode for mode in options if mode != DFGB)
 

@@ -17,4 +17,5 @@ class ZeroOffload(ModePolicy):
     updates = Updates.AFTER_ALL
 
     def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """GFGB for every layer."""
         return np.full(len(profile.layers), GFGB, dtype=np.int8)

@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from jaxferry.errors import InputError
-from jaxferry.simulate.planning import SweepPoint
+from jaxferry.planning import SweepPoint
 
 
 def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:

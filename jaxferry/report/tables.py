@@ -5,7 +5,7 @@ import itertools
 from rich.table import Table
 
 from jaxferry.plan.records import Plan
-from jaxferry.simulate.planning import Comparison, SweepPoint
+from jaxferry.planning import Comparison, SweepPoint
 from jaxferry.simulate.report import Simulation
 from jaxferry.units import format_bytes, format_seconds
 

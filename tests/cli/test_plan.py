@@ -8,8 +8,8 @@ import pytest
 
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import policies
+from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
-from jaxferry.simulate.planning import make_plan
 
 
 @pytest.mark.parametrize("policy", policies())

@@ -8,7 +8,7 @@ import pytest
 from jaxferry.cli.tune import read_range
 from jaxferry.errors import InputError
 from jaxferry.plan.records import LayerPlan, Plan, Predicted
-from jaxferry.simulate.planning import SweepPoint, knee
+from jaxferry.planning import SweepPoint, knee
 
 
 def point(memory, time):

@@ -14,7 +14,7 @@ from jaxferry.plan.base import Request
 from jaxferry.plan.evaluate import Evaluator
 from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.plan.registry import policies
-from jaxferry.simulate.planning import make_plan
+from jaxferry.planning import make_plan
 from jaxferry.simulate.report import predict
 from tests.plan.profiles import profiles, transformer
 

@@ -9,8 +9,8 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.memferry import MemFerry, with_dfgb
 from jaxferry.plan.memferry_printed import MemFerryPrinted
 from jaxferry.plan.recurrences import DHA, GFGB, MODES
+from jaxferry.planning import make_plan
 from jaxferry.profiling.records import LayerProfile, Profile
-from jaxferry.simulate.planning import make_plan
 from tests.plan.oracle import Oracle
 from tests.plan.profiles import deterministic, profiles, with_modes
 

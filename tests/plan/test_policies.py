@@ -14,7 +14,7 @@ from jaxferry.plan.base import Objective, Request
 from jaxferry.plan.evaluate import Evaluator
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
-from jaxferry.simulate.planning import make_plan
+from jaxferry.planning import make_plan
 from jaxferry.simulate.report import simulate
 from tests.plan.oracle import Oracle
 from tests.plan.profiles import profiles, transformer
@@ -119,7 +119,7 @@ def test_go_memferry_is_memferry_with_another_default():
 
 
 def test_an_unknown_policy_lists_the_known_ones():
-    with pytest.raises(InputError, match="unknown policy 'fastest'.*zero-offload.*exact, auto"):
+    with pytest.raises(InputError, match=r"unknown policy 'fastest'.*zero-offload.*exact, auto"):
         make_policy("fastest")
 
 
@@ -127,6 +127,13 @@ def test_an_unknown_policy_lists_the_known_ones():
 def test_a_reserve_factor_that_is_none_is_refused(factor):
     with pytest.raises(InputError, match="reserve_factor must lie in"):
         Request(factor)
+
+
+def test_objectives_and_budgets_that_are_none_are_refused():
+    with pytest.raises(InputError, match="objective must be one of forward, step, steady, got 'speed'"):
+        make_plan(transformer(4), "exact", objective="speed")
+    with pytest.raises(InputError, match="memory_budget_bytes"):
+        Request(memory_budget_bytes=-1)
 
 
 def test_prediction_agrees_with_the_search_s_own_numbers():

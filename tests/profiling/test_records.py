@@ -50,7 +50,7 @@ def test_a_missing_key_is_named_with_its_layer(key):
 
 
 @pytest.mark.parametrize("key", ["load_s", "update_s", "inter_forward_s"])
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "1", None, [1], 10**400])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "1", None, [1], 1e13, 10**400])
 def test_a_time_that_is_none_is_refused_with_layer_and_key(key, value):
     with pytest.raises(InputError, match=f'layer "mlp": {key} '):
         Profile.from_json(document(**{key: value}))
@@ -85,7 +85,7 @@ def test_errors_of_the_document_s_shape():
 def test_entries_of_one_group_must_agree_on_their_bytes():
     layers = transformer(6, tied=True).layers
     other = LayerProfile.from_json(layers[-1].to_json() | {"param_bytes": 1})
-    with pytest.raises(InputError, match='layer "table5": param_bytes must be .* "table0".* got 1'):
+    with pytest.raises(InputError, match=r'layer "table5": param_bytes must be .* "table0".* got 1'):
         Profile({}, (*layers[:-1], other))
 
 

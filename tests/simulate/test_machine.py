@@ -1,5 +1,7 @@
 """The simulator agrees with a second one written from the model's text, and with numbers worked out by hand."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 
@@ -68,7 +70,7 @@ def test_no_step_is_shorter_than_a_lane_s_load_or_its_critical_path(case):
     durations = [run.schedule.tasks[index].duration_s for index in path]
     assert sum(durations) == simulation.step_s
     assert run.starts_s[path[0]] == 0
-    for before, after in zip(path, path[1:], strict=False):
+    for before, after in itertools.pairwise(path):
         assert run.ends_s[before] == run.starts_s[after]
 
 
@@ -120,7 +122,7 @@ def test_loads_for_the_next_step_hide_in_the_last_updates():
     simulation = simulate(profile, with_modes(profile, [Mode.DHA, Mode.GFGB]))
     # alone: load of b ends at 6, b's forward at 7, backwards at 8 and 9, a's gradient at 10, its update at 15
     assert simulation.step_s == 15
-    # in a chain b is updated at 10 and loaded until 16, a second after the step's end; b's forward ends at 17, 2 after it
+    # in a chain b is updated at 10 and loaded until 16, a second after the step's end; its forward ends at 17
     assert simulation.steady_step_s == 10
 
 
@@ -141,7 +143,7 @@ def test_link_bytes_count_every_way_over_the_link():
 
 def test_a_plan_for_another_profile_is_refused():
     profile, other = transformer(6), transformer(7)
-    with pytest.raises(InputError, match="another profile.*6 layers.*7"):
+    with pytest.raises(InputError, match=r"another profile.*6 layers.*7"):
         simulate(other, with_modes(profile, [Mode.DHA] * 6))
 
 

@@ -1,5 +1,6 @@
 """Traces are documents that Perfetto opens: one named row a lane, nothing overlapping in a row."""
 
+import itertools
 import json
 
 from hypothesis import given
@@ -24,4 +25,4 @@ def test_every_task_is_an_event_on_its_lane_s_row_and_rows_do_not_overlap(case):
     ]
     for row in rows:
         mine = [(event["ts"], event["ts"] + event["dur"]) for event in spans if event["tid"] == row]
-        assert all(before[1] <= after[0] + 1e-6 for before, after in zip(mine, mine[1:], strict=False))
+        assert all(before[1] <= after[0] + 1e-6 for before, after in itertools.pairwise(mine))

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxferry.errors import BudgetError
 from jaxferry.plan.auto import Auto, AutoSearch
-from jaxferry.plan.base import Objective, Request
+from jaxferry.plan.base import Objective, Request, read_objective
 from jaxferry.plan.bounds import steady_lower_bound_s
 from jaxferry.plan.evaluate import gradient_flags
 from jaxferry.plan.frontier import optimal_forward
@@ -42,7 +42,7 @@ def make_plan(
       InputError: if an argument is not acceptable.
       BudgetError: if no plan of the policy fits; it names the smallest feasible budget.
     """
-    request = Request(reserve_factor, memory_budget_bytes, Objective(objective), progress)
+    request = Request(reserve_factor, memory_budget_bytes, read_objective(objective), progress)
     return predict(profile, make_policy(policy).plan(profile, request))
 
 
@@ -140,8 +140,10 @@ def _fitting_plan(
 
 
 def knee(points: list[SweepPoint]) -> SweepPoint | None:
-    """Where more memory stops paying: of the points that none beats in both memory and steady time, the farthest below
-    the line from the leanest to the fastest one, both axes scaled to their range; the fastest one of two or fewer.
+    """Where more memory stops paying.
+
+    Of the points that none beats in both memory and steady time, the farthest below the line from the leanest to the
+    fastest one, both axes scaled to their range; the fastest one of two or fewer.
     """
     known = []
     for point in points:
