@@ -85,7 +85,7 @@ def _print(instance: Instance, outcome: Outcome) -> None:
     facts.add_row("policy", outcome.policy)
     facts.add_row("duration", format_seconds(outcome.duration_s))
     facts.add_row("compute", format_seconds(outcome.compute_s))
-    facts.add_row("overhead", f"{100 * outcome.overhead:.2f} %")
+    facts.add_row("overhead", "-" if outcome.overhead is None else f"{100 * outcome.overhead:.2f} %")
     facts.add_row("memory", f"{format_bytes(instance.memory_bytes)}, at least {_smallest(instance)}")
     facts.add_row("absent from forward to backward", _ranges(c.layer for c in outcome.choices if c.before_backward))
     facts.add_row("absent from backward to forward", _ranges(c.layer for c in outcome.choices if not c.before_backward))

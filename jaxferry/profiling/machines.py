@@ -9,7 +9,6 @@ a machine of one's own:
 """
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, Self
@@ -80,10 +79,8 @@ class Machine:
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InputError(f"{where}: {key} must be a number, got {value!r}")
-            if not 0 <= value < math.inf or (value == 0 and not key.endswith("_s")):
+            if not 0 <= value <= 1e30 or (value < 1e-30 and key not in ("launch_s", "link_latency_s")):
                 raise InputError(f"{where}: {key} must be positive and finite, got {value}")
-            if value == 0 and key not in ("launch_s", "link_latency_s"):
-                raise InputError(f"{where}: {key} must be positive and finite, got 0")
         if self.efficiency > 1:
             raise InputError(f"{where}: efficiency must lie in (0, 1], got {self.efficiency}")
         sources = self.sources

@@ -148,3 +148,9 @@ def test_bad_input_ends_with_status_2_and_one_line(
         assert caught.value.code == 2
         assert printed.out == ""
         assert len(printed.err.splitlines()) == 1
+
+
+def test_without_computation_there_is_no_overhead_to_speak_of(instance_file: pathlib.Path) -> None:
+    instance_file.write_text(json.dumps(DOCUMENT | {"forward_s": [0] * 4, "backward_s": [0] * 4}))
+    assert json.loads(run(instance_file, "--json"))["overhead"] is None
+    assert "overhead" in run(instance_file)

@@ -2,8 +2,8 @@
 
 The selection of Algorithm 1 makes room for the operations alone, not for transfers on their way. Selecting for a
 smaller memory, by 0 to 3 times the largest weight, leaves room for those as well; all schedules keep to the true
-memory.
-Our own addition: never worse than `greedy`, not optimal.
+memory. Selections that ignore the discount are tried too: on slow links it can pay to spread the transfers over more
+layers. Our own addition: never worse than `greedy`, not optimal.
 """
 
 from jaxferry.plan.weights.greedy import select
@@ -16,14 +16,18 @@ _LOWERED_BY = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
 
 
 def greedy_best(instance: Instance) -> Outcome:
-    """The shortest of the schedules that `greedy` finds when its selection sees less memory; ties to fewer choices.
+    """The shortest of the schedules found when the selection sees less memory; ties go to fewer choices.
 
     Raises:
       BudgetError: if no schedule exists.
     """
     instance.check_feasible()
     largest = max(instance.weights)
-    selections = dict.fromkeys(select(instance, instance.memory_bytes - share * largest) for share in _LOWERED_BY)
+    selections = dict.fromkeys(
+        select(instance, instance.memory_bytes - share * largest, discount)
+        for discount in (True, False)
+        for share in _LOWERED_BY
+    )
     outcomes = [
         Outcome.of("greedy-best", instance, choices, schedule_transfers(instance, choices)) for choices in selections
     ]

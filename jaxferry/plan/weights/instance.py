@@ -14,6 +14,8 @@ from jaxferry.units import format_bytes
 
 _LISTS = ("weights", "activations", "forward_s", "backward_s")
 _SCALARS = ("memory_bytes", "bandwidth_bytes_per_s")
+_LARGEST = 1e30
+"""Far beyond any machine, and far from where sums and quotients overflow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +57,8 @@ class Instance:
                 _check_number(f"{name}[{index}]", value)
         for name in _SCALARS:
             _check_number(name, getattr(self, name))
-        if self.bandwidth_bytes_per_s == 0:
-            raise InputError("bandwidth_bytes_per_s must be positive, got 0")
+        if self.bandwidth_bytes_per_s < 1 / _LARGEST:
+            raise InputError(f"bandwidth_bytes_per_s must be positive, got {self.bandwidth_bytes_per_s}")
 
     @property
     def num_layers(self) -> int:
@@ -141,5 +143,5 @@ def read_instance(path: str | os.PathLike[str]) -> Instance:
 def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name} must be a number, got {value!r}")
-    if not 0 <= value < math.inf:
-        raise InputError(f"{name} must be finite and not negative, got {value}")
+    if not 0 <= value <= _LARGEST:
+        raise InputError(f"{name} must be finite and not negative, at most {_LARGEST:g}, got {value}")

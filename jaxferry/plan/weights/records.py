@@ -88,9 +88,9 @@ class Outcome:
         return cls(policy, schedule.duration_s, instance.compute_s, tuple(sorted(choices)), schedule)
 
     @property
-    def overhead(self) -> float:
-        """The share of time beyond the computation: 0.02 is 2 %."""
-        return self.duration_s / self.compute_s - 1 if self.compute_s else 0.0
+    def overhead(self) -> float | None:
+        """The share of time beyond the computation: 0.02 is 2 %; None where there is no computation."""
+        return self.duration_s / self.compute_s - 1 if self.compute_s else None
 
     def to_json(self) -> dict[str, object]:
         """What `jaxferry weights --json` prints."""

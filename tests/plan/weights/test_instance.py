@@ -47,6 +47,8 @@ def test_equation_1_by_hand() -> None:
         ({"memory_bytes": float("inf")}, "memory_bytes must be finite"),
         ({"memory_bytes": None}, "memory_bytes must be a number, got None"),
         ({"bandwidth_bytes_per_s": 0}, "bandwidth_bytes_per_s must be positive"),
+        ({"bandwidth_bytes_per_s": 1e-300}, "bandwidth_bytes_per_s must be positive"),
+        ({"weights": [4, 10**400]}, r"weights\[1\] must be finite"),
         ({"bandwith": 1}, 'unknown key "bandwith"'),
     ],
 )

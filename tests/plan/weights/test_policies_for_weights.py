@@ -53,7 +53,7 @@ def test_every_schedule_keeps_to_the_model_and_takes_at_least_the_computation(in
         outcome = solve(instance, policy)
         assert outcome.policy == policy
         assert outcome.duration_s >= instance.compute_s * (1 - ROUNDING)
-        assert outcome.overhead >= -ROUNDING
+        assert outcome.overhead is None or outcome.overhead >= -ROUNDING
         if outcome.schedule is None:
             assert policy == "l2l" and outcome.note
         else:
