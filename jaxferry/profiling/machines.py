@@ -80,7 +80,7 @@ class Machine:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InputError(f"{where}: {key} must be a number, got {value!r}")
             if not 0 <= value <= 1e30 or (value < 1e-30 and key not in ("launch_s", "link_latency_s")):
-                raise InputError(f"{where}: {key} must be positive and finite, got {value}")
+                raise InputError(f"{where}: {key} must be positive and finite, got {str(value)[:40]}")
         if self.efficiency > 1:
             raise InputError(f"{where}: efficiency must lie in (0, 1], got {self.efficiency}")
         sources = self.sources

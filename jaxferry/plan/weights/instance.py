@@ -144,4 +144,4 @@ def _check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{name} must be a number, got {value!r}")
     if not 0 <= value <= _LARGEST:
-        raise InputError(f"{name} must be finite and not negative, at most {_LARGEST:g}, got {value}")
+        raise InputError(f"{name} must be finite and not negative, got {str(value)[:40]}")
