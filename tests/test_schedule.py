@@ -7,7 +7,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
 from jaxferry.simulate import machine
-from tests.plan.profiles import deterministic, planned, profiles, transformer, with_modes
+from profiles import deterministic, planned, profiles, transformer, with_modes
 
 
 def tasks_of(schedule, *kinds):

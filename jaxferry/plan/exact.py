@@ -32,10 +32,11 @@ MOST_ENUMERATED = 10
 
 _ALLOWED = (GFGB, DHA, DFGB)
 _BEAM = 64
-_WORK = 400_000
+_WORK_A_START = 120_000
+_WORK_FOR_BEST = 300_000
 _STARTS = 4
 _POINTS = 48
-_HEADS = (1, 2, 3, 4, 6, 8, 12, 16)
+_HEADS = (1, 2, 4, 8, 16)
 
 
 class Exact(Policy):
@@ -93,10 +94,11 @@ def explore(pool: Pool, to_host: np.ndarray, request: Request, optimum: np.ndarr
     found = np.concatenate([known, _whole_steps(profile, to_host, search, known)])
     values = search.values(found)
     request.report("local search")
-    improved = np.array([search.improve(start, _WORK) for start in _different(found, values)], dtype=np.int8)
+    improved = np.array([search.improve(start, _WORK_A_START) for start in _different(found, values)], dtype=np.int8)
+    best = search.improve(improved[int(np.argmin(search.values(improved)))], _WORK_FOR_BEST)
     pool.add(found, to_host)
     pool.add(improved, to_host)
-    best = improved[int(np.argmin(search.values(improved)))]
+    pool.add(best, to_host)
     for start in (best, gfgb, optimum):
         pool.add(_within_window(pool, prefix_family(profile, start, points=_POINTS), to_host), to_host)
 

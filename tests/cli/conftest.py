@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxferry.cli import main
-from tests.plan.profiles import transformer
+from profiles import transformer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pytest
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate.report import simulate
-from tests.plan.profiles import transformer
+from profiles import transformer
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.simulate.report import predict
-from tests.plan.profiles import profiles, transformer
+from profiles import profiles, transformer
 
 few = hypothesis.settings(derandomize=True, deadline=None, max_examples=15)
 NEARLY = 1 + 1e-9

@@ -11,8 +11,8 @@ from jaxferry.plan.evaluate import Evaluator, gradient_flags, mode_codes
 from jaxferry.plan.memory import peak_device_bytes, smallest_peak_bytes
 from jaxferry.plan.recurrences import CODES
 from jaxferry.simulate.report import simulate
-from tests.plan.oracle import Oracle
-from tests.plan.profiles import deterministic, planned, transformer, with_modes
+from oracle import Oracle
+from profiles import deterministic, planned, transformer, with_modes
 
 
 @deterministic

@@ -20,8 +20,8 @@ from jaxferry.plan.registry import policies
 from jaxferry.plan.whole_step import Costs, StepSearch
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
-from tests.plan.oracle import Oracle
-from tests.plan.profiles import deterministic, profiles, transformer, with_modes
+from oracle import Oracle
+from profiles import deterministic, profiles, transformer, with_modes
 
 few = hypothesis.settings(derandomize=True, deadline=None, max_examples=25)
 many = hypothesis.settings(derandomize=True, deadline=None, max_examples=150)

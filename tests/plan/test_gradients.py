@@ -10,7 +10,7 @@ from hypothesis import given
 from jaxferry.plan import gradients
 from jaxferry.plan.gradients import capacity_bytes, choose_gradients, gradients_to_host
 from jaxferry.profiling.records import Profile
-from tests.plan.profiles import deterministic, profiles, transformer
+from profiles import deterministic, profiles, transformer
 
 items = st.lists(st.tuples(st.integers(0, 30), st.integers(-3, 20)), min_size=1, max_size=9)
 

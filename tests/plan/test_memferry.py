@@ -11,8 +11,8 @@ from jaxferry.plan.memferry_printed import MemFerryPrinted
 from jaxferry.plan.recurrences import DHA, GFGB, MODES
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import LayerProfile, Profile
-from tests.plan.oracle import Oracle
-from tests.plan.profiles import deterministic, profiles, with_modes
+from oracle import Oracle
+from profiles import deterministic, profiles, with_modes
 
 
 def run(layers, modes):

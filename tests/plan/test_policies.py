@@ -16,8 +16,8 @@ from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.planning import make_plan
 from jaxferry.simulate.report import simulate
-from tests.plan.oracle import Oracle
-from tests.plan.profiles import profiles, transformer
+from oracle import Oracle
+from profiles import profiles, transformer
 
 few = hypothesis.settings(derandomize=True, deadline=None, max_examples=12)
 factors = st.sampled_from([None, 0.0, 0.29, 0.5, 1.0])

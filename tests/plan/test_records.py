@@ -8,7 +8,7 @@ from hypothesis import given
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Predicted, Updates
-from tests.plan.profiles import deterministic, planned, transformer, with_modes
+from profiles import deterministic, planned, transformer, with_modes
 
 
 def document(**changes):

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from jaxferry.errors import InputError
 from jaxferry.profiling.records import LayerProfile, Profile
-from tests.plan.profiles import deterministic, profiles, transformer
+from profiles import deterministic, profiles, transformer
 
 
 def document(**changes):

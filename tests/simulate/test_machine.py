@@ -11,8 +11,8 @@ from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
 from jaxferry.simulate import machine
 from jaxferry.simulate.report import predict, simulate
-from tests.plan.oracle import Oracle
-from tests.plan.profiles import deterministic, planned, profiles, transformer, with_modes
+from oracle import Oracle
+from profiles import deterministic, planned, profiles, transformer, with_modes
 
 PAPER_MODES = (Mode.GFGB, Mode.DHA, Mode.DFGB)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from jaxferry.schedule import Lane, schedule_chain
 from jaxferry.simulate.machine import run
 from jaxferry.simulate.trace import chrome_trace
-from tests.plan.profiles import deterministic, planned
+from profiles import deterministic, planned
 
 
 @deterministic
