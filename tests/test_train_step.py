@@ -295,7 +295,7 @@ def test_a_nan_loss_is_reported_with_step_and_layer_and_leaves_the_state(tmp_pat
     step = jaxferry.train_step(loss_fn, optax.adam(0.1))
     state, _ = step(step.init(params), (x, jnp.float32(1)))
     before = state.params
-    with pytest.raises(jaxferry.NonFiniteError, match="loss of step 1 is nan.*'second'") as caught:
+    with pytest.raises(jaxferry.NonFiniteError, match=r"loss of step 1 is nan.*'second'") as caught:
         step(state, (x, jnp.float32(jnp.nan)))
     assert (caught.value.step, caught.value.layer) == (1, "second")
     assert state.step == 1

@@ -120,8 +120,7 @@ class Executor:
 
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
-        for unit in state.units:
-            self._update_program(unit, state)
+        self._optimizer.compile_updates(state.units, state.layers, self._num_uses)
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> _Flight:
         graph = self.partition.graph
@@ -246,7 +245,7 @@ class Executor:
         """Issues the update of a unit; what it reads may still be on its way."""
         gradients = [flight.gradients.pop(layer, []) for layer in unit.layers]
         vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
-        program = self._update_program(unit, state)
+        program = unit.programs[tuple(self._num_uses[layer] for layer in unit.layers)]
         unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm)
         for layer, vector, used in zip(unit.layers, packed, gradients, strict=True):
             state.vectors[layer] = to_pinned(vector, self._placement)
@@ -255,12 +254,6 @@ class Executor:
             if layer in state.resident:
                 self._transfers.drop(state.resident.pop(layer))
                 state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
-
-    def _update_program(self, unit: Unit, state: TrainState) -> Any:
-        uses = tuple(self._num_uses[layer] for layer in unit.layers)
-        if uses not in unit.programs:
-            unit.programs[uses] = self._optimizer.update_program(unit, state.layers, uses)
-        return unit.programs[uses]
 
     def _release(self, flight: _Flight) -> None:
         """Frees what an exception left behind."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,7 +78,11 @@ class TrainState:
         self.layers, self.resident = tuple(layers), {}
         self.optimizer.check_parts(layers)
         self.units = self._make_units(masters, state)
-        self.vectors = [self._pack(layer, [masters[leaf.index] for leaf in layer.leaves]) for layer in layers]
+        programs = {layer.layout: self._packing(layer) for layer in layers}
+        self.vectors = [
+            to_pinned(programs[layer.layout]([masters[leaf.index] for leaf in layer.leaves]), self._placement)
+            for layer in layers
+        ]
 
     def block_until_ready(self) -> None:
         """Waits until every update in flight has ended."""
@@ -102,12 +106,11 @@ class TrainState:
     def _copy(self, array: jax.Array) -> jax.Array:
         return jax.device_put(np.array(array), self._placement.host, may_alias=False)
 
-    def _pack(self, layer: Layer, masters: Sequence[jax.Array]) -> Vectors:
+    def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
         def pack(masters: Any) -> Vectors:
             return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
 
-        packed = jax.jit(pack, out_shardings=self._placement.update_output)(masters)
-        return to_pinned(packed, self._placement)
+        return jax.jit(pack, out_shardings=self._placement.update_output)
 
 
 def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxferry.errors import InputError, PartitionError
 from jaxferry.partition import cuts
 from jaxferry.partition.dataflow import Dataflow, analyse
-from jaxferry.partition.derivative import linearise
+from jaxferry.partition.derivative import joint_graph
 from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.groups import Group, group_leaves, leaf_paths
 from jaxferry.partition.keys import Canonical
@@ -204,7 +204,7 @@ def _program_key(graph: Graph, segment: Segment) -> str:
     canonical = Canonical()
     content = canonical.equations(segment.equations, inputs, outputs, graph.avals)
     if canonical.is_opaque:
-        derived = linearise(graph, segment).graph
+        derived = joint_graph(graph, segment)
         content = Canonical().equations(
             derived.equations, (*derived.parameters, *derived.batch, *derived.constants), derived.outputs, derived.avals
         )

@@ -67,7 +67,7 @@ class Derivative:
 
 def differentiate(graph: Graph, segment: Segment, remat: str = "none") -> Derivative:
     """Builds the forward and the backward of `segment`; `remat` is one of `REMAT`."""
-    return _recomputing(segment) if remat == "full" else _keeping(segment, linearise(graph, segment))
+    return _recomputing(segment) if remat == "full" else _keeping(segment, _linearise(graph, segment))
 
 
 def _pullback(segment: Segment, weights: Any, inputs: Any, passive: Any) -> tuple[list[Any], Any, list[Any]]:
@@ -91,7 +91,7 @@ def _recomputing(segment: Segment) -> Derivative:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Linearised:
+class _Linearised:
     """The graph of `_pullback`, with the atoms of each of its results."""
 
     graph: Graph
@@ -101,9 +101,24 @@ class Linearised:
     tree: Any
 
 
-def linearise(graph: Graph, segment: Segment) -> Linearised:
-    """Traces the pullback of a segment of `graph`; custom derivative rules are plain equations in the result."""
-    avals = [[graph.avals[value] for value in values] for values in (segment.weights, segment.inputs, segment.passive)]
+def _shapes(graph: Graph, values: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    avals = [graph.avals[value] for value in values]
+    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+
+
+def joint_graph(graph: Graph, segment: Segment) -> Graph:
+    """The forward and backward of a segment in one graph, in which custom derivative rules are plain equations."""
+
+    def run(weights: Any, inputs: Any, passive: Any, cotangents: Any) -> Any:
+        outputs, pullback, extras = _pullback(segment, weights, inputs, passive)
+        return outputs, extras, pullback(cotangents)
+
+    weights, *others = (_shapes(graph, v) for v in (segment.weights, segment.inputs, segment.passive, segment.outputs))
+    return trace(run, weights, tuple(others), {})
+
+
+def _linearise(graph: Graph, segment: Segment) -> _Linearised:
+    """Traces the forward of a segment with its residuals."""
     trees = []
 
     def run(weights: Any, inputs: Any, passive: Any) -> Any:
@@ -112,14 +127,14 @@ def linearise(graph: Graph, segment: Segment) -> Linearised:
         trees.append(tree)
         return outputs, extras, residuals
 
-    shapes = [[jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in a] for a in avals]
-    linear = trace(run, shapes[0], (shapes[1], shapes[2]), {})
+    weights, inputs, passive = (_shapes(graph, v) for v in (segment.weights, segment.inputs, segment.passive))
+    linear = trace(run, weights, (inputs, passive), {})
     num_outputs, num_extras = len(segment.outputs), len(segment.extras)
     outputs, rest = linear.outputs[:num_outputs], linear.outputs[num_outputs:]
-    return Linearised(linear, outputs, rest[:num_extras], rest[num_extras:], trees[-1])
+    return _Linearised(linear, outputs, rest[:num_extras], rest[num_extras:], trees[-1])
 
 
-def _keeping(segment: Segment, lin: Linearised) -> Derivative:
+def _keeping(segment: Segment, lin: _Linearised) -> Derivative:
     graph, num_inputs = lin.graph, len(segment.inputs)
     from_weights = _made_from(graph, set(graph.parameters))
     passive = graph.batch[num_inputs:]
