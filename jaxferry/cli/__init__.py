@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from jaxferry.cli import plan, simulate, tune
+from jaxferry.cli import plan, profile, simulate, tune, weights
 from jaxferry.errors import JaxFerryError
 
 app = typer.Typer(
@@ -13,7 +13,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_COMMANDS = (plan, simulate, tune)
+_COMMANDS = (profile, plan, simulate, weights, tune)
 for _command in _COMMANDS:
     _command.register(app)
 
