@@ -1,7 +1,7 @@
 """What JaxFerry's step costs where nothing needs to be offloaded: against one plain jitted Optax step, on the CPU.
 
-GPT-2 124m, batch 4, sequence 128, AdamW, all layers GFGB. Every parameter and every gradient is copied between two kinds
-of memory, which on a CPU are the same memory; plain JAX copies nothing. Expected at most 1.05 of the plain step.
+GPT-2 124m, batch 4, sequence 128, AdamW, all layers GFGB. Every parameter and every gradient is copied between two
+kinds of memory, which on a CPU are the same memory; plain JAX copies nothing. Expected at most 1.05 of the plain step.
 
     python benchmarks/engine_overhead.py [--size 124m] [--repetitions 9]
 """

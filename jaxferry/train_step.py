@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxferry.choice import choose_plan
 from jaxferry.engine import (
     Evaluator,
     Executor,
@@ -40,7 +41,9 @@ from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, NonFiniteError, StateError
 from jaxferry.modes import Mode
 from jaxferry.partition import REMAT, Layer, Partition, layers_by_path, partition
-from jaxferry.plan.records import Plan
+from jaxferry.plan.records import Loads, Plan, Updates
+from jaxferry.plan.registry import make_policy
+from jaxferry.profiling.records import Profile
 from jaxferry.units import parse_bytes
 
 
@@ -49,11 +52,12 @@ def train_step(
     optimizer: optax.GradientTransformation,
     *,
     memory_budget: int | str | None = None,
-    reserve_factor: float = 1.0,
+    reserve_factor: float | None = None,
     clip_norm: float | None = None,
     compute_dtype: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     policy: str | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
     remat: str = "none",
     skip_nonfinite: bool = False,
     device: jax.Device | None = None,
@@ -66,11 +70,14 @@ def train_step(
       optimizer: any Optax transformation. It is run layer by layer if that gives the same result, else as one update
         after the last gradient, with a warning.
       memory_budget: device memory, such as `"8GiB"` or a number of bytes; None for no limit.
-      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device; 1 offloads none directly.
+      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device until a transfer takes them;
+        None for the policy's default, most often 1.
       clip_norm: global norm that gradients are clipped to, exactly; None clips nothing.
       compute_dtype: dtype in which the device sees the parameters, such as `jnp.bfloat16`; None leaves their own.
       plan: a plan, or the path of its JSON file, in place of a policy.
-      policy: name of the policy that chooses the plan.
+      policy: name of the policy that chooses the plan, such as `"exact"`, `"memferry"` or `"auto"`; None loads each
+        layer once and keeps it until its backward, as long as the memory budget lets it.
+      profile: what the policy plans with, or the path of its JSON file; None estimates one from the segments.
       remat: `"none"`, or `"full"` to compute each segment's forward again in its backward.
       skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
         non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
@@ -83,7 +90,7 @@ def train_step(
         raise InputError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InputError(f"optimizer must be an Optax GradientTransformation, got {optimizer!r}")
-    if not 0 <= reserve_factor <= 1:
+    if reserve_factor is not None and not 0 <= reserve_factor <= 1:
         raise InputError(f"reserve_factor must lie in [0, 1], got {reserve_factor}")
     if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
         raise InputError(f"clip_norm must be a positive number or None, got {clip_norm}")
@@ -93,7 +100,10 @@ def train_step(
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r})")
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    options = _Options(budget, reserve_factor, clip_norm, compute_dtype, loaded, policy, remat, skip_nonfinite)
+    known = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
+    if policy is not None:
+        make_policy(policy)
+    options = _Options(budget, reserve_factor, clip_norm, compute_dtype, loaded, policy, known, remat, skip_nonfinite)
     return TrainStep(loss_fn, optimizer, options, device)
 
 
@@ -102,11 +112,12 @@ class _Options:
     """The checked arguments of `train_step`."""
 
     memory_budget_bytes: int | None
-    reserve_factor: float
+    reserve_factor: float | None
     clip_norm: float | None
     compute_dtype: Any
     plan: Plan | None
     policy: str | None
+    profile: Profile | None
     remat: str
     skip_nonfinite: bool
 
@@ -117,12 +128,14 @@ class Prepared:
 
     Attributes:
       partition: the segments.
-      modes: the mode of each segment.
+      plan: what the policy chose.
+      modes: the mode of each segment: the plan's, but for what the memory budget turned into RELOAD.
       peak: the most device memory that a step needs.
       num_executables: number of programs compiled for the device.
     """
 
     partition: Partition
+    plan: Plan
     modes: tuple[Mode, ...]
     peak: Peak
     num_executables: int
@@ -330,9 +343,11 @@ class TrainStep:
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
         programs = Programs(parts, derivatives, self._placement)
-        wanted = self._modes(parts)
-        modes = fit_modes(parts, derivatives, wanted, options.memory_budget_bytes, programs.temporary_bytes)
-        script = make_script(parts, derivatives, modes)
+        plan = self._plan(parts)
+        loads_first, temporary_bytes = plan.loads is Loads.BULK, programs.temporary_bytes
+        budget = options.memory_budget_bytes
+        modes = fit_modes(parts, derivatives, plan.modes, budget, temporary_bytes, loads_first)
+        script = make_script(parts, derivatives, modes, loads_first)
         executor = Executor(
             parts,
             programs,
@@ -340,26 +355,25 @@ class TrainStep:
             resident_layers(parts, modes),
             self._host_optimizer(),
             self._placement,
-            is_clipped=options.clip_norm is not None,
+            loads_first=loads_first,
+            updates_last=options.clip_norm is not None or plan.updates is Updates.AFTER_ALL,
             skip_nonfinite=options.skip_nonfinite,
         )
-        peak = peak_of(parts, derivatives, modes, programs.temporary_bytes)
-        return Prepared(parts, tuple(modes), peak, programs.num_executables, executor)
+        peak = peak_of(parts, derivatives, modes, temporary_bytes, loads_first)
+        return Prepared(parts, plan, tuple(modes), peak, programs.num_executables, executor)
 
-    def _modes(self, parts: Partition) -> list[Mode]:
-        """The modes of the plan, segment by segment."""
-        plan = self._options.plan
-        if plan is None:
-            return [Mode.GFGB] * len(parts.segments)
-        names = [segment.name for segment in parts.segments]
-        planned = [layer.name for layer in plan.layers]
-        if names != planned:
-            differing = next((n for n in [*names, *planned] if n not in names or n not in planned), "their order")
-            raise InputError(
-                f"the plan is for another model: it has {len(planned)} layers, the model {len(names)} segments, and "
-                f"they differ in {differing!r}"
-            )
-        return list(plan.modes)
+    def _plan(self, parts: Partition) -> Plan:
+        options = self._options
+        return choose_plan(
+            parts,
+            plan=options.plan,
+            policy=options.policy,
+            profile=options.profile,
+            device_kind=self._placement.device_kind,
+            reserve_factor=options.reserve_factor,
+            memory_budget_bytes=options.memory_budget_bytes,
+            remat=options.remat,
+        )
 
     def _warn_of_unread(self, parts: Partition) -> None:
         if parts.unread_leaves and not self._has_warned:

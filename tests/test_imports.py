@@ -23,10 +23,13 @@ LAYERS = (
     ("schedule",),
     ("simulate",),
     ("plan",),
+    ("planning",),
+    ("choice",),
     ("engine",),
     ("train_step",),
     ("report",),
     ("cli",),
+    ("__main__",),
     ("",),
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}

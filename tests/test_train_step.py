@@ -13,6 +13,8 @@ import pytest
 import jaxferry
 import models
 from jaxferry.modes import Mode
+from jaxferry.plan.registry import policies
+from jaxferry.profiling.records import LayerProfile, Profile
 from planned import UNIFORM, assert_same_bits, plan_of, train
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 
@@ -388,3 +390,48 @@ def test_a_failure_between_updates_marks_the_state(gpt, monkeypatch, tmp_path):
     for use in (lambda: step(state, gpt.batch), lambda: state.params, lambda: step.save(state, tmp_path / "saved")):
         with pytest.raises(jaxferry.StateError, match="ran out of memory"):
             use()
+
+
+@pytest.mark.parametrize("policy", sorted(policies()))
+def test_every_policy_trains_with_the_same_bits(gpt, policy):
+    expected = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3)), gpt, 3)
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), policy=policy, reserve_factor=0.5)
+    state, losses = train(step, gpt, 3)
+    assert step.prepare(gpt.batch).plan.policy == policy
+    assert losses == expected[1]
+    assert_same_bits(state.params, expected[0].params)
+
+
+def test_an_unknown_policy_lists_the_known():
+    with pytest.raises(jaxferry.InputError, match="memferry"):
+        jaxferry.train_step(lambda p, b: p, optax.sgd(0.1), policy="memfairy")
+
+
+def test_a_policy_plans_with_the_given_profile_and_checks_that_it_fits_the_model(gpt, tmp_path):
+    task = models.gpt(depth=2)
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    step.init(gpt.params)
+    parts = step.prepare(gpt.batch).partition
+    times = dict.fromkeys(("forward_s", "backward_s", "backward_go_s", "offload_s", "update_s"), 1.0)
+    layers = tuple(
+        LayerProfile(
+            segment.name,
+            parts.layers[segment.layer].num_bytes,
+            parts.layers[segment.layer].num_bytes,
+            load_s=9.0,
+            forward_dha_s=1.0 if segment.name == "h_0" else 99.0,
+            backward_dha_s=99.0,
+            parameters=parts.layers[segment.layer].name,
+            **times,
+        )
+        for segment in parts.segments
+    )
+    path = str(tmp_path / "profile.json")
+    Profile({"name": "made up"}, layers).save(path)
+    planned = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), policy="memferry", profile=path)
+    train(planned, gpt, 1)
+    chosen = {layer.name for layer in planned.prepare(gpt.batch).plan.layers if layer.mode is not Mode.GFGB}
+    assert chosen == {"h_0"}
+    other = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), policy="memferry", profile=path)
+    with pytest.raises(jaxferry.InputError, match="the profile is for another model"):
+        train(other, task, 1)

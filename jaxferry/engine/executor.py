@@ -73,8 +73,10 @@ class Executor:
       resident: layers whose device copy outlives the step.
       optimizer: the host optimizer.
       placement: where arrays live.
-      is_clipped: whether updates wait for the global norm.
-      skip_nonfinite: whether updates wait for the norm to be known finite.
+      loads_first: whether the first forward waits for all loads (the plan's `loads: "bulk"`).
+      updates_last: whether updates wait for the last gradient: for the global norm, or by the plan's wish.
+      skip_nonfinite: whether a step is skipped whose loss or gradients are not finite; its updates wait for the last
+        gradient likewise.
     """
 
     def __init__(
@@ -85,14 +87,15 @@ class Executor:
         resident: Iterable[int],
         optimizer: HostOptimizer,
         placement: Placement,
-        is_clipped: bool = False,
+        loads_first: bool = False,
+        updates_last: bool = False,
         skip_nonfinite: bool = False,
     ) -> None:
         self.partition, self.programs = partition, programs
         self._script, self._resident = list(script), frozenset(resident)
         self._optimizer, self._placement = optimizer, placement
         self._skip_nonfinite = skip_nonfinite
-        self._is_gated = is_clipped or skip_nonfinite
+        self._loads_first, self._updates_last = loads_first, updates_last or skip_nonfinite
         self._transfers = Transfers(placement, partition.layers)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
@@ -141,7 +144,7 @@ class Executor:
         complete: list[int] = []
         is_finite = None
         no_norm = jnp.float32(0)
-        is_gated = self._is_gated or self._optimizer.is_joint
+        updates_last = self._updates_last or self._optimizer.is_joint
         try:
             for place, event in enumerate(self._script):
                 if event.kind is Kind.FORWARD:
@@ -154,7 +157,7 @@ class Executor:
                 # The first backward is issued before the loss is looked at, so the device has work meanwhile.
                 if is_finite is None and (event.kind is Kind.BACKWARD or place == len(self._script) - 1):
                     is_finite = bool(np.isfinite(np.asarray(flight.values[self.partition.loss])))
-                while is_finite and complete and not is_gated:
+                while is_finite and complete and not updates_last:
                     self._update(pending.pop(complete.pop(0)), state, flight, no_norm)
             norm = self._total([flight.norms[layer] for layer in sorted(flight.norms)])
             if self._skip_nonfinite:
@@ -177,6 +180,8 @@ class Executor:
         """Issues the loads of one event, its program, and everything that ends with it."""
         for layer in event.loads:
             flight.held[layer] = self._transfers.load(layer, state.vectors[layer])
+        if self._loads_first and event is self._script[0]:
+            jax.block_until_ready([held.parameters() for held in flight.held.values()])
         segment, values = self.partition.segments[event.segment], flight.values
         if event.kind is Kind.BACKWARD:
             self._backward(event, flight)

@@ -12,10 +12,14 @@ from jaxferry.units import format_bytes
 
 
 def peak_of(
-    partition: Partition, derivatives: Mapping[int, Derivative], modes: Sequence[Mode], temporary_bytes: int
+    partition: Partition,
+    derivatives: Mapping[int, Derivative],
+    modes: Sequence[Mode],
+    temporary_bytes: int,
+    loads_first: bool = False,
 ) -> Peak:
     """The most device memory that a step under these modes needs."""
-    script = make_script(partition, derivatives, modes)
+    script = make_script(partition, derivatives, modes, loads_first)
     return peak_bytes(partition, derivatives, modes, script, temporary_bytes)
 
 
@@ -25,6 +29,7 @@ def fit_modes(
     modes: Sequence[Mode],
     budget_bytes: int | None,
     temporary_bytes: int,
+    loads_first: bool = False,
 ) -> list[Mode]:
     """Turns as few segments as needed into RELOAD, first to last, until the step fits.
 
@@ -37,7 +42,7 @@ def fit_modes(
     if budget_bytes is None:
         return fitted
     reload = [Mode.RELOAD] * len(fitted)
-    smallest = peak_of(partition, derivatives, reload, temporary_bytes).total
+    smallest = peak_of(partition, derivatives, reload, temporary_bytes, loads_first).total
     if smallest > budget_bytes:
         largest = max(partition.layers, key=lambda layer: layer.num_bytes)
         raise BudgetError(
@@ -47,7 +52,7 @@ def fit_modes(
             smallest,
         )
     for place in range(len(fitted)):
-        if peak_of(partition, derivatives, fitted, temporary_bytes).total <= budget_bytes:
+        if peak_of(partition, derivatives, fitted, temporary_bytes, loads_first).total <= budget_bytes:
             break
         fitted[place] = Mode.RELOAD
     return fitted

@@ -40,6 +40,12 @@ class Placement:
         return str(device.platform)
 
     @property
+    def device_kind(self) -> str:
+        """What the device calls itself, such as `NVIDIA H200`."""
+        device: Any = next(iter(self.device.device_set))
+        return str(device.device_kind)
+
+    @property
     def update_output(self) -> NamedSharding:
         """Where the host update writes the compute copy: pinned memory if the CPU backend can, else its own."""
         return self.pinned if self.is_cpu else self.host

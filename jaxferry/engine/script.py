@@ -37,7 +37,7 @@ class Event:
 
 
 def make_script(
-    partition: Partition, derivatives: Mapping[int, Derivative], modes: Sequence[Mode], ahead: int = 1
+    partition: Partition, derivatives: Mapping[int, Derivative], modes: Sequence[Mode], loads_first: bool = False
 ) -> list[Event]:
     """The events of a training step.
 
@@ -45,7 +45,9 @@ def make_script(
       partition: the segments.
       derivatives: by program number; what each backward reads.
       modes: the mode of each segment. A layer that several segments use has one device copy while any of them holds it.
-      ahead: how many programs ahead of its first use a load is issued.
+        Without the native operations no program reads host memory: DHA is loaded at its use, not ahead of it, and
+        dropped right after; DFGB is loaded at its forward.
+      loads_first: whether the forward's loads are all issued at the start; else each one program ahead of its use.
     """
     last = len(partition.segments) - 1
     events = [Event(Kind.FORWARD, s) for s in range(last)] + [Event(Kind.LOSS, last)]
@@ -53,8 +55,11 @@ def make_script(
     loads: dict[int, list[tuple[int, int]]] = {}
     drops: dict[int, list[int]] = {}
     for layer in range(len(partition.layers)):
-        for first, end in _held(layer, partition, derivatives, modes):
-            loads.setdefault(max(0, first - ahead), []).append((first, layer))
+        free = 0
+        for first, end, is_direct in _held(layer, partition, derivatives, modes):
+            early = 0 if loads_first and first <= last else first - 1
+            issued, free = first if is_direct else max(free, early), end + 1
+            loads.setdefault(issued, []).append((first, layer))
             drops.setdefault(end, []).append(layer)
     frees = _frees(partition, derivatives, events)
     return [
@@ -75,27 +80,29 @@ def resident_layers(partition: Partition, modes: Sequence[Mode]) -> frozenset[in
 
 def _held(
     layer: int, partition: Partition, derivatives: Mapping[int, Derivative], modes: Sequence[Mode]
-) -> list[tuple[int, int]]:
-    """First and last event of each time that the layer is on the device within a step."""
+) -> list[tuple[int, int, bool]]:
+    """First and last event of each time that the layer is on the device within a step, and whether it starts by DHA."""
     if layer in resident_layers(partition, modes):
         return []
     end = 2 * len(partition.segments) - 2
-    spans: list[tuple[int, int]] = []
+    spans: list[tuple[int, int, bool]] = []
     for place, (segment, mode) in enumerate(zip(partition.segments, modes, strict=True)):
         if segment.layer != layer:
             continue
-        if mode is Mode.GFGB:
-            spans.append((place, end - place))
+        if mode in (Mode.GFGB, Mode.DFGB):
+            spans.append((place, end - place, mode is Mode.DFGB))
         else:
-            spans.append((place, place))
+            spans.append((place, place, mode is Mode.DHA))
             # The backward of a lookup, for one, reads no weight.
-            spans += [(end - place, end - place)] if derivatives[segment.program].reads_weights else []
-    joined: list[tuple[int, int]] = []
-    for first, last in sorted(spans):
+            reads = derivatives[segment.program].reads_weights
+            spans += [(end - place, end - place, mode is Mode.DHA)] if reads else []
+    joined: list[tuple[int, int, bool]] = []
+    for first, last, is_direct in sorted(spans):
         if joined and first <= joined[-1][1] + 1:
-            joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
+            start, stop, was_direct = joined[-1]
+            joined[-1] = (start, max(last, stop), was_direct)
         else:
-            joined.append((first, last))
+            joined.append((first, last, is_direct))
     return joined
 
 

@@ -25,7 +25,8 @@ SEPARABLE = {
     "by value": optax.chain(optax.clip(0.01), optax.sgd(0.1)),
     "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2, eps=1e-3),
     "by label": optax.multi_transform(
-        {"w": optax.adam(1e-2, eps=1e-3), "b": optax.sgd(1e-1)}, lambda p: jax.tree.map(lambda x: "w" if x.ndim > 1 else "b", p)
+        {"w": optax.adam(1e-2, eps=1e-3), "b": optax.sgd(1e-1)},
+        lambda p: jax.tree.map(lambda x: "w" if x.ndim > 1 else "b", p),
     ),
 }
 JOINT = {

@@ -1,0 +1,86 @@
+"""The plan of a training step: the user's own, or a policy's for what the partition costs on this machine."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from jaxferry.errors import BudgetError, InputError
+from jaxferry.modes import Mode
+from jaxferry.partition import Partition
+from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.planning import make_plan
+from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.machines import MACHINES
+from jaxferry.profiling.records import Profile
+from jaxferry.profiling.segment_costs import partition_costs
+
+DEFAULT_MACHINE = "h200-pcie5"
+"""What a profile is estimated for where the device is none of the known GPUs (a CPU, for one)."""
+
+
+def choose_plan(
+    parts: Partition,
+    *,
+    plan: Plan | None,
+    policy: str | None,
+    profile: Profile | None,
+    device_kind: str,
+    reserve_factor: float | None,
+    memory_budget_bytes: int | None,
+    remat: str,
+) -> Plan:
+    """Chooses the modes of the segments.
+
+    Args:
+      parts: the segments.
+      plan: a plan for just these segments, which is taken as it is.
+      policy: the policy to ask otherwise; None loads every layer once (GFGB).
+      profile: what the policy plans with; None estimates one by roofline.
+      device_kind: what the device calls itself, such as `"NVIDIA H200"`.
+      reserve_factor: share of all gradient bytes that may stay on the device; None for the policy's default.
+      memory_budget_bytes: handed to the policy. The engine counts for itself afterwards, to the byte, so a policy that
+        finds nothing in it is asked again without.
+      remat: what is kept between forward and backward.
+
+    Raises:
+      InputError: if the plan or the profile is for another model, or there is no such policy.
+    """
+    names = [segment.name for segment in parts.segments]
+    if plan is not None:
+        _check_names("plan", [layer.name for layer in plan.layers], names)
+        return plan
+    if policy is None:
+        layers = tuple(LayerPlan(name, Mode.GFGB) for name in names)
+        return Plan("native-overlapped", 1.0 if reserve_factor is None else reserve_factor, layers)
+    if profile is None:
+        machine = _machine_of(device_kind)
+        profile = estimate_profile(partition_costs(parts, remat), MACHINES[machine], {"device": device_kind})
+    _check_names("profile", [layer.name for layer in profile.layers], names)
+    options: dict[str, Any] = {"reserve_factor": reserve_factor}
+    try:
+        return make_plan(profile, policy, memory_budget_bytes=memory_budget_bytes, **options)
+    except BudgetError:
+        return make_plan(profile, policy, **options)
+
+
+def _machine_of(device_kind: str) -> str:
+    words = device_kind.lower().replace("geforce", "").replace(" ", "")
+    for name in MACHINES:
+        if name.split("-")[0] in words:
+            return name
+    if "nvidia" in words:
+        warnings.warn(
+            f"no figures are known for {device_kind!r}: planning with {DEFAULT_MACHINE}; profile= takes others",
+            stacklevel=6,
+        )
+    return DEFAULT_MACHINE
+
+
+def _check_names(what: str, given: list[str], segments: list[str]) -> None:
+    if given != segments:
+        differing = next((n for n in [*segments, *given] if n not in segments or n not in given), "their order")
+        raise InputError(
+            f"the {what} is for another model: it has {len(given)} layers, the model {len(segments)} segments, and "
+            f"they differ in {differing!r}"
+        )
