@@ -1,8 +1,8 @@
 """JaxFerry: a trainer for Flax models that do not fit into GPU memory.
 
-    step = jaxferry.train_step(loss_fn, optax.adamw(3e-4), memory_budget="8GiB")
-    state = step.init(params)
-    state, metrics = step(state, batch)
+step = jaxferry.train_step(loss_fn, optax.adamw(3e-4), memory_budget="8GiB")
+state = step.init(params)
+state, metrics = step(state, batch)
 """
 
 from jaxferry.errors import (

@@ -1,8 +1,8 @@
 """The public entry: `train_step` turns a loss function and an Optax optimizer into an offloaded training step.
 
-    step = train_step(loss_fn, optax.adamw(3e-4), memory_budget="8GiB")
-    state = step.init(params)
-    state, metrics = step(state, batch)
+step = train_step(loss_fn, optax.adamw(3e-4), memory_budget="8GiB")
+state = step.init(params)
+state, metrics = step(state, batch)
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jaxferry.engine import (
     Executor,
     HostOptimizer,
     Peak,
+    Programs,
     StepResult,
     TrainState,
     checkpoint,
-    compile_programs,
     derivatives_of,
     fit_modes,
     make_placement,
@@ -187,14 +187,10 @@ class TrainStep:
           BudgetError: if no plan fits into `memory_budget`.
           StateError: if the state is not one of this step's, or damaged.
         """
-        self._check(state)
-        prepared = self.prepare(*args, **kwargs)
-        state.arrange(prepared.partition.layers)
-        prepared._executor.compile_updates(state)
+        prepared = self._arranged(state, args, kwargs)
+        number = state.step
         result = prepared._executor.step(state, jax.tree.leaves((args, kwargs)))
-        metrics = self._metrics(state, prepared.partition, result)
-        state.step += 1
-        return state, metrics
+        return state, self._metrics(number, prepared.partition, result)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
         """Partitions, plans and compiles for arguments of this structure, or finds what was made before.
@@ -209,6 +205,23 @@ class TrainStep:
         if key not in self._prepared:
             self._prepared[key] = self._prepare(args, kwargs)
         return self._prepared[key]
+
+    def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
+        """Compiles the host updates too, so that the first step takes no longer than the next.
+
+        Args:
+          state: the training state; it is arranged in the layers of the partition.
+          *args: as the step is called with; arrays or shape structs.
+          **kwargs: likewise.
+        """
+        self._arranged(state, args, kwargs)
+
+    def _arranged(self, state: TrainState, args: Any, kwargs: Any) -> Prepared:
+        self._check(state)
+        prepared = self.prepare(*args, **kwargs)
+        state.arrange(prepared.partition.layers)
+        prepared._executor.compile_updates(state)
+        return prepared
 
     def evaluate(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
         """What the loss function returns for the current parameters, layer by layer, without derivatives.
@@ -313,16 +326,17 @@ class TrainStep:
 
     def _prepare(self, args: Any, kwargs: Any) -> Prepared:
         options, known = self._options, next(iter(self._prepared.values()), None)
-        parts = self._partition(args, kwargs, known and known.partition.layers)
+        parts = self._partition(args, kwargs, known.partition.layers if known else None)
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
-        programs = compile_programs(parts, derivatives, self._placement)
+        programs = Programs(parts, derivatives, self._placement)
         wanted = self._modes(parts)
         modes = fit_modes(parts, derivatives, wanted, options.memory_budget_bytes, programs.temporary_bytes)
+        script = make_script(parts, derivatives, modes)
         executor = Executor(
             parts,
             programs,
-            make_script(parts, derivatives, modes),
+            script,
             resident_layers(parts, modes),
             self._host_optimizer(),
             self._placement,
@@ -342,8 +356,8 @@ class TrainStep:
         if names != planned:
             differing = next((n for n in [*names, *planned] if n not in names or n not in planned), "their order")
             raise InputError(
-                f"the plan is for another model: it has {len(planned)} layers, the model {len(names)} segments, and they "
-                f"differ in {differing!r}"
+                f"the plan is for another model: it has {len(planned)} layers, the model {len(names)} segments, and "
+                f"they differ in {differing!r}"
             )
         return list(plan.modes)
 
@@ -355,15 +369,15 @@ class TrainStep:
                 stacklevel=5,
             )
 
-    def _metrics(self, state: TrainState, parts: Partition, result: StepResult) -> dict[str, Any]:
+    def _metrics(self, number: int, parts: Partition, result: StepResult) -> dict[str, Any]:
         loss = np.asarray(result.loss)
         if not np.isfinite(loss) and not self._options.skip_nonfinite:
             finite = [bool(flag) for flag in result.finite]
             layer = parts.segments[finite.index(False)].name if False in finite else None
             raise NonFiniteError(
-                f"the loss of step {state.step} is {loss}; the first layer with a non-finite output is {layer!r}; the "
+                f"the loss of step {number} is {loss}; the first layer with a non-finite output is {layer!r}; the "
                 "state is that before the step (skip_nonfinite=True skips such steps)",
-                state.step,
+                number,
                 layer,
             )
         metrics: dict[str, Any] = {
@@ -372,7 +386,7 @@ class TrainStep:
             "device_param_bytes_peak": result.device_param_bytes_peak,
         }
         if self._options.skip_nonfinite:
-            metrics["skipped"] = ~np.asarray(result.ok)
+            metrics["skipped"] = not result.is_applied
         if parts.aux_tree is not None:
             metrics["aux"] = jax.tree.unflatten(parts.aux_tree, result.aux)
         return metrics
@@ -388,7 +402,8 @@ def _dictionary_paths(params: Any) -> list[list[str]] | None:
     """The keys of each leaf if the tree consists of dictionaries with string keys."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     keys = [[getattr(entry, "key", None) for entry in path] for path in paths]
-    is_plain = jax.tree.structure(params) == jax.tree.structure(_nested(keys))
+    tree: Any = jax.tree.structure(params)
+    is_plain = tree == jax.tree.structure(_nested(keys))
     return [[str(key) for key in path] for path in keys] if is_plain else None
 
 

@@ -1,11 +1,21 @@
 """What holds for every test: JAX runs on the CPU, and hypothesis tries the same cases each time."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import hypothesis
 
 # Before any test module imports jax: where a machine has an accelerator, placement is tested without it all the same.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Many tests train the same small models, some in processes of their own: what one has compiled the next one finds.
+_CACHE = tempfile.mkdtemp(prefix="jaxferry-tests-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("deterministic")

@@ -83,7 +83,8 @@ def gpt(**config: Any) -> Task:
 
     def loss_fn(params: Any, batch: Any, rng: Any = None) -> jax.Array:
         rngs = None if rng is None else {"dropout": rng}
-        return next_token_loss(model.apply({"params": params}, batch[:, :-1], rng is not None, rngs=rngs), batch)
+        logits: Any = model.apply({"params": params}, batch[:, :-1], rng is not None, rngs=rngs)
+        return next_token_loss(logits, batch)
 
     batch = jax.random.randint(jax.random.key(1), (2, 17), 0, model.vocab)
     return Task(loss_fn, model.init(jax.random.key(0), batch[:, :-1])["params"], batch)

@@ -1,8 +1,8 @@
 """The engine: programs, transfers and host optimizer of a training step.
 
-    Placement   where arrays live          Programs    what runs on the device
-    script      what happens in which order HostOptimizer what runs on the host
-    TrainState  what outlives a step       Executor    issues a step
+Placement   where arrays live          Programs    what runs on the device
+script      what happens in which order HostOptimizer what runs on the host
+TrainState  what outlives a step       Executor    issues a step
 """
 
 from jaxferry.engine import checkpoint
@@ -12,8 +12,8 @@ from jaxferry.engine.fit import fit_modes, peak_of
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
 from jaxferry.engine.placement import Placement, make_placement
-from jaxferry.engine.programs import Programs, compile_programs, derivatives_of
-from jaxferry.engine.script import Event, Kind, Peak, make_script, peak_bytes, resident_layers
+from jaxferry.engine.programs import Kind, Programs, derivatives_of
+from jaxferry.engine.script import Event, Peak, make_script, peak_bytes, resident_layers
 from jaxferry.engine.state import TrainState
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "StepResult",
     "TrainState",
     "checkpoint",
-    "compile_programs",
     "derivatives_of",
     "fit_modes",
     "make_placement",

@@ -154,9 +154,7 @@ def _describe(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _empty(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        str(i): np.empty(leaf["shape"], jax.numpy.dtype(leaf["dtype"])) for i, leaf in enumerate(described)
-    }
+    return {str(i): np.empty(leaf["shape"], jax.numpy.dtype(leaf["dtype"])) for i, leaf in enumerate(described)}
 
 
 def _named(described: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]) -> dict[str, Any]:

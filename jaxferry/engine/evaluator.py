@@ -31,26 +31,28 @@ class Evaluator:
 
     def run(self, state: TrainState, batch: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
         """The loss and the flattened auxiliary outputs; `state` must be arranged in the partition's layers."""
-        partition, transfers = self.partition, Transfers(self._placement)
+        partition, transfers = self.partition, Transfers(self._placement, self.partition.layers)
         leaves = [jax.device_put(leaf, self._placement.device) for leaf in batch]
         values = {**partition.graph.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
         values = {number: jax.device_put(value, self._placement.device) for number, value in values.items()}
         if self._prelude is not None:
             values |= zip(partition.prelude_outputs, self._prelude(leaves), strict=True)
         layers = [segment.layer for segment in partition.segments]
-        held = {layers[0]: state.resident.get(layers[0]) or transfers.load(state.vectors[layers[0]])}
+        held = {layers[0]: state.resident.get(layers[0]) or transfers.load(layers[0], state.vectors[layers[0]])}
         for place, segment in enumerate(partition.segments):
             for layer in layers[place + 1 : place + 2]:
                 if layer not in held:
-                    held[layer] = state.resident.get(layer) or transfers.load(state.vectors[layer])
+                    held[layer] = state.resident.get(layer) or transfers.load(layer, state.vectors[layer])
             outputs, extras = self._programs[segment.program](
-                held[segment.layer], [values[v] for v in segment.inputs], [values[v] for v in segment.passive]
+                held[segment.layer].parameters(),
+                [values[v] for v in segment.inputs],
+                [values[v] for v in segment.passive],
             )
             values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
             if segment.layer not in layers[place + 1 : place + 2]:
-                vectors = held.pop(segment.layer)
+                done = held.pop(segment.layer)
                 if segment.layer not in state.resident:
-                    transfers.drop(vectors)
+                    transfers.drop(done)
             for value in {*segment.inputs, *segment.passive}:
                 if self._last_reader[value] == place and value not in partition.aux:
                     values.pop(value, None)

@@ -16,15 +16,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit, sum_gradients
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.programs import Programs, squared_norm
-from jaxferry.engine.script import Event, Kind
+from jaxferry.engine.programs import Kind, Programs, squared_norm
+from jaxferry.engine.script import Event
 from jaxferry.engine.state import TrainState, to_pinned
-from jaxferry.engine.transfers import Transfers, Vectors
-from jaxferry.partition import Partition
+from jaxferry.engine.transfers import DeviceLayer, Transfers, Vectors
+from jaxferry.partition import Partition, Segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ class StepResult:
       loss: scalar on the device.
       aux: the auxiliary outputs, flattened.
       grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory.
-      ok: whether the update was applied, boolean scalar in host memory.
+      is_applied: whether the state was updated; it is not if the loss (or, where that is to be skipped, a gradient) is
+        not finite.
       finite: for each segment, whether its outputs are finite; boolean scalars on the device.
       device_param_bytes_peak: the most bytes of parameters that were on the device at a time.
     """
@@ -43,7 +45,7 @@ class StepResult:
     loss: jax.Array
     aux: list[Any]
     grad_norm: jax.Array
-    ok: jax.Array
+    is_applied: bool
     finite: list[jax.Array]
     device_param_bytes_peak: int
 
@@ -53,7 +55,7 @@ class _Flight:
     """What is alive within one step."""
 
     values: dict[int, Any]
-    held: dict[int, Vectors]
+    held: dict[int, DeviceLayer]
     saved: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     cotangents: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     gradients: dict[int, list[Vectors]] = dataclasses.field(default_factory=dict)
@@ -91,13 +93,12 @@ class Executor:
         self._optimizer, self._placement = optimizer, placement
         self._skip_nonfinite = skip_nonfinite
         self._waits_for_norm = is_clipped or skip_nonfinite or optimizer.is_joint
-        self._transfers = Transfers(placement)
+        self._transfers = Transfers(placement, partition.layers)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
         self._add = jax.jit(jnp.add, donate_argnums=0)
         self._norm_of = jax.jit(self._summed_norm, static_argnums=0)
         self._total = jax.jit(lambda norms: jnp.sqrt(sum(norms, start=jnp.float32(0))))
-        self._is_finite = jax.jit(lambda values: jnp.stack([jnp.isfinite(v) for v in values]).all())
 
     def step(self, state: TrainState, batch: Sequence[Any]) -> StepResult:
         """Issues one step, which updates `state`; the results may still be on their way.
@@ -119,8 +120,7 @@ class Executor:
 
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
-        for unit in state.units:
-            self._update_program(unit, state)
+        self._optimizer.compile_updates(state.units, state.layers, self._num_uses)
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> _Flight:
         graph = self.partition.graph
@@ -132,30 +132,37 @@ class Executor:
             if layer in state.resident:
                 self._transfers.drop(state.resident.pop(layer))
             else:
-                state.resident[layer] = self._transfers.load(state.vectors[layer])
+                state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
         return _Flight(values, dict(state.resident))
 
     def _finish(self, state: TrainState, flight: _Flight) -> StepResult:
         """Everything from the first gradient on: once an update is issued, all of them must be."""
         pending = {layer: unit for unit in state.units for layer in unit.layers}
-        ok, no_norm = None, jnp.float32(0)
+        complete: list[int] = []
+        is_finite = None
+        no_norm = jnp.float32(0)
         try:
-            for event in self._script:
+            for place, event in enumerate(self._script):
                 if event.kind is Kind.FORWARD:
                     continue
                 self._run(event, state, flight)
-                ok = self._ok([flight.values[self.partition.loss]]) if ok is None else ok
                 layer = self.partition.segments[event.segment].layer
                 if self._is_complete(layer, flight):
                     flight.norms[layer] = self._squared_norm(layer, flight)
-                    if not self._waits_for_norm:
-                        self._update(pending.pop(layer), state, flight, ok, no_norm)
+                    complete.append(layer)
+                # The first backward is issued before the loss is looked at, so the device has work meanwhile.
+                if is_finite is None and (event.kind is Kind.BACKWARD or place == len(self._script) - 1):
+                    is_finite = bool(np.isfinite(np.asarray(flight.values[self.partition.loss])))
+                while is_finite and complete and not self._waits_for_norm:
+                    self._update(pending.pop(complete.pop(0)), state, flight, no_norm)
             norm = self._total([flight.norms[layer] for layer in sorted(flight.norms)])
             if self._skip_nonfinite:
-                ok = self._ok([flight.values[self.partition.loss], norm])
+                is_finite = is_finite and bool(np.isfinite(np.asarray(norm)))
             # The next forward needs the first layers first.
-            for unit in dict.fromkeys(pending[layer] for layer in sorted(pending)):
-                self._update(unit, state, flight, ok, norm)
+            for unit in _distinct(pending[layer] for layer in sorted(pending)) if is_finite else ():
+                self._update(unit, state, flight, norm)
+            # A step that is skipped on purpose counts as well: the data goes on.
+            state.step += is_finite or self._skip_nonfinite
         except Exception as error:
             if len(pending) < len(state.layers):
                 state.damage = f"step {state.step} failed: {error}"
@@ -163,27 +170,28 @@ class Executor:
         partition, values = self.partition, flight.values
         aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
         peak = self._transfers.peak_device_bytes
-        return StepResult(values[partition.loss], aux, norm, ok, flight.finite, peak)
+        return StepResult(values[partition.loss], aux, norm, bool(is_finite), flight.finite, peak)
 
     def _run(self, event: Event, state: TrainState, flight: _Flight) -> None:
         """Issues the loads of one event, its program, and everything that ends with it."""
         for layer in event.loads:
-            flight.held[layer] = self._transfers.load(state.vectors[layer])
+            flight.held[layer] = self._transfers.load(layer, state.vectors[layer])
         segment, values = self.partition.segments[event.segment], flight.values
         if event.kind is Kind.BACKWARD:
-            self._backward(event.segment, flight)
+            self._backward(event, flight)
         else:
             arguments = (
-                flight.held[segment.layer],
+                flight.held[segment.layer].parameters(),
                 [values[v] for v in segment.inputs],
                 [values[v] for v in segment.passive],
             )
             if event.kind is Kind.FORWARD:
-                outputs, extras, saved, finite = self.programs.forward[segment.program](*arguments)
+                outputs, extras, saved, finite = self.programs.forward(segment.program)(*arguments)
                 flight.saved[event.segment] = saved
             else:
-                outputs, extras, finite, gradient, cotangents, norm = self.programs.loss(*arguments)
-                self._receive(event.segment, flight, gradient, cotangents, norm)
+                loss = self.programs.loss(segment.program)
+                outputs, extras, finite, gradients, cotangents, norm = loss(*arguments)
+                self._receive(segment, flight, gradients, cotangents, norm)
             values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
             flight.finite.append(finite)
         for layer in event.drops:
@@ -191,26 +199,28 @@ class Executor:
         for value in event.frees:
             values.pop(value).delete()
 
-    def _backward(self, number: int, flight: _Flight) -> None:
-        segment, values = self.partition.segments[number], flight.values
+    def _backward(self, event: Event, flight: _Flight) -> None:
+        segment, values = self.partition.segments[event.segment], flight.values
         derivative = self.programs.derivatives[segment.program]
-        gradient, cotangents, norm = self.programs.backward[segment.program](
-            flight.held[segment.layer] if derivative.reads_weights else (),
+        gradients, cotangents, norm = self.programs.backward(segment.program)(
+            flight.held[segment.layer].parameters() if derivative.reads_weights else [],
             [values[segment.inputs[i]] for i in derivative.inputs_read],
             [values[segment.passive[i]] for i in derivative.passive_read],
             [values[segment.outputs[i]] for i in derivative.outputs_read],
-            flight.saved.pop(number),
+            flight.saved.pop(event.segment),
             [flight.cotangents.pop(v) if v in flight.cotangents else self._zeros(v) for v in segment.outputs],
         )
-        self._receive(number, flight, gradient, cotangents, norm)
+        self._receive(segment, flight, gradients, cotangents, norm)
 
-    def _receive(self, number: int, flight: _Flight, gradient: Vectors, cotangents: Any, norm: jax.Array) -> None:
-        """Sends a gradient to the host and adds cotangents to those from later segments."""
-        segment = self.partition.segments[number]
+    def _receive(
+        self, segment: Segment, flight: _Flight, gradients: list[jax.Array], cotangents: Any, norm: jax.Array
+    ) -> None:
+        """Sends gradients to the host and adds cotangents to those from later segments."""
         for value, cotangent in zip(segment.inputs, cotangents, strict=True):
             known = flight.cotangents.get(value)
             flight.cotangents[value] = cotangent if known is None else self._add(known, cotangent)
-        flight.gradients.setdefault(segment.layer, []).append(self._transfers.store(tuple(gradient)))
+        stored = self._transfers.store(segment.layer, gradients)
+        flight.gradients.setdefault(segment.layer, []).append(stored)
         flight.norms[segment.layer] = norm
 
     def _zeros(self, value: int) -> jax.Array:
@@ -231,29 +241,26 @@ class Executor:
         summed = sum_gradients([self.partition.layers[layer]], [jax.device_put(gradients, jax.memory.Space.Device)])
         return squared_norm(list(summed.values()))
 
-    def _ok(self, values: Sequence[jax.Array]) -> jax.Array:
-        return self._is_finite([jax.device_put(value, self._placement.host_compute) for value in values])
-
-    def _update(self, unit: Unit, state: TrainState, flight: _Flight, ok: jax.Array, norm: jax.Array) -> None:
+    def _update(self, unit: Unit, state: TrainState, flight: _Flight, norm: jax.Array) -> None:
         """Issues the update of a unit; what it reads may still be on its way."""
         gradients = [flight.gradients.pop(layer, []) for layer in unit.layers]
         vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
-        program = self._update_program(unit, state)
-        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, ok, norm)
-        for layer, vector in zip(unit.layers, packed, strict=True):
+        program = unit.programs[tuple(self._num_uses[layer] for layer in unit.layers)]
+        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm)
+        for layer, vector, used in zip(unit.layers, packed, gradients, strict=True):
             state.vectors[layer] = to_pinned(vector, self._placement)
+            for stored in used:
+                self._transfers.recycle(layer, stored)
             if layer in state.resident:
                 self._transfers.drop(state.resident.pop(layer))
-                state.resident[layer] = self._transfers.load(state.vectors[layer])
-
-    def _update_program(self, unit: Unit, state: TrainState) -> Any:
-        uses = tuple(self._num_uses[layer] for layer in unit.layers)
-        if uses not in unit.programs:
-            unit.programs[uses] = self._optimizer.update_program(unit, state.layers, uses)
-        return unit.programs[uses]
+                state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
 
     def _release(self, flight: _Flight) -> None:
         """Frees what an exception left behind."""
         for layer in list(flight.held):
             if layer not in self._resident:
                 self._transfers.drop(flight.held.pop(layer))
+
+
+def _distinct(units: Iterable[Unit]) -> list[Unit]:
+    return list({id(unit): unit for unit in units}.values())

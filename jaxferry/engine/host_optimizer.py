@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.separable import WholeUpdate, part_content
+from jaxferry.engine.separable import WholeUpdate, init_content, part_content
 from jaxferry.engine.subtree import path_names, select, subtree
 from jaxferry.partition import Layer
 
@@ -113,54 +114,64 @@ class HostOptimizer:
 
     def init_state(self, leaves: Sequence[int], masters: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """The initial Optax state of these leaves by path, in host memory."""
-        params = subtree(self._tree, dict(zip(leaves, masters, strict=True)))
 
-        def init(params: Any) -> Any:
-            return self._optimizer.init(jax.device_put(params, jax.memory.Space.Device))
+        def init(masters: Any) -> list[jax.Array]:
+            masters = jax.device_put(masters, jax.memory.Space.Device)
+            return jax.tree.leaves(self._optimizer.init(subtree(self._tree, dict(zip(leaves, masters, strict=True)))))
 
-        state = jax.jit(init, out_shardings=self._placement.host)(params)
-        return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
-
-    def update_program(self, unit: Unit, layers: Sequence[Layer], num_uses: Sequence[int]) -> Any:
-        """The compiled update of a unit; equal units share it.
-
-        It maps `(masters, state, vectors, gradients, ok, norm)` to `(masters, state, vectors)`. `vectors` and
-        `gradients` hold, for each layer of the unit, its flat vectors, `gradients` once for each of its `num_uses`; the
-        first three arguments are donated. Where `ok` is false everything stays as it was. The old `vectors` only lend
-        their memory; where the CPU backend cannot reach pinned memory they are empty tuples.
-        """
-        layouts = tuple(
-            tuple((leaf.shape, leaf.dtype, leaf.vector, leaf.offset) for leaf in layers[i].leaves) for i in unit.layers
-        )
-        content = self._part_content(unit.leaves) or unit.leaves
-        key = (content, layouts, tuple(num_uses))
+        key = init_content(self._optimizer, self._tree, self.avals, leaves) or tuple(leaves)
         if key not in self._programs:
-            self._programs[key] = self._compile(unit, layers, num_uses)
-        return self._programs[key]
+            self._programs[key] = jax.jit(init, out_shardings=self._placement.host)
+        state = self._programs[key](masters)
+        return dict(zip(path_names(self.abstract_state(leaves)), state, strict=True))
 
-    def _compile(self, unit: Unit, layers: Sequence[Layer], num_uses: Sequence[int]) -> Any:
+    def compile_updates(self, units: Sequence[Unit], layers: Sequence[Layer], num_uses: Sequence[int]) -> None:
+        """Makes `unit.programs[uses]`, the compiled update, for every unit; equal units share it.
+
+        It maps `(masters, state, vectors, gradients, norm)` to `(masters, state, vectors)`. `vectors` and
+        `gradients` hold, for each layer of the unit, its flat vectors, `gradients` once for each of its `num_uses`; the
+        first three arguments are donated. The old `vectors` only lend their memory; where the CPU backend cannot reach
+        pinned memory they are empty tuples.
+        """
+        lowered: dict[Any, Any] = {}
+        wanted = []
+        for unit in units:
+            uses = tuple(num_uses[layer] for layer in unit.layers)
+            if uses not in unit.programs:
+                layouts = tuple(layers[i].layout for i in unit.layers)
+                key = (self._part_content(unit.leaves) or unit.leaves, layouts, uses)
+                wanted.append((unit, uses, key))
+                if key not in self._programs and key not in lowered:
+                    lowered[key] = self._lower(unit, layers, uses)
+        with ThreadPoolExecutor() as pool:
+            compiled = pool.map(lambda program: program.compile(), lowered.values())
+            self._programs |= zip(lowered, compiled, strict=True)
+        for unit, uses, key in wanted:
+            unit.programs[uses] = self._programs[key]
+
+    def _lower(self, unit: Unit, layers: Sequence[Layer], num_uses: Sequence[int]) -> Any:
         place = self._placement
         state_tree = jax.tree.structure(self.abstract_state(unit.leaves))
         unit_layers = [layers[i] for i in unit.layers]
 
-        def update(masters: Any, state: Any, vectors: Any, gradients: Any, ok: jax.Array, norm: jax.Array) -> Any:
+        def part(leaves: Mapping[int, Any]) -> Any:
+            return subtree(self._tree, leaves)
+
+        def update(masters: Any, state: Any, vectors: Any, gradients: Any, norm: jax.Array) -> Any:
             # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
-            masters, state, gradients = jax.device_put((masters, state, gradients), jax.memory.Space.Device)
+            host = (masters, state, vectors, gradients)
+            masters, state, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
             summed = self._clipped(sum_gradients(unit_layers, gradients), norm)
-            tree_of = lambda leaves: subtree(self._tree, leaves)  # noqa: E731
-            params = tree_of(dict(zip(unit.leaves, masters, strict=True)))
-            updates, new_state = self._optimizer.update(
-                tree_of({i: summed[i].astype(m.dtype) for i, m in zip(unit.leaves, masters, strict=True)}),
-                jax.tree.unflatten(state_tree, state),
-                params,
-            )
-            new_masters = jax.tree.leaves(optax.apply_updates(params, updates))
-            new_masters = [jnp.where(ok, new, old) for new, old in zip(new_masters, masters, strict=True)]
-            new_leaves = jax.tree.leaves(new_state)
-            new_leaves = [jnp.where(ok, new, old) for new, old in zip(new_leaves, state, strict=True)]
-            by_index = dict(zip(unit.leaves, new_masters, strict=True))
-            packed = [layer.pack([by_index[leaf.index] for leaf in layer.leaves]) for layer in unit_layers]
-            return new_masters, new_leaves, packed
+            params = part(dict(zip(unit.leaves, masters, strict=True)))
+            cast = {leaf: summed[leaf].astype(m.dtype) for leaf, m in zip(unit.leaves, masters, strict=True)}
+            updates, state = self._optimizer.update(part(cast), jax.tree.unflatten(state_tree, state), params)
+            masters = jax.tree.leaves(optax.apply_updates(params, updates))
+            by_leaf = dict(zip(unit.leaves, masters, strict=True))
+            packed = [
+                layer.pack([by_leaf[leaf.index] for leaf in layer.leaves], into or None)
+                for layer, into in zip(unit_layers, vectors, strict=True)
+            ]
+            return masters, jax.tree.leaves(state), packed
 
         def struct(x: Any, where: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -168,17 +179,18 @@ class HostOptimizer:
         arrived = [tuple(struct(v, place.update_output) for v in layer.vectors) for layer in unit_layers]
         gradients = [[v] * uses for v, uses in zip(arrived, num_uses, strict=True)]
         vectors = arrived if place.is_cpu else [() for _ in arrived]
-        lowered = jax.jit(
-            update, donate_argnums=(0, 1, 2), keep_unused=True, out_shardings=(place.host, place.host, place.update_output)
+        return jax.jit(
+            update,
+            donate_argnums=(0, 1, 2),
+            keep_unused=True,
+            out_shardings=(place.host, place.host, place.update_output),
         ).lower(
             [struct(m, place.host) for m in unit.masters],
             [struct(s, place.host) for s in unit.state],
             vectors,
             gradients,
-            jax.ShapeDtypeStruct((), bool, sharding=place.host_compute),
             jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute),
         )
-        return lowered.compile()
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
         """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm`, with the norm given."""

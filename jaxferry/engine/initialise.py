@@ -28,7 +28,8 @@ def masters_layer_by_layer(
 
     The results are those of calling `init_fn` there without `jit`.
     """
-    graph = trace(init_fn, rng, (), {})
+    # A jitted sampler gives other last bits when its operations are run one by one.
+    graph = trace(init_fn, rng, (), {}, keep_single=True)
     cpu = next(iter(placement.host.device_set))
     masters: dict[int, jax.Array] = {}
     with jax.default_device(cpu):

@@ -36,7 +36,8 @@ class Placement:
     @property
     def platform(self) -> str:
         """The device's platform: `cpu`, `gpu`, ..."""
-        return str(next(iter(self.device.device_set)).platform)
+        device: Any = next(iter(self.device.device_set))
+        return str(device.platform)
 
     @property
     def update_output(self) -> NamedSharding:
@@ -44,30 +45,30 @@ class Placement:
         return self.pinned if self.is_cpu else self.host
 
 
-def make_placement(device: jax.Device | None = None) -> Placement:
-    """Placement for one device, by default JAX's first.
+def make_placement(device: Any = None) -> Placement:
+    """Placement for one `jax.Device`, by default JAX's first.
 
     Raises:
       InputError: if the device has no pinned host memory, or the CPU backend is switched off.
     """
-    device = device or jax.devices()[0]
+    chosen: Any = device or jax.devices()[0]
     try:
-        cpu = device if device.platform == "cpu" else jax.local_devices(backend="cpu")[0]
+        cpu = chosen if chosen.platform == "cpu" else jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
         raise InputError(
             "the host optimizer needs JAX's CPU backend, which JAX_PLATFORMS leaves out: add cpu to it, "
             'for instance JAX_PLATFORMS="cuda,cpu"'
         ) from error
-    kinds = {memory.kind for memory in device.addressable_memories()}
+    kinds = {memory.kind for memory in chosen.addressable_memories()}
     if "pinned_host" not in kinds:
-        raise InputError(f"{device} has no pinned_host memory (it has {', '.join(sorted(kinds))})")
+        raise InputError(f"{chosen} has no pinned_host memory (it has {', '.join(sorted(kinds))})")
 
     def sharding(where: Any, kind: str) -> NamedSharding:
         return NamedSharding(Mesh(np.array([where]), ("data",)), PartitionSpec(), memory_kind=kind)
 
     return Placement(
-        device=sharding(device, "device"),
-        pinned=sharding(device, "pinned_host"),
+        device=sharding(chosen, "device"),
+        pinned=sharding(chosen, "pinned_host"),
         host=sharding(cpu, "unpinned_host"),
         host_compute=sharding(cpu, "device"),
     )

@@ -10,19 +10,11 @@ memory that a step can need is a sum over this list.
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping, Sequence
 
+from jaxferry.engine.programs import Kind
 from jaxferry.modes import Mode
 from jaxferry.partition import Derivative, Partition
-
-
-class Kind(enum.Enum):
-    """What an event computes."""
-
-    FORWARD = "forward"
-    LOSS = "loss"
-    BACKWARD = "backward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +99,9 @@ def _held(
     return joined
 
 
-def _frees(partition: Partition, derivatives: Mapping[int, Derivative], events: Sequence[Event]) -> dict[int, list[int]]:
+def _frees(
+    partition: Partition, derivatives: Mapping[int, Derivative], events: Sequence[Event]
+) -> dict[int, list[int]]:
     """The values whose last reader is each event."""
     made = {v for s in partition.segments for v in (*s.outputs, *s.extras)} | set(partition.prelude_outputs)
     last: dict[int, int] = {}

@@ -89,6 +89,14 @@ def part_content(
     return _content(graph, (*graph.parameters, *graph.batch), graph.outputs)
 
 
+def init_content(
+    optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any], leaves: Sequence[int]
+) -> Any:
+    """What making the state of a part of the tree does, in canonical form."""
+    graph = trace(optimizer.init, subtree(tree, {leaf: avals[leaf] for leaf in leaves}), (), {})
+    return _content(graph, graph.parameters, graph.outputs)
+
+
 def _content(graph: Graph, inputs: Sequence[int], outputs: Sequence[Any]) -> Any:
     equations: tuple[Equation, ...] = live_equations(graph.equations, outputs)
     constants = [value for value in graph.constants if any(value in equation.reads for equation in equations)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,10 +11,9 @@ import numpy as np
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.subtree import path_names
+from jaxferry.engine.transfers import DeviceLayer, Vectors
 from jaxferry.errors import StateError
 from jaxferry.partition import Layer
-
-Vectors = tuple[jax.Array, ...]
 
 
 class TrainState:
@@ -45,7 +44,7 @@ class TrainState:
         self.step = step
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.vectors: list[Vectors] = []
-        self.resident: dict[int, Vectors] = {}
+        self.resident: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
         self.units = self._make_units(list(masters), None if state is None else dict(state))
@@ -79,7 +78,11 @@ class TrainState:
         self.layers, self.resident = tuple(layers), {}
         self.optimizer.check_parts(layers)
         self.units = self._make_units(masters, state)
-        self.vectors = [self._pack(layer, [masters[leaf.index] for leaf in layer.leaves]) for layer in layers]
+        programs = {layer.layout: self._packing(layer) for layer in layers}
+        self.vectors = [
+            to_pinned(programs[layer.layout]([masters[leaf.index] for leaf in layer.leaves]), self._placement)
+            for layer in layers
+        ]
 
     def block_until_ready(self) -> None:
         """Waits until every update in flight has ended."""
@@ -103,12 +106,11 @@ class TrainState:
     def _copy(self, array: jax.Array) -> jax.Array:
         return jax.device_put(np.array(array), self._placement.host, may_alias=False)
 
-    def _pack(self, layer: Layer, masters: Sequence[jax.Array]) -> Vectors:
+    def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
         def pack(masters: Any) -> Vectors:
             return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
 
-        packed = jax.jit(pack, out_shardings=self._placement.update_output)(masters)
-        return to_pinned(packed, self._placement)
+        return jax.jit(pack, out_shardings=self._placement.update_output)
 
 
 def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:

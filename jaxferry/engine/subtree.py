@@ -21,8 +21,7 @@ def subtree(tree: jax.tree_util.PyTreeDef, leaves: Mapping[int, Any]) -> Any:
 
 def _prune(node: Any) -> Any:
     if type(node) is dict:
-        kept = {key: _prune(child) for key, child in node.items() if jax.tree.leaves(child)}
-        return kept
+        return {key: _prune(child) for key, child in node.items() if jax.tree.leaves(child)}
     return node
 
 

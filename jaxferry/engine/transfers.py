@@ -1,27 +1,68 @@
-"""Copies between host and device, by `jax.device_put`: pure JAX, asynchronous, one direction each."""
+"""Layers on their way between host and device: flat vectors there, parameters of their own shapes here.
+
+    pinned vectors --load--> device parameters ... gradients --store--> pinned vectors
+
+Both are asynchronous. On an accelerator a load is one `jax.device_put`, cut into parameters when the first program
+needs them, so that this cut does not hold up the programs before it. Where the device is a CPU, copy and cut are one
+pass, and gradients are written into host buffers that exist already.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 from jaxferry.engine.placement import Placement
+from jaxferry.partition import Layer
 
 Vectors = tuple[jax.Array, ...]
 
 
+@dataclasses.dataclass
+class DeviceLayer:
+    """The device copy of a layer.
+
+    Attributes:
+      num_bytes: its size.
+    """
+
+    num_bytes: int
+    _arrays: Sequence[jax.Array]
+    _unpack: Callable[[Sequence[jax.Array]], list[jax.Array]] | None
+
+    def parameters(self) -> list[jax.Array]:
+        """The parameters in the order of the layer's leaves."""
+        if self._unpack is not None:
+            vectors, self._arrays = self._arrays, self._unpack(self._arrays)
+            self._unpack = None
+            _delete(vectors)
+        return list(self._arrays)
+
+    def delete(self) -> None:
+        """Frees the buffers once the programs that were given them have run."""
+        _delete(self._arrays)
+
+
 class Transfers:
-    """Moves the flat vectors of a layer.
+    """Moves layers and their gradients.
 
     Args:
       placement: where they come from and go to.
+      layers: the layers.
 
     Attributes:
       device_bytes: bytes of parameters on the device now.
       peak_device_bytes: the most that they have been since `reset_peak`.
     """
 
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
+    def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
+        self._placement, self._layers = placement, list(layers)
+        self._programs: dict[Any, Any] = {}
+        self._spare: dict[int, list[Vectors]] = {}
         self.device_bytes = 0
         self.peak_device_bytes = 0
 
@@ -29,23 +70,65 @@ class Transfers:
         """Starts a new measurement of the peak."""
         self.peak_device_bytes = self.device_bytes
 
-    def load(self, vectors: Vectors) -> Vectors:
-        """Starts the copy of parameters from pinned memory into new device buffers."""
-        self.device_bytes += sum(v.nbytes for v in vectors)
+    def load(self, layer: int, vectors: Vectors) -> DeviceLayer:
+        """Starts the copy of a layer's parameters from pinned memory into new device buffers."""
+        size = sum(v.nbytes for v in vectors)
+        self.device_bytes += size
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
-        return tuple(jax.device_put(v, self._placement.device) for v in vectors)
-
-    def drop(self, vectors: Vectors) -> None:
-        """Frees device buffers of parameters once the programs that were given them have run."""
-        for vector in vectors:
-            self.device_bytes -= vector.nbytes
-            vector.delete()
-
-    def store(self, gradients: Vectors) -> Vectors:
-        """Starts the copy of gradients to host memory, where the optimizer can read them, and frees theirs."""
-        pinned = tuple(jax.device_put(g, self._placement.pinned) for g in gradients)
-        for gradient in gradients:
-            gradient.delete()
+        unpack = self._program("unpack", layer)
         if self._placement.is_cpu:
-            return pinned
-        return tuple(jax.device_put(g, self._placement.host) for g in pinned)
+            return DeviceLayer(size, unpack(vectors), None)
+        return DeviceLayer(size, [jax.device_put(v, self._placement.device) for v in vectors], unpack)
+
+    def drop(self, held: DeviceLayer) -> None:
+        """Frees a device copy once the programs that were given it have run."""
+        self.device_bytes -= held.num_bytes
+        held.delete()
+
+    def store(self, layer: int, gradients: Sequence[jax.Array]) -> Vectors:
+        """Starts the copy of a layer's gradients to the host, where the optimizer can read them, and frees theirs."""
+        if self._placement.is_cpu:
+            spare = self._spare.setdefault(layer, [])
+            into = spare.pop() if spare else self._program("empty", layer)()
+            stored: Vectors = self._program("store", layer)(gradients, into)
+        else:
+            packed = self._program("pack", layer)(gradients)
+            pinned = [jax.device_put(v, self._placement.pinned) for v in packed]
+            stored = tuple(jax.device_put(v, self._placement.host) for v in pinned)
+            _delete(packed)
+        _delete(gradients)
+        return stored
+
+    def recycle(self, layer: int, gradients: Vectors) -> None:
+        """Takes back host vectors of gradients that the optimizer has been given, to be written again."""
+        if self._placement.is_cpu:
+            self._spare.setdefault(layer, []).append(gradients)
+
+    def _program(self, name: str, layer: int) -> Any:
+        made = self._layers[layer]
+        key = (name, made.layout)
+        if key not in self._programs:
+            self._programs[key] = self._jitted(name, made)
+        return self._programs[key]
+
+    def _jitted(self, name: str, layer: Layer) -> Any:
+        device, pinned = self._placement.device, self._placement.pinned
+
+        def unpack(vectors: Vectors) -> list[jax.Array]:
+            return layer.unpack(jax.device_put(vectors, jax.memory.Space.Device))
+
+        def store(gradients: Sequence[jax.Array], into: Vectors) -> Vectors:
+            return layer.pack(gradients, jax.device_put(into, jax.memory.Space.Device))
+
+        if name == "unpack":
+            return jax.jit(unpack, out_shardings=device)
+        if name == "store":
+            return jax.jit(store, donate_argnums=1, out_shardings=pinned)
+        if name == "empty":
+            return jax.jit(lambda: tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors), out_shardings=pinned)
+        return jax.jit(layer.pack, out_shardings=device)
+
+
+def _delete(arrays: Sequence[jax.Array]) -> None:
+    for array in arrays:
+        array.delete()

@@ -1,6 +1,6 @@
 """From a loss function to segments: `partition`, and `print_table` to see what was found.
 
-    loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments --> derivative of each program
+loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments --> derivative of each program
 """
 
 from jaxferry.partition.build import layers_by_path, partition

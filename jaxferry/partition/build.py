@@ -13,7 +13,7 @@ import numpy as np
 from jaxferry.errors import InputError, PartitionError
 from jaxferry.partition import cuts
 from jaxferry.partition.dataflow import Dataflow, analyse
-from jaxferry.partition.derivative import linearise
+from jaxferry.partition.derivative import joint_graph
 from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.groups import Group, group_leaves, leaf_paths
 from jaxferry.partition.keys import Canonical
@@ -111,9 +111,7 @@ def _abstract_params(params: Any, paths: Sequence[str], compute_dtype: Any) -> t
             )
         # Updates need the precision of fp32 even where the model was stored in 16 bits.
         dtypes.append(np.dtype(jnp.promote_types(leaf.dtype, jnp.float32)))
-    computed = [
-        jax.ShapeDtypeStruct(leaf.shape, compute_dtype or leaf.dtype) for leaf in leaves
-    ]
+    computed = [jax.ShapeDtypeStruct(leaf.shape, compute_dtype or leaf.dtype) for leaf in leaves]
     return jax.tree.unflatten(tree, computed), dtypes
 
 
@@ -125,7 +123,7 @@ def _check_outputs(graph: Graph) -> tuple[int, jax.tree_util.PyTreeDef | None]:
     if not isinstance(loss, int):
         raise PartitionError(f"loss_fn must return a scalar, or (scalar, aux); it returns {graph.out_tree}")
     atom = graph.outputs[loss]
-    aval = graph.avals[atom] if isinstance(atom, int) else atom.aval
+    aval: Any = graph.avals[atom] if isinstance(atom, int) else atom.aval
     if aval.shape != () or not jnp.issubdtype(aval.dtype, jnp.floating):
         raise PartitionError(
             f"loss_fn must return a real floating-point scalar, or (scalar, aux); its loss is "
@@ -206,7 +204,7 @@ def _program_key(graph: Graph, segment: Segment) -> str:
     canonical = Canonical()
     content = canonical.equations(segment.equations, inputs, outputs, graph.avals)
     if canonical.is_opaque:
-        derived = linearise(graph, segment).graph
+        derived = joint_graph(graph, segment)
         content = Canonical().equations(
             derived.equations, (*derived.parameters, *derived.batch, *derived.constants), derived.outputs, derived.avals
         )
@@ -216,5 +214,7 @@ def _program_key(graph: Graph, segment: Segment) -> str:
 
 def _prelude_outputs(graph: Graph, prelude: Sequence[Equation], segments: Sequence[Segment]) -> tuple[int, ...]:
     """Values of the prelude that segments read or the caller is given."""
-    wanted = {value for segment in segments for value in segment.passive} | {atom for atom in graph.outputs if isinstance(atom, int)}
+    wanted = {value for segment in segments for value in segment.passive} | {
+        atom for atom in graph.outputs if isinstance(atom, int)
+    }
     return tuple(value for equation in prelude for value in equation.outputs if value in wanted)

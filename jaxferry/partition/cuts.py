@@ -1,4 +1,4 @@
-"""Where the list of equations is cut into segments: between the readers of two layers, where the fewest bytes are alive.
+"""Where the equations are cut into segments: between the readers of two layers, where the fewest bytes are alive.
 
 The equations that read parameters, taken in order, give the sequence of layers. Between the last reader of one and the
 first reader of the next lies a stretch in which the cut may fall; the bytes alive at each place of it decide. For a
@@ -10,8 +10,8 @@ making, unless both layers have more bytes of parameters than it has to carry: t
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -62,18 +62,16 @@ def find_cuts(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int]) -> lis
     alive = _alive_bytes(graph, flow)
     stops = [
         min(range(run.last + 1, following.first + 1), key=lambda place: (alive[place], -place))
-        for run, following in zip(runs, runs[1:], strict=False)
+        for run, following in itertools.pairwise(runs)
     ]
     stops += [len(flow.main)] if runs else []
     starts = [0, *stops]
-    return [
-        Stretch(run.group, start, stop, alive[stop]) for run, start, stop in zip(runs, starts, stops, strict=False)
-    ]
+    return [Stretch(run.group, start, stop, alive[stop]) for run, start, stop in zip(runs, starts, stops, strict=False)]
 
 
 def dear_cut(stretches: Sequence[Stretch], group_bytes: Sequence[int]) -> tuple[int, int] | None:
     """The two groups at the dearest cut that should not be made, or None if every cut is worth making."""
-    cuts = list(zip(stretches, stretches[1:], strict=False))
+    cuts = list(itertools.pairwise(stretches))
     if not cuts:
         return None
     usual = statistics.median_low([left.alive_bytes for left, _ in cuts])
@@ -114,8 +112,3 @@ def _alive_bytes(graph: Graph, flow: Dataflow) -> list[int]:
         total += change[place]
         alive[place] = total
     return alive
-
-
-def stretch_of(stretches: Sequence[Stretch], place: int) -> int:
-    """Index of the stretch that holds the equation at `place` of `flow.main`."""
-    return bisect.bisect_right([stretch.start for stretch in stretches], place) - 1

@@ -8,7 +8,8 @@ at the end. Three moves undo that:
     a mask) is computed again in each segment that uses it, so no copy of a weight has to cross segments;
   * small values made from the batch alone (dropout keys, counts) go into a *prelude* that runs once a step, so that
     blocks which differ only in such constants are the same program;
-  * an equation on the batch alone waits until its first use, a summary of parameters (a penalty) joins the layer.
+  * an equation on the batch alone, or on parameters alone, waits until its first use; a summary of one layer's
+    parameters (its share of a penalty) is made where the batch meets that layer.
 """
 
 from __future__ import annotations
@@ -101,27 +102,38 @@ def _prelude(
 
 
 def _reorder(flow: Dataflow, batch: set[int], group_of_leaf: Mapping[int, int]) -> tuple[Equation, ...]:
-    """Moves batch-only equations down to their first use and summaries of parameters up to their layer."""
+    """Moves equations on the batch alone or on parameters alone down to their first use.
+
+    Of the latter, those on a single layer go to where the batch meets that layer first, if that is earlier.
+    """
+    place = _places_of_first_use(flow, batch)
+    groups = {id(e): {group_of_leaf[leaf] for leaf in flow.leaves_read(e)} for e in flow.main}
+    meets: dict[tuple[int, bool], float] = {}
+    for equation in flow.main:
+        for group in groups[id(equation)]:
+            key = (group, not batch.isdisjoint(equation.outputs))
+            meets[key] = min(place[id(equation)], meets.get(key, float("inf")))
+    position: dict[int, float] = {}
+    for equation in flow.main:
+        if batch.isdisjoint(equation.outputs) and len(groups[id(equation)]) == 1:
+            (group,) = groups[id(equation)]
+            target = meets.get((group, True), meets[group, False])
+            made = max((position[value] for value in equation.reads if value in position), default=0.0)
+            place[id(equation)] = min(place[id(equation)], max(target, made))
+        position |= dict.fromkeys(equation.outputs, place[id(equation)])
+    depends = {id(e): not flow.active.isdisjoint(e.outputs) for e in flow.main}
+    return tuple(sorted(flow.main, key=lambda equation: (place[id(equation)], depends[id(equation)])))
+
+
+def _places_of_first_use(flow: Dataflow, batch: set[int]) -> dict[int, float]:
+    """Where each equation stands once those that need not wait for both batch and parameters have moved down."""
     place = {id(equation): float(index) for index, equation in enumerate(flow.main)}
     first_use: dict[int, float] = {}
     for equation in reversed(flow.main):
         uses = [first_use[value] for value in equation.outputs if value in first_use]
-        if flow.active.isdisjoint(equation.outputs) and not equation.has_effects and uses:
+        is_free = flow.active.isdisjoint(equation.outputs) or batch.isdisjoint(equation.outputs)
+        if is_free and not equation.has_effects and uses:
             place[id(equation)] = min(uses)
         for value in equation.reads:
             first_use[value] = min(place[id(equation)], first_use.get(value, place[id(equation)]))
-    first_reader: dict[int, float] = {}
-    for equation in flow.main:
-        if not batch.isdisjoint(equation.outputs):
-            for leaf in flow.leaves_read(equation):
-                group = group_of_leaf[leaf]
-                first_reader[group] = min(place[id(equation)], first_reader.get(group, float("inf")))
-    position: dict[int, float] = {}
-    for equation in flow.main:
-        groups = {group_of_leaf[leaf] for leaf in flow.leaves_read(equation)}
-        if batch.isdisjoint(equation.outputs) and len(groups) == 1 and groups <= first_reader.keys():
-            earliest = max((position[value] for value in equation.reads if value in position), default=0.0)
-            place[id(equation)] = min(place[id(equation)], max(first_reader[groups.pop()], earliest))
-        position |= dict.fromkeys(equation.outputs, place[id(equation)])
-    depends = {id(e): not flow.active.isdisjoint(e.outputs) for e in flow.main}
-    return tuple(sorted(flow.main, key=lambda equation: (place[id(equation)], depends[id(equation)])))
+    return place

@@ -3,21 +3,22 @@
     forward(weights, inputs, passive)                            -> outputs, extras, saved
     backward(weights, inputs, passive, outputs, saved, cotangents) -> weight gradients, input cotangents
 
-A derivative needs residuals. Many of them are values that somebody holds anyway: the weights, which the engine drops
-after the forward and puts back for the backward, the segment's inputs, its outputs. These are not handed out a second
-time but supplied again. Copies computed from weights alone (a cast, a transpose) are computed again in the backward
-program, so nothing of a weight's size stays on the device between the two (`saved` holds none of it, by construction).
+A derivative needs residuals. Many of them somebody holds anyway: the weights, which the engine drops after the forward
+and puts back for the backward, the segment's inputs, its outputs. These are not handed out a second time but supplied
+again. Copies computed from weights alone (a cast, a transpose) are computed again in the backward program, so nothing
+of a weight stays on the device between the two. Of the others as few bytes as possible are kept (`residuals.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 
-from jaxferry.partition.graph import Atom, Graph, aval_bytes, evaluate, live_equations, trace
+from jaxferry.partition.graph import Atom, Equation, Graph, aval_bytes, evaluate, live_equations, trace
+from jaxferry.partition.residuals import is_cheap, values_to_keep
 from jaxferry.partition.segments import Segment
 
 REMAT = ("none", "full")
@@ -66,7 +67,7 @@ class Derivative:
 
 def differentiate(graph: Graph, segment: Segment, remat: str = "none") -> Derivative:
     """Builds the forward and the backward of `segment`; `remat` is one of `REMAT`."""
-    return _recomputing(segment) if remat == "full" else _keeping(segment, linearise(graph, segment))
+    return _recomputing(segment) if remat == "full" else _keeping(segment, _linearise(graph, segment))
 
 
 def _pullback(segment: Segment, weights: Any, inputs: Any, passive: Any) -> tuple[list[Any], Any, list[Any]]:
@@ -90,7 +91,7 @@ def _recomputing(segment: Segment) -> Derivative:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Linearised:
+class _Linearised:
     """The graph of `_pullback`, with the atoms of each of its results."""
 
     graph: Graph
@@ -100,9 +101,24 @@ class Linearised:
     tree: Any
 
 
-def linearise(graph: Graph, segment: Segment) -> Linearised:
-    """Traces the pullback of a segment of `graph`; custom derivative rules are plain equations in the result."""
-    avals = [[graph.avals[value] for value in values] for values in (segment.weights, segment.inputs, segment.passive)]
+def _shapes(graph: Graph, values: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    avals = [graph.avals[value] for value in values]
+    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+
+
+def joint_graph(graph: Graph, segment: Segment) -> Graph:
+    """The forward and backward of a segment in one graph, in which custom derivative rules are plain equations."""
+
+    def run(weights: Any, inputs: Any, passive: Any, cotangents: Any) -> Any:
+        outputs, pullback, extras = _pullback(segment, weights, inputs, passive)
+        return outputs, extras, pullback(cotangents)
+
+    weights, *others = (_shapes(graph, v) for v in (segment.weights, segment.inputs, segment.passive, segment.outputs))
+    return trace(run, weights, tuple(others), {})
+
+
+def _linearise(graph: Graph, segment: Segment) -> _Linearised:
+    """Traces the forward of a segment with its residuals."""
     trees = []
 
     def run(weights: Any, inputs: Any, passive: Any) -> Any:
@@ -111,30 +127,30 @@ def linearise(graph: Graph, segment: Segment) -> Linearised:
         trees.append(tree)
         return outputs, extras, residuals
 
-    shapes = [[jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in a] for a in avals]
-    linear = trace(run, shapes[0], (shapes[1], shapes[2]), {})
+    weights, inputs, passive = (_shapes(graph, v) for v in (segment.weights, segment.inputs, segment.passive))
+    linear = trace(run, weights, (inputs, passive), {})
     num_outputs, num_extras = len(segment.outputs), len(segment.extras)
     outputs, rest = linear.outputs[:num_outputs], linear.outputs[num_outputs:]
-    return Linearised(linear, outputs, rest[:num_extras], rest[num_extras:], trees[-1])
+    return _Linearised(linear, outputs, rest[:num_extras], rest[num_extras:], trees[-1])
 
 
-def _keeping(segment: Segment, lin: Linearised) -> Derivative:
+def _keeping(segment: Segment, lin: _Linearised) -> Derivative:
     graph, num_inputs = lin.graph, len(segment.inputs)
     from_weights = _made_from(graph, set(graph.parameters))
-    supplied = {*graph.parameters, *graph.batch, *graph.constants, *lin.outputs, *from_weights}
-    saved = tuple(dict.fromkeys(v for v in lin.residuals if isinstance(v, int) and v not in supplied))
-    recomputed = live_equations(
-        [equation for equation in graph.equations if from_weights.issuperset(equation.outputs)],
-        [v for v in lin.residuals if v in from_weights],
-    )
-    needed = {v for v in lin.residuals if isinstance(v, int)} | {v for e in recomputed for v in e.reads}
-    numbers = (graph.batch[:num_inputs], graph.batch[num_inputs:], lin.outputs)
-    known = {*graph.parameters, *graph.batch}
+    passive = graph.batch[num_inputs:]
+    given = {*graph.parameters, *passive, *graph.constants}
+    residuals = [v for v in lin.residuals if isinstance(v, int)]
+    kept = values_to_keep(graph, residuals, given | from_weights)
+    recomputed = _recomputation(graph, residuals, given | kept, from_weights)
+    needed = {*residuals, *(v for e in recomputed for v in e.reads)}
     # An output that is one of the arguments handed through is supplied as that argument.
+    supplied = {*graph.parameters, *graph.batch, *graph.constants}
+    numbers: tuple[tuple[Atom, ...], ...] = (graph.batch[:num_inputs], passive, lin.outputs)
     read = [
-        tuple(i for i, v in enumerate(values) if v in needed and not (values is lin.outputs and v in known))
+        tuple(i for i, v in enumerate(values) if v in needed and not (values is lin.outputs and v in supplied))
         for values in numbers
     ]
+    saved = tuple(v for v in kept if v not in supplied and v not in lin.outputs)
 
     def forward(weights: Any, inputs: Any, passive: Any) -> Any:
         values = dict(zip((*graph.parameters, *graph.batch), (*weights, *inputs, *passive), strict=True))
@@ -142,12 +158,12 @@ def _keeping(segment: Segment, lin: Linearised) -> Derivative:
         evaluate(live_equations(graph.equations, (*lin.outputs, *lin.extras, *saved)), values)
         return [_collect(values, atoms) for atoms in (lin.outputs, lin.extras, saved)]
 
-    def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, kept: Any, cotangents: Any) -> Any:
-        values: dict[int, Any] = dict(graph.constants)
+    def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, residues: Any, cotangents: Any) -> Any:
+        values: dict[Any, Any] = dict(graph.constants)
         values |= zip(graph.parameters, weights, strict=True)
         for atoms, places, arrays in zip(numbers, read, (inputs, passive, outputs), strict=True):
-            values |= zip((atoms[i] for i in places), arrays, strict=True)
-        values |= zip(saved, kept, strict=True)
+            values |= {atoms[i]: array for i, array in zip(places, arrays, strict=True)}
+        values |= zip(saved, residues, strict=True)
         evaluate(recomputed, values)
         return jax.tree.unflatten(lin.tree, _collect(values, lin.residuals))(cotangents)
 
@@ -158,6 +174,20 @@ def _keeping(segment: Segment, lin: Linearised) -> Derivative:
 
 def _collect(values: dict[int, Any], atoms: Sequence[Atom]) -> list[Any]:
     return [values[atom] if isinstance(atom, int) else atom.val for atom in atoms]
+
+
+def _recomputation(
+    graph: Graph, residuals: Sequence[int], held: Collection[int], from_weights: Collection[int]
+) -> tuple[Equation, ...]:
+    """The equations that make the residuals from what is held."""
+    needed = {value for value in residuals if value not in held}
+    chosen = []
+    for equation in reversed(graph.equations):
+        if needed.intersection(equation.outputs):
+            assert is_cheap(equation) or set(equation.outputs) <= set(from_weights), equation.primitive.name
+            chosen.append(equation)
+            needed.update(value for value in equation.reads if value not in held)
+    return tuple(reversed(chosen))
 
 
 def _made_from(graph: Graph, sources: set[int]) -> set[int]:

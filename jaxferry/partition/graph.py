@@ -104,7 +104,8 @@ def evaluate(equations: Iterable[Equation], values: dict[int, Any]) -> None:
 class _Builder:
     """Collects equations and numbers values while jaxprs are inlined."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep_single: bool = False) -> None:
+        self._keep_single = keep_single
         self.equations: list[Equation] = []
         self.avals: list[type_of_aval] = []
         self.constants: dict[int, Any] = {}
@@ -131,7 +132,7 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             inputs = tuple(read(v) for v in eqn.invars)
-            inner = _inlined_jaxpr(eqn)
+            inner = None if self._keep_single and len(eqn.outvars) == 1 else _inlined_jaxpr(eqn)
             if inner is not None:
                 results: Sequence[Atom] = self.inline(inner, inputs)
             else:
@@ -149,7 +150,13 @@ def _inlined_jaxpr(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
     return eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
 
 
-def trace(function: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
+def trace(
+    function: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    keep_single: bool = False,
+) -> Graph:
     """Traces `function(params, *args, **kwargs)`; nothing is computed.
 
     Args:
@@ -157,6 +164,7 @@ def trace(function: Callable[..., Any], params: Any, args: tuple[Any, ...], kwar
       params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
       args: further arguments, likewise.
       kwargs: keyword arguments, likewise.
+      keep_single: leave calls of jitted functions with a single result as they are.
     """
 
     def call(leaves: list[Any], rest: list[Any]) -> Any:
@@ -166,7 +174,7 @@ def trace(function: Callable[..., Any], params: Any, args: tuple[Any, ...], kwar
     leaves, params_tree = jax.tree.flatten(params)
     rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
     closed, out_shape = jax.make_jaxpr(call, return_shape=True)(leaves, rest)
-    builder = _Builder()
+    builder = _Builder(keep_single)
     numbers = [builder.value(v.aval) for v in closed.jaxpr.invars]
     outputs = tuple(builder.inline(closed, numbers))
     return Graph(

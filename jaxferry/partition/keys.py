@@ -49,7 +49,9 @@ class Canonical:
             operands = [read(atom) for atom in equation.inputs]
             names |= {value: len(names) + i for i, value in enumerate(equation.outputs)}
             kinds = [str(avals[value]) for value in equation.outputs]
-            body.append((equation.primitive.name, self._params(equation.params), operands, kinds, str(equation.context)))
+            body.append(
+                (equation.primitive.name, self._params(equation.params), operands, kinds, str(equation.context))
+            )
         return [str(avals[value]) for value in inputs], body, [read(atom) for atom in outputs]
 
     def jaxpr(self, jaxpr: core.Jaxpr, constants: Sequence[Any] = ()) -> Any:

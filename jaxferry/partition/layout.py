@@ -72,11 +72,27 @@ class Layer:
         """Bytes in the compute dtype, as loads and gradients move them."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
 
-    def pack(self, leaves: Sequence[Any]) -> tuple[jax.Array, ...]:
-        """Flat vectors from arrays of the leaves' shapes (any dtype), inside a jitted function."""
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What its programs depend on: layers with equal layouts share them."""
+        return tuple((leaf.shape, leaf.dtype, leaf.master_dtype, leaf.vector, leaf.offset) for leaf in self.leaves)
+
+    def pack(self, leaves: Sequence[Any], into: Sequence[jax.Array] | None = None) -> tuple[jax.Array, ...]:
+        """Flat vectors from arrays of the leaves' shapes (any dtype), inside a jitted function.
+
+        If `into` holds vectors of the same shapes, which the function is given as donated arguments, they are written
+        piece by piece; XLA then needs no memory for the result and no pass over it.
+        """
         parts: list[list[jax.Array]] = [[] for _ in self.vectors]
+        written = None if into is None else list(into)
         for leaf, array in zip(self.leaves, leaves, strict=True):
-            parts[leaf.vector].append(jnp.ravel(array).astype(leaf.dtype))
+            part = jnp.ravel(array).astype(leaf.dtype)
+            if written is None:
+                parts[leaf.vector].append(part)
+            else:
+                written[leaf.vector] = jax.lax.dynamic_update_slice(written[leaf.vector], part, (leaf.offset,))
+        if written is not None:
+            return tuple(written)
         return tuple(part[0] if len(part) == 1 else jnp.concatenate(part) for part in parts)
 
     def unpack(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:

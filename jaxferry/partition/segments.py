@@ -87,10 +87,7 @@ class Partition:
         """Paths of the parameters that the loss never reads."""
         read = {value for s in self.segments for equation in s.equations for value in equation.reads}
         return tuple(
-            leaf.path
-            for layer in self.layers
-            for leaf in layer.leaves
-            if self.graph.parameters[leaf.index] not in read
+            leaf.path for layer in self.layers for leaf in layer.leaves if self.graph.parameters[leaf.index] not in read
         )
 
 

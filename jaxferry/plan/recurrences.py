@@ -57,7 +57,9 @@ class Batch:
         self.waits_between = modes == DFGB
         self.on_resident = modes == RESIDENT
         self.last_holder = np.broadcast_to(np.arange(self.num_layers)[:, None], modes.shape).copy()
-        self.group_resident = np.stack([(modes[list(members)] == RESIDENT).any(axis=0) for members in self.profile.groups])
+        self.group_resident = np.stack(
+            [(modes[list(members)] == RESIDENT).any(axis=0) for members in self.profile.groups]
+        )
         for group, members in enumerate(self.profile.groups):
             if len(members) > 1:
                 self._who_loads_in_group(members, self.group_resident[group])
@@ -220,7 +222,9 @@ class Step:
     def frees(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(times, bytes given back), (layers, plans) each."""
         batch = self.batch
-        params, gradients, activations = (batch._column(key) for key in ("param_bytes", "grad_bytes", "activation_bytes"))
+        params, gradients, activations = (
+            batch._column(key) for key in ("param_bytes", "grad_bytes", "activation_bytes")
+        )
         held_end = np.take_along_axis(self.backward_ends, batch.last_holder, axis=0)
         first_end = np.where(batch.modes == RELOAD, self.forward_ends, held_end)
         second_end = np.where(batch.modes == RELOAD, self.backward_ends, held_end)
@@ -234,7 +238,9 @@ class Step:
     def allocations(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(times, bytes taken), (layers, plans) each."""
         batch = self.batch
-        params, gradients, activations = (batch._column(key) for key in ("param_bytes", "grad_bytes", "activation_bytes"))
+        params, gradients, activations = (
+            batch._column(key) for key in ("param_bytes", "grad_bytes", "activation_bytes")
+        )
         return [
             (self.load_start, params * batch.loads_forward),
             (self.second_start, params * (batch.loads_between | batch.loads_backward)),

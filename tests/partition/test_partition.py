@@ -1,0 +1,300 @@
+import io
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import rich.console
+
+import jaxferry
+import models
+from jaxferry.partition import differentiate, partition, print_table
+from jaxferry.partition.graph import evaluate
+from jaxferry.partition.groups import group_leaves, leaf_paths
+from planned import train
+from tolerances import LOSS_RTOL
+
+
+def parts_of(task, *args, **kwargs):
+    return partition(task.loss_fn, task.params, (task.batch, *args), kwargs)
+
+
+def chained_gradients(parts, params, batch_leaves):
+    """Loss and gradients by running the segments' derivatives one after another, without the engine."""
+    graph = parts.graph
+    values = {**graph.constants, **dict(zip(graph.batch, batch_leaves, strict=True))}
+    values |= zip(graph.parameters, jax.tree.leaves(params), strict=True)
+    evaluate(parts.prelude, values)
+    kept = {}
+    derivatives = {s.program: differentiate(graph, s) for s in parts.segments}
+    for number, s in enumerate(parts.segments):
+        arguments = [[values[v] for v in numbers] for numbers in (s.weights, s.inputs, s.passive)]
+        outputs, extras, kept[number] = derivatives[s.program].forward(*arguments)
+        values |= zip((*s.outputs, *s.extras), (*outputs, *extras), strict=True)
+    cotangents = {parts.loss: jnp.ones_like(values[parts.loss])}
+    gradients = {v: jnp.zeros_like(values[v]) for v in graph.parameters}
+    for number, s in reversed(list(enumerate(parts.segments))):
+        d = derivatives[s.program]
+        own, into = d.backward(
+            [values[v] for v in s.weights],
+            [values[s.inputs[i]] for i in d.inputs_read],
+            [values[s.passive[i]] for i in d.passive_read],
+            [values[s.outputs[i]] for i in d.outputs_read],
+            kept[number],
+            [cotangents.get(v, jnp.zeros_like(values[v])) for v in s.outputs],
+        )
+        for v, gradient in zip(s.weights, own, strict=True):
+            gradients[v] += gradient
+        for v, cotangent in zip(s.inputs, into, strict=True):
+            cotangents[v] = cotangents[v] + cotangent if v in cotangents else cotangent
+    return values[parts.loss], [gradients[v] for v in graph.parameters]
+
+
+def assert_same_derivative(loss_fn, params, *args):
+    parts = partition(loss_fn, params, args)
+    loss, gradients = chained_gradients(parts, params, jax.tree.leaves(args))
+    expected, theirs = jax.value_and_grad(lambda p: jax.tree.leaves(loss_fn(p, *args))[0])(params)
+    np.testing.assert_allclose(loss, expected, rtol=LOSS_RTOL)
+    for ours, their in zip(gradients, jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(ours, their, rtol=1e-4, atol=1e-6)
+    return parts
+
+
+def test_twelve_blocks_are_16_segments_of_5_programs_and_a_tied_table_is_one_layer():
+    parts = parts_of(models.gpt(depth=12))
+    blocks = [f"h_{i}" for i in range(12)]
+    assert [s.name for s in parts.segments] == ["wte", "wpe", *blocks, "ln_f", "wte#2"]
+    assert [layer.name for layer in parts.layers] == ["wte", "wpe", *blocks, "ln_f"]
+    assert parts.segments[0].layer == parts.segments[-1].layer
+    assert parts.num_programs == 5
+    assert len({s.program for s in parts.segments if s.name in blocks}) == 1
+
+
+def test_only_the_residual_stream_crosses_between_blocks():
+    task = models.gpt(width=32)
+    B, T = task.batch.shape
+    for segment in parts_of(task).segments[:-1]:
+        assert segment.alive_bytes == B * (T - 1) * 32 * 4
+        assert len(segment.outputs) == 1 and not segment.extras
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_blocks_share_a_program_whatever_dropout_and_dtype(dropout, dtype):
+    task = models.gpt(depth=3, dropout=dropout, dtype=dtype)
+    parts = parts_of(task, **({"rng": jax.random.key(0)} if dropout else {}))
+    assert parts.num_programs == 5
+
+
+def test_segments_in_a_row_have_the_loss_and_gradients_of_the_whole():
+    task = models.gpt()
+    assert_same_derivative(task.loss_fn, task.params, task.batch)
+
+
+def test_nnx_models_are_cut_by_their_lists_of_modules():
+    task = models.nnx_net()
+    parts = assert_same_derivative(task.loss_fn, task.params, task.batch)
+    assert [s.name for s in parts.segments] == ["embed", "blocks/0", "blocks/1", "blocks/2", "head"]
+    assert parts.num_programs == 3
+
+
+class Wrapped(nn.Module):
+    """A block under nn.remat, with a custom_vjp and a nested jit."""
+
+    num_heads: int
+    dropout: float
+    dtype: object
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.remat(models.Block, static_argnums=(2,))(self.num_heads, name="inner")(x, train)
+        return x + jax.jit(clipped)(nn.Dense(x.shape[-1], name="extra")(x))
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.clip(x, -1, 1)
+
+
+clipped.defvjp(lambda x: (jnp.clip(x, -1, 1), None), lambda _, g: (2 * g,))
+
+
+def test_nested_jit_custom_vjp_and_remat_work_and_share_programs():
+    task = models.gpt(block=Wrapped, depth=3)
+    parts = assert_same_derivative(jax.jit(task.loss_fn), task.params, task.batch)
+    assert [s.name for s in parts.segments[2:5]] == ["h_0", "h_1", "h_2"]
+    assert parts.num_programs == 5
+
+
+def test_custom_rules_with_different_closures_are_different_programs():
+    def scaled(factor):
+        @jax.custom_vjp
+        def f(x):
+            return x * 1.0
+
+        f.defvjp(lambda x: (x * 1.0, None), lambda _, g: (g * factor,))
+        return f
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i, factor in enumerate((1.0, 1.0, 1.0, 3.0, 1.0)):
+                x = scaled(factor)(nn.Dense(4, name=f"dense_{i}")(x))
+            return x.sum()
+
+    x = jnp.ones((2, 4))
+    params = Net().init(jax.random.key(0), x)["params"]
+    parts = assert_same_derivative(lambda p, b: Net().apply({"params": p}, b), params, x)
+    programs = [s.program for s in parts.segments]
+    assert programs[1] == programs[2] != programs[3]
+
+
+def test_parameters_cast_all_at_once_are_still_cut_by_layer():
+    task = models.gpt()
+
+    def loss_fn(params, batch):
+        return task.loss_fn(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), batch)
+
+    parts = partition(loss_fn, task.params, (task.batch,))
+    assert [s.name for s in parts.segments] == [s.name for s in parts_of(task).segments]
+    for segment in parts.segments:
+        shapes = {leaf.shape for leaf in parts.layers[segment.layer].leaves if len(leaf.shape) == 2}
+        saved = {tuple(aval.shape) for aval in differentiate(parts.graph, segment).saved}
+        assert not shapes & saved, "a copy of a weight would stay on the device"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_penalty_on_all_weights_does_not_read_all_layers_once_more(is_first):
+    task = models.gpt()
+
+    def loss_fn(params, batch):
+        loss = None if is_first else task.loss_fn(params, batch)
+        penalty = 1e-3 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
+        return penalty + (task.loss_fn(params, batch) if is_first else loss)
+
+    parts = assert_same_derivative(loss_fn, task.params, task.batch)
+    assert [s.name for s in parts.segments] == [s.name for s in parts_of(task).segments]
+
+
+def test_a_head_with_a_bias_is_one_segment_because_the_cut_would_carry_all_logits():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            embed = nn.Embed(4096, 8, name="embed")
+            x = embed(tokens)
+            for i in range(3):
+                x = x + nn.Dense(8, name=f"dense_{i}")(x)
+            return embed.attend(x) + self.param("bias", nn.initializers.zeros, (4096,))
+
+    tokens = jnp.arange(32).reshape(2, 16)
+    params = Net().init(jax.random.key(0), tokens)["params"]
+    parts = assert_same_derivative(
+        lambda p, t: nn.log_softmax(Net().apply({"params": p}, t))[..., 0].mean(), params, tokens
+    )
+    assert {layer.name for layer in parts.layers} >= {"dense_0", "dense_1", "dense_2"}
+    assert any({leaf.path for leaf in layer.leaves} == {"bias", "embed/embedding"} for layer in parts.layers)
+
+
+def test_a_value_used_by_many_segments_gets_all_its_cotangents():
+    def loss_fn(params, x):
+        h = jnp.tanh(x @ params["first"])
+        y = h
+        for name in ("a", "b", "c"):
+            y = jnp.tanh(y @ params[name] + h)
+        return (y * h).sum()
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {n: jax.random.normal(k, (8, 8)) / 3 for n, k in zip(("first", "a", "b", "c"), keys, strict=True)}
+    parts = assert_same_derivative(loss_fn, params, jnp.ones((2, 8)))
+    assert [s.name for s in parts.segments] == ["first", "a", "b", "c"]
+    task = models.Task(loss_fn, params, jnp.ones((2, 8)))
+    _, losses = train(jaxferry.train_step(loss_fn, optax.sgd(0.01)), task, 3)
+    np.testing.assert_allclose(losses, models.plain_loop(task, optax.sgd(0.01), 3)[1], rtol=LOSS_RTOL)
+
+
+def test_integer_and_boolean_values_cross_segments_without_a_derivative():
+    def loss_fn(params, batch):
+        h = batch["x"] @ params["a"]
+        mask, rank = h > 0, jnp.argsort(h, axis=-1)
+        y = jnp.tanh(h) @ params["b"]
+        return jnp.where(mask, y, 0).sum() + jnp.take_along_axis(y @ params["c"], rank, -1)[:, 0].sum()
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {n: jax.random.normal(k, (6, 6)) for n, k in zip("abc", keys, strict=True)}
+    parts = assert_same_derivative(loss_fn, params, {"x": jnp.ones((2, 6)) * 0.3, "unused": jnp.arange(3)})
+    assert parts.segments[1].extras
+
+
+def test_residuals_kept_are_no_more_bytes_than_jax_keeps():
+    parts = parts_of(models.gpt())
+    block = parts.segments[2]
+
+    def forward(weights, inputs):
+        return block.forward(weights, inputs, [])[0]
+
+    arguments = [
+        [jnp.zeros(a.shape) for a in (parts.graph.avals[v] for v in vs)] for vs in (block.weights, block.inputs)
+    ]
+    pullback = jax.vjp(forward, *arguments)[1]
+    weights = {w.shape for w in arguments[0]}
+    theirs = sum(leaf.nbytes for leaf in jax.tree.leaves(pullback) if leaf.shape not in weights)
+    ours = differentiate(parts.graph, block)
+    assert ours.saved_bytes + sum(parts.graph.num_bytes(block.inputs[i]) for i in ours.inputs_read) < 0.5 * theirs
+
+
+def test_remat_full_keeps_inputs_alone():
+    parts = parts_of(models.gpt())
+    full = differentiate(parts.graph, parts.segments[2], remat="full")
+    assert full.saved == () and full.inputs_read == (0,)
+
+
+def test_the_table_shows_every_segment():
+    parts = parts_of(models.gpt())
+    console = rich.console.Console(width=100, record=True, file=io.StringIO())
+    print_table(parts, console)
+    text = console.export_text()
+    for segment in parts.segments:
+        layer = parts.layers[segment.layer]
+        assert any(
+            segment.name in line
+            and f"{layer.num_parameters:,}" in line
+            and line.rstrip(" │").endswith(str(segment.program))
+            for line in text.splitlines()
+        ), segment.name
+    assert f"{len(parts.segments)} segments, {len(parts.layers)} layers, {parts.num_programs} programs" in text
+
+
+def names(tree, tables=()):
+    return [group.name for group in group_leaves(leaf_paths(tree), tables)]
+
+
+def test_groups_are_blocks_and_what_surrounds_them():
+    block = {"attention": {"kernel": 0, "bias": 0}, "mlp": {"fc": {"kernel": 0}, "norm": {"scale": 0}}}
+    flat = {"params": {"embed": {"embedding": 0}, "h_0": block, "h_1": block, "norm": {"scale": 0, "bias": 0}}}
+    assert names(flat) == ["embed", "h_0", "h_1", "norm"]
+    nested = {"transformer": {"wte": {"embedding": 0}, "h": {"0": block, "1": block}, "ln_f": {"scale": 0}}}
+    assert names(nested) == ["h/0", "h/1", "ln_f", "wte"]
+    experts = {"router": {"kernel": 0}, "experts_0": {"fc": {"kernel": 0}}, "experts_1": {"fc": {"kernel": 0}}}
+    mixture = {"block_0": {"moe": experts, "norm": {"scale": 0}}, "block_1": {"moe": experts, "norm": {"scale": 0}}}
+    assert names(mixture) == ["block_0", "block_1"]
+    assert names({"Dense_0": {"kernel": 0, "bias": 0}, "Dense_1": {"kernel": 0, "bias": 0}}) == ["Dense_0", "Dense_1"]
+
+
+def test_a_table_is_its_own_layer_wherever_its_module_lies():
+    tree = {
+        "embeddings": {"norm": {"scale": 0}, "position": {"embedding": 0}, "word": {"embedding": 0}},
+        "head": {"w": 0},
+    }
+    assert names(tree) == ["embeddings", "head"]
+    assert names(tree, tables={1, 2}) == ["embeddings", "embeddings/position", "embeddings/word", "head"]
+
+
+def test_a_later_partition_keeps_the_layers_of_an_earlier_one():
+    task = models.gpt()
+    first = parts_of(task)
+    other = partition(task.loss_fn, task.params, (task.batch[:1, :5],), layers=first.layers)
+    assert other.layers == first.layers
+    assert all(a.layer <= b.layer for a, b in itertools.pairwise(other.segments[:-1]))

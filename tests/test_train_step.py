@@ -1,0 +1,390 @@
+import importlib
+import itertools
+import signal
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.modes import Mode
+from planned import UNIFORM, assert_same_bits, plan_of, train
+from tolerances import LOSS_RTOL, PARAMS_RTOL
+
+MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return models.gpt()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_plan_has_the_same_bits_over_20_steps(gpt, dtype):
+    results = []
+    for modes in ([Mode.GFGB], [Mode.RELOAD], [Mode.RESIDENT], MIXED):
+        step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, modes), compute_dtype=dtype)
+        state, losses = train(step, gpt, 20)
+        results.append((losses, state.params))
+    for losses, params in results[1:]:
+        assert losses == results[0][0]
+        assert_same_bits(params, results[0][1])
+    assert results[0][0][-1] < results[0][0][0]
+
+
+@pytest.mark.parametrize("make", [models.gpt, models.nnx_net])
+def test_fp32_losses_agree_with_a_plain_optax_loop(make):
+    task, optimizer = make(), optax.adamw(1e-3)
+    _, expected = models.plain_loop(task, optimizer, 20)
+    _, losses = train(jaxferry.train_step(task.loss_fn, optimizer), task, 20)
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+
+
+@pytest.mark.parametrize("make", [models.gpt, models.nnx_net])
+def test_parameters_agree_with_a_plain_optax_loop_and_keep_their_tree(make):
+    task, optimizer = make(), optax.sgd(0.1, momentum=0.9)
+    expected, _ = models.plain_loop(task, optimizer, 5)
+    state, _ = train(jaxferry.train_step(task.loss_fn, optimizer), task, 5)
+    assert jax.tree.structure(state.params) == jax.tree.structure(task.params)
+    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == np.float32
+        np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-6)
+
+
+def test_the_module_is_imported_as_users_write_it():
+    importlib.import_module("jaxferry.train_step")
+    assert callable(jaxferry.train_step)
+    assert isinstance(jaxferry.train_step(lambda p, b: p, optax.sgd(1)), jaxferry.TrainStep)
+
+
+def test_dropout_keys_travel_as_a_keyword_or_in_the_batch():
+    task = models.gpt(dropout=0.2)
+    key = jax.random.key(7)
+    by_keyword = jaxferry.train_step(task.loss_fn, optax.sgd(0.1))
+    _, losses = train(by_keyword, task, 3, rng=key)
+    in_batch = jaxferry.train_step(lambda params, batch: task.loss_fn(params, batch[0], batch[1]), optax.sgd(0.1))
+    state, others = in_batch.init(task.params), []
+    for _ in range(3):
+        state, metrics = in_batch(state, (task.batch, key))
+        others.append(float(metrics["loss"]))
+    _, expected = models.plain_loop(task, optax.sgd(0.1), 3, rng=key)
+    assert losses == others
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+
+
+def test_aux_outputs_come_back_in_their_own_tree(gpt):
+    def loss_fn(params, batch):
+        loss = gpt.loss_fn(params, batch)
+        return loss, {"double": 2 * loss, "tokens": batch.sum(), "table": params["wte"]["embedding"].mean()}
+
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    state, metrics = step(step.init(gpt.params), gpt.batch)
+    assert metrics["aux"].keys() == {"double", "tokens", "table"}
+    np.testing.assert_allclose(metrics["aux"]["double"], 2 * metrics["loss"], rtol=1e-6)
+    assert metrics["aux"]["tokens"] == gpt.batch.sum()
+    np.testing.assert_allclose(metrics["aux"]["table"], gpt.params["wte"]["embedding"].mean(), rtol=1e-5)
+    loss, aux = step.evaluate(state, gpt.batch)
+    assert float(loss) < float(metrics["loss"]) and aux.keys() == metrics["aux"].keys()
+
+
+def test_evaluate_is_the_plain_loss_of_the_current_parameters(gpt):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2))
+    state, _ = train(step, gpt, 3)
+    expected = gpt.loss_fn(jax.tree.map(jnp.asarray, state.params), gpt.batch[:1])
+    np.testing.assert_allclose(step.evaluate(state, gpt.batch[:1]), expected, rtol=LOSS_RTOL)
+
+
+def test_grad_norm_and_clipping_are_those_of_optax(gpt):
+    gradients = jax.grad(gpt.loss_fn)(gpt.params, gpt.batch)
+    norm = float(optax.global_norm(gradients))
+    plain, _ = models.plain_loop(gpt, optax.chain(optax.clip_by_global_norm(norm / 3), optax.sgd(0.1, 0.9)), 4)
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1, 0.9), clip_norm=norm / 3)
+    _, metrics = step(step.init(gpt.params), gpt.batch)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    state, _ = train(step, gpt, 4)
+    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-6)
+
+
+def test_clipping_has_the_same_bits_under_every_plan(gpt):
+    runs = []
+    for mode in UNIFORM:
+        step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), clip_norm=0.1, plan=plan_of(gpt, [mode]))
+        runs.append(train(step, gpt, 4)[0].params)
+    assert_same_bits(runs[0], runs[1])
+    assert_same_bits(runs[0], runs[2])
+
+
+def test_a_joint_optimizer_is_run_as_one_update_with_a_warning(gpt):
+    optimizer = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
+    step = jaxferry.train_step(gpt.loss_fn, optimizer)
+    with pytest.warns(UserWarning, match="looks at all parameters at once"):
+        step.init(gpt.params)
+    expected, _ = models.plain_loop(gpt, optimizer, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state, _ = train(step, gpt, 3)
+    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_remat_changes_memory_not_losses(gpt, remat):
+    expected = train(jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1)), gpt, 3)[1]
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), remat=remat)
+    np.testing.assert_allclose(train(step, gpt, 3)[1], expected, rtol=LOSS_RTOL)
+
+
+def test_init_from_makes_what_the_initialiser_makes(gpt):
+    model = models.GPT()
+
+    def init_fn(rng):
+        return model.init(rng, jnp.zeros((1, 8), jnp.int32))["params"]
+
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    state = step.init_from(init_fn, jax.random.key(3))
+    expected = init_fn(jax.random.key(3))
+    assert jax.tree.structure(state.params) == jax.tree.structure(expected)
+    assert_same_bits(state.params, expected)
+
+
+def test_init_copies_numpy_and_jax_arrays(gpt):
+    params = jax.tree.map(np.array, gpt.params)
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    from_numpy, losses = train(step, models.Task(gpt.loss_fn, params, gpt.batch), 3)
+    from_jax, others = train(step, gpt, 3)
+    assert losses == others
+    assert_same_bits(params, gpt.params)
+    assert_same_bits(from_numpy.params, from_jax.params)
+
+
+@pytest.mark.parametrize("make", [models.gpt, models.nnx_net])
+def test_a_resumed_run_continues_bit_identically(make, tmp_path):
+    task, optimizer = make(), optax.adamw(1e-2)
+    whole, losses = train(jaxferry.train_step(task.loss_fn, optimizer), task, 6)
+    step = jaxferry.train_step(task.loss_fn, optimizer)
+    state, _ = train(step, task, 3)
+    step.save(state, tmp_path / "saved")
+    fresh = jaxferry.train_step(task.loss_fn, optimizer, plan=plan_of(task, MIXED))
+    resumed = fresh.restore(tmp_path / "saved", params=jax.eval_shape(lambda: task.params))
+    assert resumed.step == 3
+    more = []
+    for _ in range(3):
+        resumed, metrics = fresh(resumed, task.batch)
+        more.append(float(metrics["loss"]))
+    assert more == losses[3:]
+    assert_same_bits(resumed.params, whole.params)
+
+
+def test_a_checkpoint_is_restored_without_the_model_if_its_tree_is_of_dictionaries(gpt, tmp_path):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2))
+    state, _ = train(step, gpt, 2)
+    step.save(state, tmp_path / "saved")
+    step.save(state, tmp_path / "saved")
+    restored = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2)).restore(tmp_path / "saved")
+    assert_same_bits(restored.params, state.params)
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(gpt, tmp_path):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2))
+    step.save(step.init(gpt.params), tmp_path / "saved")
+    wider = models.gpt(width=64)
+    other = jaxferry.train_step(wider.loss_fn, optax.adamw(1e-2))
+    with pytest.raises(jaxferry.CheckpointError, match=r"does not match the model: .* has shape"):
+        other.restore(tmp_path / "saved", params=wider.params)
+    with pytest.raises(jaxferry.CheckpointError, match="does not match the model: it has no"):
+        other.restore(tmp_path / "saved", params=models.gpt(depth=5).params)
+    with pytest.raises(jaxferry.CheckpointError, match="does not match the optimizer"):
+        jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1, 0.9)).restore(tmp_path / "saved")
+    with pytest.raises(jaxferry.CheckpointError, match="is no JaxFerry checkpoint"):
+        step.restore(tmp_path / "nothing")
+    (tmp_path / "precious").mkdir()
+    with pytest.raises(jaxferry.CheckpointError, match="exists and is no JaxFerry checkpoint"):
+        step.save(step.init(gpt.params), tmp_path / "precious")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (lambda p, b: p["w"] * b, r"its loss is float32\[3\]"),
+        (lambda p, b: (p["w"] * b).sum().astype(jnp.int32), "its loss is int32"),
+        (lambda p, b: {"loss": (p["w"] * b).sum()}, "must return a scalar"),
+        (lambda p, b: b.sum(), "reads? no parameter|no parameter"),
+    ],
+)
+def test_a_loss_that_is_no_scalar_of_the_parameters_is_refused(loss_fn, message):
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    state = step.init({"w": np.ones(3, np.float32)})
+    with pytest.raises(jaxferry.PartitionError, match=message):
+        step(state, jnp.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.complex64, np.bool_])
+def test_parameters_that_are_not_real_floating_point_are_refused(dtype):
+    step = jaxferry.train_step(lambda p, b: p["a"]["w"].sum(), optax.sgd(0.1))
+    with pytest.raises(jaxferry.InputError, match=f"'a/w' has dtype {np.dtype(dtype)}"):
+        step.init({"a": {"w": np.ones(3, dtype)}})
+
+
+def test_a_parameter_that_is_never_read_trains_with_a_zero_gradient_and_says_so_once(gpt):
+    params = {**gpt.params, "spare": {"w": np.ones(3, np.float32)}}
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(0.1, weight_decay=0.5))
+    state = step.init(params)
+    with pytest.warns(UserWarning, match="never reads 'spare/w'"):
+        state, _ = step(state, gpt.batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, _ = step(state, gpt.batch)
+        state, _ = step(state, gpt.batch[:1])
+    np.testing.assert_allclose(state.params["spare"]["w"], 0.95**3 * np.ones(3), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("reserve_factor", 1.5, r"reserve_factor must lie in \[0, 1\], got 1.5"),
+        ("reserve_factor", -0.1, r"reserve_factor must lie in \[0, 1\], got -0.1"),
+        ("reserve_factor", float("nan"), r"reserve_factor must lie in \[0, 1\], got nan"),
+        ("clip_norm", 0.0, "clip_norm must be a positive number"),
+        ("remat", "some", "remat must be one of none, full"),
+        ("memory_budget", "8 apples", "memory_budget must be a number of bytes or a size"),
+    ],
+)
+def test_arguments_outside_their_range_are_refused(argument, value, message):
+    with pytest.raises(jaxferry.InputError, match=message):
+        jaxferry.train_step(lambda p, b: p, optax.sgd(0.1), **{argument: value})
+
+
+def test_a_budget_that_is_too_small_names_the_smallest_possible(gpt):
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), memory_budget=1000)
+    with pytest.raises(jaxferry.BudgetError, match="the smallest possible is") as caught:
+        step(step.init(gpt.params), gpt.batch)
+    smallest = caught.value.smallest_bytes
+    assert str(smallest) in str(caught.value)
+    fits = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), memory_budget=smallest)
+    fits(fits.init(gpt.params), gpt.batch)
+    short = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), memory_budget=smallest - 1)
+    with pytest.raises(jaxferry.BudgetError):
+        short(short.init(gpt.params), gpt.batch)
+
+
+class _Breaks(nn.Module):
+    """Three dense layers; the second divides by what the batch says."""
+
+    @nn.compact
+    def __call__(self, x, divisor):
+        x = nn.Dense(8, name="first")(x)
+        x = nn.Dense(8, name="second")(x) / divisor
+        return nn.Dense(1, name="third")(nn.tanh(x) * divisor).mean()
+
+
+def _breaking():
+    model = _Breaks()
+    x = jnp.ones((2, 4))
+    params = model.init(jax.random.key(0), x, 1.0)["params"]
+    return params, x, lambda p, batch: model.apply({"params": p}, batch[0], batch[1])
+
+
+def test_a_nan_loss_is_reported_with_step_and_layer_and_leaves_the_state(tmp_path):
+    params, x, loss_fn = _breaking()
+    step = jaxferry.train_step(loss_fn, optax.adam(0.1))
+    state, _ = step(step.init(params), (x, jnp.float32(1)))
+    before = state.params
+    with pytest.raises(jaxferry.NonFiniteError, match=r"loss of step 1 is nan.*'second'") as caught:
+        step(state, (x, jnp.float32(jnp.nan)))
+    assert (caught.value.step, caught.value.layer) == (1, "second")
+    assert state.step == 1
+    assert_same_bits(state.params, before)
+    step.save(state, tmp_path / "saved")
+
+
+def test_skip_nonfinite_leaves_parameters_and_optimizer_as_they_were():
+    params, x, loss_fn = _breaking()
+    step = jaxferry.train_step(loss_fn, optax.adam(0.1), skip_nonfinite=True)
+    state, metrics = step(step.init(params), (x, jnp.float32(1)))
+    assert not metrics["skipped"]
+    before, moments = state.params, {name: np.array(leaf) for name, leaf in state.optimizer_state().items()}
+    state, metrics = step(state, (x, jnp.float32(jnp.nan)))
+    assert metrics["skipped"] and np.isnan(metrics["loss"])
+    assert_same_bits(state.params, before)
+    assert_same_bits(state.optimizer_state(), moments)
+    state, metrics = step(state, (x, jnp.float32(1)))
+    assert not metrics["skipped"]
+
+
+def test_skip_nonfinite_skips_a_step_with_a_finite_loss_and_an_infinite_gradient():
+    def loss_fn(params, batch):
+        return jnp.sqrt(params["w"] - batch).sum()
+
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), skip_nonfinite=True)
+    state = step.init({"w": np.ones(3, np.float32)})
+    state, metrics = step(state, jnp.ones(3))
+    assert metrics["skipped"] and np.isfinite(metrics["loss"]) and np.isinf(metrics["grad_norm"])
+    np.testing.assert_array_equal(state.params["w"], np.ones(3))
+
+
+@pytest.mark.parametrize("after_events", [1, 6, 9])
+def test_an_interrupt_leaves_a_state_between_steps_that_can_be_saved(gpt, tmp_path, monkeypatch, after_events):
+    whole, _ = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2)), gpt, 2)
+    once, _ = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2)), gpt, 1)
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2))
+    state, _ = train(step, gpt, 1)
+    executor = step.prepare(gpt.batch)._executor
+    run, count = executor._run, itertools.count(1)
+
+    def interrupted(*args):
+        run(*args)
+        if next(count) == after_events:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(executor, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(state, gpt.batch)
+    monkeypatch.undo()
+    assert state.step in (1, 2)
+    assert_same_bits(state.params, (once if state.step == 1 else whole).params)
+    step.save(state, tmp_path / "saved")
+    restored = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2)).restore(tmp_path / "saved")
+    assert_same_bits(restored.params, state.params)
+    for _ in range(2 - state.step):
+        state, _ = step(state, gpt.batch)
+    assert_same_bits(state.params, whole.params)
+
+
+def test_a_state_of_another_step_is_refused(gpt):
+    one, other = (jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1)) for _ in range(2))
+    one.init(gpt.params)
+    with pytest.raises(jaxferry.StateError, match="belongs to another"):
+        one(other.init(gpt.params), gpt.batch)
+    with pytest.raises(jaxferry.StateError, match="must come from this step's init"):
+        one(gpt.params, gpt.batch)
+
+
+def test_a_plan_for_another_model_is_refused(gpt):
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), plan=plan_of(models.gpt(depth=3), [Mode.GFGB]))
+    with pytest.raises(jaxferry.InputError, match="the plan is for another model"):
+        step(step.init(gpt.params), gpt.batch)
+
+
+def test_a_failure_between_updates_marks_the_state(gpt, monkeypatch, tmp_path):
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    state, _ = train(step, gpt, 1)
+    executor = step.prepare(gpt.batch)._executor
+    update, count = executor._update, itertools.count()
+
+    def failing(*args):
+        if next(count) == 2:
+            raise RuntimeError("the host ran out of memory")
+        update(*args)
+
+    monkeypatch.setattr(executor, "_update", failing)
+    with pytest.raises(RuntimeError):
+        step(state, gpt.batch)
+    for use in (lambda: step(state, gpt.batch), lambda: state.params, lambda: step.save(state, tmp_path / "saved")):
+        with pytest.raises(jaxferry.StateError, match="ran out of memory"):
+            use()

@@ -1,0 +1,7 @@
+"""How near results must come where they cannot be the same bits, in one place."""
+
+LOSS_RTOL = 1e-5
+"""fp32 losses against a plain jitted Optax loop (DESIGN: exact numerics)."""
+
+PARAMS_RTOL = 2e-4
+"""fp32 parameters against a plain jitted SGD loop, whose sums XLA orders in another way."""
