@@ -1,7 +1,6 @@
 """What every record of this package needs: JSON files in and out, and fields that are checked one by one."""
 
 import json
-import math
 import numbers
 import os
 import pathlib
@@ -11,6 +10,9 @@ from typing import Any, TypeVar
 from jaxferry.errors import InputError
 
 Record = TypeVar("Record")
+
+_MOST_BYTES = 2**53
+_MOST_SECONDS = 1e12
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -88,16 +90,16 @@ def check_text(value: Any, key: str, where: str) -> str:
 
 
 def check_seconds(value: Any, key: str, where: str) -> float:
-    """Returns the value as a float if it is a finite number of seconds, 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not _finite(value) or value < 0:
-        raise InputError(f"{where}: {key} must be a finite number of seconds, 0 or more, got {_show(value)}")
+    """Returns the value as a float if it is a number of seconds, 0 or more, and sums of such are finite."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value < 0 or not value <= _MOST_SECONDS:
+        raise InputError(f"{where}: {key} must be a number of seconds, 0 to 1e12, got {_show(value)}")
     return float(value)
 
 
 def check_bytes(value: Any, key: str, where: str) -> int:
-    """Returns the value as an int if it is a whole number of bytes, 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
-        raise InputError(f"{where}: {key} must be a whole number of bytes, 0 or more, got {_show(value)}")
+    """Returns the value as an int if it is a whole number of bytes, 0 or more, and sums of such fit a machine word."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) <= _MOST_BYTES:
+        raise InputError(f"{where}: {key} must be a whole number of bytes, 0 to 2**53, got {_show(value)}")
     return int(value)
 
 
@@ -130,13 +132,6 @@ def check_unique(names: list[str]) -> None:
         if name in seen:
             raise InputError(f'layer "{name}" occurs twice; every layer needs a name of its own')
         seen.add(name)
-
-
-def _finite(value: numbers.Real) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _show(value: Any) -> str:

@@ -92,7 +92,7 @@ class Executor:
         self._script, self._resident = list(script), frozenset(resident)
         self._optimizer, self._placement = optimizer, placement
         self._skip_nonfinite = skip_nonfinite
-        self._waits_for_norm = is_clipped or skip_nonfinite or optimizer.is_joint
+        self._is_gated = is_clipped or skip_nonfinite
         self._transfers = Transfers(placement, partition.layers)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
@@ -141,6 +141,7 @@ class Executor:
         complete: list[int] = []
         is_finite = None
         no_norm = jnp.float32(0)
+        is_gated = self._is_gated or self._optimizer.is_joint
         try:
             for place, event in enumerate(self._script):
                 if event.kind is Kind.FORWARD:
@@ -153,7 +154,7 @@ class Executor:
                 # The first backward is issued before the loss is looked at, so the device has work meanwhile.
                 if is_finite is None and (event.kind is Kind.BACKWARD or place == len(self._script) - 1):
                     is_finite = bool(np.isfinite(np.asarray(flight.values[self.partition.loss])))
-                while is_finite and complete and not self._waits_for_norm:
+                while is_finite and complete and not is_gated:
                     self._update(pending.pop(complete.pop(0)), state, flight, no_norm)
             norm = self._total([flight.norms[layer] for layer in sorted(flight.norms)])
             if self._skip_nonfinite:

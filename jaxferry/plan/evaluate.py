@@ -13,7 +13,7 @@ PEAK_STEPS = 3
 """Steps of the chain whose memory counts, as in the simulator."""
 
 _MOST_STEPS = 24
-_CHUNK = 512
+_CHUNK_ELEMENTS = 1 << 16
 _SAME = 1e-12
 
 
@@ -24,8 +24,9 @@ class Outcomes:
     Attributes:
       forward_s: seconds to the end of the last inter_forward.
       step_s: seconds to the end of the last update.
-      steady_step_s: an upper bound on the seconds a step in an endless chain; exact once the chain is periodic, which
-        plans of GFGB, DHA and DFGB within the window are from the second step on.
+      steady_step_s: seconds a step in an endless chain: exact for plans of GFGB, DHA and DFGB within the window, which
+        repeat from the second step on; for plans with RELOAD or RESIDENT layers exact or, where the chain has not
+        become periodic after some steps, an upper bound. For DFGB outside the window the second step's time.
       peak_bytes: the most device memory held in a chain of `PEAK_STEPS` steps; zeros if it was not asked for.
       in_window: whether DFGB keeps MemFerry's rule: loads end before the first gradient leaves, which is the end of
         the last layer's backward; and the last layer is not DFGB.
@@ -67,8 +68,9 @@ class Evaluator:
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         to_host = np.broadcast_to(np.asarray(to_host, dtype=bool), modes.shape)
         parts = []
-        for first in range(0, len(modes), _CHUNK):
-            chunk = slice(first, first + _CHUNK)
+        size = max(1, _CHUNK_ELEMENTS // modes.shape[1])
+        for first in range(0, len(modes), size):
+            chunk = slice(first, first + size)
             batch = Batch(self.profile, modes[chunk].T.copy(), to_host[chunk].T.copy(), bulk, after_all)
             parts.append(_outcomes(batch, steady, peak))
         fields = [field.name for field in dataclasses.fields(Outcomes)]
@@ -100,7 +102,7 @@ def _outcomes(batch: Batch, steady: bool, peak: bool) -> Outcomes:
     step_s = chain.host
     period_s = step_s
     if steady:
-        period_s = _period_s(chain, steps)
+        period_s = _period_s(batch, chain, steps)
     while peak and len(steps) < PEAK_STEPS:
         steps.append(Step(chain))
     first = steps[0]
@@ -109,9 +111,17 @@ def _outcomes(batch: Batch, steady: bool, peak: bool) -> Outcomes:
     return Outcomes(first.forward_end, step_s, period_s, peak_bytes, in_window)
 
 
-def _period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
-    """The largest growth of a boundary time over a step, an upper bound on the period (Collatz and Wielandt's)."""
+def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
+    """The growth of the host's end over a step, once all boundary times grow alike.
+
+    Where they do not, the largest growth of any is an upper bound on the period (Collatz and Wielandt's). Without
+    RELOAD and RESIDENT nothing of a step but the lead of its loads depends on the step before, and that lead comes
+    from the backward, which no load delays within the window: so the second step's time is the period.
+    """
+    before_s = chain.host
     steps.append(Step(chain))
+    if (batch.modes <= DFGB).all():
+        return chain.host - before_s
     while True:
         before = chain.boundary()
         steps.append(Step(chain))

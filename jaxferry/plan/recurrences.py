@@ -28,7 +28,7 @@ class Batch:
         self.bulk, self.after_all = bulk, after_all
         self.num_layers, self.num_plans = modes.shape
         self.by_dha = (modes == DHA) | (modes == DFGB)
-        self.forward_s = np.where(self.by_dha, self._column("forward_dha_s"), self._column("forward_s"))
+        self.forward_s = np.where(self.by_dha, self.column("forward_dha_s"), self.column("forward_s"))
         self.backward_s = self._backwards()
         self._who_loads()
         self.any_forward_load = self.loads_forward.any(axis=1)
@@ -37,7 +37,8 @@ class Batch:
         self.any_reload = (modes == RELOAD).any(axis=1)
         self.any_resident = self.on_resident.any(axis=1)
 
-    def _column(self, key: str) -> np.ndarray:
+    def column(self, key: str) -> np.ndarray:
+        """A field of all layers, (layers, 1)."""
         return np.array([getattr(layer, key) for layer in self.layers])[:, None]
 
     def _backwards(self) -> np.ndarray:
@@ -110,7 +111,7 @@ class Step:
         self.load_start, self.second_start = np.zeros(shape), np.zeros(shape)
         self.forward_start, self.forward_ends = np.zeros(shape), np.zeros(shape)
         self.backward_start, self.backward_ends = np.zeros(shape), np.zeros(shape)
-        self.arrivals, self.gradient_free = np.zeros(shape), np.zeros(shape)
+        self.arrivals = np.zeros(shape)
         self.between_end = np.zeros(self.batch.num_plans)
         never = np.full(self.batch.num_plans, -np.inf)
         self.slot_use = self.slot_use_before = never
@@ -124,10 +125,11 @@ class Step:
         self._refresh()
 
     def _load(self, layer: int, loads: np.ndarray, wait: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Loads a layer where `loads` says so; returns the link's end."""
+        """Loads a layer where `loads` says so, and notes in `starts` when; returns the link's end."""
         chain = self.chain
-        starts[layer] = np.maximum(chain.link, wait)
-        chain.link = np.where(loads, starts[layer] + self.batch.layers[layer].load_s, chain.link)
+        start = np.maximum(chain.link, wait)
+        starts[layer] = np.where(loads, start, starts[layer])
+        chain.link = np.where(loads, start + self.batch.layers[layer].load_s, chain.link)
         return chain.link
 
     def _use_slot(self, uses: np.ndarray, end: np.ndarray) -> None:
@@ -179,9 +181,7 @@ class Step:
             if batch.any_reload[layer]:
                 loads = batch.loads_backward[layer]
                 wait = np.maximum(self.forward_ends[layer], self.slot_use_before)
-                starts = self.second_start if not batch.any_between[layer] else self.second_start.copy()
-                arrival = self._load(layer, loads, wait, starts)
-                self.second_start[layer] = np.where(loads, starts[layer], self.second_start[layer])
+                arrival = self._load(layer, loads, wait, self.second_start)
                 start = np.where(loads, np.maximum(start, arrival), start)
             if batch.waits_between_any[layer]:
                 arrival = self.between_arrival[batch.profile.group_of[layer]]
@@ -223,7 +223,7 @@ class Step:
         """(times, bytes given back), (layers, plans) each."""
         batch = self.batch
         params, gradients, activations = (
-            batch._column(key) for key in ("param_bytes", "grad_bytes", "activation_bytes")
+            batch.column(key) for key in ("param_bytes", "grad_bytes", "activation_bytes")
         )
         held_end = np.take_along_axis(self.backward_ends, batch.last_holder, axis=0)
         first_end = np.where(batch.modes == RELOAD, self.forward_ends, held_end)
@@ -239,7 +239,7 @@ class Step:
         """(times, bytes taken), (layers, plans) each."""
         batch = self.batch
         params, gradients, activations = (
-            batch._column(key) for key in ("param_bytes", "grad_bytes", "activation_bytes")
+            batch.column(key) for key in ("param_bytes", "grad_bytes", "activation_bytes")
         )
         return [
             (self.load_start, params * batch.loads_forward),

@@ -1,0 +1,267 @@
+"""Figures 9, 11, 12 and 13 of MemFerry, by simulation with estimated profiles.
+
+    python benchmarks/papers/memferry.py
+
+Prints the tables, writes `memferry.json` and three PNGs to `benchmarks/results/papers/`. Takes some minutes.
+
+The text gives the figures' values only in part, as ranges and averages; those stand beside ours. It does not give
+precision, batch sizes and lengths (but for batch 8 in Figure 13 and 1 in Figure 11): `paper_models.py` says what is
+assumed.
+"""
+
+import argparse
+import itertools
+import pathlib
+import statistics
+from collections.abc import Sequence
+
+import rich.console
+import rich.progress
+import rich.table
+from paper_models import Model, known_models, transformer_xl
+from plotting import new_figure, save
+
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.base import Objective, Request
+from jaxferry.plan.records import Plan
+from jaxferry.plan.registry import make_policy
+from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.machines import find_machine
+from jaxferry.profiling.records import Profile
+from jaxferry.records import write_json
+from jaxferry.simulate.report import simulate
+
+RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results" / "papers"
+SYSTEMS = {
+    "zero-offload": ("DeepSpeed", "#b8352f"),
+    "native-offload": ("Native-Offload", "#e08a1e"),
+    "native-overlapped": ("native, overlapped updates (not in the paper)", "#999999"),
+    "memferry": ("MemFerry", "#2f6fb7"),
+    "go-memferry": ("GO-MemFerry", "#6a4c93"),
+    "exact": ("exact, for the step (ours)", "#1b7f5c"),
+}
+A100_SIZES = (0.7, 1.0, 1.7, 2.4, 3.6, 4.3, 5.5, 6.7)
+V100_SIZES = (0.7, 1.0, 1.4, 1.7, 2.0, 2.4, 2.8, 3.2, 3.6, 4.0, 4.4, 4.8, 5.2, 5.6)
+A100_LENGTH, V100_LENGTH = 384, 1024
+V100_BYTES = 32e9
+
+
+def buffer_bytes(profile: Profile, plan: Plan) -> int:
+    """Device memory where nothing is freed within a step: copies, gradients on the device and activations together.
+
+    So MemFerry does it: its gradient buffers outlive their use (section V-A).
+    """
+    copied = {profile.group_of[index] for index, planned in enumerate(plan.layers) if planned.mode is not Mode.DHA}
+    weights = sum(profile.layers[profile.groups[group][0]].param_bytes for group in copied)
+    on_device = {
+        profile.group_of[index] for index, planned in enumerate(plan.layers) if planned.gradient is GradientPlace.DEVICE
+    }
+    gradients = sum(profile.layers[profile.groups[group][0]].grad_bytes for group in on_device)
+    return weights + gradients + sum(layer.activation_bytes for layer in profile.layers)
+
+
+def measure(model: Model, machine: str) -> list[dict]:
+    """One row for each system."""
+    profile = estimate_profile(model.layers(), find_machine(machine))
+    rows = []
+    for name, (label, _) in SYSTEMS.items():
+        plan = make_policy(name).plan(profile, Request(objective=Objective.STEP))
+        simulation = simulate(profile, plan)
+        rows.append(
+            {
+                "machine": machine,
+                "model": model.name,
+                "billions": model.num_parameters / 1e9,
+                "batch": model.batch,
+                "length": model.length,
+                "policy": name,
+                "system": label,
+                "forward_s": simulation.forward_s,
+                "step_s": simulation.step_s,
+                "steady_step_s": simulation.steady_step_s,
+                "peak_device_bytes": simulation.peak_device_bytes,
+                "buffer_bytes": buffer_bytes(profile, plan),
+            }
+        )
+    return rows
+
+
+def pick(rows: Sequence[dict], policy: str, key: str) -> list[float]:
+    """One value a model, in order."""
+    return [row[key] for row in rows if row["policy"] == policy]
+
+
+def ratios(rows: Sequence[dict], key: str, of: str, over: str) -> list[float]:
+    """`over` divided by `of`, one a model: above 1 where `of` needs less."""
+    return [b / a for a, b in zip(pick(rows, of, key), pick(rows, over, key), strict=True)]
+
+
+def largest(rows: Sequence[dict], policy: str) -> float:
+    """The largest model whose buffers fit into the V100, in billions of parameters; interpolated between sizes."""
+    mine = [row for row in rows if row["policy"] == policy]
+    for small, big in itertools.pairwise(mine):
+        if small["buffer_bytes"] <= V100_BYTES < big["buffer_bytes"]:
+            share = (V100_BYTES - small["buffer_bytes"]) / (big["buffer_bytes"] - small["buffer_bytes"])
+            return small["billions"] + share * (big["billions"] - small["billions"])
+    return mine[-1]["billions"]
+
+
+def claims(known: Sequence[dict], v100: Sequence[dict], a100: Sequence[dict]) -> list[tuple[str, str, str]]:
+    """What the text says of each figure, and the same by simulation."""
+    small = [row for row in known if row["model"] in ("BERT-base", "RoBERTa")]
+    large = [row for row in known if row["model"] in ("BERT-large", "GPT-2-medium")]
+    gpt = [row for row in known if row["model"] == "GPT-2-medium"]
+    baselines = ("zero-offload", "native-offload")
+
+    def gains(rows: Sequence[dict]) -> str:
+        found = [100 * (r - 1) for over in baselines for r in ratios(rows, "step_s", "memferry", over)]
+        return f"{min(found):.1f} % to {max(found):.1f} %"
+
+    def times(rows: Sequence[dict], over: str, of: str = "memferry") -> str:
+        return f"{statistics.mean(ratios(rows, 'step_s', of, over)):.2f}x"
+
+    def saved(rows: Sequence[dict], of: str, over: str) -> str:
+        shares = {
+            key: [100 * (1 - 1 / r) for r in ratios(rows, key, of, over)]
+            for key in ("buffer_bytes", "peak_device_bytes")
+        }
+        return f"{statistics.mean(shares['buffer_bytes']):.1f} % ({statistics.mean(shares['peak_device_bytes']):.1f} %)"
+
+    def at(rows: Sequence[dict], billions: float) -> list[dict]:
+        return [row for row in rows if row["model"] == f"{billions:g}B"]
+
+    seconds = at(a100, 4.3)
+    growth = largest(v100, "go-memferry") / largest(v100, "zero-offload")
+    return [
+        ("Fig. 9, small models: MemFerry's gain over both baselines", "21.7 % to 68.7 %", gains(small)),
+        ("Fig. 9, large models: likewise", "7.1 % to 32.1 %", gains(large)),
+        ("Fig. 11, V100: MemFerry over the baseline", "1.12x", f"{times(v100, 'native-offload')} Native-Offload"),
+        ("Fig. 11, V100: GO-MemFerry over the baseline", "0.97x", times(v100, "native-offload", "go-memferry")),
+        ("Fig. 11, V100: largest model of DeepSpeed and MemFerry", "2.4B", f"{largest(v100, 'memferry'):.1f}B"),
+        ("Fig. 11, V100: GO-MemFerry's largest over DeepSpeed's", "1.52x", f"{growth:.2f}x"),
+        ("Fig. 12, small models: memory saved by MemFerry", "40.1 %", saved(small, "memferry", "zero-offload")),
+        ("Fig. 12, GPT-2: likewise", "1.4 %", saved(gpt, "memferry", "zero-offload")),
+        ("Fig. 12, all four: likewise", "25.4 %", saved(known, "memferry", "zero-offload")),
+        ("Fig. 12, all four: saved by GO-MemFerry", "41.6 %", saved(known, "go-memferry", "zero-offload")),
+        ("Fig. 12: GO-MemFerry against MemFerry", "17.6 %", saved(known, "go-memferry", "memferry")),
+        ("Fig. 13, A100: MemFerry over DeepSpeed, mean", "1.32x", times(a100, "zero-offload")),
+        ("Fig. 13, A100: at 1B", "1.37x", times(at(a100, 1.0), "zero-offload")),
+        ("Fig. 13, A100: at 6.7B", "1.26x", times(at(a100, 6.7), "zero-offload")),
+        ("Fig. 13: memory saved by GO-MemFerry", "21.6 %", saved(a100, "go-memferry", "zero-offload")),
+        ("Fig. 14, A100: MemFerry's step at 4.3B", "5.41 s", f"{pick(seconds, 'memferry', 'step_s')[0]:.2f} s"),
+    ]
+
+
+def print_claims(found: Sequence[tuple[str, str, str]], console: rich.console.Console) -> None:
+    table = rich.table.Table("what the text says", "paper", "simulated", box=None, padding=(0, 3, 0, 0))
+    for row in found:
+        table.add_row(*row)
+    console.print(table, "\nMemory: buffers held for the whole step, and in brackets the simulator's peak.\n")
+
+
+def print_rows(title: str, rows: Sequence[dict], console: rich.console.Console) -> None:
+    table = rich.table.Table(title=title, title_justify="left", box=None, padding=(0, 3, 0, 0))
+    for heading in ("model", "system", "step, ms", "steady, ms", "x DeepSpeed", "peak, GB", "buffers, GB"):
+        table.add_column(heading, justify="left" if heading in ("model", "system") else "right")
+    base_s = 0.0
+    for row in rows:
+        base_s = row["step_s"] if row["policy"] == "zero-offload" else base_s
+        times = (f"{1e3 * row['step_s']:.1f}", f"{1e3 * row['steady_step_s']:.1f}", f"{base_s / row['step_s']:.2f}")
+        sizes = (f"{row['peak_device_bytes'] / 1e9:.2f}", f"{row['buffer_bytes'] / 1e9:.2f}")
+        table.add_row(row["model"] if row["policy"] == "zero-offload" else "", row["system"], *times, *sizes)
+    console.print(table, "")
+
+
+def plot_known(rows: Sequence[dict], path: pathlib.Path) -> None:
+    """Figures 9 and 12: bars, relative to DeepSpeed, since the models differ widely in size."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = new_figure(1, 2, figsize=(13, 4.8))
+    panels = (("step_s", "iteration time"), ("buffer_bytes", "device memory, all buffers of a step"))
+    for axis, (key, title) in zip(axes.flat, panels, strict=True):
+        base = pick(rows, "zero-offload", key)
+        width = 0.8 / len(SYSTEMS)
+        for offset, (policy, (label, colour)) in enumerate(SYSTEMS.items()):
+            heights = [value / b for value, b in zip(pick(rows, policy, key), base, strict=True)]
+            places = [place + (offset - (len(SYSTEMS) - 1) / 2) * width for place in range(len(models))]
+            axis.bar(places, heights, width * 0.92, color=colour, label=label)
+        labels = [_absolute(model, key, value) for model, value in zip(models, base, strict=True)]
+        axis.set_xticks(range(len(models)), labels)
+        axis.set_ylabel("relative to DeepSpeed")
+        axis.set_title(title)
+    figure.suptitle(
+        "MemFerry, Figures 9 (left) and 12 (right), simulated: A100, PCIe 3; the absolute value is DeepSpeed's"
+    )
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=6, frameon=False, fontsize=9)
+    save(figure, path, bottom=0.07)
+
+
+def _line(policy: str) -> dict:
+    """Lines that lie upon one another must all be seen."""
+    if policy == "exact":
+        return {"linestyle": (0, (2, 3)), "linewidth": 2.2, "zorder": 4}
+    if policy == "native-overlapped":
+        return {"linestyle": "-.", "linewidth": 1.2, "zorder": 3}
+    return {"marker": "o", "markersize": 4, "linewidth": 3.5 if policy == "memferry" else 1.6}
+
+
+def _absolute(model: str, key: str, value: float) -> str:
+    return f"{model}\n{1e3 * value:.0f} ms" if key == "step_s" else f"{model}\n{value / 1e9:.1f} GB"
+
+
+def plot_sizes(rows: Sequence[dict], path: pathlib.Path, title: str, limit_bytes: float | None = None) -> None:
+    """Figures 11 and 13: time and memory over the model's size; above `limit_bytes` a system runs out of memory."""
+    figure, axes = new_figure(1, 2, figsize=(13, 4.8))
+    for policy, (label, colour) in SYSTEMS.items():
+        mine = [row for row in rows if row["policy"] == policy]
+        fitting = [row for row in mine if limit_bytes is None or row["buffer_bytes"] <= limit_bytes]
+        style = {"color": colour, "label": label} | _line(policy)
+        sizes = [row["billions"] for row in fitting]
+        axes[0][0].plot(sizes, [row["step_s"] for row in fitting], **style)
+        axes[0][1].plot([row["billions"] for row in mine], [row["buffer_bytes"] / 1e9 for row in mine], **style)
+        if len(fitting) < len(mine):
+            axes[0][0].plot(sizes[-1], fitting[-1]["step_s"], "x", color=colour, markersize=10, markeredgewidth=2)
+    if limit_bytes is not None:
+        axes[0][1].axhline(limit_bytes / 1e9, color="black", linestyle=":", linewidth=1)
+        axes[0][1].annotate(
+            f"{limit_bytes / 1e9:.0f} GB", (0.01, limit_bytes / 1e9), xycoords=("axes fraction", "data"), va="bottom"
+        )
+    axes[0][0].set_ylabel("iteration time, s")
+    axes[0][1].set_ylabel("device memory, all buffers of a step, GB")
+    for axis in axes.flat:
+        axis.set_xlabel("parameters, billions")
+        axis.set_ylim(bottom=0)
+    figure.suptitle(title)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=6, frameon=False, fontsize=9)
+    save(figure, path, bottom=0.07)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    output = parser.parse_args().output
+    console = rich.console.Console(width=150, highlight=False)
+    jobs = [(model, "a100-pcie3") for model in known_models()]
+    jobs += [(transformer_xl(size, 1, V100_LENGTH), "v100-pcie3") for size in V100_SIZES]
+    jobs += [(transformer_xl(size, 8, A100_LENGTH), "a100-pcie3") for size in A100_SIZES]
+    with rich.progress.Progress(console=rich.console.Console(stderr=True)) as progress:
+        measured = [measure(*job) for job in progress.track(jobs, description="models")]
+    first, second = len(known_models()), len(known_models()) + len(V100_SIZES)
+    groups = [list(itertools.chain(*measured[a:b])) for a, b in ((0, first), (first, second), (second, len(jobs)))]
+    known, v100, a100 = groups
+    found = claims(known, v100, a100)
+    print_claims(found, console)
+    print_rows("Figures 9 and 12: A100, PCIe 3", known, console)
+    print_rows("Figure 11: Transformer-XL, V100, PCIe 3, batch 1", v100, console)
+    print_rows("Figure 13: Transformer-XL, A100, PCIe 3, batch 8", a100, console)
+    output.mkdir(parents=True, exist_ok=True)
+    document = {"claims": found, "figures_9_and_12": known, "figure_11": v100, "figure_13": a100}
+    write_json(output / "memferry.json", document)
+    plot_known(known, output / "memferry_figures_9_and_12.png")
+    fig_11 = "MemFerry, Figure 11, simulated: Transformer-XL on a V100, batch 1; x: the last size that fits"
+    plot_sizes(v100, output / "memferry_figure_11.png", fig_11, V100_BYTES)
+    fig_13 = "MemFerry, Figure 13, simulated: Transformer-XL on an A100, batch 8"
+    plot_sizes(a100, output / "memferry_figure_13.png", fig_13)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Table 1 and Figure 4 of "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022).
+
+    python benchmarks/papers/weight_offloading.py
+
+Prints the tables, writes `weight_offloading.json` and two PNGs to `benchmarks/results/papers/`. Takes some minutes.
+
+What the paper says: GPT-2 and BERT of Megatron-LM, hidden size 3072; at batch size 16 about 20 MB of activations kept
+and 1 to 2 GB recomputed for each layer; a V100 of 16 GB; 12 GB/s. The sums of the operations' times are those of the
+table. What it does not say: the memory left for weights (`memory_bytes` below is our guess), how forward and backward
+share the time (1 to 3 here, as the backward recomputes the forward), and BERT's sizes (taken from its L2L column here).
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Iterable, Sequence
+
+import rich.console
+import rich.progress
+import rich.table
+from plotting import new_figure, save
+
+from jaxferry.errors import BudgetError
+from jaxferry.plan.weights.bound import bound
+from jaxferry.plan.weights.instance import Instance
+from jaxferry.plan.weights.policies import solve
+from jaxferry.records import write_json
+
+RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results" / "papers"
+BANDWIDTH = 12000 * 2**20
+HIDDEN = 3072
+GPT2_BLOCK = (12 * HIDDEN**2 + 13 * HIDDEN) * 4
+GPT2_EMBEDDING = (50257 + 1024) * HIDDEN * 4
+DEVICE_BYTES = 16 * 10**9
+KEPT_BYTES_AT_16 = 20 * 10**6
+RECOMPUTED_BYTES_AT_16 = 2 * 10**9
+BANDWIDTHS_GB = (0.5, 1, 2, 4, 8, 12)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of Table 1, milliseconds; `l2l` to `greedy_star` are durations."""
+
+    network: str
+    depth: int
+    batch: int
+    compute: int
+    ilp: int
+    greedy: int
+    l2l: int
+    greedy_star: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.network} {self.depth}, batch {self.batch}"
+
+
+TABLE_1 = [
+    Row("GPT-2", 74, 64, 47421, 47421, 47493, 52707, 47493),
+    Row("GPT-2", 56, 64, 35553, 35553, 35625, 39542, 35625),
+    Row("GPT-2", 38, 64, 23694, 23694, 23838, 26387, 23838),
+    Row("GPT-2", 74, 32, 23697, 23697, 23769, 28983, 23769),
+    Row("GPT-2", 56, 32, 17762, 17762, 17834, 21751, 17834),
+    Row("GPT-2", 38, 32, 11840, 11840, 11948, 14533, 11948),
+    Row("GPT-2", 74, 16, 11612, 11612, 11684, 16898, 11715),
+    Row("GPT-2", 56, 16, 8697, 8697, 8769, 12686, 8800),
+    Row("GPT-2", 38, 16, 5794, 5794, 5902, 8487, 5934),
+    Row("Bert", 144, 64, 34486, 34486, 34499, 38379, 34499),
+    Row("Bert", 96, 64, 22965, 22965, 22978, 25577, 22978),
+    Row("Bert", 144, 32, 17443, 17443, 17483, 21336, 17483),
+    Row("Bert", 96, 32, 11617, 11617, 11657, 14230, 11657),
+    Row("Bert", 144, 16, 9090, 9090, 9183, 12983, 9215),
+    Row("Bert", 96, 16, 6058, 6058, 6085, 8670, 6085),
+]
+
+
+def weights_of(row: Row) -> tuple[int, ...]:
+    """Bytes of each layer: GPT-2 by formula; BERT from the L2L column, all layers equal, the rest in the embedding."""
+    if row.network == "GPT-2":
+        return (GPT2_EMBEDDING, *[GPT2_BLOCK] * (row.depth - 2), 0)
+    column = {r.depth: (r.l2l - r.compute) / 1000 for r in TABLE_1 if r.network == "Bert"}
+    block = round((column[144] - column[96]) / 48 * BANDWIDTH / 2)
+    embedding = round(column[96] * BANDWIDTH / 2) - 94 * block
+    return (embedding, *[block] * (row.depth - 2), 0)
+
+
+def instance_of(row: Row, memory_bytes: float, bandwidth: float = BANDWIDTH) -> Instance:
+    """The row's instance: equal blocks, a quarter of their time forward."""
+    weights = weights_of(row)
+    blocks = len(weights) - 2
+    share_s = row.compute / 1000 / (4 * blocks)
+    kept = KEPT_BYTES_AT_16 * row.batch // 16
+    return Instance(
+        weights=weights,
+        activations=(0, 0, *[kept] * blocks, 0),
+        forward_s=(0.0, *[share_s] * blocks, 0.0),
+        backward_s=(0.0, *[3 * share_s] * blocks, 0.0),
+        memory_bytes=memory_bytes,
+        bandwidth_bytes_per_s=bandwidth,
+    )
+
+
+def guessed_memory(row: Row) -> float:
+    """16 GB less what one layer recomputes, which grows with the batch size."""
+    return DEVICE_BYTES - RECOMPUTED_BYTES_AT_16 * row.batch / 16
+
+
+def idle_ms(row: Row, policy: str, memory_bytes: float, bandwidth: float = BANDWIDTH) -> float:
+    """Milliseconds beyond the computation."""
+    instance = instance_of(row, memory_bytes, bandwidth)
+    return 1000 * (solve(instance, policy).duration_s - instance.compute_s)
+
+
+def table_1(progress: rich.progress.Progress) -> list[dict]:
+    """Each row with the guessed memory, and with every memory from the smallest to 16 GB in steps of 0.2 GB."""
+    rows = []
+    for row in progress.track(TABLE_1, description="Table 1"):
+        memory = max(guessed_memory(row), instance_of(row, 0).smallest_memory_bytes)
+        found = {name: idle_ms(row, name, memory) for name in ("bound", "greedy", "greedy-no-discount", "greedy-best")}
+        swept = list(_sweep(row))
+        published = (row.greedy - row.compute, row.greedy_star - row.compute)
+        rows.append(
+            dataclasses.asdict(row)
+            | {"memory_bytes": memory, "l2l_ms": row.compute + idle_ms(row, "l2l", memory)}
+            | {f"{name}_idle_ms": value for name, value in found.items()}
+            | {"sweep": swept, "memories_that_agree": _agreeing(swept, published)}
+        )
+    return rows
+
+
+def _sweep(row: Row) -> Iterable[dict[str, float]]:
+    for tenths in range(160, 0, -2):
+        memory = tenths * 10**8
+        try:
+            greedy = idle_ms(row, "greedy", memory)
+        except BudgetError:
+            return
+        yield {
+            "memory_bytes": memory,
+            "greedy": greedy,
+            "greedy-no-discount": idle_ms(row, "greedy-no-discount", memory),
+        }
+
+
+def _agreeing(swept: Sequence[dict[str, float]], published: tuple[int, int]) -> list[float]:
+    """Memories with which both greedy columns come out within 2 ms of the published ones, rounding on both sides."""
+    names = ("greedy", "greedy-no-discount")
+    return [
+        entry["memory_bytes"]
+        for entry in swept
+        if all(abs(entry[name] - value) <= 2 for name, value in zip(names, published, strict=True))
+    ]
+
+
+def print_table_1(rows: Sequence[dict], console: rich.console.Console) -> None:
+    table = rich.table.Table(title="Table 1: idle ms of a cycle; L2L in ms", box=None, padding=(0, 2, 0, 0))
+    for heading in ("row", "L2L paper", "ours", "ILP paper", "ours", "Greedy paper", "ours"):
+        table.add_column(heading, justify="right")
+    for heading in ("Greedy* paper", "ours", "greedy-best", "M, GB", "both columns agree at M ="):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        published = [row[key] - row["compute"] for key in ("ilp", "greedy", "greedy_star")]
+        ours = [row[f"{name}_idle_ms"] for name in ("bound", "greedy", "greedy-no-discount", "greedy-best")]
+        agreeing = [f"{memory / 1e9:.1f}" for memory in row["memories_that_agree"]]
+        table.add_row(
+            f"{row['network']} {row['depth']} b{row['batch']}",
+            *(str(row["l2l"]), f"{row['l2l_ms']:.0f}", str(published[0]), f"{ours[0]:.0f}"),
+            *(str(published[1]), f"{ours[1]:.0f}", str(published[2]), f"{ours[2]:.0f}", f"{abs(ours[3]):.0f}"),
+            f"{row['memory_bytes'] / 1e9:.1f}",
+            ", ".join(agreeing[:3]) + (", ..." if len(agreeing) > 3 else "") or "none",
+        )
+    console.print(table)
+
+
+def figure_4(progress: rich.progress.Progress) -> list[dict]:
+    """Throughput relative to no idle time, for batch sizes 32 and 64 and six bandwidths."""
+    points = []
+    chosen = [row for row in TABLE_1 if row.batch in (32, 64)]
+    for row in progress.track(chosen, description="Figure 4"):
+        memory = max(guessed_memory(row), instance_of(row, 0).smallest_memory_bytes)
+        for gigabytes in BANDWIDTHS_GB:
+            instance = instance_of(row, memory, gigabytes * 1e9)
+            durations = {
+                name: solve(instance, name).duration_s
+                for name in ("greedy", "greedy-no-discount", "greedy-best", "l2l")
+            }
+            # On slow links HiGHS proves nothing for BERT's 144 layers within a minute.
+            if row.network == "GPT-2" or gigabytes >= 4:
+                durations["bound"] = bound(instance, time_limit_s=20).duration_s
+            points.append({"row": row.title, "gb_per_s": gigabytes, "compute_s": instance.compute_s} | durations)
+    return points
+
+
+SERIES = {
+    "bound": ("lower bound (MILP)", "#555555", "--"),
+    "greedy-best": ("greedy-best (ours)", "#1b7f5c", "-"),
+    "greedy": ("Greedy", "#2f6fb7", "-"),
+    "greedy-no-discount": ("Greedy* (no discount)", "#e08a1e", "-"),
+    "l2l": ("L2L", "#b8352f", "-"),
+}
+
+
+def _share(point: dict, name: str) -> float:
+    return 100 * point["compute_s"] / point[name]
+
+
+def print_figure_4(points: Sequence[dict], console: rich.console.Console) -> None:
+    table = rich.table.Table(title="Figure 4: throughput, % of that without idle time", box=None, padding=(0, 2, 0, 0))
+    for heading in ("row", "GB/s", *(label for label, _, _ in SERIES.values())):
+        table.add_column(heading, justify="right")
+    for point in points:
+        shares = [f"{_share(point, name):.1f}" if name in point else "-" for name in SERIES]
+        table.add_row(point["row"], f"{point['gb_per_s']:g}", *shares)
+    console.print(table)
+
+
+def plot_figure_4(points: Sequence[dict], path: pathlib.Path) -> None:
+    titles = list(dict.fromkeys(point["row"] for point in points))
+    figure, axes = new_figure(2, 5, sharex=True, sharey=True, figsize=(15, 6.4))
+    for axis, title in zip(axes.flat, titles, strict=True):
+        mine = [point for point in points if point["row"] == title]
+        for name, (label, colour, style) in SERIES.items():
+            known = [point for point in mine if name in point]
+            shares = [_share(point, name) for point in known]
+            axis.plot(
+                [point["gb_per_s"] for point in known],
+                shares,
+                style,
+                color=colour,
+                label=label,
+                marker="o",
+                markersize=3.5,
+            )
+        axis.set_title(title, fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(BANDWIDTHS_GB, [f"{value:g}" for value in BANDWIDTHS_GB])
+        axis.set_ylim(0, 105)
+    for axis in axes[-1]:
+        axis.set_xlabel("bandwidth, GB/s")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("throughput, % of no idle")
+    figure.suptitle("Bandwidth (after Figure 4 of Weight Offloading Strategies); times of Table 1, memory guessed")
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False)
+    save(figure, path, bottom=0.07)
+
+
+def plot_table_1(rows: Sequence[dict], path: pathlib.Path) -> None:
+    """The range of idle times over all memories beside the published values: memory decides, and is not published."""
+    figure, axes = new_figure(1, 1, figsize=(13, 5.2))
+    axis = axes[0][0]
+    series = (("greedy", "greedy", -0.17), ("greedy-no-discount", "greedy_star", 0.17))
+    for name, key, shift in series:
+        label, colour, _ = SERIES[name]
+        places = [place + shift for place in range(len(rows))]
+        swept = [[entry[name] for entry in row["sweep"]] for row in rows]
+        axis.vlines(places, list(map(min, swept)), list(map(max, swept)), color=colour, alpha=0.35, linewidth=9)
+        axis.plot(places, list(map(statistics.median, swept)), "_", color=colour, markersize=12, markeredgewidth=2)
+        axis.plot([], [], color=colour, alpha=0.35, linewidth=9, label=f"{label}, all memories; line: median")
+        published = [row[key] - row["compute"] for row in rows]
+        axis.plot(places, published, "D", color=colour, markeredgecolor="black", label=f"{label}, published")
+    axis.set_xticks(range(len(rows)), [f"{row['network']}\n{row['depth']}\nb{row['batch']}" for row in rows])
+    axis.set_yscale("log")
+    axis.set_ylabel("idle time, ms a cycle")
+    axis.set_title("Table 1 of Weight Offloading Strategies: published idle times, and ours for memories up to 16 GB")
+    figure.legend(*axis.get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False)
+    save(figure, path, bottom=0.06)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    output = parser.parse_args().output
+    console = rich.console.Console(width=170)
+    with rich.progress.Progress(console=rich.console.Console(stderr=True)) as progress:
+        rows, points = table_1(progress), figure_4(progress)
+    print_table_1(rows, console)
+    print_figure_4(points, console)
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / "weight_offloading.json", {"table_1": rows, "figure_4": points})
+    plot_table_1(rows, output / "weight_offloading_table_1.png")
+    plot_figure_4(points, output / "weight_offloading_figure_4.png")
+
+
+if __name__ == "__main__":
+    main()

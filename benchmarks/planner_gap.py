@@ -1,0 +1,154 @@
+"""How far each policy is from `exact`, and how long planning takes: on profiles shaped like transformers.
+
+    python benchmarks/planner_gap.py [--models 30] [--most-layers 512]
+
+Prints two tables and writes `benchmarks/results/planner_gap.json`. Gaps are ratios of simulated times on the same
+profile, so they do not depend on the machine that plans; planning times do, and are medians over repetitions.
+"""
+
+import argparse
+import platform
+import random
+import statistics
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from jaxferry.plan.base import Objective, Request
+from jaxferry.plan.registry import make_policy, policies
+from jaxferry.planning import make_plan
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.records import write_json
+from jaxferry.simulate.report import simulate
+
+RESULTS = Path(__file__).parent / "results" / "planner_gap.json"
+TIMES = {Objective.FORWARD: "forward_s", Objective.STEP: "step_s", Objective.STEADY: "steady_step_s"}
+RIVALS = tuple(name for name in policies() if name not in ("exact", "auto", "go-memferry"))
+LAYERS = (8, 16, 32, 64, 128, 256, 512)
+
+
+def transformer(num_layers: int, seed: int) -> Profile:
+    """Embedding, then norm, attention, norm, MLP in turn, and a head, on a random machine with a random batch."""
+    draw = random.Random(seed)
+    link_bytes_per_s = draw.choice([6e9, 12e9, 25e9, 55e9])
+    flops_per_s = draw.choice([60e12, 120e12, 300e12])
+    host_bytes_per_s = draw.choice([25e9, 60e9, 150e9])
+    tokens = draw.choice([512, 2048, 8192])
+    width = draw.choice([768, 1024, 2048, 4096])
+    layers = []
+    for index in range(num_layers):
+        kind = "norm" if index % 2 else ("attention", "mlp")[index % 4 // 2]
+        kind = {0: "embedding", num_layers - 1: "head"}.get(index, kind)
+        factor = {"embedding": 50257, "head": 50257, "norm": 2, "attention": 4 * width, "mlp": 8 * width}[kind]
+        size = 2 * factor * width
+        flops = 0 if kind in ("embedding", "norm") else 2 * tokens * factor * width
+        touched = 2 * tokens * width
+        forward_s = (flops / flops_per_s + 4 * touched / 1.5e12) * draw.uniform(0.9, 1.1) + 5e-6
+        read_s = (touched if kind == "embedding" else size) / link_bytes_per_s * draw.uniform(1.05, 1.5)
+        forward_dha_s = max(forward_s, read_s) * draw.uniform(1.0, 1.1) + 5e-6
+        backward_s = 2 * forward_s
+        layers.append(
+            LayerProfile(
+                name=f"{kind}{index}",
+                param_bytes=size,
+                grad_bytes=size,
+                activation_bytes=touched * 4,
+                load_s=size / link_bytes_per_s + 1e-5,
+                forward_s=forward_s,
+                forward_dha_s=forward_dha_s,
+                backward_s=backward_s,
+                backward_dha_s=backward_s + 0.3 * (forward_dha_s - forward_s),
+                backward_go_s=max(backward_s, 0.9 * size / link_bytes_per_s) * 1.05,
+                offload_s=size / link_bytes_per_s + 1e-5,
+                update_s=15 * size / host_bytes_per_s,
+            )
+        )
+    return Profile({"seed": seed}, tuple(layers))
+
+
+def gaps(num_models: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Per objective and policy the mean and the worst gap to `exact`; for `exact` that to its proven bound."""
+    found: dict[str, dict[str, list[float]]] = {objective: {} for objective in Objective}
+    for seed in track(range(num_models), description="gaps", console=Console(stderr=True)):
+        profile = transformer(random.Random(seed).choice([18, 34, 50, 98]), seed)
+        rivals = {name: simulate(profile, make_policy(name).plan(profile)) for name in RIVALS}
+        for objective, key in TIMES.items():
+            best = make_plan(profile, "exact", objective=objective)
+            for name, simulation in rivals.items():
+                gap = getattr(simulation, key) / getattr(best.predicted, key) - 1
+                found[objective].setdefault(name, []).append(gap)
+            found[objective].setdefault("exact, to the bound", []).append(best.details["gap"])
+    return {
+        objective: {name: {"mean": statistics.mean(x), "worst": max(x)} for name, x in rows.items()}
+        for objective, rows in found.items()
+    }
+
+
+def planning_times(most_layers: int, repetitions: int) -> dict[str, dict[str, float]]:
+    """Per number of layers and policy the seconds to plan."""
+    times: dict[str, dict[str, float]] = {}
+    sizes = [num_layers for num_layers in LAYERS if num_layers <= most_layers]
+    for num_layers in track(sizes, description="times", console=Console(stderr=True)):
+        profile = transformer(num_layers, seed=0)
+        budget = sum(layer.param_bytes for layer in profile.layers)
+        rows = times.setdefault(str(num_layers), {})
+        for name in ("memferry", "memferry-printed", "exact"):
+            rows[name] = _median_time(name, profile, Request(), repetitions)
+        rows["exact, forward"] = _median_time("exact", profile, Request(objective=Objective.FORWARD), repetitions)
+        rows["auto"] = _median_time("auto", profile, Request(memory_budget_bytes=budget), 1)
+    return times
+
+
+def _median_time(name: str, profile: Profile, request: Request, repetitions: int) -> float:
+    seconds = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        make_policy(name).plan(profile, request)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    """Runs the study."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=int, default=30, help="profiles to compare on")
+    parser.add_argument("--most-layers", type=int, default=512, help="largest model to time")
+    parser.add_argument("--repetitions", type=int, default=3, help="timings to take the median of")
+    arguments = parser.parse_args()
+    results = {
+        "machine": {"processor": platform.processor() or platform.machine(), "python": platform.python_version()},
+        "models": arguments.models,
+        "gaps": gaps(arguments.models),
+        "planning_s": planning_times(arguments.most_layers, arguments.repetitions),
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    write_json(RESULTS, results)
+    console = Console()
+    console.print(_gap_table(results["gaps"]), _time_table(results["planning_s"]))
+
+
+def _gap_table(gaps_of: dict[str, dict[str, dict[str, float]]]) -> Table:
+    table = Table("policy", title="time over exact's, mean (worst)")
+    for objective in gaps_of:
+        table.add_column(objective, justify="right")
+    for name in next(iter(gaps_of.values())):
+        cells = [rows[name] for rows in gaps_of.values()]
+        table.add_row(name, *(f"{cell['mean']:.2%} ({cell['worst']:.2%})" for cell in cells))
+    return table
+
+
+def _time_table(times: dict[str, dict[str, float]]) -> Table:
+    names = list(next(iter(times.values())))
+    table = Table("layers", title="seconds to plan")
+    for name in names:
+        table.add_column(name, justify="right")
+    for num_layers, rows in times.items():
+        table.add_row(num_layers, *(f"{rows[name]:.3f}" for name in names))
+    return table
+
+
+if __name__ == "__main__":
+    main()

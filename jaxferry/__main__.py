@@ -1,0 +1,5 @@
+"""`python -m jaxferry`."""
+
+from jaxferry.cli import main
+
+main()

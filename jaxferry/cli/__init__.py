@@ -1,0 +1,46 @@
+"""The command line: `jaxferry COMMAND`; each command is a module with `register(app)`."""
+
+import sys
+
+import typer
+
+from jaxferry.cli import plan, profile, simulate, tune, weights
+from jaxferry.errors import JaxFerryError
+
+app = typer.Typer(
+    name="jaxferry",
+    help="Trains Flax models too big for their GPU, with a provably good plan for what is where.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_COMMANDS = (profile, plan, simulate, weights, tune)
+for _command in _COMMANDS:
+    _command.register(app)
+
+# typer carries a click of its own in some versions, and stands on the package in others
+_UsageError: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs a command and exits: 0, or 2 for bad input with one line on standard error.
+
+    Args:
+      arguments: the command line without the program's name; None for this process's own. None at all asks for help.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        status = app(arguments or ["--help"], prog_name="jaxferry", standalone_mode=False)
+    except JaxFerryError as error:
+        _fail(str(error))
+    except typer.Abort:
+        sys.exit(130)
+    except _UsageError as error:
+        _fail(getattr(error, "format_message", error.__str__)())
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str) -> None:
+    print(f"jaxferry: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,5 @@
+"""`python -m jaxferry.cli`."""
+
+from jaxferry.cli import main
+
+main()

@@ -1,0 +1,49 @@
+"""What several commands share: options, output, progress."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+
+from jaxferry.units import parse_bytes
+
+ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+_WIDTH_IN_FILES = 140
+
+
+def print_json(document: Any) -> None:
+    """Prints one JSON document on standard output."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def print_report(*parts: RenderableType) -> None:
+    """Prints tables and lines for people on standard output."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH_IN_FILES)
+    for part in parts:
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows on standard error, if that is a terminal, what a long search is at."""
+    console = Console(stderr=True)
+    with console.status(what) as status:
+        yield lambda part: status.update(f"{what}: {part}")
+
+
+def read_budget(size: str | None) -> int | None:
+    """A memory budget such as "8GiB" in bytes, or None.
+
+    Raises:
+      InputError: if it is no size.
+    """
+    return None if size is None else parse_bytes(size, "memory budget")

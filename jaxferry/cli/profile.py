@@ -1,0 +1,124 @@
+"""`jaxferry profile`: what each layer of a model costs on a machine."""
+
+import importlib
+import os
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import rich.table
+import typer
+
+from jaxferry.cli.common import AsJson, print_json, print_report
+from jaxferry.errors import InputError
+from jaxferry.partition import REMAT, partition
+from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.machines import MACHINES, find_machine
+from jaxferry.profiling.records import Profile
+from jaxferry.profiling.segment_costs import partition_costs
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the application."""
+    app.command("profile")(profile)
+
+
+def profile(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="A function without arguments that returns (loss_fn, params, batch); shapes alone will do.",
+            show_default=False,
+        ),
+    ],
+    estimate: Annotated[bool, typer.Option("--estimate", help="Estimates by roofline; runs nothing.")] = False,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help=f"One of {', '.join(MACHINES)}, or a JSON file.")
+    ] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="The dtype in which the device holds parameters.")] = None,
+    remat: Annotated[str, typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}.")] = "none",
+    output: Annotated[
+        pathlib.Path | None, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Makes a profile of a model: bytes and times of each layer, for `plan` and `simulate`."""
+    if not estimate:
+        raise InputError("give --estimate and --machine: only estimated profiles can be had from this command")
+    if machine is None:
+        raise InputError(f"--estimate needs --machine: one of {', '.join(MACHINES)}, or a JSON file")
+    if remat not in REMAT:
+        raise InputError(f"--remat must be one of {', '.join(REMAT)}, got {remat!r}")
+    made = estimate_model(model, machine, compute_dtype, remat)
+    if output is not None:
+        made.save(output)
+    if as_json:
+        print_json(made.to_json())
+    else:
+        _print(made)
+
+
+def estimate_model(model: str, machine: str, compute_dtype: str | None = None, remat: str = "none") -> Profile:
+    """The estimated profile of the model that `module:function` names, on a machine named or described in a file.
+
+    Raises:
+      InputError: if there is no such function or machine, or the function returns something else.
+    """
+    figures = find_machine(machine)
+    loss_fn, params, batch = _call(model)
+    parts = partition(loss_fn, params, (batch,), compute_dtype=_dtype(compute_dtype))
+    return estimate_profile(partition_costs(parts, remat), figures, {"model": model, "remat": remat})
+
+
+def _call(model: str) -> tuple[Callable[..., Any], Any, Any]:
+    made = find_function(model)()
+    if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
+        raise InputError(f"--model {model} must return (loss_fn, params, batch), got {type(made).__name__}")
+    return made
+
+
+def find_function(name: str) -> Callable[[], Any]:
+    """The function that `module:function` names; modules of the current directory are found as well.
+
+    Raises:
+      InputError: if there is none.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise InputError(f'--model must be given as "module:function", got {name!r}')
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise InputError(f"--model {name}: no module named {error.name!r} here or in the Python path") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError(f"--model {name}: module {module_name} has no function {function_name!r}")
+    return function
+
+
+def _dtype(name: str | None) -> Any:
+    if name is None:
+        return None
+    try:
+        return jnp.dtype(name)
+    except TypeError as error:
+        raise InputError(f'--compute-dtype must be a dtype such as "bfloat16", got {name!r}') from error
+
+
+def _print(made: Profile) -> None:
+    table = rich.table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("layer", no_wrap=True)
+    for heading in ("weights", "kept", "load", "fwd", "fwd DHA", "bwd", "bwd DHA", "bwd GO", "update"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for layer in made.layers:
+        sizes = [layer.param_bytes / 2**20, layer.activation_bytes / 2**20]
+        times_s = [layer.load_s, layer.forward_s, layer.forward_dha_s, layer.backward_s, layer.backward_dha_s]
+        times_s += [layer.backward_go_s, layer.update_s]
+        table.add_row(layer.name, *(f"{number:.3g}" for number in (*sizes, *(1e3 * time for time in times_s))))
+    note = f"Estimated for {made.machine['name']}: nothing was measured. Sizes in MiB, times in ms."
+    print_report(note, "", table)

@@ -1,0 +1,42 @@
+"""`jaxferry simulate`: how long a plan's step takes, and how much device memory it needs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxferry.cli.common import AsJson, ProfilePath, print_json, print_report
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.records import Profile
+from jaxferry.records import write_json
+from jaxferry.report.tables import simulation_lines, simulation_table
+from jaxferry.schedule import schedule_chain
+from jaxferry.simulate.machine import run
+from jaxferry.simulate.report import simulate as simulate_plan
+from jaxferry.simulate.trace import chrome_trace
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("simulate", help="Run a plan on the machine model.")(simulate)
+
+
+def simulate(
+    profile: ProfilePath,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan for this profile.")],
+    trace: Annotated[
+        Path | None, typer.Option(metavar="TRACE.json", help="Write a Chrome trace; Perfetto opens it.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in the trace.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Runs a plan on the machine model and prints what it takes."""
+    known = Profile.load(profile)
+    given = Plan.load(plan)
+    simulation = simulate_plan(known, given)
+    if trace is not None:
+        write_json(trace, chrome_trace(run(schedule_chain(known, given, steps))))
+    if as_json:
+        print_json(simulation.to_json())
+    else:
+        print_report(simulation_table(simulation), *simulation_lines(simulation))

@@ -1,0 +1,104 @@
+"""`jaxferry tune`: step time against device memory, over reserve factors and memory budgets."""
+
+import decimal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from jaxferry.cli.common import AsJson, ProfilePath, print_json, print_report, progress
+from jaxferry.errors import InputError
+from jaxferry.plan.auto import Auto
+from jaxferry.plan.base import Request
+from jaxferry.plan.registry import make_policy
+from jaxferry.planning import knee, sweep
+from jaxferry.profiling.records import Profile
+from jaxferry.records import check_share
+from jaxferry.report.plots import plot_sweep
+from jaxferry.report.tables import sweep_table
+from jaxferry.units import format_bytes, format_seconds, parse_bytes
+
+_MOST_POINTS = 1000
+
+Number = TypeVar("Number", int, decimal.Decimal)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("tune", help="Sweep reserve factors and memory budgets; name the knee.")(tune)
+
+
+def tune(
+    profile: ProfilePath,
+    reserve_factor: Annotated[
+        str, typer.Option(metavar="START:STOP:STEP", help="Reserve factors, or a single one.")
+    ] = "0:1:0.1",
+    memory_budget: Annotated[
+        str | None, typer.Option(metavar="START:STOP:STEP", help='Budgets such as "2GiB:16GiB:2GiB", or a single one.')
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="How to plan; by default auto where there are budgets, else exact.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="P.png", help="Write a plot.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the knee's plan.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sweeps, prints step time against device memory, and names the knee."""
+    factors = [check_share(float(factor), "reserve factor") for factor in read_range(reserve_factor, _decimal)]
+    budgets = None if memory_budget is None else read_range(memory_budget, lambda size: parse_bytes(size, "budget"))
+    chosen = policy or ("exact" if budgets is None else Auto.name)
+    make_policy(chosen)
+    known = Profile.load(profile)
+    with progress("tuning") as report:
+        points = sweep(known, chosen, factors, budgets, Request(progress=report))
+    best = knee(points)
+    if plot is not None:
+        plot_sweep(points, best, plot)
+    if output is not None:
+        if best is None or best.plan is None:
+            raise InputError("no plan fits into any of the budgets; raise the last one")
+        best.plan.save(output)
+    if as_json:
+        document = [point.to_json() for point in points]
+        print_json({"policy": chosen, "points": document, "knee": None if best is None else best.to_json()})
+        return
+    print_report(sweep_table(points, best))
+    if best is None or best.plan is None or best.plan.predicted is None:
+        print_report("no plan fits into any of the budgets")
+    else:
+        predicted = best.plan.predicted
+        size, time = format_bytes(predicted.peak_device_bytes), format_seconds(predicted.steady_step_s)
+        print_report(f"knee: reserve factor {best.reserve_factor:g}, {time} a step in {size} of device memory")
+
+
+def read_range(text: str, read: Callable[[str], Number]) -> list[Number]:
+    """Reads "start:stop:step", both ends included, or a single value.
+
+    Raises:
+      InputError: if it is neither, or the step is not above 0.
+    """
+    parts = text.split(":")
+    if len(parts) == 1:
+        return [read(text)]
+    if len(parts) != 3:
+        raise InputError(f'a range must be "start:stop:step" or a single value, got {text!r}')
+    start, stop, step = (read(part) for part in parts)
+    if step <= 0 or stop < start:
+        raise InputError(f"a range needs a step above 0 and a stop not below its start, got {text!r}")
+    count = int((stop - start) / step) + 1
+    if count > _MOST_POINTS:
+        raise InputError(f"a range may have at most {_MOST_POINTS} values, {text!r} has {count}; raise its step")
+    return [start + number * step for number in range(count)]
+
+
+def _decimal(text: str) -> decimal.Decimal:
+    try:
+        value = decimal.Decimal(text)
+    except decimal.InvalidOperation:
+        raise InputError(f"reserve factor must be a number in [0, 1], got {text!r}") from None
+    if not value.is_finite():
+        raise InputError(f"reserve factor must be a number in [0, 1], got {text!r}")
+    return value

@@ -1,0 +1,129 @@
+"""`jaxferry weights`: which weights to drop between their uses, and when to move them."""
+
+import itertools
+import pathlib
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import rich.table
+import typer
+
+from jaxferry.cli.common import AsJson, print_json, print_report, progress, read_budget
+from jaxferry.errors import InputError
+from jaxferry.plan.weights.export import export_plan, instance_from_profile
+from jaxferry.plan.weights.instance import Instance
+from jaxferry.plan.weights.policies import POLICIES, solve
+from jaxferry.plan.weights.records import Event, Outcome
+from jaxferry.profiling.records import PROFILE_FORMAT, Profile
+from jaxferry.records import load_record, write_json
+from jaxferry.simulate.report import predict
+from jaxferry.units import format_bytes, format_seconds
+
+_MOST_ROWS = 60
+"""Events that the table of a schedule shows; longer ones are for `--json`."""
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the application."""
+    app.command("weights")(weights)
+
+
+def weights(
+    instance_file: Annotated[
+        pathlib.Path,
+        typer.Argument(
+            metavar="INSTANCE.json",
+            help="Weights, activations, times, memory and bandwidth; or a profile, together with --memory-budget.",
+            show_default=False,
+        ),
+    ],
+    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "greedy",
+    memory_budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Device memory, such as 8GiB, in place of the instance's own.")
+    ] = None,
+    output: Annotated[
+        pathlib.Path | None,
+        typer.Option("--output", "-o", metavar="PLAN.json", help="Writes GFGB and RELOAD modes; needs a profile."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Chooses the weights to offload under a memory limit, and schedules their transfers.
+
+    The algorithms of "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022); `bound` is a
+    time below which no schedule exists.
+    """
+    budget = read_budget(memory_budget)
+    instance, profile = _load(instance_file, budget)
+    if output is not None and profile is None:
+        raise InputError(f"-o needs a profile in place of {instance_file}: the layers of a plan have names")
+    with progress(f"{policy} for {instance.num_layers} layers"):
+        outcome = solve(instance, policy)
+    if output is not None and profile is not None:
+        write_json(output, predict(profile, export_plan(profile, policy, outcome.choices)).to_json())
+    if as_json:
+        print_json(outcome.to_json())
+    else:
+        _print(instance, outcome)
+
+
+def _load(path: pathlib.Path, budget: int | None) -> tuple[Instance, Profile | None]:
+    def read(document: Any) -> tuple[Instance, Profile | None]:
+        if not isinstance(document, dict) or document.get("format") != PROFILE_FORMAT:
+            if isinstance(document, dict) and budget is not None:
+                document = document | {"memory_bytes": budget}
+            return Instance.from_json(document), None
+        if budget is None:
+            raise InputError("a profile says nothing about device memory: give --memory-budget")
+        profile = Profile.from_json(document)
+        return instance_from_profile(profile, budget), profile
+
+    return load_record(path, read)
+
+
+def _print(instance: Instance, outcome: Outcome) -> None:
+    facts = rich.table.Table(show_header=False, box=None, pad_edge=False)
+    facts.add_row("policy", outcome.policy)
+    facts.add_row("duration", format_seconds(outcome.duration_s))
+    facts.add_row("compute", format_seconds(outcome.compute_s))
+    facts.add_row("overhead", "-" if outcome.overhead is None else f"{100 * outcome.overhead:.2f} %")
+    facts.add_row("memory", f"{format_bytes(instance.memory_bytes)}, at least {_smallest(instance)}")
+    facts.add_row("absent from forward to backward", _ranges(c.layer for c in outcome.choices if c.before_backward))
+    facts.add_row("absent from backward to forward", _ranges(c.layer for c in outcome.choices if not c.before_backward))
+    if outcome.schedule is not None:
+        for kind in ("prefetch", "offload"):
+            facts.add_row(f"{kind}es" if kind == "prefetch" else f"{kind}s", _traffic(instance, outcome, kind))
+    if outcome.note:
+        facts.add_row("note", outcome.note)
+    events = () if outcome.schedule is None else outcome.schedule.events
+    if len(events) > _MOST_ROWS:
+        print_report(facts, f"\nschedule: {len(events)} events, printed by --json")
+    elif events:
+        print_report(facts, "", _event_table(events))
+    else:
+        print_report(facts)
+
+
+def _smallest(instance: Instance) -> str:
+    return f"{format_bytes(instance.smallest_memory_bytes)} for any schedule"
+
+
+def _traffic(instance: Instance, outcome: Outcome, kind: str) -> str:
+    events = [event for event in outcome.schedule.events if event.kind == kind] if outcome.schedule else []
+    moved = sum(instance.weights[event.layer] for event in events)
+    busy_s = sum(event.end_s - event.start_s for event in events)
+    share = busy_s / outcome.duration_s if outcome.duration_s else 0.0
+    return f"{len(events)}, {format_bytes(moved)}, {format_seconds(busy_s)} ({100 * share:.0f} % of the time)"
+
+
+def _ranges(layers: Iterable[int]) -> str:
+    """Ascending layer numbers as `0-3, 7`."""
+    runs = itertools.groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0])
+    ends = [[layer for _, layer in run] for _, run in runs]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends) or "none"
+
+
+def _event_table(events: Iterable[Event]) -> rich.table.Table:
+    table = rich.table.Table("start", "end", "what", "layer", box=None, pad_edge=False)
+    for event in events:
+        table.add_row(format_seconds(event.start_s), format_seconds(event.end_s), event.kind, str(event.layer))
+    return table

@@ -1,0 +1,205 @@
+"""One memory budget as the knob: modes, gradients, RESIDENT and RELOAD layers so that the peak fits and a step is fast.
+
+A pool of plans that knows no budget is made for the profile: the plans of all policies, `exact`'s among them, with
+several reserve factors; families of plans that make layer after layer DHA, RELOAD or RESIDENT; and neighbours of the
+plans that are best for their memory. The budget only picks the fastest one in the steady state that fits. So more
+memory is never slower, and no policy that fits is faster. For up to `MOST_ENUMERATED` layers the pool has every plan
+there is.
+
+All layers DHA and all gradients GO hold nothing but activations: with GO allowed that is the smallest feasible budget.
+Without a budget nothing says that a copy may stay on the device, and the plan is that of `exact`.
+"""
+
+import dataclasses
+import decimal
+
+import numpy as np
+
+from jaxferry.plan.base import Objective, Policy, Request, check_budget, make_plan
+from jaxferry.plan.exact import Exact, explore
+from jaxferry.plan.frontier import optimal_forward
+from jaxferry.plan.gradients import capacity_bytes, gradients_to_host
+from jaxferry.plan.records import Loads, Plan, Updates
+from jaxferry.plan.recurrences import DFGB, DHA, GFGB, RELOAD, RESIDENT
+from jaxferry.plan.search import Best, Pool, prefix_family
+from jaxferry.profiling.records import Profile
+
+MOST_ENUMERATED = 4
+"""Layers up to which all plans are tried."""
+
+_ALL = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
+_LEVELS = (1.0, 0.75, 0.5, 0.25, 0.0)
+_POINTS = 24
+_WORK = 500_000
+_EXPANDED_AT_ONCE = 6
+
+
+class Auto(Policy):
+    """The fastest plan in the steady state that fits into the memory budget."""
+
+    name = "auto"
+    summary = "modes, gradients and resident layers from a memory budget alone"
+
+    def plan(self, profile: Profile, request: Request | None = None) -> Plan:
+        """The fastest plan of the search's pool that fits; without a budget, that of `exact`."""
+        request = dataclasses.replace(request or Request(), objective=Objective.STEADY)
+        if request.memory_budget_bytes is None:
+            plan = Exact().plan(profile, request)
+            return dataclasses.replace(plan, policy=self.name)
+        return AutoSearch(profile, request).plan(request.memory_budget_bytes)
+
+
+class AutoSearch:
+    """The pool for one profile and reserve factor; answers any number of budgets.
+
+    Args:
+      profile: the profile.
+      request: its `reserve_factor` limits the gradients that stay; None lets the search choose. Its budget is not used.
+    """
+
+    def __init__(self, profile: Profile, request: Request):
+        self.profile, self.request = profile, request
+        self.pool = Pool(profile)
+        self.gains = np.array([layer.backward_go_s - layer.backward_s for layer in profile.layers])
+        self.sizes = [layer.grad_bytes for layer in profile.layers]
+        self._fill()
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The fastest plan within the budget.
+
+        Raises:
+          BudgetError: if there is none.
+        """
+        best = self.pool.best(Objective.STEADY, budget_bytes)
+        if best is None:
+            check_budget(Auto.name, budget_bytes, self.pool.smallest_peak_bytes())
+        unlimited = self.pool.best(Objective.STEADY, None)
+        assert best is not None and unlimited is not None
+        reserve_factor = self._used_reserve_factor(best.to_host)
+        plan = make_plan(Auto.name, reserve_factor, self.profile, best.modes, best.to_host, best.loads, best.updates)
+        limited = best.objective_s > unlimited.objective_s
+        details = {
+            "objective": Objective.STEADY.value,
+            "memory_budget_bytes": budget_bytes,
+            "binding": "memory" if limited else self._busiest_lane(best),
+            "unlimited_steady_step_s": unlimited.objective_s,
+            "unlimited_peak_device_bytes": unlimited.peak_bytes,
+        }
+        return dataclasses.replace(plan, details=details)
+
+    def _fill(self) -> None:
+        size = len(self.profile.layers)
+        if size <= MOST_ENUMERATED:
+            self._enumerate(size)
+        optimum = optimal_forward(self.profile)[0]
+        flags = self._gradient_choices()
+        for to_host in (flags[0], flags[-1]):
+            explore(self.pool, to_host, self.request, optimum)
+        self.request.report("memory of all these plans")
+        self.pool.run(peak=True)
+        fastest = self.pool.best(Objective.STEADY, None)
+        assert fastest is not None
+        for to_host in flags:
+            self._families(fastest.modes, to_host)
+        self.request.report("families of plans for less memory")
+        self.pool.run(peak=True)
+        self._refine()
+
+    def _gradient_choices(self) -> list[np.ndarray]:
+        """Which gradients go to the host: (layers,) flags, the most that may stay first, all GO last."""
+        factor = self.request.reserve_factor
+        if factor is not None and factor >= 1:
+            return [gradients_to_host(self.profile, 1.0)]
+        levels = _LEVELS if factor is None else (factor, factor / 2, 0.0)
+        return [gradients_to_host(self.profile, level) for level in levels[:-1]] + [
+            np.ones(len(self.sizes), dtype=bool)
+        ]
+
+    def _enumerate(self, size: int) -> None:
+        choices = np.indices((len(_ALL), 2) * size, dtype=np.int8).reshape(2 * size, -1).T
+        self._add(choices[:, 0::2], choices[:, 1::2].astype(bool))
+
+    def _add(self, modes: np.ndarray, to_host: np.ndarray) -> None:
+        """Adds those plans whose gradients are allowed to stay."""
+        factor = self.request.reserve_factor
+        if factor is not None:
+            if factor >= 1:
+                allowed = ~to_host.any(axis=1)
+            else:
+                used = ((~to_host) * np.array(self.sizes, dtype=np.float64)).sum(axis=1)
+                allowed = (used <= capacity_bytes(self.profile, factor)) & ~(~to_host & (self.gains <= 0)).any(axis=1)
+            modes, to_host = modes[allowed], to_host[allowed]
+        if len(modes):
+            self.pool.add(modes, to_host)
+
+    def _families(self, fastest: np.ndarray, to_host: np.ndarray) -> None:
+        size = len(self.profile.layers)
+        whole = [np.full(size, mode, dtype=np.int8) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
+        gfgb, dha, reload, _ = whole
+        plans = [*whole, fastest]
+        starts = [(fastest, DHA), (fastest, RELOAD), (fastest, RESIDENT), (gfgb, RELOAD), (gfgb, RESIDENT)]
+        starts += [(reload, DHA), (reload, RESIDENT), (dha, RESIDENT), (dha, GFGB)]
+        points = max(4, _POINTS * 128 // max(size, 128))
+        modes = np.concatenate([plans, *(prefix_family(self.profile, start, mode, points) for start, mode in starts)])
+        self._add(modes, np.broadcast_to(to_host, modes.shape))
+
+    def _refine(self) -> None:
+        """Adds neighbours of the plans on the frontier of time against memory, spread over it, while work is left."""
+        expanded: set[bytes] = set()
+        work, once = 0, (len(_ALL) + 1) * len(self.sizes) ** 2
+        while work + once <= _WORK:
+            fresh = [best for best in self.pool.frontier() if _key(best) not in expanded and _is_layerwise(best)]
+            if not fresh:
+                return
+            self.request.report("neighbours of the best plans for their memory")
+            num_expanded = min(_EXPANDED_AT_ONCE, (_WORK - work) // once)
+            spread = np.unique(np.linspace(0, len(fresh) - 1, num_expanded).astype(int))
+            for number in spread:
+                expanded.add(_key(fresh[number]))
+                modes, to_host = _neighbours(fresh[number])
+                self._add(modes, to_host)
+                work += modes.size
+            self.pool.run(peak=True)
+
+    def _used_reserve_factor(self, to_host: np.ndarray) -> float:
+        """The request's, or the smallest of six digits that the plan keeps to."""
+        if self.request.reserve_factor is not None:
+            return self.request.reserve_factor
+        total, stays = sum(self.sizes), sum(x for x, host in zip(self.sizes, to_host, strict=True) if not host)
+        if not to_host.any() or total == 0:
+            return 1.0
+        share = decimal.Decimal(stays) / decimal.Decimal(total)
+        return float(min(share.quantize(decimal.Decimal("1e-6"), rounding=decimal.ROUND_CEILING), decimal.Decimal(1)))
+
+    def _busiest_lane(self, best: Best) -> str:
+        layers = self.profile.layers
+        busy = dict.fromkeys(("GPU", "H2D", "D2H"), 0.0) | {"host": sum(self.profile.group_update_s)}
+        for layer, mode, host in zip(layers, best.modes, best.to_host, strict=True):
+            by_dha = mode in (DHA, DFGB)
+            busy["GPU"] += layer.forward_dha_s if by_dha else layer.forward_s
+            busy["GPU"] += layer.backward_for(mode == DHA, bool(host)) + layer.inter_forward_s + layer.inter_backward_s
+            busy["H2D"] += layer.load_s * {DHA: 0, RELOAD: 2}.get(int(mode), 1)
+            busy["D2H"] += 0.0 if host else layer.offload_s
+        return max(busy, key=lambda lane: busy[lane])
+
+
+def _key(best: Best) -> bytes:
+    return best.modes.tobytes() + best.to_host.tobytes()
+
+
+def _is_layerwise(best: Best) -> bool:
+    return best.loads is Loads.LAYERWISE and best.updates is Updates.OVERLAPPED
+
+
+def _neighbours(best: Best) -> tuple[np.ndarray, np.ndarray]:
+    """Plans with one layer's mode or gradient place changed: mode codes and flags, (plans, layers) each."""
+    size = len(best.modes)
+    modes, flags = [], []
+    for mode in _ALL:
+        single = np.repeat(best.modes[None], size, axis=0)
+        single[np.arange(size), np.arange(size)] = mode
+        modes.append(single)
+        flags.append(np.repeat(best.to_host[None], size, axis=0))
+    modes.append(np.repeat(best.modes[None], size, axis=0))
+    flags.append(best.to_host[None] ^ np.eye(size, dtype=bool))
+    return np.concatenate(modes), np.concatenate(flags)

@@ -1,0 +1,158 @@
+"""What every policy answers, in the same words; `plan/registry.py` lists them all."""
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+from jaxferry.errors import BudgetError
+from jaxferry.modes import GradientPlace
+from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.gradients import gradients_to_host
+from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
+from jaxferry.plan.recurrences import MODES
+from jaxferry.profiling.records import Profile
+from jaxferry.records import check_bytes, check_choice, check_share
+from jaxferry.units import format_bytes
+
+
+class Objective(enum.StrEnum):
+    """What a search makes least."""
+
+    FORWARD = "forward"
+    STEP = "step"
+    STEADY = "steady"
+
+
+def read_objective(name: str) -> Objective:
+    """The objective of that name.
+
+    Raises:
+      InputError: if there is none; the message lists those that there are.
+    """
+    return Objective(check_choice(name, "objective", tuple(Objective)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a plan is asked for.
+
+    Attributes:
+      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device; None for the policy's
+        default.
+      memory_budget_bytes: device memory that the plan must fit into, or None for no limit.
+      objective: what a search makes least; policies that do not search ignore it.
+      progress: called with a few words whenever a long search enters its next part.
+
+    Raises:
+      InputError: if a field is not acceptable.
+    """
+
+    reserve_factor: float | None = None
+    memory_budget_bytes: int | None = None
+    objective: Objective = Objective.STEADY
+    progress: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.reserve_factor is not None:
+            object.__setattr__(self, "reserve_factor", check_share(self.reserve_factor, "reserve_factor"))
+        if self.memory_budget_bytes is not None:
+            check_bytes(self.memory_budget_bytes, "memory_budget_bytes", "request")
+        object.__setattr__(self, "objective", read_objective(self.objective))
+
+    def report(self, what: str) -> None:
+        """Tells `progress`, where there is one."""
+        if self.progress is not None:
+            self.progress(what)
+
+
+class Policy(abc.ABC):
+    """Decides for each layer of a profile in which mode it runs and where its gradient goes.
+
+    The contract, which one test suite holds every policy to:
+
+    - the plan is one for the profile: the same layers in the same order;
+    - gradients on the device take at most the reserve factor's share of all gradient bytes; with 1 none is GO;
+    - DFGB keeps MemFerry's window: its loads end before the first gradient leaves, and the last layer is never DFGB;
+    - the plan's peak device memory is within the budget, or `BudgetError` names the smallest one;
+    - the same question has the same answer: no clock and no random number takes part.
+    """
+
+    name: ClassVar[str]
+    """The name in the command line and in plans."""
+
+    summary: ClassVar[str]
+    """What it does, in a few words."""
+
+    default_reserve_factor: ClassVar[float] = 1.0
+    """What a request without a reserve factor means."""
+
+    @abc.abstractmethod
+    def plan(self, profile: Profile, request: Request | None = None) -> Plan:
+        """Makes a plan; `predicted` is left to the simulator.
+
+        Args:
+          profile: times in seconds and sizes in bytes of each layer.
+          request: what is asked for; None asks for the defaults.
+
+        Raises:
+          BudgetError: if no plan of this policy fits into `request.memory_budget_bytes`.
+        """
+
+    def reserve_factor(self, request: Request) -> float:
+        """The request's reserve factor, or this policy's default."""
+        return self.default_reserve_factor if request.reserve_factor is None else request.reserve_factor
+
+
+class ModePolicy(Policy):
+    """A policy that decides the modes once, without a search over memory; the reserve factor decides the gradients."""
+
+    loads: ClassVar[Loads] = Loads.LAYERWISE
+    updates: ClassVar[Updates] = Updates.OVERLAPPED
+
+    @abc.abstractmethod
+    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """The mode codes of all layers, (layers,), given which gradients are written to the host, (layers,)."""
+
+    def plan(self, profile: Profile, request: Request | None = None) -> Plan:
+        """The modes that this policy decides, with the gradients that the reserve factor lets stay."""
+        request = request or Request()
+        reserve_factor = self.reserve_factor(request)
+        to_host = gradients_to_host(profile, reserve_factor)
+        modes = self.modes(profile, to_host)
+        plan = make_plan(self.name, reserve_factor, profile, modes, to_host, self.loads, self.updates)
+        if request.memory_budget_bytes is not None:
+            peak_bytes = int(Evaluator(profile).plan(plan).peak_bytes[0])
+            check_budget(self.name, request.memory_budget_bytes, peak_bytes)
+        return plan
+
+
+def make_plan(
+    policy: str,
+    reserve_factor: float,
+    profile: Profile,
+    modes: np.ndarray,
+    to_host: np.ndarray,
+    loads: Loads = Loads.LAYERWISE,
+    updates: Updates = Updates.OVERLAPPED,
+) -> Plan:
+    """A plan from mode codes and gradient flags, (layers,) each."""
+    places = (GradientPlace.DEVICE, GradientPlace.HOST)
+    layers = tuple(
+        LayerPlan(layer.name, MODES[int(mode)], places[int(host)])
+        for layer, mode, host in zip(profile.layers, modes, to_host, strict=True)
+    )
+    return Plan(policy, reserve_factor, layers, loads, updates)
+
+
+def check_budget(policy: str, budget_bytes: int, smallest_bytes: int) -> None:
+    """Raises BudgetError if the smallest peak of a policy's plans is over the budget."""
+    if smallest_bytes > budget_bytes:
+        raise BudgetError(
+            f"memory budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest feasible "
+            f"for policy {policy} is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes)",
+            smallest_bytes,
+        )

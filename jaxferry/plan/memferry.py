@@ -1,0 +1,142 @@
+"""MemFerry's schedule (section IV-B): Algorithm 1 for the forward, a greedy for the backward.
+
+Names: X is the link's end and C the GPU's end before layer l; T_res = C - X is the reserved overlap time.
+
+Algorithm 1 as printed cannot be meant: the max in line 3 has no effect, as no time is negative; line 30 adds the time
+`base`, counted from the step's start, to T_all as if it were a duration; line 26 moves T_res^b but not T_all^b; line
+20 also visits layers that are not GFGB. `plan/memferry_printed.py` runs it so. Here it is read as its text says: a
+layer is DHA if that takes no longer than the load, as far as T_res does not hide it, and the forward together; a GFGB
+layer that stalls makes earlier GFGB layers DHA wherever the exact time up to its own forward's end strictly drops.
+
+Quality: near the optimum of `exact` on average, but layers are decided once, so that it can miss it widely.
+O(L^2) array operations on L layers at worst.
+"""
+
+import numpy as np
+
+from jaxferry.plan.base import ModePolicy
+from jaxferry.plan.recurrences import DFGB, DHA, GFGB
+from jaxferry.profiling.records import LayerProfile, Profile
+
+
+class MemFerry(ModePolicy):
+    """GFGB, DHA and DFGB by MemFerry's two algorithms."""
+
+    name = "memferry"
+    summary = "MemFerry's Algorithm 1 as its text means, then the DFGB greedy"
+
+    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """Algorithm 1, then the greedy."""
+        return with_dfgb(profile, forward_modes(profile), to_host)
+
+
+class Forward:
+    """The forward of GFGB and DHA layers, one layer after another; any number of plans at once."""
+
+    def __init__(self, profile: Profile):
+        self.profile = profile
+        self.link = self.gpu = np.zeros(1)
+        self.held: dict[int, np.ndarray] = {}
+
+    def layer(self, index: int, by_dha: np.ndarray) -> np.ndarray:
+        """Runs the layer, by DHA where (plans,) `by_dha` says so; returns the forward's end, (plans,)."""
+        profile, group = self.profile.layers[index], self.profile.group_of[index]
+        loads = ~by_dha & ~self.holds(group)
+        self.link = np.where(loads, self.link + profile.load_s, self.link)
+        start = np.where(loads, np.maximum(self.gpu, self.link), self.gpu)
+        end = start + np.where(by_dha, profile.forward_dha_s, profile.forward_s)
+        self.gpu = end + profile.inter_forward_s
+        if len(self.profile.groups[group]) > 1:
+            self.held[group] = self.holds(group) | ~by_dha
+        return end
+
+    def holds(self, group: int) -> np.ndarray:
+        """Where the group's copy is on the device already, (plans,)."""
+        return self.held.get(group, np.zeros(1, dtype=bool))
+
+
+def forward_modes(profile: Profile) -> np.ndarray:
+    """GFGB or DHA for each layer, (layers,) codes, by Algorithm 1 as its text means."""
+    modes = np.full(len(profile.layers), GFGB, dtype=np.int8)
+    before = Forward(profile)
+    for index, layer in enumerate(profile.layers):
+        loaded = bool(before.holds(profile.group_of[index])[0])
+        load_s = 0.0 if loaded else layer.load_s
+        reserved_s = float(before.gpu[0] - before.link[0])
+        if layer.forward_dha_s <= layer.forward_s + max(load_s - reserved_s, 0.0):
+            modes[index] = DHA
+        elif not loaded and _stalls(before, layer):
+            before = _backtrack(profile, modes, index)
+        before.layer(index, modes[index : index + 1] == DHA)
+    return modes
+
+
+def _stalls(before: Forward, layer: LayerProfile) -> bool:
+    return bool(before.link[0] + layer.load_s > before.gpu[0])
+
+
+def _backtrack(profile: Profile, modes: np.ndarray, stalled: int) -> Forward:
+    """Makes earlier GFGB layers DHA, in place, first to last; returns the forward before the stalled layer.
+
+    All candidates that are still ahead are tried at once; after the first one that helps, the later ones again.
+    """
+    first = 0
+    before, time = _run_to(profile, modes[None, : stalled + 1])
+    while True:
+        candidates = first + np.flatnonzero(modes[first:stalled] == GFGB)
+        if len(candidates) == 0 or not _stalls(before, profile.layers[stalled]):
+            return before
+        trials = np.repeat(modes[None, : stalled + 1], len(candidates), axis=0)
+        trials[np.arange(len(candidates)), candidates] = DHA
+        helps = np.flatnonzero(_run_to(profile, trials)[1] < time[0])
+        if len(helps) == 0:
+            return before
+        modes[candidates[helps[0]]] = DHA
+        first = int(candidates[helps[0]]) + 1
+        before, time = _run_to(profile, modes[None, : stalled + 1])
+
+
+def _run_to(profile: Profile, modes: np.ndarray) -> tuple[Forward, np.ndarray]:
+    """Runs (plans, layers) modes: the forward before the last of these layers, and the end of its own, (plans,)."""
+    forward = Forward(profile)
+    num_layers = modes.shape[1]
+    for index in range(num_layers - 1):
+        forward.layer(index, modes[:, index] == DHA)
+    after = Forward(profile)
+    after.link, after.gpu, after.held = forward.link, forward.gpu, dict(forward.held)
+    return forward, after.layer(num_layers - 1, modes[:, -1] == DHA)
+
+
+def with_dfgb(profile: Profile, modes: np.ndarray, to_host: np.ndarray) -> np.ndarray:
+    """Makes DHA layers DFGB: largest gain first, kept if all kept loads still end inside the window.
+
+    The window opens with the end of the last GFGB load and closes with the end of the last layer's backward, when the
+    first gradient leaves. Loads go in layer order, each not before its own DHA forward has ended. Only gains
+    above 0 count; ties go to the lower layer.
+    """
+    forward = Forward(profile)
+    ends = [float(forward.layer(index, modes[index : index + 1] == DHA)[0]) for index in range(len(modes))]
+    last, opens = profile.layers[-1], float(forward.link[0])
+    closes = float(forward.gpu[0]) + last.inter_backward_s
+    closes += last.backward_for(bool(modes[-1] == DHA), bool(to_host[-1]))
+    gains = [layer.backward_dha_s - layer.backward_s for layer in profile.layers]
+    candidates = [index for index in range(len(modes) - 1) if modes[index] == DHA and gains[index] > 0]
+    loaded = {profile.group_of[index] for index in np.flatnonzero(modes == GFGB)}
+    kept: list[int] = []
+    for index in sorted(candidates, key=lambda index: (-gains[index], index)):
+        trial = sorted([*kept, index])
+        if _between_end(profile, trial, opens, ends, loaded) <= closes:
+            kept = trial
+    modes = modes.copy()
+    modes[kept] = DFGB
+    return modes
+
+
+def _between_end(profile: Profile, kept: list[int], opens: float, ends: list[float], loaded: set[int]) -> float:
+    link, held = opens, set(loaded)
+    for index in kept:
+        group = profile.group_of[index]
+        if group not in held:
+            held.add(group)
+            link = max(link, ends[index]) + profile.layers[index].load_s
+    return link

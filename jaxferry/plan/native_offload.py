@@ -1,0 +1,20 @@
+"""Native ZeRO-Offload, MemFerry's second baseline (section V-A): loads layer by layer, updates at the end."""
+
+import numpy as np
+
+from jaxferry.plan.base import ModePolicy
+from jaxferry.plan.records import Updates
+from jaxferry.plan.recurrences import GFGB
+from jaxferry.profiling.records import Profile
+
+
+class NativeOffload(ModePolicy):
+    """Every layer GFGB; a forward waits for its own load only, updates wait for all gradients."""
+
+    name = "native-offload"
+    summary = "loads layer by layer, updates after all gradients"
+    updates = Updates.AFTER_ALL
+
+    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """GFGB for every layer."""
+        return np.full(len(profile.layers), GFGB, dtype=np.int8)

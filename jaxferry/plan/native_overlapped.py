@@ -1,0 +1,18 @@
+"""Offloading with loads and updates layer by layer: all that can be overlapped without direct host access."""
+
+import numpy as np
+
+from jaxferry.plan.base import ModePolicy
+from jaxferry.plan.recurrences import GFGB
+from jaxferry.profiling.records import Profile
+
+
+class NativeOverlapped(ModePolicy):
+    """Every layer GFGB; a forward waits for its own load only, an update for its own gradients only."""
+
+    name = "native-overlapped"
+    summary = "loads and updates layer by layer"
+
+    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """GFGB for every layer."""
+        return np.full(len(profile.layers), GFGB, dtype=np.int8)

@@ -1,0 +1,147 @@
+"""The problem OFF(L, M_GPU, beta) of "Weight Offloading Strategies", section 3, as a record that reads JSON."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jaxferry.errors import BudgetError, InputError
+from jaxferry.records import load_record, required
+from jaxferry.units import format_bytes
+
+_LISTS = ("weights", "activations", "forward_s", "backward_s")
+_SCALARS = ("memory_bytes", "bandwidth_bytes_per_s")
+_LARGEST = 1e30
+"""Far beyond any machine, and far from where sums and quotients overflow."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Instance:
+    """A chain of L layers, a GPU memory and a link.
+
+    Layers are numbered from 0 here and in all outputs, so layer k is the paper's k + 1.
+
+    Attributes:
+      weights: |w_i|, bytes of each layer's weights; L of them.
+      activations: |a^0| to |a^L|, bytes: the input, then each layer's output; L + 1 of them.
+      forward_s: u_F, seconds; L of them.
+      backward_s: u_B, seconds, the update included; L of them.
+      memory_bytes: M_GPU.
+      bandwidth_bytes_per_s: beta, of each direction of the full-duplex link.
+
+    Raises:
+      InputError: if a list has the wrong length or a number is negative, NaN or infinite.
+    """
+
+    weights: tuple[float, ...]
+    activations: tuple[float, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    memory_bytes: float
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            raise InputError("weights must name at least one layer, got an empty list")
+        for name in _LISTS:
+            values = getattr(self, name)
+            expected = len(self.weights) + (name == "activations")
+            if len(values) != expected:
+                raise InputError(
+                    f"{name} must have {expected} entries for {len(self.weights)} weights, got {len(values)}"
+                )
+            for index, value in enumerate(values):
+                _check_number(f"{name}[{index}]", value)
+        for name in _SCALARS:
+            _check_number(name, getattr(self, name))
+        if self.bandwidth_bytes_per_s < 1 / _LARGEST:
+            raise InputError(f"bandwidth_bytes_per_s must be positive, got {self.bandwidth_bytes_per_s}")
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.weights)
+
+    @functools.cached_property
+    def compute_s(self) -> float:
+        """The sum of all operations' times: no schedule is shorter."""
+        return math.fsum(self.forward_s) + math.fsum(self.backward_s)
+
+    @functools.cached_property
+    def kept_activations(self) -> tuple[float, ...]:
+        """Bytes of the activations a^0 to a^i that are kept once i layers have run forward, for i = 0 to L."""
+        return tuple(itertools.accumulate(self.activations))
+
+    def transfer_s(self, layer: int) -> float:
+        """Seconds that the weights of `layer` take over one direction of the link."""
+        return self.weights[layer] / self.bandwidth_bytes_per_s
+
+    def forward_bytes(self, layer: int) -> float:
+        """M_F of equation (1): memory during the forward of `layer`, other layers' weights apart."""
+        return self.weights[layer] + self.kept_activations[layer + 1]
+
+    def backward_bytes(self, layer: int) -> float:
+        """M_B of equation (1): memory during the backward of `layer`, its gradient included."""
+        return 2 * self.weights[layer] + self.kept_activations[layer + 1]
+
+    @functools.cached_property
+    def smallest_memory_bytes(self) -> float:
+        """The least memory that any schedule exists for: that of the hungriest single operation."""
+        return max(self.backward_bytes(layer) for layer in range(self.num_layers))
+
+    def fits(self, num_bytes: float) -> bool:
+        """Whether `num_bytes` fit into the memory; sums of sizes that are no whole numbers may be off by rounding."""
+        return num_bytes <= self.memory_bytes * (1 + 1e-12)
+
+    def check_feasible(self) -> None:
+        """Raises BudgetError, with the smallest feasible memory, if no schedule exists."""
+        smallest = self.smallest_memory_bytes
+        if not self.fits(smallest):
+            raise BudgetError(
+                f"memory_bytes {self.memory_bytes:.15g} is too small for any schedule: the smallest feasible is "
+                f"{math.ceil(smallest)} ({format_bytes(smallest)})",
+                math.ceil(smallest),
+            )
+
+    @classmethod
+    def from_json(cls, document: Any) -> "Instance":
+        """Reads the JSON object `{"weights": [..], "activations": [..], ..., "bandwidth_bytes_per_s": B}`.
+
+        Raises:
+          InputError: naming the key that is missing, unknown or not acceptable.
+        """
+        if not isinstance(document, Mapping):
+            raise InputError(f"an instance must be a JSON object, got {type(document).__name__}")
+        values = {name: required(document, name, "instance") for name in _LISTS + _SCALARS}
+        unknown = sorted(set(document) - set(values))
+        if unknown:
+            raise InputError(f'instance: unknown key "{unknown[0]}"; known: {", ".join(values)}')
+        for name in _LISTS:
+            if not isinstance(values[name], list):
+                raise InputError(f"{name} must be a list of numbers, got {values[name]!r}")
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The instance as a JSON object."""
+        document: dict[str, Any] = {name: list(getattr(self, name)) for name in _LISTS}
+        return document | {name: getattr(self, name) for name in _SCALARS}
+
+
+def read_instance(path: str | os.PathLike[str]) -> Instance:
+    """Reads an instance from a JSON file.
+
+    Raises:
+      InputError: naming the file, and line and column of malformed JSON.
+    """
+    return load_record(path, Instance.from_json)
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InputError(f"{name} must be a number, got {value!r}")
+    if not 0 <= value <= _LARGEST:
+        raise InputError(f"{name} must be finite and not negative, got {str(value)[:40]}")

@@ -1,0 +1,31 @@
+"""The policies for weights by name: one table for the command line and the tests."""
+
+from collections.abc import Callable, Mapping
+
+from jaxferry.errors import InputError
+from jaxferry.plan.weights.best import greedy_best
+from jaxferry.plan.weights.bound import bound
+from jaxferry.plan.weights.greedy import greedy
+from jaxferry.plan.weights.instance import Instance
+from jaxferry.plan.weights.l2l import l2l
+from jaxferry.plan.weights.records import Outcome
+
+POLICIES: Mapping[str, Callable[[Instance], Outcome]] = {
+    "greedy": greedy,
+    "greedy-no-discount": lambda instance: greedy(instance, discount=False),
+    "greedy-best": greedy_best,
+    "l2l": l2l,
+    "bound": bound,
+}
+
+
+def solve(instance: Instance, policy: str) -> Outcome:
+    """Asks the policy of that name.
+
+    Raises:
+      InputError: if there is none; the message lists the known ones.
+      BudgetError: if no schedule exists in the instance's memory.
+    """
+    if policy not in POLICIES:
+        raise InputError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
+    return POLICIES[policy](instance)

@@ -1,0 +1,178 @@
+"""When the chosen weights move: "Weight Offloading Strategies", section 5, Algorithm 2.
+
+    B_L ... B_1 F_1 ... F_L      the GPU, one cycle
+    prefetch  | prefetch         host to device, in the order of need
+    offload   | offload          device to host, in the order of production
+
+Every operation and transfer starts as soon as its data, its resource and the memory allow. What the cycle begins with
+is unknown, so every cut through the merged sequence (offloads after the forwards, then prefetches before the backwards)
+is tried: what lies before the cut has been done when B_L starts, what lies behind it is still to do. The best cut wins.
+
+Not optimal: the problem is NP-complete in the strong sense even once the choices are made (section 4).
+
+Where this departs from the printed algorithm: a waiting weight is copied to the host in any gap of the link, not only
+in gaps before another offload; and a weight whose copy is on the host already is deleted as soon as its forward ends,
+without a wait for the link that it does not use.
+"""
+
+import math
+from collections.abc import Sequence
+
+from jaxferry.errors import JaxFerryError
+from jaxferry.plan.weights.instance import Instance
+from jaxferry.plan.weights.records import Choice, Event, Schedule
+from jaxferry.plan.weights.timeline import MemoryTimeline, NoRoomError
+
+
+def schedule_transfers(instance: Instance, choices: Sequence[Choice], discount: bool = True) -> Schedule:
+    """Algorithm 2: the shortest cycle over all cuts.
+
+    Args:
+      instance: the problem.
+      choices: which weights leave the device; with them, every operation must fit into the memory.
+      discount: whether a weight that leaves after its backward and again after its forward is sent to the host once.
+
+    Raises:
+      JaxFerryError: if the choices leave some operation without room.
+    """
+    moved = [choice for choice in choices if instance.weights[choice.layer]]
+    before_backward = {choice.layer for choice in moved if choice.before_backward}
+    before_forward = {choice.layer for choice in moved if not choice.before_backward}
+    resent = [k for k in sorted(before_backward) if not (discount and k in before_forward)]
+    prefetched = sorted(before_backward, reverse=True)
+    best: Schedule | None = None
+    for cut in range(len(resent) + len(prefetched) + 1):
+        cycle = _Cycle(
+            instance,
+            before_backward,
+            before_forward,
+            carried_over=resent[cut:],
+            fetched_ahead=prefetched[: max(0, cut - len(resent))],
+            limit_s=math.inf if best is None else best.duration_s,
+        )
+        best = cycle.run(resent) or best
+    if best is None:
+        raise JaxFerryError("the choices leave an operation without room: select more weights to offload")
+    return best
+
+
+class _Cycle:
+    """One cycle under construction, for one cut."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        before_backward: set[int],
+        before_forward: set[int],
+        carried_over: Sequence[int],
+        fetched_ahead: Sequence[int],
+        limit_s: float,
+    ):
+        self.instance = instance
+        self.before_backward = before_backward
+        self.before_forward = before_forward
+        self.carried_over = carried_over
+        self.fetched_ahead = fetched_ahead
+        self.limit_s = limit_s
+        absent = before_backward - set(carried_over) - set(fetched_ahead)
+        present = sum(weight for k, weight in enumerate(instance.weights) if k not in absent)
+        self.memory = MemoryTimeline(instance, present + instance.kept_activations[-1])
+        self.events: list[Event] = []
+        self.gpu_free_s = 0.0
+        self.offload_free_s = 0.0
+        self.prefetch_free_s = 0.0
+        self.deleted_s: dict[int, float] = {}
+        self.waiting: dict[int, float] = {}
+
+    def run(self, resent: Sequence[int]) -> Schedule | None:
+        """The schedule, or None if there is none shorter than `limit_s`."""
+        for layer in self.carried_over:
+            self._offload_and_delete(layer, 0.0)
+        try:
+            for layer in reversed(range(self.instance.num_layers)):
+                self._backward(layer, resent)
+                if self.gpu_free_s >= self.limit_s:
+                    return None
+            for layer in range(self.instance.num_layers):
+                self._forward(layer, resent)
+                if self.gpu_free_s >= self.limit_s:
+                    return None
+            for layer in self.fetched_ahead:
+                self._prefetch(layer)
+        except NoRoomError:
+            return None
+        schedule = Schedule.from_events(self.events)
+        return schedule if schedule.duration_s < self.limit_s else None
+
+    def _backward(self, layer: int, resent: Sequence[int]) -> None:
+        weight = self.instance.weights[layer]
+        ready_s = self.gpu_free_s
+        if layer in self.before_backward and layer not in self.fetched_ahead:
+            ready_s = max(ready_s, self._prefetch(layer))
+        start_s = self.memory.earliest_s(ready_s, weight)
+        end_s = self._compute("backward", layer, start_s, self.instance.backward_s[layer])
+        self.memory.add(start_s, weight)
+        self.memory.add(end_s, -weight - self.instance.activations[layer + 1])
+        self._copy_waiting(end_s)
+        if layer in self.before_forward:
+            self._offload_and_delete(layer, end_s)
+        elif layer in resent and layer not in self.carried_over:
+            self.waiting[layer] = end_s
+
+    def _forward(self, layer: int, resent: Sequence[int]) -> None:
+        activation = self.instance.activations[layer + 1]
+        ready_s = self.gpu_free_s
+        if layer in self.before_forward:
+            ready_s = max(ready_s, self._prefetch(layer))
+        start_s = self.memory.earliest_s(ready_s, activation)
+        end_s = self._compute("forward", layer, start_s, self.instance.forward_s[layer])
+        self.memory.add(start_s, activation)
+        if layer not in self.before_backward or layer in self.carried_over:
+            return
+        copied_s = 0.0
+        if layer in self.waiting:
+            copied_s = self._offload(layer, self.waiting.pop(layer))
+        elif layer in self.before_forward and layer in resent:
+            copied_s = self._offload(layer, end_s)
+        self._delete(layer, max(end_s, copied_s))
+
+    def _compute(self, kind: str, layer: int, start_s: float, length_s: float) -> float:
+        self.gpu_free_s = start_s + length_s
+        self.events.append(Event(kind, layer, start_s, self.gpu_free_s))
+        return self.gpu_free_s
+
+    def _prefetch(self, layer: int) -> float:
+        weight = self.instance.weights[layer]
+        ready_s = max(self.prefetch_free_s, self.deleted_s.get(layer, 0.0))
+        start_s = self.memory.earliest_s(ready_s, weight)
+        self.prefetch_free_s = start_s + self.instance.transfer_s(layer)
+        self.memory.add(start_s, weight)
+        self.events.append(Event("prefetch", layer, start_s, self.prefetch_free_s))
+        return self.prefetch_free_s
+
+    def _offload(self, layer: int, ready_s: float) -> float:
+        start_s = max(ready_s, self.offload_free_s)
+        self.offload_free_s = start_s + self.instance.transfer_s(layer)
+        self.events.append(Event("offload", layer, start_s, self.offload_free_s))
+        return self.offload_free_s
+
+    def _offload_and_delete(self, layer: int, ready_s: float) -> None:
+        self._delete(layer, self._offload(layer, ready_s))
+
+    def _delete(self, layer: int, time_s: float) -> None:
+        self.deleted_s[layer] = time_s
+        self.memory.add(time_s, -self.instance.weights[layer])
+        self.events.append(Event("delete", layer, time_s, time_s))
+
+    def _copy_waiting(self, until_s: float) -> None:
+        """Copies waiting weights to the host, smallest first, as far as that ends by `until_s`."""
+        while self.waiting:
+            layer = min(self.waiting, key=lambda k: self.instance.weights[k])
+            start_s = max(self.waiting[layer], self.offload_free_s)
+            if start_s + self.instance.transfer_s(layer) > until_s:
+                return
+            self._copied(layer, start_s)
+
+    def _copied(self, layer: int, start_s: float) -> None:
+        self._offload(layer, start_s)
+        del self.waiting[layer]

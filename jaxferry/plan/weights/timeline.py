@@ -1,0 +1,43 @@
+"""Memory in use over time, for the two schedulers of weight transfers."""
+
+import bisect
+
+from jaxferry.plan.weights.instance import Instance
+
+
+class NoRoomError(Exception):
+    """Some bytes will never fit; the scheduler gives up this attempt."""
+
+
+class MemoryTimeline:
+    """Bytes in use over time, as a list of changes; changes at one time keep the order in which they were made."""
+
+    def __init__(self, instance: Instance, initial_bytes: float):
+        self.instance = instance
+        self.times_s: list[float] = []
+        self.changes: list[float] = []
+        self.final_bytes = initial_bytes
+
+    def add(self, time_s: float, change: float) -> None:
+        """Changes the bytes in use from `time_s` on."""
+        index = bisect.bisect_right(self.times_s, time_s)
+        self.times_s.insert(index, time_s)
+        self.changes.insert(index, change)
+        self.final_bytes += change
+
+    def earliest_s(self, ready_s: float, extra_bytes: float) -> float:
+        """The earliest time from `ready_s` on, from which `extra_bytes` more fit for good.
+
+        Raises:
+          NoRoomError: if they do not fit after the last known change.
+        """
+        used = self.final_bytes + extra_bytes
+        if not self.instance.fits(used):
+            raise NoRoomError
+        for time_s, change in zip(reversed(self.times_s), reversed(self.changes), strict=True):
+            if time_s <= ready_s:
+                break
+            used -= change
+            if not self.instance.fits(used):
+                return time_s
+        return ready_s

@@ -1,0 +1,224 @@
+"""The whole step over GFGB, DHA and DFGB: forward and backward decided together, by one dynamic programme.
+
+The backward goes through the layers in the other direction, so what it costs is carried as a tail: `a` is the longest
+way from the GPU's arrival at the backward of the last layer so far to the end of the step. It follows from the layers
+so far alone, as do the tails t of each layer's gradient, which modes do not change:
+
+    a_l = inter_backward_s + backward_s(mode) + max(a_{l-1}, t_l)            step_s = C_L + a_L
+
+Names: a state is (X, C, a, S, Y): the link's and the GPU's end, the tail, and for the DFGB loads their sum S and
+their end Y if no GFGB load were before them; they end at max(X_L + S, Y), which must lie inside MemFerry's window.
+
+Exact as long as nothing but provably worse states was dropped; a beam keeps the states few, so that on long models it
+is a good guess whose distance to the optimum `plan/bounds.py` limits.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxferry.plan.recurrences import DFGB, DHA, GFGB
+from jaxferry.profiling.records import Profile
+
+_MOST_FOUND = 32
+
+
+def gradient_tails(profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    """Seconds from the end of each backward to the end of the step along its own gradient, (layers,)."""
+    host_tail, back_tail = 0.0, 0.0
+    arrival_tails: dict[int, float] = {}
+    tails = np.zeros(len(profile.layers))
+    for index, layer in enumerate(profile.layers):
+        group = profile.group_of[index]
+        if group not in arrival_tails:
+            host_tail = arrival_tails[group] = profile.group_update_s[group] + host_tail
+        tails[index] = arrival_tails[group]
+        if not to_host[index]:
+            tails[index] = back_tail = layer.offload_s + max(back_tail, arrival_tails[group])
+    return tails
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What the recursion needs of each layer, (layers,) each: compute times with the parameterless parts included."""
+
+    load: np.ndarray
+    forward: np.ndarray
+    forward_dha: np.ndarray
+    inter_forward: np.ndarray
+    backward: np.ndarray
+    backward_dha: np.ndarray
+    tails: np.ndarray
+
+    @classmethod
+    def of(cls, profile: Profile, to_host: np.ndarray) -> "Costs":
+        """The costs of a profile's layers, given which gradients are written to the host, (layers,)."""
+
+        def column(key: str) -> np.ndarray:
+            return np.array([getattr(layer, key) for layer in profile.layers])
+
+        def backward(by_dha: bool) -> np.ndarray:
+            return np.array(
+                [x.backward_for(by_dha, bool(host)) for x, host in zip(profile.layers, to_host, strict=True)]
+            )
+
+        inter_forward, inter_backward = column("inter_forward_s"), column("inter_backward_s")
+        return cls(
+            load=column("load_s"),
+            forward=column("forward_s") + inter_forward,
+            forward_dha=column("forward_dha_s") + inter_forward,
+            inter_forward=inter_forward,
+            backward=backward(False) + inter_backward,
+            backward_dha=backward(True) + inter_backward,
+            tails=gradient_tails(profile, to_host),
+        )
+
+    def least_tail(self) -> float:
+        """The tail a_L if every backward took its least time."""
+        tail = 0.0
+        for least, own in zip(np.minimum(self.backward, self.backward_dha), self.tails, strict=True):
+            tail = least + max(tail, own)
+        return float(tail)
+
+
+@dataclasses.dataclass
+class _States:
+    """Frontier states, (states,) each."""
+
+    link: np.ndarray
+    gpu: np.ndarray
+    tail: np.ndarray
+    between_sum: np.ndarray
+    between_end: np.ndarray
+    held: np.ndarray
+    origin: np.ndarray
+
+    def take(self, keep: np.ndarray) -> "_States":
+        return _States(*(getattr(self, field.name)[keep] for field in dataclasses.fields(self)))
+
+    @classmethod
+    def joined(cls, parts: list["_States"]) -> "_States":
+        return cls(*(np.concatenate([getattr(x, field.name) for x in parts]) for field in dataclasses.fields(cls)))
+
+
+class StepSearch:
+    """Searches whole-step plans; `best` returns the modes of several final states, best first."""
+
+    def __init__(self, profile: Profile, to_host: np.ndarray, beam: int):
+        self.profile, self.beam = profile, beam
+        self.costs = Costs.of(profile, to_host)
+        self.size = len(profile.layers)
+        self.shared = [group for group, members in enumerate(profile.groups) if len(members) > 1]
+        least_forward = np.minimum(self.costs.forward, self.costs.forward_dha)
+        least_backward = np.minimum(self.costs.backward, self.costs.backward_dha)
+        self.rest_forward = np.concatenate([np.cumsum(least_forward[::-1])[::-1][1:], [0.0]])
+        self.rest_backward = np.concatenate([np.cumsum(least_backward[::-1])[::-1][1:], [0.0]])
+        self.least_tail = self.costs.least_tail()
+        self.complete = not self.shared
+
+    def best(self, limit_s: float, fixed: np.ndarray | None = None, head: int = 0, lead_s: float = 0.0) -> np.ndarray:
+        """Modes, (plans, layers) codes, with a step below the limit, best first.
+
+        Args:
+          limit_s: seconds of a known step; plans that cannot be faster are left out.
+          fixed: forward modes to keep, GFGB or DHA for each layer, so that only DFGB is decided; None decides all.
+          head: this many first layers are not GFGB.
+          lead_s: seconds before the step's start at which loads begin, as they can in a chain if the first layers are
+            not loaded.
+        """
+        starts = (-lead_s, 0.0, 0.0, 0.0, -np.inf)
+        states = _States(*(np.array([start]) for start in starts), *np.zeros((2, 1), dtype=np.int64))
+        history, modes_of = [], []
+        for index in range(self.size):
+            options = self.options(index, fixed, head)
+            states = _States.joined([self.after(states, index, mode) for mode in options])
+            states = states.take(self.promising(states, index, limit_s))
+            history.append(states.origin // 3)
+            modes_of.append(states.origin % 3)
+        closes = states.gpu + self.window_s(modes_of[-1])
+        fits = np.flatnonzero(np.maximum(states.link + states.between_sum, states.between_end) <= closes)
+        order = fits[np.argsort((states.gpu + states.tail)[fits], kind="stable")]
+        found = [_trace(history, modes_of, int(state)) for state in order[:_MOST_FOUND]]
+        return np.array(found, dtype=np.int8).reshape(len(found), self.size)
+
+    def options(self, index: int, fixed: np.ndarray | None, head: int) -> tuple[int, ...]:
+        """The modes that a layer may have."""
+        options: tuple[int, ...] = (GFGB, DHA, DFGB)
+        if fixed is not None:
+            options = (GFGB,) if fixed[index] == GFGB else (DHA, DFGB)
+        elif index < head:
+            options = (DHA, DFGB)
+        return options if index < self.size - 1 else tuple(mode for mode in options if mode != DFGB)
+
+    def window_s(self, last_mode: np.ndarray) -> np.ndarray:
+        """Seconds from the end of the forward to the window's end."""
+        return np.where(last_mode == DHA, self.costs.backward_dha[-1], self.costs.backward[-1])
+
+    def after(self, states: _States, index: int, mode: int) -> _States:
+        """The states after one more layer in the given mode; `origin` is 3 * state + mode."""
+        costs, group = self.costs, self.profile.group_of[index]
+        bit = 1 << self.shared.index(group) if group in self.shared else 0
+        load = np.where(states.held & bit, 0.0, costs.load[index])
+        link, held, gpu = states.link, states.held, states.gpu
+        between_sum, between_end = states.between_sum, states.between_end
+        if mode == GFGB:
+            link, held = link + load, held | bit
+            gpu = np.maximum(gpu, link) + costs.forward[index]
+        else:
+            gpu = gpu + costs.forward_dha[index]
+        if mode == DFGB:
+            forward_end = gpu - costs.inter_forward[index]
+            between_sum = between_sum + load
+            between_end = np.maximum(between_end, forward_end) + load
+        backward = costs.backward_dha if mode == DHA else costs.backward
+        tail = backward[index] + np.maximum(states.tail, costs.tails[index])
+        origin = 3 * np.arange(len(gpu)) + mode
+        return _States(link, gpu, tail, between_sum, between_end, held, origin)
+
+    def promising(self, states: _States, index: int, limit_s: float) -> np.ndarray:
+        """Indices of states that may still beat the limit and that no other state beats, at most a beam of them."""
+        forward = states.gpu + self.rest_forward[index]
+        bound = forward + np.maximum(states.tail + self.rest_backward[index], self.least_tail)
+        latest = limit_s - self.least_tail + max(self.costs.backward[-1], self.costs.backward_dha[-1])
+        between = np.maximum(states.link + states.between_sum, states.between_end)
+        alive = np.flatnonzero((bound < limit_s) & (between <= latest))
+        order = alive[np.argsort(bound[alive] + 0.5 * np.maximum(between - forward, 0.0)[alive], kind="stable")]
+        if len(order) > 4 * self.beam:
+            self.complete = False
+            order = order[: 4 * self.beam]
+        order = order[_undominated(states.take(order))]
+        if len(order) > self.beam:
+            self.complete = False
+            order = order[: self.beam]
+        return order
+
+
+def _undominated(states: _States) -> np.ndarray:
+    """Whether no other state is as good in all that matters; of equal states the first one stays.
+
+    An earlier GPU also closes the window earlier, so the DFGB loads count relative to the GPU's end.
+    """
+    keys = np.stack(
+        [
+            states.link,
+            states.gpu,
+            states.tail,
+            states.link + states.between_sum - states.gpu,
+            states.between_end - states.gpu,
+        ]
+    )
+    as_good = (states.held[:, None] == states.held[None, :]).copy()
+    for key in keys:
+        as_good &= key[:, None] <= key[None, :]
+    equal = as_good & as_good.T
+    earlier = np.arange(len(states.gpu))[:, None] < np.arange(len(states.gpu))[None, :]
+    beaten = as_good & (~equal | earlier)
+    return ~beaten.any(axis=0)
+
+
+def _trace(history: list[np.ndarray], modes_of: list[np.ndarray], state: int) -> np.ndarray:
+    modes = np.zeros(len(history), dtype=np.int8)
+    for index in reversed(range(len(history))):
+        modes[index] = modes_of[index][state]
+        state = int(history[index][state])
+    return modes

@@ -1,0 +1,21 @@
+"""ZeRO-Offload as DeepSpeed does it (MemFerry, sections II-B and III-A): all in one go, nothing overlaps."""
+
+import numpy as np
+
+from jaxferry.plan.base import ModePolicy
+from jaxferry.plan.records import Loads, Updates
+from jaxferry.plan.recurrences import GFGB
+from jaxferry.profiling.records import Profile
+
+
+class ZeroOffload(ModePolicy):
+    """Every layer GFGB; no forward before all loads have arrived, no update before all gradients have."""
+
+    name = "zero-offload"
+    summary = "DeepSpeed's ZeRO-Offload: bulk loads, updates after all gradients"
+    loads = Loads.BULK
+    updates = Updates.AFTER_ALL
+
+    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+        """GFGB for every layer."""
+        return np.full(len(profile.layers), GFGB, dtype=np.int8)

@@ -1,0 +1,319 @@
+"""What a program costs: floating-point operations and bytes, counted on its jaxpr.
+
+XLA fuses elementwise operations into their neighbours, so these cost operations but no bytes; products, convolutions,
+reductions, lookups and the like read their operands from memory and write their results there. The program's own
+arguments and results are counted once where only elementwise operations touch them.
+
+    bytes:  argument --> [light] --> [heavy] --> [light] --> [heavy] --> [light] --> result
+            read where light         read write              read write              written where light
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+PRODUCT_TILE_ROWS = 128
+"""A product that reads weights in host memory reads them once for each tile of so many rows of its other operand.
+
+Tiled products keep no more of the output on the chip, and reads of host memory are not kept in device memory: DeepPlan
+(Jeong, Baek and Ahn, EuroSys 2023) counts several times a fully connected layer's bytes on the link.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Totals of a program.
+
+    Attributes:
+      flops: floating-point operations; a multiplication and an addition are two.
+      bytes_read: bytes read from memory.
+      bytes_written: bytes written to memory.
+      kernels: number of operations that are no part of another one.
+    """
+
+    flops: float = 0.0
+    bytes_read: float = 0.0
+    bytes_written: float = 0.0
+    kernels: float = 0.0
+
+    def __add__(self, other: "Costs") -> "Costs":
+        return Costs(
+            self.flops + other.flops,
+            self.bytes_read + other.bytes_read,
+            self.bytes_written + other.bytes_written,
+            self.kernels + other.kernels,
+        )
+
+    def __mul__(self, times: float) -> "Costs":
+        return Costs(*(times * value for value in dataclasses.astuple(self)))
+
+    @property
+    def bytes(self) -> float:
+        """Bytes read and written."""
+        return self.bytes_read + self.bytes_written
+
+
+def jaxpr_costs(closed_jaxpr: core.ClosedJaxpr) -> Costs:
+    """Counts a program, nested programs included.
+
+    A scan counts its body as often as it runs, a cond its dearest branch. A while loop counts once: nobody knows how
+    often it runs.
+    """
+    jaxpr = closed_jaxpr.jaxpr
+    total = _body_costs(jaxpr)
+    heavy_reads = {id(atom) for eqn in _heavy(jaxpr) for atom in eqn.invars}
+    heavy_writes = {id(variable) for eqn in _heavy(jaxpr) for variable in eqn.outvars}
+    arguments = [v for v in (*jaxpr.invars, *jaxpr.constvars) if id(v) not in heavy_reads and _is_read(jaxpr, v)]
+    made = {id(variable) for eqn in jaxpr.eqns for variable in eqn.outvars}
+    results = [v for v in jaxpr.outvars if id(v) in made and id(v) not in heavy_writes]
+    light = Costs(0.0, sum(map(_bytes, arguments)), sum(map(_bytes, results)), float(bool(results)))
+    return total + light
+
+
+def touched_bytes(closed_jaxpr: core.ClosedJaxpr, arguments: Collection[int]) -> float:
+    """Bytes that a program reads of some of its arguments where these lie in host memory.
+
+    A lookup reads the rows that it returns, a product all of its operand once for each `PRODUCT_TILE_ROWS` rows of the
+    other one, anything else all of it once; an argument that is read by several operations is read by each.
+
+    Args:
+      closed_jaxpr: the program.
+      arguments: positions of the arguments in question.
+    """
+    jaxpr = closed_jaxpr.jaxpr
+    return _touched(jaxpr, {id(jaxpr.invars[position]): 1.0 for position in arguments})
+
+
+def _touched(jaxpr: core.Jaxpr, sources: dict[int, float]) -> float:
+    """`sources` names host memory and views of it by id, with the bytes in host memory for a byte of the view."""
+    sources = dict(sources)
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        read = [position for position, atom in enumerate(eqn.invars) if id(atom) in sources]
+        if not read:
+            continue
+        name = eqn.primitive.name
+        scale = sources[id(eqn.invars[read[0]])]
+        if name in _VIEWS or name == "convert_element_type":
+            before, after = _bytes(eqn.invars[0]), _bytes(eqn.outvars[0])
+            sources[id(eqn.outvars[0])] = scale * before / after if after else scale
+        elif name in ("gather", "dynamic_slice", "slice"):
+            total += scale * _bytes(eqn.outvars[0])
+        elif name == "dot_general":
+            total += sum(sources[id(eqn.invars[p])] * _bytes(eqn.invars[p]) * _tiles(eqn, p) for p in read)
+        elif _inner_jaxprs(eqn) and name != "while":
+            total += _touched_inside(eqn, sources, read)
+        else:
+            total += sum(sources[id(eqn.invars[p])] * _bytes(eqn.invars[p]) for p in read)
+    return total
+
+
+def _touched_inside(eqn: core.JaxprEqn, sources: dict[int, float], read: list[int]) -> float:
+    per_jaxpr = []
+    for jaxpr in _inner_jaxprs(eqn):
+        # Operands that are no arguments of the nested program (the index of a cond) come first.
+        shift = len(eqn.invars) - len(jaxpr.invars)
+        inside = {id(jaxpr.invars[p - shift]): sources[id(eqn.invars[p])] for p in read if p >= shift}
+        per_jaxpr.append(_touched(jaxpr, inside))
+    if eqn.primitive.name == "cond":
+        return max(per_jaxpr)
+    return sum(per_jaxpr) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+
+
+def _tiles(eqn: core.JaxprEqn, position: int) -> int:
+    """How many tiles of rows the other operand of a product has."""
+    contracting, batch = eqn.params["dimension_numbers"]
+    other = _shape(eqn.invars[1 - position])
+    used = {*contracting[1 - position], *batch[1 - position]}
+    rows = math.prod(size for axis, size in enumerate(other) if axis not in used)
+    return max(1, math.ceil(rows / PRODUCT_TILE_ROWS))
+
+
+def _body_costs(jaxpr: core.Jaxpr) -> Costs:
+    total = Costs()
+    for eqn in jaxpr.eqns:
+        total = total + _equation_costs(eqn)
+    return total
+
+
+def _equation_costs(eqn: core.JaxprEqn) -> Costs:
+    name = eqn.primitive.name
+    inner = _inner_jaxprs(eqn)
+    if name == "cond":
+        return max((_body_costs(jaxpr) for jaxpr in inner), key=lambda costs: (costs.flops, costs.bytes))
+    if inner and name not in _REDUCERS:
+        total = Costs()
+        for jaxpr in inner:
+            total = total + _body_costs(jaxpr)
+        return total * (eqn.params["length"] if name == "scan" else 1)
+    flops = _FLOPS.get(name, _no_flops if name in _FREE else _one_per_result)(eqn)
+    if name not in _HEAVY:
+        return Costs(flops)
+    read, written = _traffic(eqn)
+    return Costs(flops, read, written, 1.0)
+
+
+def _traffic(eqn: core.JaxprEqn) -> tuple[float, float]:
+    """Bytes that a heavy operation reads and writes."""
+    name, made = eqn.primitive.name, sum(map(_bytes, eqn.outvars))
+    if name in ("gather", "dynamic_slice"):
+        return made + sum(map(_bytes, eqn.invars[1:])), made
+    if name == "dynamic_update_slice":
+        update = _bytes(eqn.invars[1])
+        return update, update
+    if name.startswith("scatter"):
+        return sum(map(_bytes, eqn.invars[1:])), made
+    return sum(map(_bytes, eqn.invars)), made
+
+
+def _inner_jaxprs(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The nested programs that an equation runs."""
+    return [] if eqn.primitive.name in _REDUCERS else list(_jaxprs_in(_run_params(eqn)))
+
+
+def _run_params(eqn: core.JaxprEqn) -> list[Any]:
+    # The rules of a custom derivative are functions of their own, which the program does not run.
+    return [value for key, value in eqn.params.items() if "fwd" not in key and "bwd" not in key and "jvp" not in key]
+
+
+def _jaxprs_in(value: Any) -> Iterator[core.Jaxpr]:
+    if isinstance(value, core.ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, core.Jaxpr):
+        yield value
+    elif isinstance(value, list | tuple):
+        for element in value:
+            yield from _jaxprs_in(element)
+
+
+def _heavy(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _HEAVY or _inner_jaxprs(eqn)]
+
+
+def _is_read(jaxpr: core.Jaxpr, variable: core.Var) -> bool:
+    return any(atom is variable for eqn in jaxpr.eqns for atom in eqn.invars)
+
+
+def _bytes(atom: Any) -> int:
+    aval = atom.aval
+    if not hasattr(aval, "shape"):
+        return 0
+    extended = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    return _size(atom) * int(aval.dtype.itemsize if extended else np.dtype(aval.dtype).itemsize)
+
+
+def _size(atom: Any) -> int:
+    return math.prod(_shape(atom))
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
+
+
+def _dot_flops(eqn: core.JaxprEqn) -> float:
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    depth = math.prod(_shape(eqn.invars[0])[axis] for axis in contracting)
+    return 2.0 * _size(eqn.outvars[0]) * depth
+
+
+def _conv_flops(eqn: core.JaxprEqn) -> float:
+    """Each result is a sum over the kernel's window and the input channels of its group."""
+    kernel, spec = eqn.invars[1], eqn.params["dimension_numbers"]
+    out_channels = _shape(kernel)[spec.rhs_spec[0]]
+    return 2.0 * _size(eqn.outvars[0]) * _size(kernel) / out_channels
+
+
+def _one_per_operand(eqn: core.JaxprEqn) -> float:
+    return float(_size(eqn.invars[0]))
+
+
+def _one_per_result(eqn: core.JaxprEqn) -> float:
+    return float(sum(map(_size, eqn.outvars)))
+
+
+def _one_per_update(eqn: core.JaxprEqn) -> float:
+    return float(_size(eqn.invars[2]))
+
+
+def _no_flops(eqn: core.JaxprEqn) -> float:
+    return 0.0
+
+
+def _sort_flops(eqn: core.JaxprEqn) -> float:
+    return _size(eqn.invars[0]) * max(1.0, math.log2(max(2, _shape(eqn.invars[0])[eqn.params["dimension"]])))
+
+
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier", "stop_gradient"})
+_FREE = _VIEWS | {
+    "bitcast_convert_type",
+    "broadcast_in_dim",
+    "concatenate",
+    "convert_element_type",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "gather",
+    "iota",
+    "pad",
+    "rev",
+    "scatter",
+    "slice",
+    "split",
+}
+"""Operations that only move data."""
+_REDUCTIONS = frozenset(
+    {
+        "argmax",
+        "argmin",
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_sum",
+        "reduce_xor",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "cumlogsumexp",
+        "reduce",
+        "reduce_window",
+        "reduce_window_sum",
+        "reduce_window_max",
+        "reduce_window_min",
+        "select_and_scatter_add",
+        "select_and_gather_add",
+    }
+)
+_SCATTERS = frozenset({"scatter_add", "scatter-add", "scatter_mul", "scatter_min", "scatter_max"})
+_REDUCERS = _REDUCTIONS | _SCATTERS | {"scatter", "sort", "custom_lin"}
+"""Operations whose nested program combines two elements and is counted with the operation."""
+_HEAVY = (
+    _REDUCTIONS
+    | _SCATTERS
+    | {
+        "conv_general_dilated",
+        "dot_general",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "ffi_call",
+        "fft",
+        "gather",
+        "ragged_dot",
+        "scatter",
+        "sort",
+        "top_k",
+    }
+)
+_FLOPS: dict[str, Callable[[core.JaxprEqn], float]] = {
+    "conv_general_dilated": _conv_flops,
+    "dot_general": _dot_flops,
+    "sort": _sort_flops,
+    **dict.fromkeys(_REDUCTIONS, _one_per_operand),
+    **dict.fromkeys(_SCATTERS, _one_per_update),
+}

@@ -1,0 +1,111 @@
+"""Profiles before the hardware is there: times from operations and bytes by roofline.
+
+A program takes as long as the slowest of its products at the GPU's reached peak, its bytes at the speed of device
+memory, and its kernels at the least time of one. Transfers take their latency and their bytes at the link's speed. By
+direct host access a program takes at least as long as the link needs for the bytes that it touches. All of this is an
+estimate and is marked so; measured profiles replace it.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from jaxferry.errors import InputError
+from jaxferry.profiling.machines import Machine
+from jaxferry.profiling.records import LayerProfile, Profile
+
+UPDATE_BYTES_PER_PARAMETER = 30
+"""What an AdamW step in one pass moves in host memory: 16-bit gradient in and parameter out, master parameter and two
+moments in and out, 2 + 2 + 3 * 8 bytes, and some."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """What a layer costs, whoever counted it: a jaxpr's walk, or a formula.
+
+    Attributes:
+      name: the layer's name, unique in its model.
+      parameters: the parameter group; layers with the same one share their parameters. "" is the layer's own name.
+      num_parameters: how many parameters the host updates.
+      param_bytes, grad_bytes, activation_bytes: as in a profile.
+      forward_flops, backward_flops: floating-point operations.
+      forward_bytes, backward_bytes: bytes of device memory read and written.
+      dha_bytes_forward, dha_bytes_backward: bytes that cross the link when the parameters lie in host memory.
+      forward_kernels, backward_kernels: how many kernels run.
+      inter_forward_flops, inter_forward_bytes, inter_backward_flops, inter_backward_bytes: parameterless compute right
+        after this layer's forward and right before its backward.
+      itemsize: bytes of an element in the layer's products: 2 for 16 bits, 4 for 32.
+    """
+
+    name: str
+    parameters: str = ""
+    num_parameters: int
+    param_bytes: int
+    grad_bytes: int
+    activation_bytes: int = 0
+    forward_flops: float
+    forward_bytes: float
+    backward_flops: float
+    backward_bytes: float
+    dha_bytes_forward: float
+    dha_bytes_backward: float
+    forward_kernels: float = 1
+    backward_kernels: float = 1
+    inter_forward_flops: float = 0.0
+    inter_forward_bytes: float = 0.0
+    inter_backward_flops: float = 0.0
+    inter_backward_bytes: float = 0.0
+    itemsize: int = 2
+
+
+def estimate_profile(layers: Iterable[LayerCosts], machine: Machine, facts: dict[str, Any] | None = None) -> Profile:
+    """A profile of a model on a machine, by roofline.
+
+    Args:
+      layers: the costs, in forward order.
+      machine: the figures.
+      facts: further facts for the profile's `machine`, which says `"estimated": true` in any case.
+
+    Raises:
+      InputError: if there is no layer, or two share a name.
+    """
+    about = {"estimated": True, **machine.to_json(), **(facts or {})}
+    del about["format"]
+    return Profile(about, tuple(_estimate_layer(layer, machine) for layer in layers))
+
+
+def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
+    if layer.itemsize <= 0:
+        raise InputError(f'layer "{layer.name}": itemsize must be positive, got {layer.itemsize}')
+    forward_s = _roofline_s(machine, layer, layer.forward_flops, layer.forward_bytes, layer.forward_kernels)
+    backward_s = _roofline_s(machine, layer, layer.backward_flops, layer.backward_bytes, layer.backward_kernels)
+    return LayerProfile(
+        name=layer.name,
+        parameters=layer.parameters,
+        param_bytes=layer.param_bytes,
+        grad_bytes=layer.grad_bytes,
+        activation_bytes=layer.activation_bytes,
+        load_s=_transfer_s(machine, layer.param_bytes),
+        forward_s=forward_s,
+        forward_dha_s=max(forward_s, layer.dha_bytes_forward / machine.link_bytes_per_s),
+        backward_s=backward_s,
+        backward_dha_s=max(backward_s, layer.dha_bytes_backward / machine.link_bytes_per_s),
+        backward_go_s=max(backward_s, layer.grad_bytes / machine.link_bytes_per_s),
+        offload_s=_transfer_s(machine, layer.grad_bytes),
+        inter_forward_s=_inter_s(machine, layer, layer.inter_forward_flops, layer.inter_forward_bytes),
+        inter_backward_s=_inter_s(machine, layer, layer.inter_backward_flops, layer.inter_backward_bytes),
+        update_s=UPDATE_BYTES_PER_PARAMETER * layer.num_parameters / machine.host_bytes_per_s,
+    )
+
+
+def _roofline_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: float, kernels: float) -> float:
+    peak = machine.flops_per_s if layer.itemsize <= 2 else machine.float32_flops_per_s
+    return max(flops / (peak * machine.efficiency), num_bytes / machine.memory_bytes_per_s, kernels * machine.launch_s)
+
+
+def _inter_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: float) -> float:
+    return _roofline_s(machine, layer, flops, num_bytes, 1) if flops or num_bytes else 0.0
+
+
+def _transfer_s(machine: Machine, num_bytes: int) -> float:
+    return machine.link_latency_s + num_bytes / machine.link_bytes_per_s if num_bytes else 0.0

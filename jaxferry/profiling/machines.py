@@ -1,0 +1,174 @@
+"""Machines that a profile can be estimated for: figures of GPU, link and host, each with its source.
+
+Peaks are the vendors' for dense 16-bit and 32-bit products; what is reached of them is `efficiency`. Link figures are
+copies between pinned host memory and the device, measured, one direction at a time. `jaxferry.machine/1` is the JSON of
+a machine of one's own:
+
+    {"format": "jaxferry.machine/1", "name": "my box", "flops_per_s": 1e14, "float32_flops_per_s": 2e13,
+     "memory_bytes": 24e9, "memory_bytes_per_s": 9e11, "link_bytes_per_s": 2.5e10, "host_bytes_per_s": 6e10}
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jaxferry.errors import InputError
+from jaxferry.records import check_format, check_text, load_record, required
+
+MACHINE_FORMAT = "jaxferry.machine/1"
+
+_EFFICIENCY = 0.5
+_LAUNCH_S = 2.9e-6
+_LINK_LATENCY_S = 6e-6
+
+_COMMON_SOURCES = {
+    "efficiency": "Narayanan et al., arXiv:2104.04473: 44 % to 52 % of the A100's peak when training GPT models",
+    "launch_s": "Gray, Getting Started with CUDA Graphs, NVIDIA blog, 2019: a short kernel takes 2.9 us on a V100",
+    "link_latency_s": "Wu et al., arXiv:2602.21548, section 5.2: 5 to 7 us for each cudaMemcpyAsync",
+}
+
+_REQUIRED = (
+    "flops_per_s",
+    "float32_flops_per_s",
+    "memory_bytes",
+    "memory_bytes_per_s",
+    "link_bytes_per_s",
+    "host_bytes_per_s",
+)
+_OPTIONAL = ("efficiency", "launch_s", "link_latency_s")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The figures that an estimate needs.
+
+    Attributes:
+      name: of GPU and link.
+      flops_per_s: peak of dense 16-bit products.
+      float32_flops_per_s: peak of dense 32-bit products as JAX does them by default: TF32 where the GPU has it.
+      memory_bytes: device memory.
+      memory_bytes_per_s: peak of device memory.
+      link_bytes_per_s: each direction of the link between pinned host memory and the device.
+      host_bytes_per_s: host memory, sustained.
+      efficiency: the share of the peak that products reach.
+      launch_s: the least time that a kernel takes.
+      link_latency_s: what a transfer takes beyond its bytes.
+      sources: where each figure comes from, by field.
+
+    Raises:
+      InputError: if a figure is not positive and finite; the message names it.
+    """
+
+    name: str
+    flops_per_s: float
+    float32_flops_per_s: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    host_bytes_per_s: float
+    efficiency: float = _EFFICIENCY
+    launch_s: float = _LAUNCH_S
+    link_latency_s: float = _LINK_LATENCY_S
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_text(self.name, "name", "machine")
+        where = f'machine "{self.name}"'
+        for key in _REQUIRED + _OPTIONAL:
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise InputError(f"{where}: {key} must be a number, got {value!r}")
+            if not 0 <= value <= 1e30 or (value < 1e-30 and key not in ("launch_s", "link_latency_s")):
+                raise InputError(f"{where}: {key} must be positive and finite, got {str(value)[:40]}")
+        if self.efficiency > 1:
+            raise InputError(f"{where}: efficiency must lie in (0, 1], got {self.efficiency}")
+        sources = self.sources
+        if not isinstance(sources, Mapping) or not all(isinstance(text, str) for text in sources.values()):
+            raise InputError(f"{where}: sources must be a JSON object of strings, got {sources!r}")
+
+    @classmethod
+    def from_json(cls, document: Any) -> Self:
+        """Reads `jaxferry.machine/1`.
+
+        Raises:
+          InputError: if a key is missing or unknown, or a figure not acceptable.
+        """
+        fields = check_format(document, MACHINE_FORMAT)
+        name = check_text(required(fields, "name", "machine"), "name", "machine")
+        where = f'machine "{name}"'
+        values = {key: required(fields, key, where) for key in _REQUIRED}
+        values |= {key: fields[key] for key in (*_OPTIONAL, "sources") if key in fields}
+        unknown = sorted(set(fields) - set(values) - {"format", "name"})
+        if unknown:
+            raise InputError(f'{where}: unknown key "{unknown[0]}"; known: {", ".join(_REQUIRED + _OPTIONAL)}, sources')
+        return cls(name=name, **values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The machine as `jaxferry.machine/1`."""
+        return {"format": MACHINE_FORMAT, **dataclasses.asdict(self), "sources": dict(self.sources)}
+
+
+def _host(channels: int, megatransfers: int, source: str) -> tuple[float, str]:
+    """80 % of the host memory's peak, 8 bytes a transfer and channel."""
+    return 0.8 * channels * megatransfers * 8e6, f"80 % of {channels} channels at {megatransfers} MT/s: {source}"
+
+
+_PCIE3 = (12000 * 2**20, "12 GB/s: Beaumont et al., hal-03580767, Table 1; its L2L column says 12000 MiB/s")
+_PCIE4 = (24.8e9, "nvbandwidth host_to_device_memcpy_ce on an A100: forums.developer.nvidia.com, thread 352186")
+_PCIE5 = (55.6e9, "nvbandwidth host_to_device_memcpy_ce: NVIDIA technical blog on nvbandwidth")
+_E5 = _host(4, 2400, "Intel Xeon E5-2686 v4, one socket")
+_MILAN = _host(8, 3200, "AMD EPYC 7003 data sheet, one socket")
+_SAPPHIRE = _host(8, 4800, "Intel Xeon Platinum 8480, one socket")
+_DESKTOP = _host(2, 5200, "AMD Ryzen 9 7950X")
+
+
+def _machine(
+    name: str, gpu: str, peaks: tuple[float, float, float, float], link: tuple[float, str], host: tuple[float, str]
+) -> Machine:
+    flops, float32_flops, memory_bytes, memory_bytes_per_s = peaks
+    of_gpu = dict.fromkeys(("flops_per_s", "float32_flops_per_s", "memory_bytes", "memory_bytes_per_s"), gpu)
+    return Machine(
+        name=name,
+        flops_per_s=flops,
+        float32_flops_per_s=float32_flops,
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=memory_bytes_per_s,
+        link_bytes_per_s=link[0],
+        host_bytes_per_s=host[0],
+        sources=_COMMON_SOURCES | of_gpu | {"link_bytes_per_s": link[1], "host_bytes_per_s": host[1]},
+    )
+
+
+_V100 = ("NVIDIA V100 data sheet, PCIe, 32 GB", (112e12, 14e12, 32e9, 900e9))
+_A100 = ("NVIDIA A100 data sheet, PCIe, 80 GB", (312e12, 156e12, 80e9, 1935e9))
+_H100 = ("NVIDIA H100 data sheet, SXM5, without sparsity", (989.4e12, 494.7e12, 80e9, 3350e9))
+_H200 = ("NVIDIA H200 data sheet, SXM5, without sparsity", (989.4e12, 494.7e12, 141e9, 4800e9))
+_RTX4090 = ("NVIDIA Ada GPU architecture white paper, appendix A", (165.2e12, 82.6e12, 24e9, 1008e9))
+
+MACHINES: Mapping[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        _machine("v100-pcie3", *_V100, _PCIE3, _E5),
+        _machine("a100-pcie3", *_A100, _PCIE3, _MILAN),
+        _machine("a100-pcie4", *_A100, _PCIE4, _MILAN),
+        _machine("h100-pcie5", *_H100, _PCIE5, _SAPPHIRE),
+        _machine("h200-pcie5", *_H200, _PCIE5, _SAPPHIRE),
+        _machine("rtx4090-pcie4", *_RTX4090, _PCIE4, _DESKTOP),
+    )
+}
+"""The machines that are known by name."""
+
+
+def find_machine(name_or_path: str | os.PathLike[str]) -> Machine:
+    """The machine of that name, or the one that a JSON file describes.
+
+    Raises:
+      InputError: if there is neither; the message lists the known names.
+    """
+    name = os.fspath(name_or_path)
+    if name.lower() in MACHINES:
+        return MACHINES[name.lower()]
+    if not os.path.exists(name):
+        raise InputError(f"machine must be one of {', '.join(MACHINES)} or a JSON file, got {name!r}")
+    return load_record(name, Machine.from_json)

@@ -1,0 +1,104 @@
+"""Tables for people, by rich."""
+
+import itertools
+
+from rich.table import Table
+
+from jaxferry.plan.records import Plan
+from jaxferry.planning import Comparison, SweepPoint
+from jaxferry.simulate.report import Simulation
+from jaxferry.units import format_bytes, format_seconds
+
+
+def plan_table(plan: Plan) -> Table:
+    """Modes and gradient places, one row for each run of layers that are alike."""
+    table = _table("layers", "", "mode", "gradient", title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
+    for (mode, gradient), run in itertools.groupby(plan.layers, key=lambda layer: (layer.mode, layer.gradient)):
+        names = [layer.name for layer in run]
+        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        table.add_row(span, str(len(names)), mode.value, gradient.value)
+    return table
+
+
+def prediction_lines(plan: Plan) -> list[str]:
+    """What the plan says about itself: prediction, gap, binding constraint."""
+    lines = []
+    if plan.predicted is not None:
+        predicted = plan.predicted
+        lines.append(
+            f"predicted: forward {format_seconds(predicted.forward_s)}, step {format_seconds(predicted.step_s)}, "
+            f"steady step {format_seconds(predicted.steady_step_s)}, "
+            f"peak device memory {format_bytes(predicted.peak_device_bytes)}"
+        )
+    if "gap" in plan.details:
+        lines.append(f"objective {plan.details['objective']}: {plan.details['gap']:.2%} above the proven lower bound")
+    if "binding" in plan.details:
+        lines.append(f"binding constraint: {plan.details['binding']}")
+    return lines
+
+
+def comparison_table(rows: list[Comparison]) -> Table:
+    """All policies side by side."""
+    table = _table("policy", "forward", "step", "steady step", "peak device", "link bytes", "gap", title="policies")
+    for row in rows:
+        if row.plan is None or row.plan.predicted is None:
+            need = f"needs {format_bytes(row.smallest_bytes)}"
+            table.add_row(row.policy, "-", "-", "-", need, "-", "-")
+            continue
+        predicted = row.plan.predicted
+        table.add_row(
+            row.policy,
+            format_seconds(predicted.forward_s),
+            format_seconds(predicted.step_s),
+            format_seconds(predicted.steady_step_s),
+            format_bytes(predicted.peak_device_bytes),
+            format_bytes(row.link_bytes),
+            f"{row.gap:.2%}",
+        )
+    return table
+
+
+def simulation_table(simulation: Simulation) -> Table:
+    """Use of the lanes in one step."""
+    table = _table("lane", "busy", "idle", "used", title="lanes, one step")
+    for lane, use in simulation.lanes.items():
+        total_s = use.busy_s + use.idle_s
+        share = use.busy_s / total_s if total_s > 0 else 0.0
+        table.add_row(lane.value, format_seconds(use.busy_s), format_seconds(use.idle_s), f"{share:.0%}")
+    return table
+
+
+def simulation_lines(simulation: Simulation) -> list[str]:
+    """Times, memory and the critical path."""
+    shown = list(simulation.critical_path)
+    if len(shown) > 12:
+        shown = [*shown[:6], f"... {len(shown) - 12} more ...", *shown[-6:]]
+    return [
+        f"forward {format_seconds(simulation.forward_s)}, step {format_seconds(simulation.step_s)}, "
+        f"steady step {format_seconds(simulation.steady_step_s)}",
+        f"peak device memory {format_bytes(simulation.peak_device_bytes)}, "
+        f"host link {format_bytes(simulation.link_bytes)} a step",
+        f"critical path: {' > '.join(shown)}",
+    ]
+
+
+def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
+    """Step time against device memory; the knee is marked."""
+    table = _table("reserve factor", "budget", "steady step", "step", "peak device", "", title="sweep")
+    for point in points:
+        budget = "-" if point.memory_budget_bytes is None else format_bytes(point.memory_budget_bytes)
+        cells = ["does not fit", "-", "-"]
+        if point.plan is not None and point.plan.predicted is not None:
+            predicted = point.plan.predicted
+            times = [format_seconds(predicted.steady_step_s), format_seconds(predicted.step_s)]
+            cells = [*times, format_bytes(predicted.peak_device_bytes)]
+        table.add_row(f"{point.reserve_factor:g}", budget, *cells, "knee" if point is best else "")
+    return table
+
+
+def _table(first: str, *rest: str, title: str) -> Table:
+    table = Table(title=title)
+    table.add_column(first)
+    for name in rest:
+        table.add_column(name, justify="right")
+    return table

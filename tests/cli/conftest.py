@@ -1,0 +1,52 @@
+"""Runs the command line in this process, and files to run it on."""
+
+import dataclasses
+
+import pytest
+
+from jaxferry.cli import main
+from profiles import transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a command left behind."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def jaxferry(capsys):
+    """Runs a command: `jaxferry("plan", path, "--json")`."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as exit_info:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Result(exit_info.value.code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def refused(jaxferry):
+    """Runs a command that must be refused: status 2, nothing on standard output, one line on standard error."""
+
+    def run(*arguments):
+        result = jaxferry(*arguments)
+        assert (result.status, result.out) == (2, "")
+        assert result.err.count("\n") == 1 and result.err.endswith("\n")
+        assert "Traceback" not in result.err
+        return result.err
+
+    return run
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """A file with a profile of 14 layers."""
+    path = tmp_path / "profile.json"
+    transformer(14).save(path)
+    return path

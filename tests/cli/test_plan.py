@@ -1,0 +1,101 @@
+"""`jaxferry plan`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxferry.plan.records import Plan
+from jaxferry.plan.registry import policies
+from jaxferry.planning import make_plan
+from jaxferry.profiling.records import Profile
+
+
+@pytest.mark.parametrize("policy", policies())
+def test_json_is_the_plan_itself_and_nothing_else(jaxferry, profile, policy):
+    result = jaxferry("plan", profile, "--policy", policy, "--reserve-factor", "0.29", "--json")
+    assert (result.status, result.err) == (0, "")
+    plan = Plan.from_json(json.loads(result.out))
+    assert plan == make_plan(Profile.load(profile), policy, reserve_factor=0.29)
+
+
+def test_output_writes_what_json_prints(jaxferry, profile, tmp_path):
+    result = jaxferry("plan", profile, "-o", tmp_path / "plan.json", "--json")
+    assert json.loads(result.out) == json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_the_table_names_modes_prediction_and_gap(jaxferry, profile):
+    result = jaxferry("plan", profile, "--objective", "step")
+    assert result.status == 0
+    for text in ("table0", "DHA", "GFGB", "predicted: forward", "objective step", "above the proven lower bound"):
+        assert text in result.out
+
+
+def test_auto_says_what_binds(jaxferry, profile):
+    result = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", "113MB")
+    assert "binding constraint: memory" in result.out
+
+
+def test_compare_prints_every_policy(jaxferry, profile):
+    result = jaxferry("plan", profile, "--compare")
+    assert all(name in result.out for name in policies())
+    rows = json.loads(jaxferry("plan", profile, "--compare", "--json", "--memory-budget", "150MB").out)["policies"]
+    assert [row["policy"] for row in rows] == list(policies())
+    assert {row["fits"] for row in rows} == {False, True}
+    for row in rows:
+        if row["fits"]:
+            assert {"forward_s", "step_s", "steady_step_s", "peak_device_bytes", "link_bytes", "gap"} < row.keys()
+            assert row["peak_device_bytes"] <= 150e6
+        else:
+            assert row["smallest_budget_bytes"] > 150e6
+
+
+def test_bad_input_is_one_line_and_status_2(refused, profile, tmp_path):
+    assert "unknown policy 'best'" in refused("plan", profile, "--policy", "best")
+    assert "objective must be one of forward, step, steady" in refused("plan", profile, "--objective", "speed")
+    assert "reserve_factor must lie in [0, 1]" in refused("plan", profile, "--reserve-factor", "1.5")
+    assert "reserve_factor must lie in [0, 1]" in refused("plan", profile, "--reserve-factor", "nan")
+    assert "--reserve-factor" in refused("plan", profile, "--reserve-factor", "half")
+    assert "memory budget must be" in refused("plan", profile, "--memory-budget", "8 parsecs")
+    assert "smallest feasible" in refused("plan", profile, "--policy", "auto", "--memory-budget", "1KB")
+    assert "smallest feasible" in refused("plan", profile, "--policy", "memferry", "--memory-budget", "1KB")
+    assert "No such option" in refused("plan", profile, "--fast")
+    assert "PROFILE.json" in refused("plan")
+    assert "cannot read" in refused("plan", tmp_path / "none.json")
+    assert "cannot write" in refused("plan", profile, "-o", tmp_path / "no" / "plan.json")
+    assert "lunch" in refused("lunch")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1, column 2"),
+        ('{"format": "jaxferry.profile/1", "layers": []}', "at least one layer"),
+        ('{"format": "jaxferry.profile/1", "layers": [{"name": "a"}]}', 'layer "a": key "param_bytes" is missing'),
+        ("[]", "JSON object"),
+        ('{"format": "jaxferry.profile/2"}', "format"),
+    ],
+)
+def test_a_profile_that_is_none_is_one_line_and_status_2(refused, tmp_path, text, message):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    err = refused("plan", path)
+    assert "bad.json" in err and message in err
+
+
+def test_help_of_every_command(jaxferry):
+    for arguments in ((), ("--help",), ("plan", "--help"), ("simulate", "--help"), ("tune", "--help")):
+        result = jaxferry(*arguments)
+        assert result.status == 0
+        assert "Usage" in result.out
+
+
+@pytest.mark.parametrize("module", ["jaxferry", "jaxferry.cli"])
+def test_modules_run_as_programs(module, profile):
+    command = [sys.executable, "-m", module, "plan", str(profile), "--policy", "memferry", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["policy"] == "memferry"
+    done = subprocess.run([*command, "--nonsense"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

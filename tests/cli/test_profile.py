@@ -1,0 +1,139 @@
+"""`jaxferry profile --estimate` from outside."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from jaxferry.cli import main, profile
+from jaxferry.errors import InputError
+from jaxferry.profiling.records import Profile
+
+MODEL = """
+import jax
+import jax.numpy as jnp
+
+def build():
+    shapes = {"embed": {"table": (50, 8)}, "head": {"kernel": (8, 50), "bias": (50,)}}
+    is_shape = lambda value: isinstance(value, tuple)
+    params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=is_shape)
+
+    def loss_fn(params, ids):
+        hidden = jnp.tanh(params["embed"]["table"][ids])
+        return jnp.mean((hidden @ params["head"]["kernel"] + params["head"]["bias"]) ** 2)
+
+    return loss_fn, params, jax.ShapeDtypeStruct((4, 6), jnp.int32)
+
+def broken():
+    return 7
+
+number = 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "model_of_a_user.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "model_of_a_user", raising=False)
+    return "model_of_a_user:build"
+
+
+def run(*arguments: object) -> str:
+    app = typer.Typer()
+    profile.register(app)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_profile_is_marked_as_an_estimate_and_round_trips(model: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "profile.json"
+    printed = run("--estimate", "--machine", "a100-pcie4", "--model", model, "-o", path, "--json")
+    written = Profile.load(path)
+    assert Profile.from_json(json.loads(printed)) == written
+    assert written.machine["estimated"] is True
+    assert written.machine["model"] == model
+    assert [layer.param_bytes for layer in written.layers] == [50 * 8 * 4, (8 * 50 + 50) * 4]
+
+
+def test_the_compute_dtype_halves_the_bytes(model: str) -> None:
+    printed = run("--estimate", "--machine", "h200-pcie5", "--model", model, "--compute-dtype", "bfloat16", "--json")
+    assert [layer["param_bytes"] for layer in json.loads(printed)["layers"]] == [50 * 8 * 2, (8 * 50 + 50) * 2]
+
+
+def test_the_table_says_that_nothing_was_measured(model: str) -> None:
+    printed = run("--estimate", "--machine", "v100-pcie3", "--model", model)
+    assert "nothing was measured" in printed
+    assert "embed" in printed
+    assert "head" in printed
+
+
+def test_a_machine_of_ones_own(model: str, tmp_path: pathlib.Path) -> None:
+    figures = {
+        "format": "jaxferry.machine/1",
+        "name": "my box",
+        "flops_per_s": 1e12,
+        "float32_flops_per_s": 1e12,
+        "memory_bytes": 1e9,
+        "memory_bytes_per_s": 1e11,
+        "link_bytes_per_s": 1e3,
+        "host_bytes_per_s": 1e10,
+    }
+    path = tmp_path / "box.json"
+    path.write_text(json.dumps(figures))
+    made = Profile.from_json(json.loads(run("--estimate", "--machine", path, "--model", model, "--json")))
+    assert made.machine["name"] == "my box"
+    assert made.layers[0].load_s == pytest.approx(1.6, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "model_of_a_user:build"), "give --estimate"),
+        (("--model", "model_of_a_user:build", "--estimate"), "needs --machine: one of v100-pcie3"),
+        (("--estimate", "--machine", "z80", "--model", "model_of_a_user:build"), "machine must be one of .* got 'z80'"),
+        (("--estimate", "--machine", "h100-pcie5", "--model", "model_of_a_user"), '"module:function"'),
+        (("--estimate", "--machine", "h100-pcie5", "--model", "no_such_module:f"), "no module named 'no_such_module'"),
+        (("--estimate", "--machine", "h100-pcie5", "--model", "model_of_a_user:f"), "has no function 'f'"),
+        (("--estimate", "--machine", "h100-pcie5", "--model", "model_of_a_user:number"), "has no function 'number'"),
+        (("--estimate", "--machine", "h100-pcie5", "--model", "model_of_a_user:broken"), "must return .* got int"),
+    ],
+)
+def test_bad_input_is_one_line(model: str, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        run(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--remat", "some"), ("--compute-dtype", "float99")])
+def test_unknown_words_are_refused(model: str, option: str, value: str) -> None:
+    with pytest.raises(InputError, match=f"{option} must be .* got '{value}'"):
+        run("--estimate", "--machine", "h100-pcie5", "--model", model, option, value)
+
+
+def test_bad_input_ends_with_status_2_and_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--model", model], ["--estimate", "--machine", "z80", "--model", model], []):
+        with pytest.raises(SystemExit) as caught:
+            main(["profile", *arguments])
+        printed = capsys.readouterr()
+        assert caught.value.code == 2
+        assert printed.out == ""
+        assert len(printed.err.splitlines()) == 1
+
+
+def test_an_estimate_can_be_planned_and_simulated(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["profile", "--estimate", "--machine", "h200-pcie5", "--model", model, "-o", "p.json"],
+        ["plan", "p.json", "--policy", "memferry", "-o", "plan.json"],
+        ["simulate", "p.json", "plan.json", "--json"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        printed = capsys.readouterr().out
+    assert json.loads(printed)["steady_step_s"] > 0

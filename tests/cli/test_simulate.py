@@ -1,0 +1,55 @@
+"""`jaxferry simulate`."""
+
+import json
+
+import pytest
+
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.records import Profile
+from jaxferry.simulate.report import simulate
+from profiles import transformer
+
+
+@pytest.fixture
+def plan(jaxferry, profile, tmp_path):
+    path = tmp_path / "plan.json"
+    jaxferry("plan", profile, "-o", path)
+    return path
+
+
+def test_json_says_times_memory_and_lanes(jaxferry, profile, plan):
+    result = jaxferry("simulate", profile, plan, "--json")
+    assert (result.status, result.err) == (0, "")
+    document = json.loads(result.out)
+    expected = simulate(Profile.load(profile), Plan.load(plan))
+    assert document == json.loads(json.dumps(expected.to_json()))
+    assert set(document["lanes"]) == {"GPU", "H2D", "D2H", "host"}
+    assert {"forward_s", "step_s", "steady_step_s", "peak_device_bytes"} < document.keys()
+    written = json.loads(plan.read_text())["predicted"]
+    assert all(document[key] == value for key, value in written.items())
+
+
+def test_a_trace_of_some_steps_is_written(jaxferry, profile, plan, tmp_path):
+    for steps in (1, 3):
+        assert jaxferry("simulate", profile, plan, "--trace", tmp_path / "t.json", "--steps", steps).status == 0
+        events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+        assert {event["args"]["step"] for event in events if event["ph"] == "X"} == set(range(steps))
+
+
+def test_the_report_names_lanes_and_the_critical_path(jaxferry, profile, plan):
+    out = jaxferry("simulate", profile, plan).out
+    assert all(text in out for text in ("GPU", "H2D", "D2H", "host", "critical path:", "update table0"))
+
+
+def test_bad_input_is_one_line_and_status_2(refused, profile, plan, tmp_path):
+    other = tmp_path / "other.json"
+    transformer(15).save(other)
+    assert "another profile" in refused("simulate", other, plan)
+    assert "format" in refused("simulate", profile, profile)
+    assert "cannot read" in refused("simulate", profile, tmp_path / "none.json")
+    assert "cannot write" in refused("simulate", profile, plan, "--trace", tmp_path / "no" / "t.json")
+    assert "--steps" in refused("simulate", profile, plan, "--steps", "0")
+    broken = json.loads(plan.read_text())
+    broken["layers"][3]["mode"] = "FAST"
+    plan.write_text(json.dumps(broken))
+    assert f'layer "{broken["layers"][3]["name"]}": mode must be one of' in refused("simulate", profile, plan)

@@ -1,0 +1,71 @@
+"""`jaxferry tune`."""
+
+import decimal
+import json
+
+import pytest
+
+from jaxferry.cli.tune import read_range
+from jaxferry.errors import InputError
+from jaxferry.plan.records import LayerPlan, Plan, Predicted
+from jaxferry.planning import SweepPoint, knee
+
+
+def point(memory, time):
+    predicted = Predicted(time, time, time, memory)
+    return SweepPoint(1.0, None, Plan("exact", 1.0, (LayerPlan("a", "DHA"),), predicted=predicted))
+
+
+def test_reserve_factors_are_swept_as_decimals(jaxferry, profile):
+    document = json.loads(jaxferry("tune", profile, "--reserve-factor", "0:1:0.25", "--json").out)
+    assert [row["reserve_factor"] for row in document["points"]] == [0, 0.25, 0.5, 0.75, 1]
+    assert document["policy"] == "exact"
+    assert document["knee"] in document["points"]
+
+
+def test_budgets_are_swept_with_auto_and_more_memory_is_never_slower(jaxferry, profile):
+    arguments = ("--reserve-factor", "1", "--memory-budget", "50MB:550MB:100MB", "--json")
+    document = json.loads(jaxferry("tune", profile, *arguments).out)
+    assert document["policy"] == "auto"
+    fits = [row["fits"] for row in document["points"]]
+    assert fits == sorted(fits) and fits[-1] and not fits[0]
+    times = [row["steady_step_s"] for row in document["points"] if row["fits"]]
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_knee_s_plan_and_a_plot_are_written(jaxferry, profile, tmp_path):
+    plot, output = tmp_path / "p.png", tmp_path / "plan.json"
+    result = jaxferry("tune", profile, "--reserve-factor", "0:1:0.5", "--plot", plot, "-o", output)
+    assert result.status == 0
+    assert "knee: reserve factor" in result.out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert Plan.load(output).predicted is not None
+
+
+def test_the_knee_is_where_more_memory_stops_paying():
+    bend = point(20, 2.0)
+    assert knee([point(10, 10.0), point(90, 1.2), bend, point(100, 1.0), point(50, 5.0)]) is bend
+    assert knee([]) is None
+    assert knee([SweepPoint(1.0, 1, None)]) is None
+    assert knee([bend]) is bend
+
+
+def test_ranges_hold_both_ends():
+    assert read_range("0:1:0.1", decimal.Decimal)[-1] == 1
+    assert len(read_range("0:1:0.1", decimal.Decimal)) == 11
+    assert read_range("5", int) == [5]
+    assert read_range("1:6:2", int) == [1, 3, 5]
+    for text in ("1:2", "1:2:0", "2:1:1", "0:1:0.0001"):
+        with pytest.raises(InputError, match="range"):
+            read_range(text, decimal.Decimal)
+
+
+def test_bad_input_is_one_line_and_status_2(refused, profile, tmp_path):
+    assert "unknown policy" in refused("tune", profile, "--policy", "best")
+    assert "range" in refused("tune", profile, "--reserve-factor", "0:1")
+    assert "reserve factor must" in refused("tune", profile, "--reserve-factor", "0:2:1")
+    assert "reserve factor must" in refused("tune", profile, "--reserve-factor", "inf")
+    assert "budget must be" in refused("tune", profile, "--memory-budget", "1:x:1")
+    none_fits = ("--memory-budget", "1KB", "--reserve-factor", "1", "-o", tmp_path / "p.json")
+    assert "no plan fits" in refused("tune", profile, *none_fits)
+    assert "cannot write" in refused("tune", profile, "--reserve-factor", "1", "--plot", tmp_path / "no" / "p.png")

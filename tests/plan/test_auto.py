@@ -1,0 +1,91 @@
+"""The memory budget as the only knob."""
+
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxferry.errors import BudgetError
+from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.base import Request
+from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.memory import smallest_peak_bytes
+from jaxferry.plan.registry import policies
+from jaxferry.planning import make_plan
+from jaxferry.simulate.report import predict
+from profiles import profiles, transformer
+
+few = hypothesis.settings(derandomize=True, deadline=None, max_examples=15)
+NEARLY = 1 + 1e-9
+
+
+@few
+@given(profiles(max_layers=3), st.integers(0, 250))
+def test_no_plan_of_few_layers_that_fits_is_faster(profile, budget):
+    size = len(profile.layers)
+    modes = np.array(list(itertools.product(range(5), repeat=size)))
+    least = np.inf
+    for to_host in itertools.product((False, True), repeat=size):
+        outcomes = Evaluator(profile)(modes, np.array(to_host))
+        fits = outcomes.in_window & (outcomes.peak_bytes <= budget)
+        least = min(least, outcomes.steady_step_s[fits].min(initial=np.inf))
+    if least == np.inf:
+        with pytest.raises(BudgetError):
+            make_plan(profile, "auto", memory_budget_bytes=budget)
+    else:
+        found = make_plan(profile, "auto", memory_budget_bytes=budget)
+        assert found.predicted.steady_step_s <= least * NEARLY
+
+
+@few
+@given(profiles(min_layers=4, max_layers=6), st.sampled_from([None, 0.4, 1.0]))
+def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(profile, factor):
+    search = AutoSearch(profile, Request(factor))
+    before = np.inf
+    for budget in (40, 80, 120, 200, 300, 1000):
+        try:
+            plan = predict(profile, search.plan(budget))
+        except BudgetError:
+            assert before == np.inf
+            continue
+        assert plan.predicted.peak_device_bytes <= budget
+        assert plan.predicted.steady_step_s <= before * NEARLY
+        before = plan.predicted.steady_step_s
+        for other in policies():
+            try:
+                rival = make_plan(profile, other, reserve_factor=factor, memory_budget_bytes=budget)
+            except BudgetError:
+                continue
+            assert plan.predicted.steady_step_s <= rival.predicted.steady_step_s * NEARLY
+
+
+def test_a_long_model_gets_faster_with_memory_and_says_what_binds():
+    profile = transformer(26, 2)
+    search = AutoSearch(profile, Request())
+    smallest = search.pool.smallest_peak_bytes()
+    plenty = search.plan(10 * sum(layer.param_bytes for layer in profile.layers))
+    assert smallest == smallest_peak_bytes(profile)
+    assert plenty.details["binding"] in ("GPU", "H2D", "D2H", "host")
+    tight = search.plan(smallest)
+    assert tight.details["binding"] == "memory"
+    middle = search.plan((smallest + plenty.details["unlimited_peak_device_bytes"]) // 2)
+    times = [predict(profile, plan).predicted.steady_step_s for plan in (tight, middle, plenty)]
+    assert times[0] > times[1] > times[2]
+
+
+def test_an_infeasible_budget_names_the_smallest_feasible_one():
+    profile = transformer(12)
+    smallest = smallest_peak_bytes(profile)
+    with pytest.raises(BudgetError, match=f"smallest feasible.*{smallest} bytes") as caught:
+        make_plan(profile, "auto", memory_budget_bytes=smallest - 1)
+    assert caught.value.smallest_bytes == smallest
+    assert make_plan(profile, "auto", memory_budget_bytes=smallest).predicted.peak_device_bytes == smallest
+
+
+def test_without_a_budget_it_plans_as_exact():
+    profile = transformer(14)
+    auto, exact = make_plan(profile, "auto"), make_plan(profile, "exact")
+    assert (auto.layers, auto.predicted) == (exact.layers, exact.predicted)

@@ -1,0 +1,70 @@
+"""The recurrences that searches use say what the simulator says, to the last bit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxferry.modes import Mode
+from jaxferry.plan.evaluate import Evaluator, gradient_flags, mode_codes
+from jaxferry.plan.memory import peak_device_bytes, smallest_peak_bytes
+from jaxferry.plan.recurrences import CODES
+from jaxferry.simulate.report import simulate
+from oracle import Oracle
+from profiles import deterministic, planned, transformer, with_modes
+
+
+@deterministic
+@given(planned())
+def test_one_plan_evaluates_as_it_simulates(case):
+    profile, plan = case
+    outcome, simulation = Evaluator(profile).plan(plan), simulate(profile, plan)
+    assert outcome.forward_s[0] == simulation.forward_s
+    assert outcome.step_s[0] == simulation.step_s
+    assert outcome.peak_bytes[0] == simulation.peak_device_bytes == peak_device_bytes(profile, plan)
+    if outcome.in_window[0]:
+        assert outcome.steady_step_s[0] >= simulation.steady_step_s * (1 - 1e-12)
+
+
+@deterministic
+@given(planned((Mode.GFGB, Mode.DHA, Mode.DFGB)))
+def test_the_window_is_the_model_s_and_within_it_the_period_is_exact(case):
+    profile, plan = case
+    outcome, oracle = Evaluator(profile).plan(plan), Oracle(profile, plan)
+    assert outcome.in_window[0] == oracle.keeps_window()
+    if outcome.in_window[0]:
+        assert outcome.steady_step_s[0] == pytest.approx(oracle.steady_step_s(), rel=1e-12)
+
+
+def test_many_plans_at_once_evaluate_as_one_by_one():
+    profile = transformer(10, tied=True)
+    modes = np.random.default_rng(0).integers(0, 5, (700, 10))
+    to_host = np.random.default_rng(1).integers(0, 2, (700, 10)).astype(bool)
+    evaluate = Evaluator(profile)
+    together = evaluate(modes, to_host)
+    for row in (0, 1, 511, 512, 699):
+        alone = evaluate(modes[row], to_host[row])
+        for field in ("forward_s", "step_s", "peak_bytes", "in_window"):
+            assert getattr(alone, field)[0] == getattr(together, field)[row]
+        assert alone.steady_step_s[0] == pytest.approx(together.steady_step_s[row], rel=1e-9)
+
+
+def test_codes_and_flags_are_those_of_the_plan():
+    profile = transformer(5)
+    plan = with_modes(profile, list(Mode))
+    assert [int(code) for code in mode_codes(plan)] == [CODES[mode] for mode in Mode]
+    assert not gradient_flags(plan).any()
+
+
+def test_no_plan_goes_below_the_activations():
+    profile = transformer(4)
+    codes = np.array(np.meshgrid(*[range(5)] * 4)).reshape(4, -1).T
+    for to_host in (False, True):
+        peaks = Evaluator(profile)(codes, np.full(4, to_host)).peak_bytes
+        assert peaks.min() >= smallest_peak_bytes(profile)
+    assert peaks.min() == smallest_peak_bytes(profile)
+    bare = dataclasses.replace(
+        profile, layers=tuple(dataclasses.replace(x, activation_bytes=0) for x in profile.layers)
+    )
+    assert smallest_peak_bytes(bare) == 0

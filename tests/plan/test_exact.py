@@ -1,0 +1,171 @@
+"""The exact policy against brute force, its bounds, and every other policy."""
+
+import itertools
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxferry.errors import BudgetError
+from jaxferry.plan import exact
+from jaxferry.plan.base import Objective, Request
+from jaxferry.plan.bounds import steady_lower_bound_s, step_lower_bound_s
+from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.exact import Exact
+from jaxferry.plan.frontier import optimal_forward
+from jaxferry.plan.gradients import gradients_to_host
+from jaxferry.plan.recurrences import DFGB
+from jaxferry.plan.registry import policies
+from jaxferry.plan.whole_step import Costs, StepSearch
+from jaxferry.planning import make_plan
+from jaxferry.profiling.records import Profile
+from oracle import Oracle
+from profiles import deterministic, profiles, transformer, with_modes
+
+few = hypothesis.settings(derandomize=True, deadline=None, max_examples=25)
+many = hypothesis.settings(derandomize=True, deadline=None, max_examples=150)
+GFGB_OR_DHA = ("GFGB", "DHA")
+LIST = ("zero-offload", "native-offload", "native-overlapped", "memferry", "memferry-printed")
+
+
+def brute_force(profile, to_host):
+    """The least forward, step and steady time of all plans of GFGB, DHA and DFGB within the window."""
+    modes = np.array(list(itertools.product(range(3), repeat=len(profile.layers))))
+    outcomes = Evaluator(profile)(modes, to_host, peak=False)
+    fits = outcomes.in_window & (modes[:, -1] != DFGB)
+    return {
+        Objective.FORWARD: outcomes.forward_s.min(),
+        Objective.STEP: outcomes.step_s[fits].min(),
+        Objective.STEADY: outcomes.steady_step_s[fits].min(),
+    }
+
+
+def objective_of(plan, objective):
+    return getattr(plan.predicted, {"forward": "forward_s", "step": "step_s", "steady": "steady_step_s"}[objective])
+
+
+@few
+@given(profiles(max_layers=7))
+def test_forward_is_the_least_of_all_plans_by_the_oracle(profile):
+    choices = itertools.product(GFGB_OR_DHA, repeat=len(profile.layers))
+    least = min(Oracle(profile, with_modes(profile, modes)).forward_s() for modes in choices)
+    assert make_plan(profile, "exact", objective="forward").predicted.forward_s == least
+
+
+@few
+@given(profiles(min_layers=10, max_layers=12))
+def test_forward_is_the_least_of_all_plans_of_up_to_12_layers(profile):
+    modes = np.array(list(itertools.product(range(2), repeat=len(profile.layers))))
+    outcomes = Evaluator(profile)(modes, np.zeros(len(profile.layers), dtype=bool), steady=False, peak=False)
+    assert optimal_forward(profile)[1] == outcomes.forward_s.min()
+
+
+@few
+@given(profiles(min_layers=1, max_layers=1, tied=False))
+def test_forward_is_the_least_for_identical_layers(profile):
+    document = profile.layers[0].to_json()
+    layers = [type(profile.layers[0]).from_json(document | {"name": f"l{index}"}) for index in range(11)]
+    profile = Profile({}, tuple(layers))
+    modes = np.array(list(itertools.product(range(2), repeat=11)))
+    outcomes = Evaluator(profile)(modes, np.zeros(11, dtype=bool), steady=False, peak=False)
+    assert optimal_forward(profile)[1] == outcomes.forward_s.min()
+
+
+@pytest.mark.parametrize("objective", ["step", "steady"])
+@few
+@given(profiles(max_layers=6))
+def test_few_layers_are_optimal_and_say_so(objective, profile):
+    plan = make_plan(profile, "exact", objective=objective)
+    least = brute_force(profile, gradients_to_host(profile, 1.0))[Objective(objective)]
+    assert objective_of(plan, objective) == pytest.approx(least, rel=1e-12)
+    assert plan.details["gap"] == 0
+    assert plan.details["lower_bound_s"] == pytest.approx(least, rel=1e-12)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.0])
+@many
+@given(profiles(max_layers=5))
+def test_bounds_are_below_every_plan(factor, profile):
+    to_host = gradients_to_host(profile, factor)
+    optimum_s = optimal_forward(profile)[1]
+    least = brute_force(profile, to_host)
+    assert step_lower_bound_s(profile, to_host, optimum_s) <= least[Objective.STEP] * (1 + 1e-12)
+    assert steady_lower_bound_s(profile, to_host, optimum_s) <= least[Objective.STEADY] * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("objective", ["step", "steady"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_search_for_many_layers_is_near_the_optimum_and_honest_about_its_gap(objective, seed, monkeypatch):
+    monkeypatch.setattr(exact, "MOST_ENUMERATED", 0)
+    profile = transformer(9, seed)
+    plan = make_plan(profile, "exact", objective=objective)
+    least = brute_force(profile, gradients_to_host(profile, 1.0))[Objective(objective)]
+    found = objective_of(plan, objective)
+    assert least * (1 - 1e-12) <= found <= least * 1.02
+    assert found == pytest.approx(plan.details["lower_bound_s"] * (1 + plan.details["gap"]), rel=1e-12)
+    assert plan.details["lower_bound_s"] <= least * (1 + 1e-12)
+
+
+@few
+@given(profiles(max_layers=6, tied=False))
+def test_the_whole_step_programme_is_optimal_while_it_drops_nothing(profile):
+    to_host = gradients_to_host(profile, 1.0)
+    search = StepSearch(profile, to_host, beam=5000)
+    found = search.best(np.inf)
+    assert search.complete
+    outcomes = Evaluator(profile)(found[:1], to_host, steady=False, peak=False)
+    assert outcomes.in_window[0]
+    assert outcomes.step_s[0] == brute_force(profile, to_host)[Objective.STEP]
+
+
+@deterministic
+@given(profiles(max_layers=6))
+def test_a_step_is_its_forward_and_the_tail_of_its_backward(profile):
+    to_host = gradients_to_host(profile, 0.5)
+    tail = Costs.of(profile, to_host).least_tail()
+    assert brute_force(profile, to_host)[Objective.STEP] >= optimal_forward(profile)[1] + tail - 1e-9
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+@pytest.mark.parametrize("factor", [None, 0.3])
+@pytest.mark.parametrize("profile", [transformer(24, 3), transformer(40, 4, tied=True), transformer(8, 5)])
+def test_no_other_policy_wins_on_its_own_objective(objective, factor, profile):
+    best = objective_of(make_plan(profile, "exact", objective=objective, reserve_factor=factor), objective)
+    for other in LIST:
+        assert best <= objective_of(make_plan(profile, other, reserve_factor=factor), objective) * (1 + 1e-12)
+    assert set(LIST) < set(policies())
+
+
+@pytest.mark.parametrize("objective", list(Objective))
+@few
+@given(profiles(max_layers=5))
+def test_a_larger_budget_is_never_slower(objective, profile):
+    before = np.inf
+    for budget in (0, 20, 60, 100, 200, 400, 10_000, None):
+        try:
+            plan = make_plan(profile, "exact", objective=objective, memory_budget_bytes=budget)
+        except BudgetError:
+            assert before == np.inf
+            continue
+        assert objective_of(plan, objective) <= before * (1 + 1e-12)
+        before = objective_of(plan, objective)
+
+
+def test_a_larger_budget_is_never_slower_on_a_long_model():
+    profile = transformer(48, 1)
+    free = make_plan(profile, "exact")
+    before = np.inf
+    for share in (0.8, 0.9, 0.97, 1.0):
+        budget = int(free.predicted.peak_device_bytes * share)
+        plan = make_plan(profile, "exact", memory_budget_bytes=budget)
+        assert plan.predicted.peak_device_bytes <= budget
+        assert plan.predicted.steady_step_s <= before * (1 + 1e-12)
+        before = plan.predicted.steady_step_s
+    assert before == free.predicted.steady_step_s
+
+
+def test_progress_names_the_parts_of_a_long_search():
+    parts = []
+    Exact().plan(transformer(16), Request(progress=parts.append))
+    assert parts[-1] == "local search"

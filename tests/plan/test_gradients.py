@@ -1,0 +1,63 @@
+"""GO-MemFerry's choice of gradients: optimal, within the budget to the byte, and only where it gains."""
+
+import itertools
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from jaxferry.plan import gradients
+from jaxferry.plan.gradients import capacity_bytes, choose_gradients, gradients_to_host
+from jaxferry.profiling.records import Profile
+from profiles import deterministic, profiles, transformer
+
+items = st.lists(st.tuples(st.integers(0, 30), st.integers(-3, 20)), min_size=1, max_size=9)
+
+
+def best_gain(sizes, gains, capacity):
+    sets = itertools.chain.from_iterable(itertools.combinations(range(len(sizes)), k) for k in range(len(sizes) + 1))
+    return max(sum(gains[i] for i in chosen) for chosen in sets if sum(sizes[i] for i in chosen) <= capacity)
+
+
+@deterministic
+@given(items, st.integers(0, 120))
+def test_the_choice_is_the_best_of_all_sets_that_fit(pairs, capacity):
+    sizes, gains = [size for size, _ in pairs], [gain / 8 for _, gain in pairs]
+    chosen = choose_gradients(sizes, gains, capacity)
+    assert sum(sizes[i] for i in chosen) <= capacity
+    assert all(gains[i] > 0 for i in chosen)
+    assert sum(gains[i] for i in chosen) == best_gain(sizes, gains, capacity)
+
+
+@deterministic
+@given(profiles(), st.integers(0, 100))
+def test_what_stays_takes_at_most_the_factor_s_share(profile, percent):
+    to_host = gradients_to_host(profile, percent / 100)
+    stays = sum(x.grad_bytes for x, host in zip(profile.layers, to_host, strict=True) if not host)
+    assert 100 * stays <= percent * sum(x.grad_bytes for x in profile.layers)
+
+
+def test_the_factor_is_read_as_a_decimal():
+    layer = transformer(3).layers[1].to_json() | {"grad_bytes": 100}
+    profile = Profile.from_json({"format": "jaxferry.profile/1", "machine": {}, "layers": [layer]})
+    assert capacity_bytes(profile, 0.29) == 29
+    assert [capacity_bytes(profile, percent / 100) for percent in range(101)] == list(range(101))
+
+
+def test_factor_1_means_that_no_gradient_is_go():
+    assert not gradients_to_host(transformer(9), 1.0).any()
+    assert gradients_to_host(transformer(9), 0.0).all()
+
+
+@pytest.mark.parametrize("size", [40, 200])
+def test_instances_too_wide_for_the_frontier_stay_within_the_budget_and_near_the_best(size, monkeypatch):
+    draw = random.Random(size)
+    sizes = [draw.randint(10**6, 10**9) for _ in range(size)]
+    gains = [x * 1e-10 for x in sizes]
+    capacity = sum(sizes) // 3
+    monkeypatch.setattr(gradients, "_MOST_STATES", 64)
+    chosen = choose_gradients(sizes, gains, capacity)
+    used = sum(sizes[i] for i in chosen)
+    assert used <= capacity
+    assert used >= capacity * (1 - size / 32768)

@@ -1,0 +1,117 @@
+"""MemFerry's algorithms against slow second writings from the text, and the literal reading by hand."""
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.memferry import MemFerry, with_dfgb
+from jaxferry.plan.memferry_printed import MemFerryPrinted
+from jaxferry.plan.recurrences import DHA, GFGB, MODES
+from jaxferry.planning import make_plan
+from jaxferry.profiling.records import LayerProfile, Profile
+from oracle import Oracle
+from profiles import deterministic, profiles, with_modes
+
+
+def run(layers, modes):
+    """Link's and GPU's end after the layers, and before the last inter_forward."""
+    link = gpu = end = 0.0
+    for layer, mode in zip(layers, modes, strict=True):
+        if mode is Mode.GFGB:
+            link += layer.load_s
+            end = max(gpu, link) + layer.forward_s
+        else:
+            end = gpu + layer.forward_dha_s
+        gpu = end + layer.inter_forward_s
+    return link, gpu, end
+
+
+def algorithm_1(layers):
+    modes = []
+    for number, layer in enumerate(layers):
+        link, gpu, _ = run(layers[:number], modes)
+        if layer.forward_dha_s <= layer.forward_s + max(layer.load_s - (gpu - link), 0):
+            modes.append(Mode.DHA)
+            continue
+        modes.append(Mode.GFGB)
+        for earlier in range(number):
+            link, gpu, _ = run(layers[:number], modes[:number])
+            if link + layer.load_s <= gpu:
+                break
+            if modes[earlier] is Mode.GFGB:
+                trial = [*modes[:earlier], Mode.DHA, *modes[earlier + 1 :]]
+                if run(layers[: number + 1], trial)[2] < run(layers[: number + 1], modes)[2]:
+                    modes = trial
+    return modes
+
+
+def dfgb_greedy(profile, modes):
+    gains = {index: x.backward_dha_s - x.backward_s for index, x in enumerate(profile.layers[:-1])}
+    for index in sorted(gains, key=lambda index: (-gains[index], index)):
+        if modes[index] is Mode.DHA and gains[index] > 0:
+            trial = [*modes[:index], Mode.DFGB, *modes[index + 1 :]]
+            if Oracle(profile, with_modes(profile, trial)).keeps_window():
+                modes = trial
+    return modes
+
+
+@deterministic
+@given(profiles(max_layers=9, tied=False))
+def test_memferry_is_algorithm_1_as_its_text_means_then_the_greedy(profile):
+    plan = make_plan(profile, "memferry")
+    assert list(plan.modes) == dfgb_greedy(profile, algorithm_1(profile.layers))
+
+
+@deterministic
+@given(profiles(max_layers=9))
+def test_the_greedy_leaves_no_gain_that_fits(profile):
+    plan = make_plan(profile, "memferry")
+    assert dfgb_greedy(profile, list(plan.modes)) == list(plan.modes)
+
+
+@deterministic
+@given(profiles(max_layers=7, tied=True))
+def test_a_table_on_the_device_already_makes_its_other_entry_dfgb_for_nothing(profile):
+    size = len(profile.layers)
+    modes = np.array([DHA] * (size - 1) + [GFGB])
+    lookup = profile.layers[0]
+    if size > 1 and lookup.backward_dha_s > lookup.backward_s:
+        first = with_dfgb(profile, modes, [False] * size)[0]
+        assert MODES[int(first)] is Mode.DFGB
+
+
+def layer(name, load_s, forward_s, forward_dha_s):
+    rest = dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s", "offload_s", "update_s"), 1.0)
+    sizes = {"param_bytes": 1, "grad_bytes": 1}
+    return LayerProfile(name=name, load_s=load_s, forward_s=forward_s, forward_dha_s=forward_dha_s, **sizes, **rest)
+
+
+def test_backtracking_makes_an_earlier_layer_dha_and_stops_without_a_stall():
+    profile = Profile({}, (layer("a", 2, 1, 3.5), layer("b", 3, 1, 9), layer("c", 3, 1, 9)))
+    # a and b stall: making a DHA lets b start at 3.5 in place of 5; c's load ends at 6, b at 4.5: it stalls, alone
+    assert list(make_plan(profile, "memferry").modes) == [Mode.DHA, Mode.GFGB, Mode.GFGB]
+
+
+def test_printed_has_no_candidates_until_a_load_was_hidden():
+    profile = Profile({}, (layer("a", 2, 1, 3.5), layer("b", 3, 1, 9), layer("c", 3, 1, 9)))
+    assert list(make_plan(profile, "memferry-printed").modes) == [Mode.GFGB] * 3
+
+
+def test_printed_by_hand():
+    """a is DHA: T_all = T_res = 4. b: 1 < 4, tag = 2, T_all 5, T_res 4. c: 6 >= 4, backtrack from b.
+
+    base = 5 + 6 + 1 - 4 = 8; b: gain 1 + 9 - 1 = 9, T_all^b = 0 + 5 + 8 + 1 = 14: no. c itself: gain 6 + 8 - 1 = 13,
+    T_all^c = 0 + 5 + 7 + 1 = 13: no. So T_all = 5 + 8 = 13, T_res = 4 + 0 + 1 = 5. d: 4.5 < 5.
+    """
+    profile = Profile({}, (layer("a", 4, 1, 4), layer("b", 1, 1, 9), layer("c", 6, 1, 8), layer("d", 4.5, 1, 9)))
+    assert list(make_plan(profile, "memferry-printed").modes) == [Mode.DHA, Mode.GFGB, Mode.GFGB, Mode.GFGB]
+
+
+def test_both_readings_choose_gfgb_and_dha_first_whatever_the_gradients():
+    profile = Profile({}, tuple(layer(f"l{index}", 2, 1, 2.5) for index in range(6)))
+    for policy, host in itertools.product((MemFerry(), MemFerryPrinted()), (GradientPlace.DEVICE, GradientPlace.HOST)):
+        flags = [host is GradientPlace.HOST] * 6
+        modes = [MODES[int(code)] for code in policy.modes(profile, flags)]
+        assert {Mode.DHA if mode is Mode.DFGB else mode for mode in modes} <= {Mode.GFGB, Mode.DHA}

@@ -1,0 +1,168 @@
+"""Estimated profiles: the roofline by hand, and what must hold for every model and machine."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxferry.errors import InputError
+from jaxferry.partition import partition
+from jaxferry.profiling.estimate import UPDATE_BYTES_PER_PARAMETER, LayerCosts, estimate_profile
+from jaxferry.profiling.machines import MACHINES, Machine
+from jaxferry.profiling.records import Profile
+from jaxferry.profiling.segment_costs import partition_costs
+
+MACHINE = Machine(
+    name="round",
+    flops_per_s=1000.0,
+    float32_flops_per_s=500.0,
+    memory_bytes=1e6,
+    memory_bytes_per_s=100.0,
+    link_bytes_per_s=10.0,
+    host_bytes_per_s=60.0,
+    efficiency=0.5,
+    launch_s=0.25,
+    link_latency_s=0.125,
+)
+COSTS = LayerCosts(
+    name="layer",
+    num_parameters=40,
+    param_bytes=80,
+    grad_bytes=80,
+    activation_bytes=7,
+    forward_flops=1000,
+    forward_bytes=100,
+    backward_flops=2000,
+    backward_bytes=100,
+    dha_bytes_forward=30,
+    dha_bytes_backward=90,
+)
+
+
+def test_the_roofline_by_hand() -> None:
+    (layer,) = estimate_profile([COSTS], MACHINE).layers
+    assert (layer.forward_s, layer.backward_s) == (2.0, 4.0)
+    assert (layer.forward_dha_s, layer.backward_dha_s) == (3.0, 9.0)
+    assert layer.backward_go_s == 8.0
+    assert layer.load_s == layer.offload_s == 8.125
+    assert layer.update_s == UPDATE_BYTES_PER_PARAMETER * 40 / 60
+    assert (layer.param_bytes, layer.grad_bytes, layer.activation_bytes) == (80, 80, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "forward_s"),
+    [
+        ({"itemsize": 4}, 4.0),
+        ({"forward_bytes": 900}, 9.0),
+        ({"forward_kernels": 20}, 5.0),
+        ({"forward_flops": 0, "forward_bytes": 0}, 0.25),
+    ],
+)
+def test_the_slowest_resource_decides(change: dict, forward_s: float) -> None:
+    (layer,) = estimate_profile([dataclasses.replace(COSTS, **change)], MACHINE).layers
+    assert layer.forward_s == forward_s
+
+
+def test_compute_without_parameters_goes_between_the_layers() -> None:
+    (without,) = estimate_profile([COSTS], MACHINE).layers
+    costs = dataclasses.replace(COSTS, inter_forward_flops=500, inter_backward_bytes=200)
+    (layer,) = estimate_profile([costs], MACHINE).layers
+    assert (without.inter_forward_s, without.inter_backward_s) == (0, 0)
+    assert (layer.inter_forward_s, layer.inter_backward_s) == (1.0, 2.0)
+
+
+def test_estimates_are_marked_and_name_the_machine() -> None:
+    profile = estimate_profile([COSTS], MACHINES["h200-pcie5"], {"model": "mine"})
+    assert profile.machine["estimated"] is True
+    assert profile.machine["name"] == "h200-pcie5"
+    assert profile.machine["model"] == "mine"
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_nothing_to_move_takes_no_time() -> None:
+    (layer,) = estimate_profile([dataclasses.replace(COSTS, param_bytes=0, grad_bytes=0)], MACHINE).layers
+    assert layer.load_s == layer.offload_s == 0
+
+
+def test_bad_costs_are_refused() -> None:
+    with pytest.raises(InputError, match="at least one layer"):
+        estimate_profile([], MACHINE)
+    with pytest.raises(InputError, match="occurs twice"):
+        estimate_profile([COSTS, COSTS], MACHINE)
+    with pytest.raises(InputError, match="itemsize must be positive, got 0"):
+        estimate_profile([dataclasses.replace(COSTS, itemsize=0)], MACHINE)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    st.sampled_from(sorted(MACHINES)),
+    st.integers(0, 10**10),
+    st.floats(0, 1e15),
+    st.floats(0, 1e12),
+    st.floats(0, 1e12),
+)
+def test_detours_never_gain_time_and_times_never_undercut_the_resources(
+    name: str, num_bytes: int, flops: float, moved: float, touched: float
+) -> None:
+    machine = MACHINES[name]
+    costs = dataclasses.replace(
+        COSTS, param_bytes=num_bytes, forward_flops=flops, forward_bytes=moved, dha_bytes_forward=touched
+    )
+    (layer,) = estimate_profile([costs], machine).layers
+    assert layer.forward_s <= layer.forward_dha_s
+    assert layer.backward_s <= min(layer.backward_dha_s, layer.backward_go_s)
+    assert layer.forward_s >= flops / machine.flops_per_s
+    assert layer.load_s * machine.link_bytes_per_s >= num_bytes * (1 - 1e-12)
+
+
+def _tied_model() -> tuple[Any, Any, Any]:
+    """An embedding that is also the head, and two equal blocks between."""
+    shapes = {
+        "embed": {"table": (100, 8)},
+        "block_0": {"kernel": (8, 8), "bias": (8,)},
+        "block_1": {"kernel": (8, 8), "bias": (8,)},
+    }
+    params = jax.tree.map(
+        lambda sizes: jax.ShapeDtypeStruct(sizes, jnp.float32), shapes, is_leaf=lambda value: isinstance(value, tuple)
+    )
+
+    def loss_fn(params: Any, ids: Any) -> Any:
+        x = params["embed"]["table"][ids]
+        for name in ("block_0", "block_1"):
+            x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"])
+        return jnp.mean(jax.nn.logsumexp(x @ params["embed"]["table"].T, axis=-1))
+
+    return loss_fn, params, (jax.ShapeDtypeStruct((4, 6), jnp.int32),)
+
+
+def test_the_segments_of_a_partition_as_costs() -> None:
+    costs = partition_costs(partition(*_tied_model()))
+    assert [layer.parameters for layer in costs] == ["embed", "block_0", "block_1", "embed"]
+    lookup, first, second, head = costs
+    assert lookup.param_bytes == head.param_bytes == 100 * 8 * 4
+    assert lookup.dha_bytes_forward == 24 * 8 * 4
+    assert lookup.dha_bytes_backward == 0
+    assert head.dha_bytes_forward == 100 * 8 * 4
+    renamed = dataclasses.replace(first, name=second.name, parameters=second.parameters)
+    # The first block's output is the second one's input: both backwards read it, and it is kept once.
+    assert first.activation_bytes == 2 * second.activation_bytes == 2 * 24 * 8 * 4
+    assert dataclasses.replace(renamed, activation_bytes=second.activation_bytes) == second
+    assert first.num_parameters == 8 * 8 + 8
+    assert first.backward_flops > first.forward_flops >= 2 * 24 * 8 * 8
+
+
+def test_recomputing_costs_operations_and_saves_memory() -> None:
+    parts = partition(*_tied_model())
+    kept, recomputed = partition_costs(parts), partition_costs(parts, remat="full")
+    assert sum(c.backward_flops for c in recomputed) > sum(c.backward_flops for c in kept)
+    assert sum(c.activation_bytes for c in recomputed) <= sum(c.activation_bytes for c in kept)
+
+
+def test_a_partition_becomes_a_profile_with_shared_parameters() -> None:
+    profile = estimate_profile(partition_costs(partition(*_tied_model())), MACHINES["a100-pcie3"])
+    assert [len(members) for members in profile.groups] == [2, 1, 1]
+    assert profile.layers[0].forward_dha_s < profile.layers[0].load_s + profile.layers[0].forward_s

@@ -1,0 +1,89 @@
+"""The table of machines, and machines of a user's own."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from jaxferry.errors import InputError
+from jaxferry.profiling.machines import MACHINES, Machine, find_machine
+
+DOCUMENT = {
+    "format": "jaxferry.machine/1",
+    "name": "my box",
+    "flops_per_s": 1e12,
+    "float32_flops_per_s": 1e12,
+    "memory_bytes": 1e9,
+    "memory_bytes_per_s": 1e11,
+    "link_bytes_per_s": 1e10,
+    "host_bytes_per_s": 1e10,
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_every_figure_has_a_source(machine: Machine) -> None:
+    figures = {field.name for field in dataclasses.fields(machine)} - {"name", "sources"}
+    assert set(machine.sources) == figures
+    assert all(machine.sources.values())
+
+
+def test_the_machines_of_the_papers_are_there() -> None:
+    assert {"v100-pcie3", "a100-pcie3", "a100-pcie4", "h100-pcie5", "h200-pcie5", "rtx4090-pcie4"} == set(MACHINES)
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_memory_is_faster_than_the_link_and_16_bits_than_32(machine: Machine) -> None:
+    """What every offloading decision rests on; a slip of a power of ten would break it."""
+    assert 10 * machine.link_bytes_per_s < machine.memory_bytes_per_s
+    assert machine.float32_flops_per_s < machine.flops_per_s
+    assert machine.link_bytes_per_s < machine.host_bytes_per_s < machine.memory_bytes_per_s
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_json_round_trips(machine: Machine) -> None:
+    assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
+
+
+def test_names_are_found_in_any_case_and_files_by_their_path(tmp_path: pathlib.Path) -> None:
+    assert find_machine("H200-PCIe5") is MACHINES["h200-pcie5"]
+    path = tmp_path / "box.json"
+    path.write_text(json.dumps(DOCUMENT))
+    assert find_machine(path).name == "my box"
+    assert find_machine(str(path)).launch_s > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "x"}, "format must be"),
+        ({"name": ""}, "name must be a string"),
+        ({"flops_per_s": 0}, "flops_per_s must be positive and finite, got 0"),
+        ({"link_bytes_per_s": -1}, "link_bytes_per_s must be positive and finite, got -1"),
+        ({"host_bytes_per_s": float("inf")}, "host_bytes_per_s must be positive"),
+        ({"memory_bytes": "24GB"}, "memory_bytes must be a number, got '24GB'"),
+        ({"efficiency": 1.5}, r"efficiency must lie in \(0, 1\], got 1.5"),
+        ({"efficiency": 0}, "efficiency must be positive"),
+        ({"launch_s": -1e-6}, "launch_s must be"),
+        ({"sources": {"launch_s": 3}}, "sources must be"),
+        ({"colour": "red"}, 'unknown key "colour"'),
+    ],
+)
+def test_bad_figures_are_named(change: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Machine.from_json(DOCUMENT | change)
+
+
+def test_missing_figures_are_named() -> None:
+    for key in set(DOCUMENT) - {"format"}:
+        with pytest.raises(InputError, match=f'"{key}" is missing'):
+            Machine.from_json({name: value for name, value in DOCUMENT.items() if name != key})
+
+
+def test_no_latency_is_a_latency() -> None:
+    assert Machine.from_json(DOCUMENT | {"launch_s": 0, "link_latency_s": 0}).launch_s == 0
+
+
+def test_an_unknown_machine_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match=r"v100-pcie3, .*rtx4090-pcie4 or a JSON file, got 'cray'"):
+        find_machine("cray")

@@ -1,0 +1,122 @@
+"""Profiles: JSON there and back, and one clear error for each kind of bad input."""
+
+import json
+
+import pytest
+from hypothesis import given
+
+from jaxferry.errors import InputError
+from jaxferry.profiling.records import LayerProfile, Profile
+from profiles import deterministic, profiles, transformer
+
+
+def document(**changes):
+    layer = transformer(3).layers[1].to_json() | {"name": "mlp"} | changes
+    return {"format": "jaxferry.profile/1", "machine": {"gpu": "any"}, "layers": [layer]}
+
+
+@deterministic
+@given(profiles())
+def test_json_there_and_back_changes_nothing(profile):
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+
+
+def test_files_there_and_back_change_nothing(tmp_path):
+    transformer(9, tied=True).save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == transformer(9, tied=True)
+
+
+def test_optional_keys_have_defaults():
+    plain = document()
+    for key in ("inter_forward_s", "inter_backward_s", "activation_bytes"):
+        del plain["layers"][0][key]
+    (layer,) = Profile.from_json(plain).layers
+    assert (layer.inter_forward_s, layer.inter_backward_s, layer.activation_bytes) == (0, 0, 0)
+    assert layer.parameters == "mlp"
+
+
+REQUIRED = (
+    *("param_bytes", "grad_bytes", "load_s", "forward_s", "forward_dha_s", "backward_s", "backward_dha_s"),
+    *("backward_go_s", "offload_s", "update_s"),
+)
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_missing_key_is_named_with_its_layer(key):
+    broken = document()
+    del broken["layers"][0][key]
+    with pytest.raises(InputError, match=f'layer "mlp".*"{key}"'):
+        Profile.from_json(broken)
+
+
+@pytest.mark.parametrize("key", ["load_s", "update_s", "inter_forward_s"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), True, "1", None, [1], 1e13, 10**400])
+def test_a_time_that_is_none_is_refused_with_layer_and_key(key, value):
+    with pytest.raises(InputError, match=f'layer "mlp": {key} '):
+        Profile.from_json(document(**{key: value}))
+
+
+@pytest.mark.parametrize("key", ["param_bytes", "grad_bytes", "activation_bytes"])
+@pytest.mark.parametrize("value", [-1, 1.0, True, "1", None, float("nan"), 2**64])
+def test_a_size_that_is_none_is_refused_with_layer_and_key(key, value):
+    with pytest.raises(InputError, match=f'layer "mlp": {key} '):
+        Profile.from_json(document(**{key: value}))
+
+
+def test_errors_of_the_document_s_shape():
+    empty = document() | {"layers": []}
+    twice = document()
+    twice["layers"] *= 2
+    for broken, message in (
+        ([], "JSON object"),
+        (document() | {"format": "jaxferry.plan/1"}, "format"),
+        (empty, "at least one layer"),
+        (document() | {"layers": {}}, "at least one layer"),
+        (document() | {"layers": [3]}, r"layers\[0\]"),
+        (document() | {"machine": 3}, "machine"),
+        (twice, '"mlp" occurs twice'),
+        (document(name=""), "name"),
+        (document(parameters=3), "parameters"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Profile.from_json(broken)
+
+
+def test_entries_of_one_group_must_agree_on_their_bytes():
+    layers = transformer(6, tied=True).layers
+    other = LayerProfile.from_json(layers[-1].to_json() | {"param_bytes": 1})
+    with pytest.raises(InputError, match=r'layer "table5": param_bytes must be .* "table0".* got 1'):
+        Profile({}, (*layers[:-1], other))
+
+
+def test_groups_list_shared_layers_together():
+    profile = transformer(6, tied=True)
+    assert profile.groups == ((0, 5), (1,), (2,), (3,), (4,))
+    assert profile.group_of == (0, 1, 2, 3, 4, 0)
+
+
+def test_malformed_json_is_reported_with_file_line_and_column(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text('{"format": "jaxferry.profile/1",\n "layers": [}')
+    with pytest.raises(InputError, match=r"bad\.json, line 2, column 13"):
+        Profile.load(path)
+    with pytest.raises(InputError, match=r"cannot read .*missing\.json"):
+        Profile.load(tmp_path / "missing.json")
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="UTF-8"):
+        Profile.load(path)
+
+
+def test_errors_of_a_file_s_content_name_the_file(tmp_path):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(document(load_s=-1)))
+    with pytest.raises(InputError, match=r'p\.json: layer "mlp": load_s'):
+        Profile.load(path)
+
+
+def test_host_gradient_and_host_parameters_cost_the_sum_of_both_detours():
+    (layer,) = Profile.from_json(document(backward_s=2, backward_dha_s=3, backward_go_s=5)).layers
+    assert layer.backward_for(by_dha=False, to_host=False) == 2
+    assert layer.backward_for(by_dha=True, to_host=False) == 3
+    assert layer.backward_for(by_dha=False, to_host=True) == 5
+    assert layer.backward_for(by_dha=True, to_host=True) == 6

@@ -1,0 +1,161 @@
+"""The simulator agrees with a second one written from the model's text, and with numbers worked out by hand."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+
+from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
+from jaxferry.simulate import machine
+from jaxferry.simulate.report import predict, simulate
+from oracle import Oracle
+from profiles import deterministic, planned, profiles, transformer, with_modes
+
+PAPER_MODES = (Mode.GFGB, Mode.DHA, Mode.DFGB)
+
+
+def layer(name, **values):
+    times = dict.fromkeys(
+        (
+            "load_s",
+            "forward_s",
+            "forward_dha_s",
+            "backward_s",
+            "backward_dha_s",
+            "backward_go_s",
+            "offload_s",
+            "update_s",
+        ),
+        1.0,
+    )
+    return LayerProfile(name=name, **{"param_bytes": 10, "grad_bytes": 1, **times, **values})
+
+
+@deterministic
+@given(planned(PAPER_MODES))
+def test_times_are_those_of_the_model_s_text(case):
+    profile, plan = case
+    simulation, oracle = simulate(profile, plan), Oracle(profile, plan)
+    assert simulation.forward_s == oracle.forward_s()
+    assert simulation.step_s == oracle.step_s()
+    assert simulation.steady_step_s == pytest.approx(oracle.steady_step_s(), rel=1e-12)
+
+
+@deterministic
+@given(planned())
+def test_steady_time_is_the_growth_of_a_long_chain(case):
+    profile, plan = case
+    step = schedule_step(profile, plan)
+    run = machine.run(repeat(step, 49))
+    ends = [0.0] * 49
+    for task, end in zip(run.schedule.tasks, run.ends_s, strict=True):
+        if task.kind is Kind.UPDATE:
+            ends[task.step] = max(ends[task.step], end)
+    assert machine.steady_step_s(step) == pytest.approx((ends[48] - ends[24]) / 24, rel=1e-9, abs=1e-12)
+
+
+@deterministic
+@given(planned())
+def test_no_step_is_shorter_than_a_lane_s_load_or_its_critical_path(case):
+    simulation = simulate(*case)
+    run = simulation.run
+    for lane in (Lane.GPU, Lane.D2H, Lane.HOST):
+        assert simulation.step_s >= simulation.lanes[lane].busy_s - 1e-9
+    for lane in Lane:
+        assert simulation.steady_step_s >= simulation.lanes[lane].busy_s - 1e-9
+    path = machine.critical_path(run)
+    durations = [run.schedule.tasks[index].duration_s for index in path]
+    assert sum(durations) == simulation.step_s
+    assert run.starts_s[path[0]] == 0
+    for before, after in itertools.pairwise(path):
+        assert run.ends_s[before] == run.starts_s[after]
+
+
+@deterministic
+@given(planned())
+def test_memory_is_never_negative_and_all_but_residents_is_given_back(case):
+    timeline = simulate(*case).device_bytes
+    resident = timeline[0][1]
+    assert min(held for _, held in timeline) >= 0
+    assert timeline[-1][1] == resident
+    assert [time for time, _ in timeline] == sorted(time for time, _ in timeline)
+
+
+@deterministic
+@given(profiles())
+def test_dha_with_go_holds_activations_alone_and_residents_add_each_group_s_copy_once(profile):
+    activations = sum(layer.activation_bytes for layer in profile.layers)
+    to_host = [GradientPlace.HOST] * len(profile.layers)
+    nothing = with_modes(profile, [Mode.DHA] * len(profile.layers), to_host)
+    everything = with_modes(profile, [Mode.RESIDENT] * len(profile.layers), to_host)
+    copies = sum(profile.layers[members[0]].param_bytes for members in profile.groups)
+    assert simulate(profile, nothing).peak_device_bytes <= activations
+    assert copies <= simulate(profile, everything).peak_device_bytes <= activations + copies
+
+
+def test_three_layers_by_hand():
+    """Figure 6 of MemFerry: DHA, DFGB, GFGB."""
+    profile = Profile(
+        {},
+        (
+            layer("a", forward_dha_s=2, backward_dha_s=2, activation_bytes=100),
+            layer("b", forward_dha_s=2, inter_forward_s=0.5),
+            layer("c", load_s=3, backward_s=2, inter_backward_s=0.25),
+        ),
+    )
+    simulation = simulate(profile, with_modes(profile, [Mode.DHA, Mode.DFGB, Mode.GFGB]))
+    # a: 0-2, b: 2-4, inter 4-4.5, c loaded 0-3, runs 4.5-5.5; b loaded 4-5
+    assert simulation.forward_s == 5.5
+    # backward c 5.75-7.75, b -8.75, a -10.75; gradient of a -11.75, its update -12.75
+    assert simulation.step_s == 12.75
+    # the next step's load of c starts after c's update at 9.75, 3 before the step's end: it hides
+    assert simulation.steady_step_s == 12.75
+    # c from 0, b from 4, activations 100 from 0, gradient of c at 7.75 is still leaving as b's is made
+    assert simulation.peak_device_bytes == 100 + 10 + 10 + 1
+
+
+def test_loads_for_the_next_step_hide_in_the_last_updates():
+    profile = Profile({}, (layer("a", update_s=5), layer("b", load_s=6)))
+    simulation = simulate(profile, with_modes(profile, [Mode.DHA, Mode.GFGB]))
+    # alone: load of b ends at 6, b's forward at 7, backwards at 8 and 9, a's gradient at 10, its update at 15
+    assert simulation.step_s == 15
+    # in a chain b is updated at 10 and loaded until 16, a second after the step's end; its forward ends at 17
+    assert simulation.steady_step_s == 10
+
+
+def test_zero_offload_waits_for_all_loads_and_all_gradients():
+    profile = Profile({}, (layer("a"), layer("b")))
+    plan = with_modes(profile, [Mode.GFGB] * 2, loads="bulk", updates="after-all")
+    simulation = simulate(profile, plan)
+    assert simulation.forward_s == 4
+    assert simulation.step_s == 4 + 2 + 1 + 2
+
+
+def test_link_bytes_count_every_way_over_the_link():
+    profile = Profile({}, (layer("a"), layer("b"), layer("c")))
+    places = [GradientPlace.DEVICE, GradientPlace.HOST, GradientPlace.DEVICE]
+    plan = with_modes(profile, [Mode.DHA, Mode.RELOAD, Mode.RESIDENT], places)
+    assert simulate(profile, plan).link_bytes == (10 + 10 + 1) + (10 + 10 + 1) + (10 + 1)
+
+
+def test_a_plan_for_another_profile_is_refused():
+    profile, other = transformer(6), transformer(7)
+    with pytest.raises(InputError, match=r"another profile.*6 layers.*7"):
+        simulate(other, with_modes(profile, [Mode.DHA] * 6))
+
+
+def test_prediction_is_what_the_simulation_says():
+    profile = transformer(12)
+    plan = predict(profile, with_modes(profile, [Mode.GFGB] * 12))
+    simulation = simulate(profile, plan)
+    assert plan.predicted.step_s == simulation.step_s
+    assert plan.predicted.peak_device_bytes == simulation.peak_device_bytes
+
+
+def test_a_chain_repeats_the_step_s_tasks():
+    profile = transformer(6)
+    plan = with_modes(profile, [Mode.GFGB] * 6)
+    assert len(schedule_chain(profile, plan, 3).tasks) == 3 * len(schedule_step(profile, plan).tasks)

@@ -1,0 +1,140 @@
+"""The rules of the task list, one by one."""
+
+import pytest
+from hypothesis import given
+
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.profiling.records import Profile
+from jaxferry.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
+from jaxferry.simulate import machine
+from profiles import deterministic, planned, profiles, transformer, with_modes
+
+
+def tasks_of(schedule, *kinds):
+    return [task for task in schedule.tasks if task.kind in kinds]
+
+
+@deterministic
+@given(planned())
+def test_every_task_follows_what_it_waits_for(case):
+    for index, task in enumerate(repeat(schedule_step(*case), 2).tasks):
+        assert all(waited < index for waited in task.after)
+
+
+@deterministic
+@given(planned())
+def test_the_gpu_runs_every_forward_up_and_every_backward_down(case):
+    profile, plan = case
+    order = [(task.kind, task.layer) for task in schedule_step(profile, plan).tasks if task.lane is Lane.GPU]
+    size = len(profile.layers)
+    assert [layer for kind, layer in order if kind is Kind.FORWARD] == list(range(size))
+    assert [layer for kind, layer in order if kind is Kind.BACKWARD] == list(reversed(range(size)))
+    assert order.index((Kind.FORWARD, size - 1)) < order.index((Kind.BACKWARD, size - 1))
+
+
+@deterministic
+@given(planned())
+def test_each_gradient_leaves_once_and_each_group_is_updated_once(case):
+    profile, plan = case
+    schedule = schedule_step(profile, plan)
+    leaving = [task.layer for task in tasks_of(schedule, Kind.OFFLOAD)]
+    places = plan.gradients
+    assert leaving == [i for i in reversed(range(len(places))) if places[i] is GradientPlace.DEVICE]
+    assert len(tasks_of(schedule, Kind.UPDATE)) == len(profile.groups)
+
+
+@deterministic
+@given(profiles(tied=False))
+def test_reload_layers_never_have_more_than_two_copies_on_the_device(profile):
+    plan = with_modes(profile, [Mode.RELOAD] * len(profile.layers))
+    run = machine.run(schedule_chain(profile, plan, 2))
+    copies = []
+    for index, task in enumerate(run.schedule.tasks):
+        if task.kind in (Kind.LOAD, Kind.RELOAD):
+            users = [i for i, other in enumerate(run.schedule.tasks) if index in other.after and other.lane is Lane.GPU]
+            copies.append((run.starts_s[index], run.ends_s[users[0]]))
+    assert len(copies) == 4 * len(profile.layers)
+    for instant, _ in copies:
+        assert sum(start <= instant < end for start, end in copies) <= 2
+
+
+def test_dfgb_loads_follow_the_last_gfgb_load_in_layer_order():
+    profile = transformer(8)
+    modes = [Mode.DFGB, Mode.GFGB, Mode.DFGB, Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.GFGB, Mode.DHA]
+    loads = tasks_of(schedule_step(profile, with_modes(profile, modes)), Kind.LOAD)
+    assert [task.layer for task in loads] == [1, 3, 6, 0, 2, 5]
+
+
+def test_resident_layers_load_nothing_but_their_refresh_after_the_update():
+    profile = transformer(6)
+    schedule = schedule_step(profile, with_modes(profile, [Mode.RESIDENT] * 6))
+    assert schedule.resident_bytes == sum(layer.param_bytes for layer in profile.layers)
+    link = [task for task in schedule.tasks if task.lane is Lane.H2D]
+    assert [task.kind for task in link] == [Kind.REFRESH] * 6
+    for task in link:
+        (update,) = task.after
+        assert schedule.tasks[update].kind is Kind.UPDATE and schedule.tasks[update].layer == task.layer
+    forwards = tasks_of(schedule, Kind.FORWARD)
+    assert [schedule.tasks[task.after_previous[0]].kind for task in forwards] == [Kind.REFRESH] * 6
+
+
+def test_a_tied_table_that_both_entries_hold_is_loaded_once_and_updated_once_at_the_end():
+    profile = transformer(6, tied=True)
+    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 6))
+    assert [task.layer for task in tasks_of(schedule, Kind.LOAD)] == [0, 1, 2, 3, 4]
+    updates = tasks_of(schedule, Kind.UPDATE)
+    assert [task.layer for task in updates] == [4, 3, 2, 1, 0]
+    arrivals = [schedule.tasks[index].layer for index in updates[-1].after]
+    assert arrivals == [5, 0]
+
+
+@pytest.mark.parametrize("lookup", [Mode.DHA, Mode.DFGB])
+def test_a_tied_table_held_for_the_head_alone_is_loaded_at_the_head(lookup):
+    profile = transformer(6, tied=True)
+    schedule = schedule_step(profile, with_modes(profile, [lookup, *[Mode.DHA] * 4, Mode.GFGB]))
+    (load,) = tasks_of(schedule, Kind.LOAD)
+    assert load.layer == 5
+    last = [task for task in tasks_of(schedule, Kind.BACKWARD) if task.end_bytes >= load.start_bytes]
+    assert [task.layer for task in last] == [5 if lookup is Mode.DHA else 0]
+
+
+def test_a_tied_table_reloaded_by_both_entries_is_loaded_four_times():
+    profile = transformer(6, tied=True)
+    schedule = schedule_step(profile, with_modes(profile, [Mode.RELOAD, *[Mode.DHA] * 4, Mode.RELOAD]))
+    assert [task.layer for task in tasks_of(schedule, Kind.LOAD, Kind.RELOAD)] == [0, 5, 5, 0]
+
+
+def test_bulk_and_after_all_are_waits():
+    profile = transformer(5)
+    plan = with_modes(profile, [Mode.GFGB] * 5, loads="bulk", updates="after-all")
+    schedule = schedule_step(profile, plan)
+    loads = [index for index, task in enumerate(schedule.tasks) if task.kind is Kind.LOAD]
+    offloads = [index for index, task in enumerate(schedule.tasks) if task.kind is Kind.OFFLOAD]
+    assert all(loads[-1] in task.after for task in tasks_of(schedule, Kind.FORWARD))
+    assert all(set(offloads) <= set(task.after) for task in tasks_of(schedule, Kind.UPDATE))
+
+
+@deterministic
+@given(planned())
+def test_in_a_chain_nothing_reads_parameters_before_their_update(case):
+    profile, plan = case
+    run = machine.run(schedule_chain(profile, plan, 3))
+    updated = {}
+    for task, end in zip(run.schedule.tasks, run.ends_s, strict=True):
+        if task.kind is Kind.UPDATE:
+            updated[task.step, profile.group_of[task.layer]] = end
+    for task, start in zip(run.schedule.tasks, run.starts_s, strict=True):
+        if task.step and task.kind in (Kind.LOAD, Kind.FORWARD):
+            assert start >= updated[task.step - 1, profile.group_of[task.layer]]
+
+
+@deterministic
+@given(planned())
+def test_host_gradients_are_given_back_once_updated(case):
+    tasks = schedule_step(*case).tasks
+    assert sum(task.host_start_bytes for task in tasks) == sum(task.host_end_bytes for task in tasks)
+
+
+def test_a_profile_of_one_layer_is_a_schedule_too():
+    profile = Profile({}, transformer(3).layers[:1])
+    assert len(schedule_step(profile, with_modes(profile, [Mode.GFGB])).tasks) == 7
