@@ -11,7 +11,8 @@ import jaxferry.errors
 ROOT = Path(jaxferry.errors.__file__).parent
 
 # Lowest first; a module belongs to the longest name that it starts with. What plans are (records) lies below the
-# schedule that is made from them; who makes them (the policies) lies above the simulator that judges them.
+# schedule that is made from them; who makes them (the policies, and planning, which asks them all) lies above the
+# simulator that judges them.
 LAYERS = (
     ("errors",),
     ("units", "modes"),

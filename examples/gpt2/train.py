@@ -64,7 +64,8 @@ def train(
         policy=policy,
         compute_dtype=read_dtype(compute_dtype),
     )
-    state = step.restore(resume) if resume else step.init_from(model.make_init(config), jax.random.key(seed))
+    init_fn, key = model.make_init(config), jax.random.key(seed)
+    state = step.restore(resume, jax.eval_shape(init_fn, key)) if resume else step.init_from(init_fn, key)
     num_parameters = model.count_parameters(config)
     console.print(f"GPT-2 {size} with {num_parameters:,} parameters, {len(corpus.train):,} tokens of text to train on")
 

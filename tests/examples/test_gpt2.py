@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import model
 import sample
 import train
 from jaxferry.errors import InputError
+from jaxferry.partition import partition
 
 SMALL = model.Config(num_layers=2, num_heads=2, channels=16, max_length=12, vocab_size=37)
 
@@ -103,6 +105,17 @@ def test_dropout_follows_its_key_and_needs_one(params, tokens):
     assert first == again
     assert len({float(first), float(second), float(plain)}) == 3
     np.testing.assert_allclose(loss(params, {"tokens": tokens}), plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_all_blocks_share_one_program(rate, params, tokens):
+    config = dataclasses.replace(SMALL, dropout=rate)
+    batch = {"tokens": tokens, "key": jax.random.key(0)}
+    segments = partition(model.make_loss(config), params, (batch,), {}).segments
+    assert [segment.name for segment in segments] == ["wte", "wpe", "h_0", "h_1", "ln_f", "wte#2"]
+    programs = [segment.program for segment in segments]
+    assert programs[2] == programs[3]
+    assert len(set(programs)) == 5
 
 
 def test_dropout_keeps_the_mean():
@@ -216,11 +229,15 @@ def read_metrics(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def read_losses(file):
+    return [(record["step"], record["loss"]) for record in read_metrics(file)]
+
+
 def test_training_learns_and_says_so(cache, text, tmp_path, capsys):
     metrics = tmp_path / "metrics.jsonl"
-    assert run(text, "--steps", 12, "--metrics", metrics, "--sample-tokens", 4) == 0
+    assert run(text, "--steps", 24, "--metrics", metrics, "--sample-tokens", 4) == 0
     records = read_metrics(metrics)
-    assert [record["step"] for record in records] == list(range(12))
+    assert [record["step"] for record in records] == list(range(24))
     for record in records:
         assert record.keys() == {"step", "loss", "tokens_per_s", "step_s", "device_param_bytes_peak"}
         np.testing.assert_allclose(record["tokens_per_s"] * record["step_s"], 2 * 16)
@@ -237,8 +254,25 @@ def test_a_resumed_run_goes_on_bit_by_bit(small, cache, text, tmp_path):
     assert run(text, "--steps", 6, "--metrics", whole) == 0
     assert run(text, "--steps", 3, "--metrics", parts, "--save", tmp_path / "saved") == 0
     assert run(text, "--steps", 6, "--metrics", parts, "--resume", tmp_path / "saved") == 0
-    losses = [[(record["step"], record["loss"]) for record in read_metrics(file)] for file in (whole, parts)]
-    assert losses[0] == losses[1]
+    assert read_losses(whole) == read_losses(parts)
+
+
+def test_another_size_cannot_be_resumed_from(small, cache, text, tmp_path, monkeypatch, capsys):
+    assert run(text, "--steps", 0, "--save", tmp_path / "saved") == 0
+    monkeypatch.setitem(model.SIZES, "tiny", dataclasses.replace(model.SIZES["tiny"], num_layers=3))
+    assert run(text, "--steps", 1, "--resume", tmp_path / "saved") == 2
+    assert "h_2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args", [["--reserve-factor", "0.5"], ["--compute-dtype", "bfloat16"], ["--memory-budget", "1MiB"]]
+)
+def test_options_reach_the_training(args, small, cache, text, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    assert run(text, "--steps", 2, "--metrics", metrics, *args) == 0
+    peak = read_metrics(metrics)[-1]["device_param_bytes_peak"]
+    whole = model.count_parameters(model.SIZES["tiny"]) * 4
+    assert 0 < peak <= (whole / 2 if "bfloat16" in args else whole)
 
 
 @pytest.mark.parametrize("saving", [True, False])
@@ -249,7 +283,7 @@ def test_an_interrupted_run_is_saved_where_that_was_asked_for(
 
     def interrupt(self, step):
         if step == 5:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return draw(self, step)
 
     saved = tmp_path / "saved"
@@ -276,7 +310,6 @@ def test_an_interrupted_run_is_saved_where_that_was_asked_for(
         (["--compute-dtype", "int8"], "--compute-dtype must be one of float32, bfloat16, float16, got int8"),
         (["--reserve-factor", "1.5"], "reserve_factor must lie in [0, 1], got 1.5"),
         (["--memory-budget", "much"], "memory_budget must be a number of bytes"),
-        (["--policy", "guess"], "guess"),
         (["--data", "no/such/file"], "no/such/file"),
         (["--resume", "no/such/state"], "no/such/state"),
         (["--metrics", "no/such/folder/metrics"], "no/such/folder"),
