@@ -201,6 +201,7 @@ class TrainStep:
           StateError: if the state is not one of this step's, or damaged.
         """
         prepared = self._arranged(state, args, kwargs)
+        state.fill()
         number = state.step
         result = prepared._executor.step(state, jax.tree.leaves((args, kwargs)))
         return state, self._metrics(number, prepared.partition, result)
@@ -250,6 +251,7 @@ class TrainStep:
             self._evaluators[key] = Evaluator(self._partition(args, kwargs, state.layers), self._placement)
         evaluator = self._evaluators[key]
         state.arrange(evaluator.partition.layers)
+        state.fill()
         loss, aux = evaluator.run(state, jax.tree.leaves((args, kwargs)))
         tree = evaluator.partition.aux_tree
         return loss if tree is None else (loss, jax.tree.unflatten(tree, aux))

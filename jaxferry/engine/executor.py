@@ -10,6 +10,7 @@ gradient has arrived. The order is the script's; every device buffer is deleted 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.engine.host_optimizer import HostOptimizer, Unit, sum_gradients
+from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Kind, Programs, squared_norm
@@ -58,7 +59,8 @@ class _Flight:
     held: dict[int, DeviceLayer]
     saved: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     cotangents: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    gradients: dict[int, list[Vectors]] = dataclasses.field(default_factory=dict)
+    gradients: dict[int, Vectors] = dataclasses.field(default_factory=dict)
+    arrived: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     norms: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     finite: list[jax.Array] = dataclasses.field(default_factory=list)
 
@@ -100,7 +102,7 @@ class Executor:
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
         self._add = jax.jit(jnp.add, donate_argnums=0)
-        self._norm_of = jax.jit(self._summed_norm, static_argnums=0)
+        self._norm_of = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
         self._total = jax.jit(lambda norms: jnp.sqrt(sum(norms, start=jnp.float32(0))))
 
     def step(self, state: TrainState, batch: Sequence[Any]) -> StepResult:
@@ -123,7 +125,7 @@ class Executor:
 
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
-        self._optimizer.compile_updates(state.units, state.layers, self._num_uses)
+        self._optimizer.compile_updates(state.units, state.layers, [uses > 0 for uses in self._num_uses])
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> _Flight:
         graph = self.partition.graph
@@ -225,9 +227,10 @@ class Executor:
         for value, cotangent in zip(segment.inputs, cotangents, strict=True):
             known = flight.cotangents.get(value)
             flight.cotangents[value] = cotangent if known is None else self._add(known, cotangent)
-        stored = self._transfers.store(segment.layer, gradients)
-        flight.gradients.setdefault(segment.layer, []).append(stored)
-        flight.norms[segment.layer] = norm
+        layer = segment.layer
+        flight.gradients[layer] = self._transfers.store(layer, gradients, flight.gradients.get(layer))
+        flight.arrived[layer] += 1
+        flight.norms[layer] = norm
 
     def _zeros(self, value: int) -> jax.Array:
         """The cotangent of an output that only the caller reads."""
@@ -235,28 +238,23 @@ class Executor:
         return jnp.zeros(aval.shape, aval.dtype, device=self._placement.device)
 
     def _is_complete(self, layer: int, flight: _Flight) -> bool:
-        return len(flight.gradients[layer]) == self._num_uses[layer]
+        return flight.arrived[layer] == self._num_uses[layer]
 
     def _squared_norm(self, layer: int, flight: _Flight) -> jax.Array:
-        """Of the layer's whole gradient; a layer with several uses is summed up on the host first."""
+        """Of the layer's whole gradient; that of a layer with several uses is whole on the host only."""
         if self._num_uses[layer] == 1:
             return jax.device_put(flight.norms[layer], self._placement.host_compute)
-        return self._norm_of(layer, flight.gradients[layer])
-
-    def _summed_norm(self, layer: int, gradients: list[Vectors]) -> jax.Array:
-        summed = sum_gradients([self.partition.layers[layer]], [jax.device_put(gradients, jax.memory.Space.Device)])
-        return squared_norm(list(summed.values()))
+        return self._norm_of(flight.gradients[layer])
 
     def _update(self, unit: Unit, state: TrainState, flight: _Flight, norm: jax.Array) -> None:
         """Issues the update of a unit; what it reads may still be on its way."""
-        gradients = [flight.gradients.pop(layer, []) for layer in unit.layers]
+        gradients = [flight.gradients.pop(layer, ()) for layer in unit.layers]
         vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
-        program = unit.programs[tuple(self._num_uses[layer] for layer in unit.layers)]
+        program = unit.programs[tuple(bool(used) for used in gradients)]
         unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm)
         for layer, vector, used in zip(unit.layers, packed, gradients, strict=True):
             state.vectors[layer] = to_pinned(vector, self._placement)
-            for stored in used:
-                self._transfers.recycle(layer, stored)
+            self._transfers.recycle(layer, used)
             if layer in state.resident:
                 self._transfers.drop(state.resident.pop(layer))
                 state.resident[layer] = self._transfers.load(layer, state.vectors[layer])

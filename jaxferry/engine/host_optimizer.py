@@ -1,6 +1,6 @@
 """The optimizer step on the CPU backend: one donated jitted update for each layer, shared by equal layers.
 
-    gradient vectors --sum over uses--> --clip--> optax update --> master, state (in place), compute copy (in place)
+    gradient vectors --clip--> optax update --> master, state (in place), compute copy (in place)
 
 Masters and state are leaves of the model's own tree; gradients and the compute copy are flat vectors.
 """
@@ -38,7 +38,7 @@ class Unit:
       masters: master parameters in the order of `leaves`, in host memory.
       state: leaves of the Optax state, in host memory.
       state_names: their paths.
-      programs: the compiled update, by how often each layer is used.
+      programs: the compiled update, by which of the layers are read at all.
     """
 
     layers: tuple[int, ...]
@@ -46,7 +46,7 @@ class Unit:
     masters: list[jax.Array]
     state: list[jax.Array]
     state_names: list[str]
-    programs: dict[tuple[int, ...], Any] = dataclasses.field(default_factory=dict)
+    programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
 
 
 class HostOptimizer:
@@ -76,26 +76,26 @@ class HostOptimizer:
         self._placement, self._clip_norm = placement, clip_norm
         self._whole = WholeUpdate(optimizer, tree, avals)
         self._programs: dict[Any, Any] = {}
-        self._contents: dict[tuple[int, ...], Any] = {}
         self.is_joint = self._whole.mixes()
         if self.is_joint:
             warnings.warn(NOT_SEPARABLE.format(where=""), stacklevel=4)
 
     def check_parts(self, layers: Sequence[Layer]) -> None:
-        """Makes the optimizer joint if the update of a layer alone differs from its part of the whole update."""
+        """Makes the optimizer joint if the update of a layer alone differs from its part of the whole update.
+
+        Layers whose parts are equal share the program that was made for the first of them, so only that is compared.
+        """
+        checked = set()
         for layer in () if self.is_joint else layers:
             leaves = [leaf.index for leaf in layer.leaves]
             content = self._whole.content(leaves)
-            if content is None or content != self._part_content(leaves):
+            if content is not None and content in checked:
+                continue
+            checked.add(content)
+            if content is None or content != part_content(self._optimizer, self._tree, self.avals, leaves):
                 self.is_joint = True
                 warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {layer.name!r})"), stacklevel=4)
                 break
-
-    def _part_content(self, leaves: Sequence[int]) -> Any:
-        key = tuple(leaves)
-        if key not in self._contents:
-            self._contents[key] = part_content(self._optimizer, self._tree, self.avals, leaves)
-        return self._contents[key]
 
     def units_of(self, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """The layers and leaves of each unit."""
@@ -125,31 +125,31 @@ class HostOptimizer:
         state = self._programs[key](masters)
         return dict(zip(path_names(self.abstract_state(leaves)), state, strict=True))
 
-    def compile_updates(self, units: Sequence[Unit], layers: Sequence[Layer], num_uses: Sequence[int]) -> None:
-        """Makes `unit.programs[uses]`, the compiled update, for every unit; equal units share it.
+    def compile_updates(self, units: Sequence[Unit], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
+        """Makes the compiled update of every unit in `unit.programs`; equal units share it.
 
-        It maps `(masters, state, vectors, gradients, norm)` to `(masters, state, vectors)`. `vectors` and
-        `gradients` hold, for each layer of the unit, its flat vectors, `gradients` once for each of its `num_uses`; the
-        first three arguments are donated. The old `vectors` only lend their memory; where the CPU backend cannot reach
-        pinned memory they are empty tuples.
+        It maps `(masters, state, vectors, gradients, norm)` to `(masters, state, vectors)`. `vectors` and `gradients`
+        hold the flat vectors of each layer of the unit, `gradients` an empty tuple for a layer that no segment reads.
+        The first three arguments are donated. The old `vectors` only lend their memory; where the CPU backend cannot
+        reach pinned memory they are empty tuples.
         """
         lowered: dict[Any, Any] = {}
         wanted = []
         for unit in units:
-            uses = tuple(num_uses[layer] for layer in unit.layers)
-            if uses not in unit.programs:
+            reads = tuple(is_read[layer] for layer in unit.layers)
+            if reads not in unit.programs:
                 layouts = tuple(layers[i].layout for i in unit.layers)
-                key = (self._part_content(unit.leaves) or unit.leaves, layouts, uses)
-                wanted.append((unit, uses, key))
+                key = (self._whole.content(unit.leaves) or unit.leaves, layouts, reads)
+                wanted.append((unit, reads, key))
                 if key not in self._programs and key not in lowered:
-                    lowered[key] = self._lower(unit, layers, uses)
+                    lowered[key] = self._lower(unit, layers, reads)
         with ThreadPoolExecutor() as pool:
             compiled = pool.map(lambda program: program.compile(), lowered.values())
             self._programs |= zip(lowered, compiled, strict=True)
-        for unit, uses, key in wanted:
-            unit.programs[uses] = self._programs[key]
+        for unit, reads, key in wanted:
+            unit.programs[reads] = self._programs[key]
 
-    def _lower(self, unit: Unit, layers: Sequence[Layer], num_uses: Sequence[int]) -> Any:
+    def _lower(self, unit: Unit, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
         place = self._placement
         state_tree = jax.tree.structure(self.abstract_state(unit.leaves))
         unit_layers = [layers[i] for i in unit.layers]
@@ -161,10 +161,9 @@ class HostOptimizer:
             # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
             host = (masters, state, vectors, gradients)
             masters, state, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
-            summed = self._clipped(sum_gradients(unit_layers, gradients), norm)
+            by_leaf = self._clipped(_by_leaf(unit_layers, gradients), norm)
             params = part(dict(zip(unit.leaves, masters, strict=True)))
-            cast = {leaf: summed[leaf].astype(m.dtype) for leaf, m in zip(unit.leaves, masters, strict=True)}
-            updates, state = self._optimizer.update(part(cast), jax.tree.unflatten(state_tree, state), params)
+            updates, state = self._optimizer.update(part(by_leaf), jax.tree.unflatten(state_tree, state), params)
             masters = jax.tree.leaves(optax.apply_updates(params, updates))
             by_leaf = dict(zip(unit.leaves, masters, strict=True))
             packed = [
@@ -177,7 +176,7 @@ class HostOptimizer:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
         arrived = [tuple(struct(v, place.update_output) for v in layer.vectors) for layer in unit_layers]
-        gradients = [[v] * uses for v, uses in zip(arrived, num_uses, strict=True)]
+        gradients = [vectors if is_read else () for vectors, is_read in zip(arrived, reads, strict=True)]
         vectors = arrived if place.is_cpu else [() for _ in arrived]
         return jax.jit(
             update,
@@ -203,14 +202,10 @@ class HostOptimizer:
         }
 
 
-def sum_gradients(layers: Sequence[Layer], gradients: Sequence[Any]) -> dict[int, jax.Array]:
-    """Gradients by leaf index, at least fp32, summed over the uses of each layer in the order of their arrival."""
-    summed: dict[int, jax.Array] = {}
-    for layer, uses in zip(layers, gradients, strict=True):
-        for vectors in uses:
-            for leaf, array in zip(layer.leaves, layer.unpack(vectors), strict=True):
-                array = array.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-                summed[leaf.index] = summed[leaf.index] + array if leaf.index in summed else array
-        if not uses:
-            summed |= {leaf.index: jnp.zeros(leaf.shape, leaf.master_dtype) for leaf in layer.leaves}
-    return summed
+def _by_leaf(layers: Sequence[Layer], gradients: Sequence[Any]) -> dict[int, jax.Array]:
+    """Gradients by leaf index in the master dtypes; zeros for a layer that has none."""
+    found: dict[int, jax.Array] = {}
+    for layer, vectors in zip(layers, gradients, strict=True):
+        arrays = layer.unpack(vectors) if vectors else [jnp.zeros(leaf.shape) for leaf in layer.leaves]
+        found |= {leaf.index: a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)}
+    return found

@@ -11,14 +11,15 @@ equation by equation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxferry.engine.subtree import path_names, subtree
-from jaxferry.partition.graph import Equation, Graph, live_equations, trace
+from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.keys import Canonical
 
 _SHARED = -1
@@ -42,6 +43,8 @@ class WholeUpdate:
         names = {name: index for index, name in enumerate(path_names(params))}
         self._owners = [_owner(name, names) for name in path_names(state)]
         self._graph = trace_update(optimizer, params, state)
+        self._made_by = _makers(self._graph)
+        self._contents: dict[tuple[int, ...], Any] = {}
 
     def mixes(self) -> bool:
         """Whether an output of one leaf depends on another leaf."""
@@ -62,13 +65,19 @@ class WholeUpdate:
         return False
 
     def content(self, leaves: Sequence[int]) -> Any:
-        """What the update does to these leaves and to the state that they share, in canonical form."""
+        """What the update does to these leaves and to the state that they share: a digest, or None if it has none."""
+        key = tuple(leaves)
+        if key not in self._contents:
+            self._contents[key] = self._content(leaves)
+        return self._contents[key]
+
+    def _content(self, leaves: Sequence[int]) -> Any:
         graph, count, chosen = self._graph, len(self._avals), set(leaves)
         kept_state = [i for i, owner in enumerate(self._owners) if owner == _SHARED or owner in chosen]
         wanted = [*sorted(chosen), *(count + i for i in kept_state)]
         inputs = (*graph.parameters, *graph.batch)
         kept = [*sorted(chosen), *(count + leaf for leaf in sorted(chosen)), *(2 * count + i for i in kept_state)]
-        return _content(graph, [inputs[i] for i in kept], [graph.outputs[i] for i in wanted])
+        return _content(graph, self._made_by, [inputs[i] for i in kept], [graph.outputs[i] for i in wanted])
 
 
 def trace_update(optimizer: optax.GradientTransformation, params: Any, state: Any) -> Graph:
@@ -83,34 +92,39 @@ def trace_update(optimizer: optax.GradientTransformation, params: Any, state: An
 def part_content(
     optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any], leaves: Sequence[int]
 ) -> Any:
-    """The same canonical form for the update of a part of the tree alone, as `WholeUpdate.content` has it."""
+    """The digest of the update of a part of the tree alone; equal to `WholeUpdate.content` if the arithmetic is."""
     params = subtree(tree, {leaf: avals[leaf] for leaf in leaves})
     graph = trace_update(optimizer, params, jax.eval_shape(optimizer.init, params))
-    return _content(graph, (*graph.parameters, *graph.batch), graph.outputs)
+    return _content(graph, _makers(graph), (*graph.parameters, *graph.batch), graph.outputs)
 
 
 def init_content(
     optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any], leaves: Sequence[int]
 ) -> Any:
-    """What making the state of a part of the tree does, in canonical form."""
+    """What making the state of a part of the tree does: a digest, or None if it has none."""
     graph = trace(optimizer.init, subtree(tree, {leaf: avals[leaf] for leaf in leaves}), (), {})
-    return _content(graph, graph.parameters, graph.outputs)
+    return _content(graph, _makers(graph), graph.parameters, graph.outputs)
 
 
-def _content(graph: Graph, inputs: Sequence[int], outputs: Sequence[Any]) -> Any:
-    equations: tuple[Equation, ...] = live_equations(graph.equations, outputs)
-    constants = [value for value in graph.constants if any(value in equation.reads for equation in equations)]
+def _makers(graph: Graph) -> dict[int, Equation]:
+    return {value: equation for equation in graph.equations for value in equation.outputs}
+
+
+def _content(graph: Graph, made_by: Mapping[int, Equation], inputs: Sequence[int], outputs: Sequence[Any]) -> Any:
+    equations = _in_order_of_need(made_by, outputs)
+    read = {value for equation in equations for value in equation.reads}
+    constants = [value for value in graph.constants if value in read]
     canonical = Canonical()
-    content = canonical.equations(_in_order_of_need(equations, outputs), (*inputs, *constants), outputs, graph.avals)
-    return None if canonical.is_opaque else canonical.digest((content, [str(graph.constants[c]) for c in constants]))
+    content = canonical.equations(equations, (*inputs, *constants), outputs, graph.avals)
+    held = [np.asarray(graph.constants[value]).tobytes() for value in constants]
+    return None if canonical.is_opaque else canonical.digest((content, held))
 
 
-def _in_order_of_need(equations: Sequence[Equation], outputs: Sequence[Any]) -> list[Equation]:
+def _in_order_of_need(made_by: Mapping[int, Equation], outputs: Sequence[Any]) -> list[Equation]:
     """Depth first from the outputs: an order that does not depend on what else was traced in between."""
-    made = {value: equation for equation in equations for value in equation.outputs}
     done: set[int] = set()
     order: list[Equation] = []
-    stack = [(made[atom], False) for atom in reversed(outputs) if isinstance(atom, int) and atom in made]
+    stack = [(made_by[atom], False) for atom in reversed(outputs) if isinstance(atom, int) and atom in made_by]
     while stack:
         equation, operands_done = stack.pop()
         if id(equation) in done:
@@ -120,7 +134,7 @@ def _in_order_of_need(equations: Sequence[Equation], outputs: Sequence[Any]) -> 
             order.append(equation)
         else:
             stack.append((equation, True))
-            stack.extend((made[value], False) for value in reversed(equation.reads) if value in made)
+            stack.extend((made_by[value], False) for value in reversed(equation.reads) if value in made_by)
     return order
 
 

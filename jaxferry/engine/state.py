@@ -44,6 +44,7 @@ class TrainState:
         self.step = step
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.vectors: list[Vectors] = []
+        self._is_arranged = False
         self.resident: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
@@ -70,19 +71,25 @@ class TrainState:
         return {name: leaf for unit in self.units for name, leaf in zip(unit.state_names, unit.state, strict=True)}
 
     def arrange(self, layers: Sequence[Layer]) -> None:
-        """Arranges the state in these layers and fills `vectors`; does nothing if it is so already."""
+        """Arranges the state in these layers; does nothing if it is so already."""
         self.check()
-        if self.layers == tuple(layers) and self.vectors:
+        if self.layers == tuple(layers) and self._is_arranged:
             return
         masters, state = self.masters(), self.optimizer_state()
         self.layers, self.resident = tuple(layers), {}
         self.optimizer.check_parts(layers)
         self.units = self._make_units(masters, state)
-        programs = {layer.layout: self._packing(layer) for layer in layers}
-        self.vectors = [
-            to_pinned(programs[layer.layout]([masters[leaf.index] for leaf in layer.leaves]), self._placement)
-            for layer in layers
-        ]
+        self._is_arranged, self.vectors = True, []
+
+    def fill(self) -> None:
+        """Makes `vectors`, the compute copy of the parameters, if it is not there."""
+        if not self.vectors:
+            masters = self.masters()
+            programs = {layer.layout: self._packing(layer) for layer in self.layers}
+            self.vectors = [
+                to_pinned(programs[layer.layout]([masters[leaf.index] for leaf in layer.leaves]), self._placement)
+                for layer in self.layers
+            ]
 
     def block_until_ready(self) -> None:
         """Waits until every update in flight has ended."""

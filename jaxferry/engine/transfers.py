@@ -85,23 +85,30 @@ class Transfers:
         self.device_bytes -= held.num_bytes
         held.delete()
 
-    def store(self, layer: int, gradients: Sequence[jax.Array]) -> Vectors:
-        """Starts the copy of a layer's gradients to the host, where the optimizer can read them, and frees theirs."""
+    def store(self, layer: int, gradients: Sequence[jax.Array], onto: Vectors | None = None) -> Vectors:
+        """Starts the copy of a layer's gradients to the host, where the optimizer can read them, and frees theirs.
+
+        Args:
+          layer: the layer.
+          gradients: one for each of its parameters, on the device.
+          onto: what an earlier use of the layer has stored, to which these are added; it is given away.
+        """
         if self._placement.is_cpu:
             spare = self._spare.setdefault(layer, [])
-            into = spare.pop() if spare else self._program("empty", layer)()
-            stored: Vectors = self._program("store", layer)(gradients, into)
+            into = onto or (spare.pop() if spare else self._program("empty", layer)())
+            stored: Vectors = self._program("add" if onto else "store", layer)(gradients, into)
         else:
             packed = self._program("pack", layer)(gradients)
             pinned = [jax.device_put(v, self._placement.pinned) for v in packed]
             stored = tuple(jax.device_put(v, self._placement.host) for v in pinned)
+            stored = self._program("sum", layer)(onto, stored) if onto else stored
             _delete(packed)
         _delete(gradients)
         return stored
 
     def recycle(self, layer: int, gradients: Vectors) -> None:
         """Takes back host vectors of gradients that the optimizer has been given, to be written again."""
-        if self._placement.is_cpu:
+        if self._placement.is_cpu and gradients:
             self._spare.setdefault(layer, []).append(gradients)
 
     def _program(self, name: str, layer: int) -> Any:
@@ -112,21 +119,39 @@ class Transfers:
         return self._programs[key]
 
     def _jitted(self, name: str, layer: Layer) -> Any:
-        device, pinned = self._placement.device, self._placement.pinned
+        device, pinned, host = self._placement.device, self._placement.pinned, self._placement.host
 
         def unpack(vectors: Vectors) -> list[jax.Array]:
-            return layer.unpack(jax.device_put(vectors, jax.memory.Space.Device))
+            return layer.unpack(_computable(vectors))
 
         def store(gradients: Sequence[jax.Array], into: Vectors) -> Vectors:
-            return layer.pack(gradients, jax.device_put(into, jax.memory.Space.Device))
+            return layer.pack(gradients, _computable(into))
 
-        if name == "unpack":
-            return jax.jit(unpack, out_shardings=device)
-        if name == "store":
-            return jax.jit(store, donate_argnums=1, out_shardings=pinned)
-        if name == "empty":
-            return jax.jit(lambda: tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors), out_shardings=pinned)
-        return jax.jit(layer.pack, out_shardings=device)
+        def add(gradients: Sequence[jax.Array], onto: Vectors) -> Vectors:
+            known = _computable(onto)
+            return layer.pack([a + b for a, b in zip(layer.unpack(known), gradients, strict=True)], known)
+
+        def total(onto: Vectors, stored: Vectors) -> Vectors:
+            return tuple(a + b for a, b in zip(_computable(onto), _computable(stored), strict=True))
+
+        def empty() -> Vectors:
+            return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
+
+        made = {
+            "unpack": lambda: jax.jit(unpack, out_shardings=device),
+            "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=pinned),
+            "add": lambda: jax.jit(add, donate_argnums=1, out_shardings=pinned),
+            "sum": lambda: jax.jit(total, donate_argnums=0, out_shardings=host),
+            "empty": lambda: jax.jit(empty, out_shardings=pinned),
+            "pack": lambda: jax.jit(layer.pack, out_shardings=device),
+        }
+        return made[name]()
+
+
+def _computable(vectors: Vectors) -> Vectors:
+    """Host vectors as operands within a jitted function; on a CPU this placement is free of copies."""
+    placed: Vectors = jax.device_put(vectors, jax.memory.Space.Device)
+    return placed
 
 
 def _delete(arrays: Sequence[jax.Array]) -> None:
