@@ -26,7 +26,7 @@ from jaxferry.engine.programs import Kind, Programs, squared_norm
 from jaxferry.engine.script import Event
 from jaxferry.engine.state import TrainState, to_pinned
 from jaxferry.engine.transfers import DeviceLayer, Transfers, Vectors
-from jaxferry.partition import Partition, Segment
+from jaxferry.partition import Gradient, Partition, Segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Flight:
     cotangents: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     gradients: dict[int, Vectors] = dataclasses.field(default_factory=dict)
     arrived: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    norms: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    norms: dict[int, jax.Array | None] = dataclasses.field(default_factory=dict)
     finite: list[jax.Array] = dataclasses.field(default_factory=list)
 
 
@@ -221,7 +221,7 @@ class Executor:
         self._receive(segment, flight, gradients, cotangents, norm)
 
     def _receive(
-        self, segment: Segment, flight: _Flight, gradients: list[jax.Array], cotangents: Any, norm: jax.Array
+        self, segment: Segment, flight: _Flight, gradients: list[Gradient], cotangents: Any, norm: jax.Array | None
     ) -> None:
         """Sends gradients to the host and adds cotangents to those from later segments."""
         for value, cotangent in zip(segment.inputs, cotangents, strict=True):
@@ -241,9 +241,10 @@ class Executor:
         return flight.arrived[layer] == self._num_uses[layer]
 
     def _squared_norm(self, layer: int, flight: _Flight) -> jax.Array:
-        """Of the layer's whole gradient; that of a layer with several uses is whole on the host only."""
-        if self._num_uses[layer] == 1:
-            return jax.device_put(flight.norms[layer], self._placement.host_compute)
+        """Of the layer's whole gradient; that of lookups, or of several uses, is whole on the host only."""
+        norm = flight.norms[layer]
+        if self._num_uses[layer] == 1 and norm is not None:
+            return jax.device_put(norm, self._placement.host_compute)
         return self._norm_of(flight.gradients[layer])
 
     def _update(self, unit: Unit, state: TrainState, flight: _Flight, norm: jax.Array) -> None:

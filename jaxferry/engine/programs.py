@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.placement import Placement
-from jaxferry.partition import Derivative, Partition, Segment, differentiate
+from jaxferry.partition import Derivative, Gradient, Partition, RowGradient, Segment, differentiate
 from jaxferry.partition.graph import evaluate
 
 Compiled = Callable[..., Any]
@@ -118,9 +118,14 @@ def is_finite(values: Sequence[jax.Array]) -> jax.Array:
     return jnp.stack(checks).all() if checks else jnp.bool_(True)
 
 
-def squared_norm(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Sum of squares in fp32."""
-    return sum((jnp.sum(jnp.square(a.astype(jnp.float32))) for a in arrays), start=jnp.float32(0))
+def squared_norm(gradients: Sequence[Gradient]) -> jax.Array | None:
+    """Sum of squares in fp32; None if rows are among the gradients, since those may repeat."""
+    total = jnp.float32(0)
+    for gradient in gradients:
+        if isinstance(gradient, RowGradient):
+            return None
+        total += jnp.sum(jnp.square(gradient.astype(jnp.float32)))
+    return total
 
 
 class _Maker:
@@ -145,7 +150,7 @@ class _Maker:
 
     def _backward(self, derivative: Derivative) -> Any:
         segment = derivative.segment
-        weights, inputs, passive = self._arguments(segment)
+        weights = self._of(segment.weights)
 
         def backward(given: Any, inputs: Any, passive: Any, outputs: Any, saved: Any, cotangents: Any) -> Any:
             unread = [jnp.zeros(w.shape, w.dtype) for w in weights]
@@ -153,16 +158,9 @@ class _Maker:
             gradients, cotangents = derivative.backward(given, inputs, passive, outputs, saved, cotangents)
             return gradients, cotangents, squared_norm(gradients)
 
-        return self._lower(
-            backward,
-            weights if derivative.reads_weights else [],
-            [inputs[i] for i in derivative.inputs_read],
-            [passive[i] for i in derivative.passive_read],
-            [self._of(segment.outputs)[i] for i in derivative.outputs_read],
-            [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._placement.device) for a in derivative.saved],
-            self._of(segment.outputs),
-            donate=(4, 5),
-        )
+        arguments = [self._placed(avals) for avals in derivative.backward_arguments(self._partition.graph)]
+        arguments[0] = weights if derivative.reads_weights else []
+        return self._lower(backward, *arguments, donate=(4, 5))
 
     def _loss(self, derivative: Derivative) -> Any:
         place = self._partition.segments[-1].outputs.index(self._partition.loss)
@@ -190,7 +188,9 @@ class _Maker:
         return self._of(segment.weights), self._of(segment.inputs), self._of(segment.passive)
 
     def _of(self, values: Sequence[int]) -> list[Any]:
-        avals = [self._partition.graph.avals[value] for value in values]
+        return self._placed([self._partition.graph.avals[value] for value in values])
+
+    def _placed(self, avals: Sequence[Any]) -> list[Any]:
         where = self._placement.device
         return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where, weak_type=a.weak_type) for a in avals]
 

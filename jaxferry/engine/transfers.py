@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.placement import Placement
-from jaxferry.partition import Layer
+from jaxferry.partition import Gradient, Layer, RowGradient
 
 Vectors = tuple[jax.Array, ...]
 
@@ -85,7 +85,7 @@ class Transfers:
         self.device_bytes -= held.num_bytes
         held.delete()
 
-    def store(self, layer: int, gradients: Sequence[jax.Array], onto: Vectors | None = None) -> Vectors:
+    def store(self, layer: int, gradients: Sequence[Gradient], onto: Vectors | None = None) -> Vectors:
         """Starts the copy of a layer's gradients to the host, where the optimizer can read them, and frees theirs.
 
         Args:
@@ -97,13 +97,16 @@ class Transfers:
             spare = self._spare.setdefault(layer, [])
             into = onto or (spare.pop() if spare else self._program("empty", layer)())
             stored: Vectors = self._program("add" if onto else "store", layer)(gradients, into)
+        elif all(isinstance(gradient, RowGradient) for gradient in gradients):
+            rows = jax.device_put(gradients, self._placement.host)
+            stored = self._program("add", layer)(rows, onto or self._program("empty", layer)())
         else:
             packed = self._program("pack", layer)(gradients)
             pinned = [jax.device_put(v, self._placement.pinned) for v in packed]
             stored = tuple(jax.device_put(v, self._placement.host) for v in pinned)
             stored = self._program("sum", layer)(onto, stored) if onto else stored
             _delete(packed)
-        _delete(gradients)
+        _delete(jax.tree.leaves(gradients))
         return stored
 
     def recycle(self, layer: int, gradients: Vectors) -> None:
@@ -119,39 +122,49 @@ class Transfers:
         return self._programs[key]
 
     def _jitted(self, name: str, layer: Layer) -> Any:
-        device, pinned, host = self._placement.device, self._placement.pinned, self._placement.host
+        device, gathered = self._placement.device, self._placement.update_output
 
         def unpack(vectors: Vectors) -> list[jax.Array]:
             return layer.unpack(_computable(vectors))
 
-        def store(gradients: Sequence[jax.Array], into: Vectors) -> Vectors:
-            return layer.pack(gradients, _computable(into))
+        def store(gradients: Sequence[Gradient], into: Vectors) -> Vectors:
+            return layer.pack(_dense(gradients), _computable(into))
 
-        def add(gradients: Sequence[jax.Array], onto: Vectors) -> Vectors:
-            known = _computable(onto)
-            return layer.pack([a + b for a, b in zip(layer.unpack(known), gradients, strict=True)], known)
+        def add(gradients: Sequence[Gradient], onto: Vectors) -> Vectors:
+            known, gradients = _computable((onto, gradients))
+            return layer.pack([_added(a, b) for a, b in zip(layer.unpack(known), gradients, strict=True)], known)
+
+        def pack(gradients: Sequence[Gradient]) -> Vectors:
+            return layer.pack(_dense(gradients))
 
         def total(onto: Vectors, stored: Vectors) -> Vectors:
-            return tuple(a + b for a, b in zip(_computable(onto), _computable(stored), strict=True))
+            return tuple(a + b for a, b in zip(*_computable((onto, stored)), strict=True))
 
         def empty() -> Vectors:
             return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
 
         made = {
             "unpack": lambda: jax.jit(unpack, out_shardings=device),
-            "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=pinned),
-            "add": lambda: jax.jit(add, donate_argnums=1, out_shardings=pinned),
-            "sum": lambda: jax.jit(total, donate_argnums=0, out_shardings=host),
-            "empty": lambda: jax.jit(empty, out_shardings=pinned),
-            "pack": lambda: jax.jit(layer.pack, out_shardings=device),
+            "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=gathered),
+            "add": lambda: jax.jit(add, donate_argnums=1, out_shardings=gathered),
+            "sum": lambda: jax.jit(total, donate_argnums=0, out_shardings=gathered),
+            "empty": lambda: jax.jit(empty, out_shardings=gathered),
+            "pack": lambda: jax.jit(pack, out_shardings=device),
         }
         return made[name]()
 
 
-def _computable(vectors: Vectors) -> Vectors:
-    """Host vectors as operands within a jitted function; on a CPU this placement is free of copies."""
-    placed: Vectors = jax.device_put(vectors, jax.memory.Space.Device)
-    return placed
+def _computable(host: Any) -> Any:
+    """Host arrays as operands within a jitted function; on a CPU this placement is free of copies."""
+    return jax.device_put(host, jax.memory.Space.Device)
+
+
+def _dense(gradients: Sequence[Gradient]) -> list[jax.Array]:
+    return [g.dense() if isinstance(g, RowGradient) else g for g in gradients]
+
+
+def _added(known: jax.Array, gradient: Gradient) -> jax.Array:
+    return gradient.onto(known) if isinstance(gradient, RowGradient) else known + gradient
 
 
 def _delete(arrays: Sequence[jax.Array]) -> None:

@@ -6,15 +6,18 @@ loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments 
 from jaxferry.partition.build import layers_by_path, partition
 from jaxferry.partition.derivative import REMAT, Derivative, differentiate
 from jaxferry.partition.layout import Layer, Leaf
+from jaxferry.partition.rows import Gradient, RowGradient
 from jaxferry.partition.segments import Partition, Segment
 from jaxferry.partition.table import print_table, table
 
 __all__ = [
     "REMAT",
     "Derivative",
+    "Gradient",
     "Layer",
     "Leaf",
     "Partition",
+    "RowGradient",
     "Segment",
     "differentiate",
     "layers_by_path",

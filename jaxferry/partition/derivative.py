@@ -19,6 +19,7 @@ import jax
 
 from jaxferry.partition.graph import Atom, Equation, Graph, aval_bytes, evaluate, live_equations, trace
 from jaxferry.partition.residuals import is_cheap, values_to_keep
+from jaxferry.partition.rows import keep_rows
 from jaxferry.partition.segments import Segment
 
 REMAT = ("none", "full")
@@ -57,17 +58,31 @@ class Derivative:
     def backward(
         self, weights: Any, inputs: Any, passive: Any, outputs: Any, saved: Any, cotangents: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the gradients of the weights and the cotangents of the inputs.
+        """Returns the gradients of the weights (arrays, or `RowGradient`s of lookups) and the inputs' cotangents.
 
         `inputs`, `passive` and `outputs` hold only the values at `inputs_read`, `passive_read`, `outputs_read`; weights
         that are not read may be shape structs.
         """
         return self._backward(weights, inputs, passive, outputs, saved, cotangents)
 
+    def backward_arguments(self, graph: Graph) -> tuple[list[Any], ...]:
+        """Shape structs of what `backward` takes; `graph` is the one that the segment's values are numbered in."""
+        segment = self.segment
+        return (
+            _shapes(graph, segment.weights),
+            _shapes(graph, [segment.inputs[i] for i in self.inputs_read]),
+            _shapes(graph, [segment.passive[i] for i in self.passive_read]),
+            _shapes(graph, [segment.outputs[i] for i in self.outputs_read]),
+            list(self.saved),
+            _shapes(graph, segment.outputs),
+        )
+
 
 def differentiate(graph: Graph, segment: Segment, remat: str = "none") -> Derivative:
     """Builds the forward and the backward of `segment`; `remat` is one of `REMAT`."""
-    return _recomputing(segment) if remat == "full" else _keeping(segment, _linearise(graph, segment))
+    made = _recomputing(segment) if remat == "full" else _keeping(segment, _linearise(graph, segment))
+    sparse = keep_rows(made.backward, made.backward_arguments(graph))
+    return made if sparse is None else dataclasses.replace(made, _backward=sparse)
 
 
 def _pullback(segment: Segment, weights: Any, inputs: Any, passive: Any) -> tuple[list[Any], Any, list[Any]]:

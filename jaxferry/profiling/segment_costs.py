@@ -78,15 +78,7 @@ def _forward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
 
 
 def _backward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
-    segment = derivative.segment
-    return jax.make_jaxpr(derivative.backward)(
-        _shapes(graph, segment.weights),
-        _shapes(graph, [segment.inputs[index] for index in derivative.inputs_read]),
-        _shapes(graph, [segment.passive[index] for index in derivative.passive_read]),
-        _shapes(graph, [segment.outputs[index] for index in derivative.outputs_read]),
-        list(derivative.saved),
-        _shapes(graph, segment.outputs),
-    )
+    return jax.make_jaxpr(derivative.backward)(*derivative.backward_arguments(graph))
 
 
 def _shapes(graph: Graph, values: Any) -> list[jax.ShapeDtypeStruct]:

@@ -11,7 +11,7 @@ import rich.console
 
 import jaxferry
 import models
-from jaxferry.partition import differentiate, partition, print_table
+from jaxferry.partition import RowGradient, differentiate, partition, print_table
 from jaxferry.partition.graph import evaluate
 from jaxferry.partition.groups import group_leaves, leaf_paths
 from planned import train
@@ -47,7 +47,7 @@ def chained_gradients(parts, params, batch_leaves):
             [cotangents.get(v, jnp.zeros_like(values[v])) for v in s.outputs],
         )
         for v, gradient in zip(s.weights, own, strict=True):
-            gradients[v] += gradient
+            gradients[v] += gradient.dense() if isinstance(gradient, RowGradient) else gradient
         for v, cotangent in zip(s.inputs, into, strict=True):
             cotangents[v] = cotangents[v] + cotangent if v in cotangents else cotangent
     return values[parts.loss], [gradients[v] for v in graph.parameters]
@@ -298,3 +298,37 @@ def test_a_later_partition_keeps_the_layers_of_an_earlier_one():
     other = partition(task.loss_fn, task.params, (task.batch[:1, :5],), layers=first.layers)
     assert other.layers == first.layers
     assert all(a.layer <= b.layer for a, b in itertools.pairwise(other.segments[:-1]))
+
+
+def test_the_gradient_of_a_lookup_is_its_rows_and_adds_repeated_ones():
+    table = jax.random.normal(jax.random.key(0), (50, 4))
+    tokens = jnp.array([[3, 3, 7], [49, 3, 0]])
+
+    def loss_fn(params, batch):
+        return jnp.sin(jnp.take(params["table"], batch, axis=0) @ params["head"]).sum()
+
+    params = {"table": table, "head": jnp.ones((4, 3))}
+    parts = assert_same_derivative(loss_fn, params, tokens)
+    lookup = parts.segments[0]
+    derivative = differentiate(parts.graph, lookup)
+    kept = [[tokens][i] for i in derivative.passive_read]
+    (gradient,), _ = derivative.backward([table], [], kept, [], [], [jnp.ones((2, 3, 4))])
+    assert isinstance(gradient, RowGradient)
+    assert gradient.rows.size < table.size
+    counts = np.bincount(np.asarray(tokens).ravel(), minlength=50)
+    np.testing.assert_array_equal(gradient.dense(), np.repeat(counts[:, None], 4, axis=1))
+    np.testing.assert_array_equal(gradient.onto(table), np.asarray(table) + counts[:, None])
+
+
+def test_a_short_table_keeps_a_dense_gradient():
+    def loss_fn(params, batch):
+        return jnp.take(params["table"], batch, axis=0).sum() * params["scale"].sum()
+
+    params = {"scale": jnp.ones(2), "table": jnp.ones((3, 4))}
+    parts = assert_same_derivative(loss_fn, params, jnp.arange(12) % 3)
+    for segment in parts.segments:
+        gradients, _ = jax.eval_shape(
+            differentiate(parts.graph, segment).backward,
+            *differentiate(parts.graph, segment).backward_arguments(parts.graph),
+        )
+        assert not any(isinstance(gradient, RowGradient) for gradient in gradients)

@@ -1,0 +1,107 @@
+"""Gradients of lookups: the touched rows in place of a table that is zero but for them.
+
+The derivative of a lookup scatters a few rows into a table of zeros. That table need not exist on the device, nor cross
+the link: the indices and the rows do, and the host scatters them into the gradient that it has (MemFerry, section III:
+an embedding touches little of its table; the head of a tied table has sent a dense gradient long before).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.partition.graph import Equation, Graph, evaluate, live_equations, trace
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowGradient:
+    """A gradient that is zero but for rows.
+
+    Attributes:
+      indices: which rows, as the scatter takes them.
+      rows: what is added to each.
+      scatter: the equation that adds them to a table.
+      shape: the table's shape.
+      dtype: the table's dtype.
+    """
+
+    indices: Any
+    rows: Any
+    scatter: Equation = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: np.dtype = dataclasses.field(metadata={"static": True})
+
+    def onto(self, table: jax.Array) -> jax.Array:
+        """The table with the rows added; repeated rows add up."""
+        added: jax.Array = self.scatter.primitive.bind(table, self.indices, self.rows, **self.scatter.params)
+        return added
+
+    def dense(self) -> jax.Array:
+        """The gradient as a table."""
+        return self.onto(jnp.zeros(self.shape, self.dtype))
+
+
+Gradient = jax.Array | RowGradient
+
+
+def keep_rows(backward: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any] | None:
+    """The same backward with the gradients of lookups left as rows, or None if there are none.
+
+    Args:
+      backward: `(weights, *others) -> (weight gradients, input cotangents)`.
+      arguments: shape structs of its arguments.
+    """
+    graph = trace(backward, arguments[0], tuple(arguments[1:]), {})
+    num_weights = len(arguments[0])
+    scatters = {i: found for i in range(num_weights) if (found := _scatter_of_zeros(graph, i)) is not None}
+    if not scatters:
+        return None
+    atoms = [
+        atom
+        for i, output in enumerate(graph.outputs)
+        for atom in (scatters[i].inputs[1:] if i in scatters else [output])
+    ]
+    equations = live_equations(graph.equations, atoms)
+
+    def sparse(*given: Any) -> tuple[list[Any], list[Any]]:
+        values = dict(graph.constants)
+        values |= zip((*graph.parameters, *graph.batch), jax.tree.leaves(given), strict=True)
+        evaluate(equations, values)
+        results = [values[atom] if isinstance(atom, int) else atom.val for atom in atoms]
+        gradients: list[Any] = []
+        for i in range(num_weights):
+            scatter = scatters.get(i)
+            if scatter is None:
+                gradients.append(results.pop(0))
+            else:
+                aval = graph.avals[scatter.outputs[0]]
+                gradients.append(
+                    RowGradient(results.pop(0), results.pop(0), scatter, tuple(aval.shape), np.dtype(aval.dtype))
+                )
+        return gradients, results
+
+    return sparse
+
+
+def _scatter_of_zeros(graph: Graph, output: int) -> Equation | None:
+    """The equation that makes an output, if it scatters into a matrix of zeros fewer elements than that has."""
+    atom = graph.outputs[output]
+    made_by = {value: equation for equation in graph.equations for value in equation.outputs}
+    equation = made_by.get(atom) if isinstance(atom, int) else None
+    if equation is None or equation.primitive.name != "scatter-add" or len(equation.inputs) != 3:
+        return None
+    table, _, rows = equation.inputs
+    zeros = made_by.get(table) if isinstance(table, int) else None
+    if zeros is None or zeros.primitive.name != "broadcast_in_dim" or not isinstance(rows, int):
+        return None
+    filled = zeros.inputs[0]
+    if isinstance(filled, int) or np.any(np.asarray(filled.val)):
+        return None
+    is_smaller = graph.avals[rows].size < graph.avals[equation.outputs[0]].size
+    return equation if graph.avals[equation.outputs[0]].ndim == 2 and is_smaller else None
