@@ -311,8 +311,11 @@ def test_the_gradient_of_a_lookup_is_its_rows_and_adds_repeated_ones():
     parts = assert_same_derivative(loss_fn, params, tokens)
     lookup = parts.segments[0]
     derivative = differentiate(parts.graph, lookup)
-    kept = [[tokens][i] for i in derivative.passive_read]
-    (gradient,), _ = derivative.backward([table], [], kept, [], [], [jnp.ones((2, 3, 4))])
+    values = {**parts.graph.constants, parts.graph.batch[0]: tokens}
+    evaluate(parts.prelude, values)
+    passive = [values[lookup.passive[i]] for i in derivative.passive_read]
+    cotangent = jnp.ones(parts.graph.avals[lookup.outputs[0]].shape)
+    (gradient,), _ = derivative.backward([table], [], passive, [], [], [cotangent])
     assert isinstance(gradient, RowGradient)
     assert gradient.rows.size < table.size
     counts = np.bincount(np.asarray(tokens).ravel(), minlength=50)
