@@ -137,3 +137,16 @@ def check_unique(names: list[str]) -> None:
 def _show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def name_of_element(document: Any, index: int) -> tuple[str, str]:
+    """The name of an element of `layers`, and the words that errors about its other keys start with.
+
+    Raises:
+      InputError: if the element is no object or has no name.
+    """
+    where = f"layers[{index}]"
+    if not isinstance(document, Mapping):
+        raise InputError(f"{where} must be a JSON object, got {document!r}")
+    name = check_text(required(document, "name", where), "name", where)
+    return name, f'layer "{name}"'

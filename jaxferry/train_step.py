@@ -270,7 +270,7 @@ class TrainStep:
         saved = checkpoint.Checkpoint(
             step=state.step,
             params=dict(zip(path_names(self._params), map(np.asarray, state.masters()), strict=True)),
-            dictionary_paths=_dictionary_paths(self._params),
+            dictionary_paths=checkpoint.dictionary_paths(self._params),
             optimizer=state.optimizer_state(),
         )
         checkpoint.save(saved, os.fspath(path))
@@ -412,24 +412,3 @@ def _structure(tree: Any) -> Any:
     """What a partition depends on: the tree and the shapes and dtypes of its leaves."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
-
-
-def _dictionary_paths(params: Any) -> list[list[str]] | None:
-    """The keys of each leaf if the tree consists of dictionaries with string keys."""
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    keys = [[getattr(entry, "key", None) for entry in path] for path in paths]
-    tree: Any = jax.tree.structure(params)
-    is_plain = tree == jax.tree.structure(_nested(keys))
-    return [[str(key) for key in path] for path in keys] if is_plain else None
-
-
-def _nested(paths: Sequence[Sequence[Any]]) -> Any:
-    tree: dict[Any, Any] = {}
-    for path in paths:
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        if not path or not isinstance(path[-1], str):
-            return None
-        node[path[-1]] = 0
-    return tree

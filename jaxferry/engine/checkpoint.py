@@ -137,6 +137,27 @@ def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, An
             )
 
 
+def dictionary_paths(params: Any) -> list[list[str]] | None:
+    """The keys of each leaf if the tree consists of dictionaries with string keys."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    keys = [[getattr(entry, "key", None) for entry in path] for path in paths]
+    tree: Any = jax.tree.structure(params)
+    is_plain = tree == jax.tree.structure(_nested(keys))
+    return [[str(key) for key in path] for path in keys] if is_plain else None
+
+
+def _nested(paths: Sequence[Sequence[Any]]) -> Any:
+    tree: dict[Any, Any] = {}
+    for path in paths:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        if not path or not isinstance(path[-1], str):
+            return None
+        node[path[-1]] = 0
+    return tree
+
+
 def _is_checkpoint(path: pathlib.Path) -> bool:
     return (path / "about").is_dir() and (path / "arrays").is_dir()
 

@@ -30,6 +30,7 @@ from jaxferry.records import (
     check_text,
     check_unique,
     load_record,
+    name_of_element,
     required,
     write_json,
 )
@@ -81,11 +82,7 @@ class LayerPlan:
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
         """Reads one element of `layers`; `index` is its position, for errors about the name itself."""
-        where = f"layers[{index}]"
-        if not isinstance(document, Mapping):
-            raise InputError(f"{where} must be a JSON object, got {document!r}")
-        name = check_text(required(document, "name", where), "name", where)
-        where = f'layer "{name}"'
+        name, where = name_of_element(document, index)
         return cls(name, required(document, "mode", where), required(document, "gradient", where))
 
     def to_json(self) -> dict[str, str]:

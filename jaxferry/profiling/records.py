@@ -23,6 +23,7 @@ from jaxferry.records import (
     check_text,
     check_unique,
     load_record,
+    name_of_element,
     required,
     write_json,
 )
@@ -99,11 +100,7 @@ class LayerProfile:
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
         """Reads one element of `layers`; `index` is its position, for errors about the name itself."""
-        where = f"layers[{index}]"
-        if not isinstance(document, Mapping):
-            raise InputError(f"{where} must be a JSON object, got {document!r}")
-        name = check_text(required(document, "name", where), "name", where)
-        where = f'layer "{name}"'
+        name, where = name_of_element(document, index)
         values = {key: required(document, key, where) for key in (*_BYTES, *_SECONDS) if key not in _OPTIONAL}
         values |= {key: document[key] for key in _OPTIONAL if key in document}
         if "parameters" in document:
