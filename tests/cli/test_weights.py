@@ -133,7 +133,7 @@ def test_a_profile_without_a_budget_is_refused(profile_file: pathlib.Path) -> No
 
 
 def test_malformed_json_names_line_and_column(instance_file: pathlib.Path) -> None:
-    instance_file.write_text('{"weights": [5,\n]}')
+    instance_file.write_text('{"weights": [5,\n?]}')
     with pytest.raises(InputError, match=r"instance\.json, line 2, column 1"):
         run(instance_file)
 
