@@ -8,6 +8,7 @@ state, metrics = step(state, batch)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import warnings
@@ -156,6 +157,7 @@ class TrainStep:
         self._placement = make_placement(device)
         self._params: Any = None
         self._optimizer: HostOptimizer | None = None
+        self._layers: tuple[Layer, ...] | None = None
         self._prepared: dict[Any, Prepared] = {}
         self._evaluators: dict[Any, Evaluator] = {}
         self._has_warned = False
@@ -188,7 +190,8 @@ class TrainStep:
         Args:
           state: from `init`, `init_from`, `restore` or the last step; it is updated in place.
           *args: what the loss function takes beside the parameters, most often one batch.
-          **kwargs: keyword arguments of the loss function, such as a PRNG key for dropout.
+          **kwargs: keyword arguments of the loss function, such as a PRNG key for dropout. Booleans, strings and None
+            are handed through as they are; each combination is compiled once.
 
         Returns:
           The state, and metrics: `loss`; `grad_norm` (before clipping); `skipped` (whether `skip_nonfinite` left the
@@ -203,7 +206,7 @@ class TrainStep:
         prepared = self._arranged(state, args, kwargs)
         state.fill()
         number = state.step
-        result = prepared._executor.step(state, jax.tree.leaves((args, kwargs)))
+        result = prepared._executor.step(state, _leaves(args, kwargs))
         return state, self._metrics(number, prepared.partition, result)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
@@ -215,7 +218,7 @@ class TrainStep:
           *args: as the step is called with; arrays or shape structs.
           **kwargs: likewise.
         """
-        key = _structure((args, kwargs))
+        key = _structure(args, kwargs)
         if key not in self._prepared:
             self._prepared[key] = self._prepare(args, kwargs)
         return self._prepared[key]
@@ -246,13 +249,13 @@ class TrainStep:
           **kwargs: likewise.
         """
         self._check(state)
-        key = _structure((args, kwargs))
+        key = _structure(args, kwargs)
         if key not in self._evaluators:
-            self._evaluators[key] = Evaluator(self._partition(args, kwargs, state.layers), self._placement)
+            self._evaluators[key] = Evaluator(self._partition(args, kwargs), self._placement)
         evaluator = self._evaluators[key]
         state.arrange(evaluator.partition.layers)
         state.fill()
-        loss, aux = evaluator.run(state, jax.tree.leaves((args, kwargs)))
+        loss, aux = evaluator.run(state, _leaves(args, kwargs))
         tree = evaluator.partition.aux_tree
         return loss if tree is None else (loss, jax.tree.unflatten(tree, aux))
 
@@ -270,6 +273,7 @@ class TrainStep:
         saved = checkpoint.Checkpoint(
             step=state.step,
             params=dict(zip(path_names(self._params), map(np.asarray, state.masters()), strict=True)),
+            dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(self._params)],
             dictionary_paths=checkpoint.dictionary_paths(self._params),
             optimizer=state.optimizer_state(),
         )
@@ -302,7 +306,7 @@ class TrainStep:
         layers = layers_by_path(params, self._options.compute_dtype)
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         if self._optimizer is None or self._params != abstract:
-            self._params, self._prepared, self._evaluators = abstract, {}, {}
+            self._params, self._prepared, self._evaluators, self._layers = abstract, {}, {}, None
             dtypes = {leaf.index: leaf.master_dtype for layer in layers for leaf in layer.leaves}
             leaves, tree = jax.tree.flatten(abstract)
             masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
@@ -335,13 +339,17 @@ class TrainStep:
             raise StateError("this state belongs to another model or training step: restore it from a checkpoint")
         state.check()
 
-    def _partition(self, args: Any, kwargs: Any, layers: Sequence[Layer] | None) -> Partition:
-        dtype = self._options.compute_dtype
-        return partition(self._loss_fn, self._params, args, kwargs, compute_dtype=dtype, layers=layers)
+    def _partition(self, args: Any, kwargs: Mapping[str, Any]) -> Partition:
+        """The partition for these arguments; the first decides on the layers, the others keep them where they can."""
+        arrays, flags = _split(kwargs)
+        loss_fn, dtype = functools.partial(self._loss_fn, **flags), self._options.compute_dtype
+        parts = partition(loss_fn, self._params, args, arrays, compute_dtype=dtype, layers=self._layers)
+        self._layers = self._layers or parts.layers
+        return parts
 
     def _prepare(self, args: Any, kwargs: Any) -> Prepared:
-        options, known = self._options, next(iter(self._prepared.values()), None)
-        parts = self._partition(args, kwargs, known.partition.layers if known else None)
+        options = self._options
+        parts = self._partition(args, kwargs)
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
         programs = Programs(parts, derivatives, self._placement)
@@ -408,7 +416,19 @@ class TrainStep:
         return metrics
 
 
-def _structure(tree: Any) -> Any:
-    """What a partition depends on: the tree and the shapes and dtypes of its leaves."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
+def _split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments that are traced, and those that Python code decides by: booleans, strings and None."""
+    flags = {name: value for name, value in kwargs.items() if value is None or isinstance(value, bool | str)}
+    return {name: value for name, value in kwargs.items() if name not in flags}, flags
+
+
+def _leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    return jax.tree.leaves((args, _split(kwargs)[0]))
+
+
+def _structure(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a partition depends on: the tree, the shapes and dtypes of its leaves, and the flags."""
+    arrays, flags = _split(kwargs)
+    leaves, structure = jax.tree.flatten((args, arrays))
+    kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
+    return structure, kinds, tuple(sorted(flags.items(), key=repr))

@@ -435,3 +435,48 @@ def test_a_policy_plans_with_the_given_profile_and_checks_that_it_fits_the_model
     other = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), policy="memferry", profile=path)
     with pytest.raises(jaxferry.InputError, match="the profile is for another model"):
         train(other, task, 1)
+
+
+def test_flags_are_handed_through_and_python_numbers_are_traced():
+    def loss_fn(params, batch, scale, train=False, kind="sum"):
+        assert isinstance(train, bool) and isinstance(kind, str)
+        y = (params["w"] * batch).sum() if kind == "sum" else (params["w"] * batch).mean()
+        return y * scale * (2 if train else 1)
+
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.0))
+    state = step.init({"w": np.ones(4, np.float32)})
+    state, metrics = step(state, jnp.ones(4), 3.0, train=True)
+    assert metrics["loss"] == 24
+    state, metrics = step(state, jnp.ones(4), 5.0, train=True, kind="mean")
+    assert metrics["loss"] == 10
+    assert step.evaluate(state, jnp.ones(4), 2) == 8
+
+
+def test_evaluating_first_does_not_make_the_state_change_its_layers_back_and_forth():
+    table = {"word": {"embedding": np.ones((50, 4), np.float32)}, "norm": {"scale": np.ones(4, np.float32)}}
+    params = {"embeddings": table, "head": {"kernel": np.ones((4, 50), np.float32) / 50}}
+
+    def loss_fn(params, tokens):
+        x = jnp.take(params["embeddings"]["word"]["embedding"], tokens, axis=0) * params["embeddings"]["norm"]["scale"]
+        return (x @ params["head"]["kernel"]).var()
+
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    state = step.init(params)
+    step.evaluate(state, jnp.arange(6))
+    layers = state.layers
+    assert [layer.name for layer in layers] == ["embeddings/word", "embeddings", "head"]
+    state, _ = step(state, jnp.arange(9))
+    step.evaluate(state, jnp.arange(6))
+    assert state.layers is layers
+
+
+def test_a_16_bit_model_is_restored_as_one(tmp_path, gpt):
+    half = models.Task(gpt.loss_fn, jax.tree.map(lambda x: x.astype(jnp.bfloat16), gpt.params), gpt.batch)
+    step = jaxferry.train_step(half.loss_fn, optax.sgd(0.1))
+    state, _ = train(step, half, 1)
+    step.save(state, tmp_path / "saved")
+    fresh = jaxferry.train_step(half.loss_fn, optax.sgd(0.1))
+    restored, again = fresh(fresh.restore(tmp_path / "saved"), half.batch)
+    state, metrics = step(state, half.batch)
+    assert float(again["loss"]) == float(metrics["loss"])
+    assert {v.dtype for vectors in restored.vectors for v in vectors} == {jnp.dtype("bfloat16")}

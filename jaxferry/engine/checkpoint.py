@@ -28,17 +28,19 @@ class Checkpoint:
     Attributes:
       step: number of steps taken.
       params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree.
+      dtypes: the dtypes that the model's own parameters have, in the same order.
       dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
       optimizer: leaves of the optimizer's state by path.
     """
 
     step: int
     params: Mapping[str, np.ndarray]
+    dtypes: Sequence[str]
     dictionary_paths: Sequence[Sequence[str]] | None
     optimizer: Mapping[str, Any]
 
     def dictionary(self) -> Any:
-        """The parameters as nested dictionaries.
+        """Shapes and dtypes of the model's parameters as nested dictionaries.
 
         Raises:
           CheckpointError: if their tree had other containers.
@@ -49,11 +51,11 @@ class Checkpoint:
                 "of the same structure (shapes are enough, as from jax.eval_shape)"
             )
         tree: dict[str, Any] = {}
-        for keys, array in zip(self.dictionary_paths, self.params.values(), strict=True):
+        for keys, array, dtype in zip(self.dictionary_paths, self.params.values(), self.dtypes, strict=True):
             node = tree
             for key in keys[:-1]:
                 node = node.setdefault(key, {})
-            node[keys[-1]] = array
+            node[keys[-1]] = jax.ShapeDtypeStruct(array.shape, jax.numpy.dtype(dtype))
         return tree
 
 
@@ -72,6 +74,7 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
         "format": _FORMAT,
         "step": checkpoint.step,
         "params": _describe(checkpoint.params),
+        "dtypes": list(checkpoint.dtypes),
         "dictionary_paths": checkpoint.dictionary_paths,
         "optimizer": _describe({n: _plain(leaf) for n, leaf in checkpoint.optimizer.items()}),
         "optimizer_keys": {name: str(jax.random.key_impl(checkpoint.optimizer[name])) for name in keys},
@@ -116,7 +119,8 @@ def load(path: str | pathlib.Path) -> Checkpoint:
     optimizer = _named(about["optimizer"], arrays["optimizer"])
     for name, kind in about["optimizer_keys"].items():
         optimizer[name] = jax.random.wrap_key_data(optimizer[name], impl=kind)
-    return Checkpoint(about["step"], _named(about["params"], arrays["params"]), about["dictionary_paths"], optimizer)
+    params = _named(about["params"], arrays["params"])
+    return Checkpoint(about["step"], params, about["dtypes"], about["dictionary_paths"], optimizer)
 
 
 def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
