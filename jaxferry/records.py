@@ -32,6 +32,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except json.JSONDecodeError as error:
         place = f"{os.fspath(path)}, line {error.lineno}, column {error.colno}"
         raise InputError(f"malformed JSON in {place}: {error.msg}") from error
+    except ValueError as error:
+        raise InputError(f"malformed JSON in {os.fspath(path)}: {str(error).split(';')[0]}") from error
     except RecursionError as error:
         raise InputError(f"malformed JSON in {os.fspath(path)}, line 1, column 1: nested too deeply") from error
 
@@ -105,7 +107,7 @@ def check_bytes(value: Any, key: str, where: str) -> int:
 
 def check_share(value: Any, key: str) -> float:
     """Returns the value as a float if it is a number in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= 1:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise InputError(f"{key} must lie in [0, 1], got {_show(value)}")
     return float(value)
 

@@ -311,6 +311,7 @@ class TrainStep:
             leaves, tree = jax.tree.flatten(abstract)
             masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
             self._optimizer = HostOptimizer(self._optax, tree, masters, self._placement, self._options.clip_norm)
+            self._optimizer.check_parts(layers)
         return layers
 
     def _host_optimizer(self) -> HostOptimizer:

@@ -480,3 +480,88 @@ def test_a_16_bit_model_is_restored_as_one(tmp_path, gpt):
     state, metrics = step(state, half.batch)
     assert float(again["loss"]) == float(metrics["loss"])
     assert {v.dtype for vectors in restored.vectors for v in vectors} == {jnp.dtype("bfloat16")}
+
+
+def conv_net():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for features in (4, 8):
+                x = nn.max_pool(nn.relu(nn.Conv(features, (3, 3))(x)), (2, 2), (2, 2))
+            return nn.Dense(10)(x.reshape(x.shape[0], -1))
+
+    return Net(), (2, 16, 16, 3)
+
+
+def recurrent_net():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(nn.RNN(nn.OptimizedLSTMCell(8))(nn.Dense(8)(x)))
+
+    return Net(), (2, 5, 8)
+
+
+def scanned_net():
+    class Body(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.Dense(8)(jnp.tanh(nn.Dense(16)(x))), None
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(Body, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            return nn.Dense(2)(scan()(nn.Dense(8)(x), None)[0])
+
+    return Net(), (2, 5, 8)
+
+
+def shared_net():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            shared, other = nn.Dense(8, name="shared"), nn.Dense(8, name="other")
+            for _ in range(3):
+                x = jnp.tanh(other(jnp.tanh(shared(x)))) + x
+            return x
+
+    return Net(), (2, 5, 8)
+
+
+def encoder_decoder():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            e, d = x, 0.5 * x
+            for i in range(2):
+                e = e + nn.MultiHeadDotProductAttention(2, name=f"encode_{i}")(e, e)
+            for i in range(2):
+                d = d + nn.MultiHeadDotProductAttention(2, name=f"cross_{i}")(d, e)
+            return nn.Dense(4)(d)
+
+    return Net(), (2, 5, 8)
+
+
+@pytest.mark.parametrize("make", [conv_net, recurrent_net, scanned_net, shared_net, encoder_decoder])
+def test_models_of_many_kinds_train_as_plain_optax_does_under_mixed_plans(make):
+    model, shape = make()
+    x = jax.random.normal(jax.random.key(0), shape)
+    params = model.init(jax.random.key(1), x)["params"]
+    task = models.Task(lambda p, batch: (model.apply({"params": p}, batch) ** 2).mean(), params, x)
+    _, expected = models.plain_loop(task, optax.sgd(0.01, 0.9), 5)
+    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.01, 0.9), plan=plan_of(task, MIXED))
+    _, losses = train(step, task, 5)
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+
+
+@pytest.mark.parametrize("params", [jnp.ones((8, 2)), [jnp.ones((8, 2)), jnp.ones((8, 3))], {"w": jnp.float32(1)}])
+def test_parameters_may_be_any_tree_down_to_a_single_array(params):
+    task = models.Task(
+        lambda p, b: sum(jnp.tanh(b.sum() * w).sum() for w in jax.tree.leaves(p)), params, jnp.ones(8) / 9
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, losses = train(jaxferry.train_step(task.loss_fn, optax.adam(0.01)), task, 3)
+    np.testing.assert_allclose(losses, models.plain_loop(task, optax.adam(0.01), 3)[1], rtol=LOSS_RTOL)
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)

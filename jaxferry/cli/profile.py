@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax.numpy as jnp
+import rich.markup
 import rich.table
 import typer
 
@@ -119,6 +120,7 @@ def _print(made: Profile) -> None:
         sizes = [layer.param_bytes / 2**20, layer.activation_bytes / 2**20]
         times_s = [layer.load_s, layer.forward_s, layer.forward_dha_s, layer.backward_s, layer.backward_dha_s]
         times_s += [layer.backward_go_s, layer.update_s]
-        table.add_row(layer.name, *(f"{number:.3g}" for number in (*sizes, *(1e3 * time for time in times_s))))
+        name = rich.markup.escape(layer.name)
+        table.add_row(name, *(f"{number:.3g}" for number in (*sizes, *(1e3 * time for time in times_s))))
     note = f"Estimated for {made.machine['name']}: nothing was measured. Sizes in MiB, times in ms."
     print_report(note, "", table)

@@ -92,10 +92,17 @@ class HostOptimizer:
             if content is not None and content in checked:
                 continue
             checked.add(content)
-            if content is None or content != part_content(self._optimizer, self._tree, self.avals, leaves):
+            if content is None or content != self._part_content(leaves):
                 self.is_joint = True
                 warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {layer.name!r})"), stacklevel=4)
                 break
+
+    def _part_content(self, leaves: Sequence[int]) -> Any:
+        """What the update of a part alone does; None where the optimizer takes no part (a mask given whole)."""
+        try:
+            return part_content(self._optimizer, self._tree, self.avals, leaves)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
 
     def units_of(self, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """The layers and leaves of each unit."""

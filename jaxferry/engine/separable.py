@@ -112,7 +112,7 @@ def _makers(graph: Graph) -> dict[int, Equation]:
 
 def _content(graph: Graph, made_by: Mapping[int, Equation], inputs: Sequence[int], outputs: Sequence[Any]) -> Any:
     equations = _in_order_of_need(made_by, outputs)
-    read = {value for equation in equations for value in equation.reads}
+    read = {value for equation in equations for value in equation.reads} | {v for v in outputs if isinstance(v, int)}
     constants = [value for value in graph.constants if value in read]
     canonical = Canonical()
     content = canonical.equations(equations, (*inputs, *constants), outputs, graph.avals)
@@ -140,6 +140,8 @@ def _in_order_of_need(made_by: Mapping[int, Equation], outputs: Sequence[Any]) -
 
 def _owner(name: str, names: dict[str, int]) -> int:
     """The parameter that a leaf of the state belongs to: the one whose path ends the leaf's path."""
+    if "" in names:
+        return 0  # the tree is a single array
     for start in range(len(name)):
         if name[start:] in names:
             return names[name[start:]]

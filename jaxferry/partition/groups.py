@@ -44,7 +44,7 @@ def leaf_paths(params: Any) -> list[Path]:
     paths = []
     for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0]:
         path = tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
-        paths.append(path[:-1] if len(path) > 1 and path[-1] in _WRAPPERS else path)
+        paths.append(path[:-1] if len(path) > 1 and path[-1] in _WRAPPERS else path or ("params",))
     return paths
 
 

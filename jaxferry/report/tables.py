@@ -2,6 +2,7 @@
 
 import itertools
 
+import rich.markup
 from rich.table import Table
 
 from jaxferry.plan.records import Plan
@@ -16,7 +17,7 @@ def plan_table(plan: Plan) -> Table:
     for (mode, gradient), run in itertools.groupby(plan.layers, key=lambda layer: (layer.mode, layer.gradient)):
         names = [layer.name for layer in run]
         span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        table.add_row(span, str(len(names)), mode.value, gradient.value)
+        table.add_row(rich.markup.escape(span), str(len(names)), mode.value, gradient.value)
     return table
 
 

@@ -1,15 +1,18 @@
 """`jaxferry plan`."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
 
+from jaxferry.cli import main
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
+from profiles import transformer
 
 
 @pytest.mark.parametrize("policy", policies())
@@ -99,3 +102,13 @@ def test_modules_run_as_programs(module, profile):
     assert json.loads(done.stdout)["policy"] == "memferry"
     done = subprocess.run([*command, "--nonsense"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_names_in_brackets_are_printed_as_they_are(tmp_path, capsys):
+    layers = tuple(dataclasses.replace(layer, name=f"h[{i}]") for i, layer in enumerate(transformer(4).layers))
+    path = tmp_path / "profile.json"
+    Profile({}, tuple(dataclasses.replace(layer, parameters=layer.name) for layer in layers)).save(path)
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", str(path), "--policy", "memferry"])
+    assert caught.value.code == 0
+    assert "h[0]" in capsys.readouterr().out

@@ -21,6 +21,8 @@ SEPARABLE = {
     "lion": optax.lion(1e-3),
     "lamb": optax.lamb(1e-2),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=16),
+    "muon": optax.contrib.muon(1e-2),
+    "ema": optax.chain(optax.ema(0.9), optax.sgd(0.1)),
     "rmsprop": optax.rmsprop(1e-2),
     "by value": optax.chain(optax.clip(0.01), optax.sgd(0.1)),
     "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2, eps=1e-3),
@@ -33,6 +35,7 @@ JOINT = {
     "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
     "noise": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1)),
     "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "accumulation": optax.MultiSteps(optax.sgd(0.1), 2),
 }
 
 
@@ -69,6 +72,16 @@ def test_an_optimizer_that_mixes_leaves_is_found_and_run_jointly_with_a_warning(
     assert len(state.units) == 1
     for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-5)
+
+
+def test_a_mask_given_as_a_whole_tree_makes_the_optimizer_joint(gpt):
+    mask = jax.tree.map(lambda p: p.ndim > 1, gpt.params)
+    optimizer = optax.chain(optax.masked(optax.scale(0.5), mask), optax.sgd(0.1))
+    losses = models.plain_loop(gpt, optimizer, 3)[1]
+    with pytest.warns(UserWarning, match="overlap"):
+        state, ours = train(jaxferry.train_step(gpt.loss_fn, optimizer), gpt, 3)
+    assert len(state.units) == 1
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", SEPARABLE)

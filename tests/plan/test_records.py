@@ -94,3 +94,8 @@ def test_a_plan_names_the_first_layer_in_which_a_profile_differs():
     renamed = Plan("x", 1.0, (*plan.layers[:3], LayerPlan("other", Mode.DHA), *plan.layers[4:]))
     with pytest.raises(InputError, match='another profile: layer 3 is "other" in the plan and "norm3"'):
         renamed.check_profile(profile)
+
+
+def test_a_reserve_factor_beyond_any_float_is_refused():
+    with pytest.raises(InputError, match=r"reserve_factor must lie in \[0, 1\]"):
+        Plan("test", 10**400, (LayerPlan("a", "GFGB"),))

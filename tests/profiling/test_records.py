@@ -120,3 +120,10 @@ def test_host_gradient_and_host_parameters_cost_the_sum_of_both_detours():
     assert layer.backward_for(by_dha=True, to_host=False) == 3
     assert layer.backward_for(by_dha=False, to_host=True) == 5
     assert layer.backward_for(by_dha=True, to_host=True) == 6
+
+
+def test_numbers_with_more_digits_than_python_reads_are_malformed(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text('{"format": ' + "9" * 5000 + "}")
+    with pytest.raises(InputError, match=r"malformed JSON in .*bad\.json"):
+        Profile.load(path)
