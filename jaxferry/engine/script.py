@@ -123,7 +123,7 @@ def _frees(
                 *(segment.outputs[i] for i in derivative.outputs_read),
             )
         last |= {value: place for value in read if value in made}
-    kept = {partition.loss, *partition.aux}
+    kept = {partition.loss, *(atom for atom in partition.aux if isinstance(atom, int))}
     frees: dict[int, list[int]] = {}
     for value, place in last.items():
         if value not in kept:

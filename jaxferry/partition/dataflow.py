@@ -74,7 +74,10 @@ def _views(
 ) -> tuple[dict[int, Equation], dict[int, frozenset[int]]]:
     views: dict[int, Equation] = {}
     leaves = {value: frozenset([index]) for index, value in enumerate(graph.parameters)}
+    returned = {atom for atom in graph.outputs if isinstance(atom, int)}
     for equation in graph.equations:
+        if not returned.isdisjoint(equation.outputs):
+            continue
         sources = [value for value in equation.reads if value not in graph.constants]
         if not all(value in views or value in leaves for value in sources) or not batch.isdisjoint(equation.outputs):
             continue
