@@ -582,3 +582,18 @@ def test_aux_may_hold_constants_nothing_and_the_batch_itself(gpt):
     np.testing.assert_array_equal(aux["more"][1], np.zeros(2))
     assert aux["more"][2].shape == (32,)
     assert step.evaluate(state, gpt.batch)[1]["number"] == 1.5
+
+
+def test_effects_run_once_a_step(gpt):
+    seen = []
+
+    def loss_fn(params, batch):
+        jax.debug.callback(lambda total: seen.append(int(total)), batch.sum())
+        return gpt.loss_fn(params, batch)
+
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    state = step.init(gpt.params)
+    for _ in range(2):
+        state, _ = step(state, gpt.batch)
+    jax.effects_barrier()
+    assert seen == [int(gpt.batch.sum())] * 2

@@ -50,7 +50,7 @@ def analyse(graph: Graph, group_of_leaf: Mapping[int, int]) -> Dataflow:
     batch, active = _dependences(graph)
     views, leaves = _views(graph, batch, group_of_leaf)
     viewed = set(views)
-    rest = [equation for equation in graph.equations if not viewed.issuperset(equation.outputs)]
+    rest = [e for e in graph.equations if e.has_effects or not viewed.issuperset(e.outputs)]
     prelude = _prelude(graph, rest, active, views)
     hoisted = {id(equation) for equation in prelude}
     main = [equation for equation in rest if id(equation) not in hoisted]
