@@ -1,0 +1,78 @@
+// What a checked call of an operation asks for: plain pointers and sizes, for kernels that know no XLA types.
+//
+// Pointers into host vectors stand at the call's offset already. Sizes count elements unless they say bytes.
+#ifndef JAXFERRY_COMMON_CALLS_H_
+#define JAXFERRY_COMMON_CALLS_H_
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "common/dtypes.h"
+
+namespace jaxferry {
+
+// Rows of a table `[rows, columns]`; a row of NaN for an index outside [0, rows).
+struct Gather {
+  Dtype dtype;
+  const void* table;
+  const int32_t* indices;
+  void* result;
+  int64_t num_indices, rows, columns;
+};
+
+enum class Method { kBySize = 0, kPanels = 1, kDirect = 2 };
+
+// y[m, n] = x[m, k] @ w, for w[k, n], or w[n, k] if transposed.
+struct Matmul {
+  Dtype x_dtype, w_dtype, y_dtype;
+  const void* x;
+  const void* w;
+  void* y;
+  void* scratch;
+  int64_t scratch_bytes, m, k, n;
+  bool transpose;
+  Method method;
+};
+
+// destination = (or, to accumulate, +=) x.T @ dy of shape [k, n], or dy.T @ x of shape [n, k] if transposed.
+struct MatmulGradient {
+  Dtype dtype, destination_dtype;
+  const void* x;
+  const void* dy;
+  void* destination;
+  void* scratch;
+  int64_t scratch_bytes, m, k, n;
+  bool transpose, accumulate;
+  std::optional<Dtype> round_to;
+};
+
+// destination = (or +=) gradient.
+struct Store {
+  Dtype dtype, destination_dtype;
+  const void* gradient;
+  void* destination;
+  int64_t size;
+  bool accumulate;
+};
+
+// A stretch of bytes to copy, or to add to what is there: numbers of dtype `add`, in fp32.
+struct Copy {
+  const void* source;
+  void* destination;
+  int64_t bytes;
+  std::optional<Dtype> add;
+};
+
+// Bytes that somebody waits for.
+struct Range {
+  const void* data;
+  int64_t bytes;
+};
+
+using Copies = std::vector<Copy>;
+using Ranges = std::vector<Range>;
+
+}  // namespace jaxferry
+
+#endif  // JAXFERRY_COMMON_CALLS_H_

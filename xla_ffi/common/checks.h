@@ -1,0 +1,67 @@
+// Turns what XLA hands to an operation into a checked call, with the same errors on each platform: one line that names
+// the operation, the argument, and the shapes.
+#ifndef JAXFERRY_COMMON_CHECKS_H_
+#define JAXFERRY_COMMON_CHECKS_H_
+
+#include <cstdint>
+#include <exception>
+#include <string>
+
+#include "common/calls.h"
+#include "xla/ffi/api/ffi.h"
+
+#define JAXFERRY_RETURN_IF_ERROR(expression)                            \
+  do {                                                                  \
+    if (::xla::ffi::Error error_ = (expression); error_.failure()) {    \
+      return error_;                                                    \
+    }                                                                   \
+  } while (false)
+
+namespace jaxferry {
+
+namespace ffi = xla::ffi;
+
+using Integers = ffi::Span<const int64_t>;
+
+// "float32[3,4]", for errors.
+std::string Describe(const ffi::AnyBuffer& buffer);
+
+// An error of an operation: "dha_gather: MESSAGE".
+ffi::Error Invalid(const char* operation, const std::string& message);
+
+ffi::Error CheckGather(ffi::AnyBuffer table, ffi::AnyBuffer indices, ffi::AnyBuffer result, int64_t offset,
+                       int64_t rows, int64_t columns, Gather* call);
+
+ffi::Error CheckMatmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scratch, ffi::AnyBuffer y, int64_t offset,
+                       int64_t k, int64_t n, int64_t transpose, int64_t method, Matmul* call);
+
+ffi::Error CheckMatmulGradient(ffi::AnyBuffer destination, ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::AnyBuffer scratch,
+                               ffi::AnyBuffer result, int64_t offset, int64_t k, int64_t n, int64_t transpose,
+                               int64_t accumulate, int64_t round_to, MatmulGradient* call);
+
+ffi::Error CheckRead(ffi::AnyBuffer vector, ffi::RemainingRets results, Integers offsets, Copies* copies);
+
+ffi::Error CheckStore(ffi::AnyBuffer destination, ffi::AnyBuffer gradient, ffi::AnyBuffer result, int64_t offset,
+                      int64_t accumulate, Store* call);
+
+ffi::Error CheckFerryLoad(ffi::RemainingArgs arguments, ffi::RemainingRets results, Integers vectors, Integers offsets,
+                          Copies* copies);
+
+ffi::Error CheckFerryStore(ffi::RemainingArgs arguments, ffi::AnyBuffer result, Integers offsets, int64_t accumulate,
+                           Copies* copies);
+
+ffi::Error CheckFerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets results, Ranges* ranges);
+
+// Runs a handler's body; what it throws (no memory, no thread) becomes an error.
+template <typename Body>
+ffi::Error Guarded(const char* operation, Body&& body) {
+  try {
+    return body();
+  } catch (const std::exception& exception) {
+    return ffi::Error::Internal(std::string(operation) + ": " + exception.what());
+  }
+}
+
+}  // namespace jaxferry
+
+#endif  // JAXFERRY_COMMON_CHECKS_H_

@@ -1,0 +1,34 @@
+// Everything that a library exports: the same names for each platform (README.md says what each one does).
+#ifndef JAXFERRY_COMMON_EXPORTS_H_
+#define JAXFERRY_COMMON_EXPORTS_H_
+
+#include "xla/ffi/api/c_api.h"
+
+#define JAXFERRY_ABI 1
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+XLA_FFI_Error* jaxferry_scratch(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_dha_gather(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_dha_matmul(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_dha_read(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_gradient_store(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_dha_matmul_gradient(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_ferry_load(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_ferry_store(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_ferry_wait(XLA_FFI_CallFrame*);
+
+const char* jaxferry_build_info();
+int jaxferry_abi();
+void jaxferry_ferry_synchronize();
+
+// The CPU's library alone.
+void jaxferry_ferry_set_bandwidth(int direction, double bytes_per_s);
+void jaxferry_ferry_set_delay(double seconds, unsigned seed);
+void jaxferry_set_blas(void* sgemm);
+
+}  // extern "C"
+#pragma GCC visibility pop
+
+#endif  // JAXFERRY_COMMON_EXPORTS_H_
