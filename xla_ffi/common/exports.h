@@ -7,6 +7,8 @@
 #define JAXFERRY_ABI 1
 
 #pragma GCC visibility push(default)
+
+namespace jaxferry {
 extern "C" {
 
 XLA_FFI_Error* jaxferry_scratch(XLA_FFI_CallFrame*);
@@ -19,6 +21,11 @@ XLA_FFI_Error* jaxferry_ferry_load(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_store(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_wait(XLA_FFI_CallFrame*);
 
+}  // extern "C"
+}  // namespace jaxferry
+
+extern "C" {
+
 const char* jaxferry_build_info();
 int jaxferry_abi();
 void jaxferry_ferry_synchronize();
@@ -29,6 +36,7 @@ void jaxferry_ferry_set_delay(double seconds, unsigned seed);
 void jaxferry_set_blas(void* sgemm);
 
 }  // extern "C"
+
 #pragma GCC visibility pop
 
 #endif  // JAXFERRY_COMMON_EXPORTS_H_

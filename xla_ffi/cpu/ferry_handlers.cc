@@ -1,0 +1,65 @@
+// Handlers that queue copies, and one that ends when those of its arguments have.
+#include <utility>
+
+#include "common/checks.h"
+#include "common/exports.h"
+#include "cpu/ferry.h"
+
+namespace jaxferry {
+
+static ffi::Error Push(const char* operation, Direction direction, Copies copies) {
+  if (Ferry::Get().queue(direction).Push(std::move(copies))) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kCancelled, std::string(operation) + ": the process is about to exit");
+}
+
+static ffi::Error FerryLoad(ffi::RemainingArgs arguments, ffi::RemainingRets results, Integers vectors,
+                            Integers offsets) {
+  return Guarded("ferry_load", [&] {
+    Copies copies;
+    JAXFERRY_RETURN_IF_ERROR(CheckFerryLoad(arguments, results, vectors, offsets, &copies));
+    return Push("ferry_load", kLoad, std::move(copies));
+  });
+}
+
+static ffi::Error FerryStore(ffi::RemainingArgs arguments, ffi::Result<ffi::AnyBuffer> result, Integers offsets,
+                             int64_t accumulate) {
+  return Guarded("ferry_store", [&] {
+    Copies copies;
+    JAXFERRY_RETURN_IF_ERROR(CheckFerryStore(arguments, *result, offsets, accumulate, &copies));
+    return Push("ferry_store", kStore, std::move(copies));
+  });
+}
+
+static ffi::Future FerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets results) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  const ffi::Error error = Guarded("ferry_wait", [&] {
+    Ranges ranges;
+    JAXFERRY_RETURN_IF_ERROR(CheckFerryWait(arguments, results, &ranges));
+    Ferry::Get().CallWhenDone(ranges, [promise]() mutable { promise.SetAvailable(); });
+    return ffi::Error::Success();
+  });
+  if (error.failure()) promise.SetError(error);
+  return future;
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_load, FerryLoad,
+                              ffi::Ffi::Bind()
+                                  .RemainingArgs()  // host vectors, then device arrays
+                                  .RemainingRets()  // device arrays
+                                  .Attr<Integers>("vectors")
+                                  .Attr<Integers>("offsets"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_store, FerryStore,
+                              ffi::Ffi::Bind()
+                                  .RemainingArgs()        // device arrays, then a host vector
+                                  .Ret<ffi::AnyBuffer>()  // host vector
+                                  .Attr<Integers>("offsets")
+                                  .Attr<int64_t>("accumulate"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_ferry_wait, FerryWait,
+                              ffi::Ffi::Bind()
+                                  .RemainingArgs()    // arrays
+                                  .RemainingRets());  // the same
+
+}  // namespace jaxferry

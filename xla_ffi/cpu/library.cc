@@ -1,0 +1,55 @@
+// What the library says of itself, its settings, and the scratch.
+#include "common/checks.h"
+#include "common/exports.h"
+#include "cpu/blas.h"
+#include "cpu/ferry.h"
+
+#define JAXFERRY_QUOTE_(text) #text
+#define JAXFERRY_QUOTE(text) JAXFERRY_QUOTE_(text)
+
+#ifndef JAXFERRY_JAXLIB_VERSION
+#define JAXFERRY_JAXLIB_VERSION "unknown"
+#endif
+
+#ifdef __clang__
+#define JAXFERRY_COMPILER __VERSION__
+#else
+#define JAXFERRY_COMPILER "GCC " __VERSION__
+#endif
+
+namespace jaxferry {
+
+static ffi::Error Scratch(ffi::Result<ffi::AnyBuffer> scratch) {
+  if (scratch->element_type() == ffi::DataType::U8) return ffi::Error::Success();
+  return Invalid("scratch", "the result must be uint8, got " + Describe(*scratch));
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_scratch, Scratch, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
+
+}  // namespace jaxferry
+
+const char* jaxferry_build_info() {
+  return "{\"platform\": \"cpu\", \"compiler\": \"" JAXFERRY_COMPILER "\", \"jaxlib\": \"" JAXFERRY_JAXLIB_VERSION
+         "\", \"ffi_major\": " JAXFERRY_QUOTE(XLA_FFI_API_MAJOR) ", \"ffi_minor\": " JAXFERRY_QUOTE(
+             XLA_FFI_API_MINOR) "}";
+}
+
+int jaxferry_abi() { return JAXFERRY_ABI; }
+
+void jaxferry_ferry_synchronize() { jaxferry::Ferry::Get().Synchronize(); }
+
+void jaxferry_ferry_set_bandwidth(int direction, double bytes_per_s) {
+  if (direction != jaxferry::kLoad && direction != jaxferry::kStore) return;
+  jaxferry::Ferry::Settings(static_cast<jaxferry::Direction>(direction)).bytes_per_s = bytes_per_s;
+}
+
+void jaxferry_ferry_set_delay(double seconds, unsigned seed) {
+  for (jaxferry::Direction direction : {jaxferry::kLoad, jaxferry::kStore}) {
+    jaxferry::LinkSettings& settings = jaxferry::Ferry::Settings(direction);
+    settings.delay_s = seconds;
+    settings.seed = seed + direction;
+    ++settings.num_seeds;
+  }
+}
+
+void jaxferry_set_blas(void* sgemm) { jaxferry::SetBlas(sgemm); }
