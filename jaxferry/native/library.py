@@ -1,0 +1,249 @@
+"""Finds, checks, loads and registers the native libraries.
+
+    status, is_available, library
+      | first call for a platform
+    folders (paths.py) --newest first--> inspect: contract, FFI version --> register the targets with XLA
+
+A library that XLA will not take must not be registered: the whole backend would fail to start.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jaxlib.version
+from scipy.linalg import cython_blas
+
+from jaxferry.errors import InputError, StateError
+from jaxferry.native.paths import FILE_NAMES, library_directories
+
+ABI = 1
+
+TARGETS = (
+    "jaxferry_scratch",
+    "jaxferry_dha_gather",
+    "jaxferry_dha_matmul",
+    "jaxferry_dha_read",
+    "jaxferry_gradient_store",
+    "jaxferry_dha_matmul_gradient",
+    "jaxferry_ferry_load",
+    "jaxferry_ferry_store",
+    "jaxferry_ferry_wait",
+)
+
+DIRECTIONS = ("load", "store")
+
+_PLATFORMS = {"cpu": "cpu", "gpu": "CUDA", "cuda": "CUDA"}
+_REMEDY = "build it with `jaxferry build-native`"
+_lock = threading.RLock()
+_warned: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class LibraryStatus:
+    """Whether a platform's library can be used.
+
+    Attributes:
+      platform: XLA's name of the platform, "cpu" or "CUDA".
+      path: the library's file, or None where there is none.
+      is_available: whether it can be used.
+      message: one line: how it was built, or why it cannot be used and what to do.
+      build_info: what the library says of itself; empty where it says nothing.
+    """
+
+    platform: str
+    path: pathlib.Path | None
+    is_available: bool
+    message: str
+    build_info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class NativeLibrary:
+    """A loaded library: its functions that are no operations."""
+
+    def __init__(self, platform: str, functions: ctypes.CDLL):
+        self.platform = platform
+        self._functions = functions
+
+    def synchronize(self) -> None:
+        """Returns when no copy is queued or under way, in either direction."""
+        self._functions.jaxferry_ferry_synchronize()
+
+    def set_bandwidth(self, direction: str, bytes_per_s: float) -> None:
+        """Sets the speed of the emulated link.
+
+        Args:
+          direction: "load" or "store".
+          bytes_per_s: the speed; 0 for as fast as memory is.
+
+        Raises:
+          InputError: for another direction, or a speed that is negative.
+          StateError: if the library is not the CPU's: a real link has the speed that it has.
+        """
+        self._check_emulates("set_bandwidth")
+        if direction not in DIRECTIONS:
+            raise InputError(f'direction must be "load" or "store", got {direction!r}')
+        if not bytes_per_s >= 0:
+            raise InputError(f"bytes_per_s must be 0 (no limit) or more, got {bytes_per_s}")
+        self._functions.jaxferry_ferry_set_bandwidth(
+            ctypes.c_int(DIRECTIONS.index(direction)), ctypes.c_double(bytes_per_s)
+        )
+
+    def set_delay(self, seconds: float, seed: int = 0) -> None:
+        """Has each copy wait for a random time of up to `seconds` before it starts; 0 for none. For tests.
+
+        Raises:
+          InputError: if the time is negative.
+          StateError: if the library is not the CPU's.
+        """
+        self._check_emulates("set_delay")
+        if not seconds >= 0:
+            raise InputError(f"seconds must be 0 (no delays) or more, got {seconds}")
+        self._functions.jaxferry_ferry_set_delay(ctypes.c_double(seconds), ctypes.c_uint(seed))
+
+    def _check_emulates(self, function: str) -> None:
+        if self.platform != "cpu":
+            raise StateError(
+                f"{function} is for the CPU's library, which emulates a link; this one is {self.platform}'s"
+            )
+
+
+def status(platform: str) -> LibraryStatus:
+    """Whether a platform's native library can be used; loads and registers it where it can.
+
+    Args:
+      platform: JAX's name: "cpu", "gpu" or "cuda".
+
+    Raises:
+      InputError: for another platform.
+    """
+    return _load(_canonical(platform))[0]
+
+
+def is_available(platform: str) -> bool:
+    """Whether a platform's native library can be used; says why not in one warning a process.
+
+    Raises:
+      InputError: for an unknown platform.
+    """
+    found = status(platform)
+    with _lock:
+        is_news = not found.is_available and found.platform not in _warned
+        _warned.add(found.platform)
+    if is_news:
+        warnings.warn(found.message, stacklevel=2)
+    return found.is_available
+
+
+def library(platform: str) -> NativeLibrary:
+    """A platform's native library.
+
+    Raises:
+      InputError: for an unknown platform.
+      StateError: if the library cannot be used; ask `is_available` first.
+    """
+    found, loaded = _load(_canonical(platform))
+    if loaded is None:
+        raise StateError(found.message)
+    return loaded
+
+
+def inspect_library(path: pathlib.Path, platform: str) -> LibraryStatus:
+    """Whether a file is a library for a platform ("cpu" or "CUDA") that fits this process; registers nothing."""
+    name = path.name
+    try:
+        functions = ctypes.CDLL(str(path))
+        functions.jaxferry_build_info.restype = ctypes.c_char_p
+        abi, build_info = functions.jaxferry_abi(), json.loads(functions.jaxferry_build_info() or b"null")
+    except (OSError, AttributeError, ValueError) as error:
+        return LibraryStatus(platform, path, False, f"{path} is no native library ({error}); {_REMEDY}")
+    if not isinstance(build_info, dict):
+        build_info = {}
+    reason = _mismatch(platform, abi, build_info, functions)
+    if reason is not None:
+        return LibraryStatus(platform, path, False, f"{name} {reason}; {_REMEDY}", build_info)
+    made = f"{name} made by {build_info.get('compiler')} for jaxlib {build_info.get('jaxlib')}"
+    return LibraryStatus(platform, path, True, made, build_info)
+
+
+def ffi_version() -> tuple[int, int]:
+    """The major and minor version of XLA's FFI in the installed jaxlib.
+
+    Raises:
+      StateError: if this jaxlib has no FFI headers to read it from.
+    """
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    try:
+        text = header.read_text()
+    except OSError as error:
+        raise StateError(f"jaxlib {jaxlib.version.__version__} has no FFI headers: {error}") from error
+    numbers = [re.search(rf"^#define XLA_FFI_API_{part} (\d+)", text, re.MULTILINE) for part in ("MAJOR", "MINOR")]
+    if numbers[0] is None or numbers[1] is None:
+        raise StateError(f"{header} names no FFI version")
+    return int(numbers[0][1]), int(numbers[1][1])
+
+
+def _mismatch(platform: str, abi: int, build_info: dict[str, Any], functions: ctypes.CDLL) -> str | None:
+    if abi != ABI:
+        return f"has version {abi} of the native interface, this package needs {ABI}"
+    if build_info.get("platform") != platform:
+        return f"is for platform {build_info.get('platform')!r}, not {platform!r}"
+    missing = [target for target in TARGETS if not hasattr(functions, target)]
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    # XLA takes handlers of an older minor version than its own, and fails to start with those of a newer one.
+    built, installed = (build_info.get("ffi_major"), build_info.get("ffi_minor")), ffi_version()
+    if built[0] != installed[0] or not isinstance(built[1], int) or built[1] > installed[1]:
+        here = f"jaxlib {jaxlib.version.__version__} has {installed[0]}.{installed[1]}"
+        return f"was built for version {built[0]}.{built[1]} of XLA's FFI (jaxlib {build_info.get('jaxlib')}), {here}"
+    return None
+
+
+@functools.cache
+def _load(platform: str) -> tuple[LibraryStatus, NativeLibrary | None]:
+    with _lock:
+        found = _find(platform)
+        if found.path is None or not found.is_available:
+            return found, None
+        functions = ctypes.CDLL(str(found.path))
+        if platform == "cpu":
+            functions.jaxferry_set_blas(ctypes.c_void_p(_sgemm()))
+        for target in TARGETS:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(functions, target)), platform=platform)
+        return found, NativeLibrary(platform, functions)
+
+
+def _find(platform: str) -> LibraryStatus:
+    directories = library_directories()
+    paths = [path for directory in directories if (path := directory / FILE_NAMES[platform]).is_file()]
+    # Whatever was built or installed last is what the user means; an older one serves where that does not fit.
+    paths.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    found = [inspect_library(path, platform) for path in paths]
+    if not found:
+        places = ", ".join(str(directory) for directory in directories)
+        return LibraryStatus(platform, None, False, f"there is no {FILE_NAMES[platform]} in {places}; {_REMEDY}")
+    return next((candidate for candidate in found if candidate.is_available), found[0])
+
+
+def _sgemm() -> int:
+    """The address of the Fortran sgemm that SciPy is linked with, of 32-bit sizes."""
+    capsule = cython_blas.__pyx_capi__["sgemm"]
+    get_name, get_pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    signature = get_name(capsule)
+    return get_pointer(capsule, signature)
+
+
+def _canonical(platform: str) -> str:
+    if platform.lower() not in _PLATFORMS:
+        raise InputError(f'platform must be "cpu", "gpu" or "cuda", got {platform!r}')
+    return _PLATFORMS[platform.lower()]

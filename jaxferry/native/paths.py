@@ -1,0 +1,45 @@
+"""Where the native libraries and their sources lie."""
+
+import importlib.metadata
+import os
+import pathlib
+
+DIRECTORY_VARIABLE = "JAXFERRY_NATIVE_DIR"
+
+FILE_NAMES = {"cpu": "libjaxferry_cpu.so", "CUDA": "libjaxferry_cuda.so"}
+
+PACKAGE_DIRECTORY = pathlib.Path(__file__).resolve().parent
+
+
+def user_directory() -> pathlib.Path:
+    """The user's own folder of libraries, for a package that the user may not write to."""
+    data = os.environ.get("XDG_DATA_HOME") or pathlib.Path.home() / ".local" / "share"
+    return pathlib.Path(data) / "jaxferry" / "native"
+
+
+def library_directories() -> list[pathlib.Path]:
+    """The folders that libraries are looked for in.
+
+    `JAXFERRY_NATIVE_DIR` names the only one where it is set. Else: the package's, the one that pip installed into (another
+    one for an editable installation), and the user's.
+    """
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    if named:
+        return [pathlib.Path(named)]
+    directories = [PACKAGE_DIRECTORY, *_installed_directories(), user_directory()]
+    return list(dict.fromkeys(directories))
+
+
+def _installed_directories() -> list[pathlib.Path]:
+    try:
+        files = importlib.metadata.files("jaxferry") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    names = set(FILE_NAMES.values())
+    return [pathlib.Path(str(file.locate())).resolve().parent for file in files if file.name in names]
+
+
+def find_sources() -> pathlib.Path | None:
+    """The folder of the C++ sources: inside an installed package, or beside the package in a checkout; None without."""
+    candidates = (PACKAGE_DIRECTORY / "xla_ffi", PACKAGE_DIRECTORY.parents[1] / "xla_ffi")
+    return next((path for path in candidates if (path / "CMakeLists.txt").is_file()), None)
