@@ -48,3 +48,7 @@ class CheckpointError(JaxFerryError):
 
 class StateError(JaxFerryError):
     """A training state is used where it does not belong, or a failure left it between two steps."""
+
+
+class NativeError(JaxFerryError):
+    """A native library cannot be built, or one is asked for that cannot be used."""

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from jaxferry.cli import plan, profile, simulate, tune, weights
+from jaxferry.cli import build_native, doctor, plan, profile, simulate, tune, weights
 from jaxferry.errors import JaxFerryError
 
 app = typer.Typer(
@@ -13,7 +13,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_COMMANDS = (profile, plan, simulate, weights, tune)
+_COMMANDS = (profile, plan, simulate, weights, tune, doctor, build_native)
 for _command in _COMMANDS:
     _command.register(app)
 

@@ -22,7 +22,7 @@ import jax
 import jaxlib.version
 from scipy.linalg import cython_blas
 
-from jaxferry.errors import InputError, StateError
+from jaxferry.errors import InputError, NativeError
 from jaxferry.native.paths import FILE_NAMES, library_directories
 
 ABI = 1
@@ -86,7 +86,7 @@ class NativeLibrary:
 
         Raises:
           InputError: for another direction, or a speed that is negative.
-          StateError: if the library is not the CPU's: a real link has the speed that it has.
+          NativeError: if the library is not the CPU's: a real link has the speed that it has.
         """
         self._check_emulates("set_bandwidth")
         if direction not in DIRECTIONS:
@@ -102,7 +102,7 @@ class NativeLibrary:
 
         Raises:
           InputError: if the time is negative.
-          StateError: if the library is not the CPU's.
+          NativeError: if the library is not the CPU's.
         """
         self._check_emulates("set_delay")
         if not seconds >= 0:
@@ -111,9 +111,7 @@ class NativeLibrary:
 
     def _check_emulates(self, function: str) -> None:
         if self.platform != "cpu":
-            raise StateError(
-                f"{function} is for the CPU's library, which emulates a link; this one is {self.platform}'s"
-            )
+            raise NativeError(f"{function} is for the CPU's library, which emulates a link, not {self.platform}'s")
 
 
 def status(platform: str) -> LibraryStatus:
@@ -125,7 +123,7 @@ def status(platform: str) -> LibraryStatus:
     Raises:
       InputError: for another platform.
     """
-    return _load(_canonical(platform))[0]
+    return _load(canonical_platform(platform))[0]
 
 
 def is_available(platform: str) -> bool:
@@ -148,11 +146,11 @@ def library(platform: str) -> NativeLibrary:
 
     Raises:
       InputError: for an unknown platform.
-      StateError: if the library cannot be used; ask `is_available` first.
+      NativeError: if the library cannot be used; ask `is_available` first.
     """
-    found, loaded = _load(_canonical(platform))
+    found, loaded = _load(canonical_platform(platform))
     if loaded is None:
-        raise StateError(found.message)
+        raise NativeError(found.message)
     return loaded
 
 
@@ -178,17 +176,28 @@ def ffi_version() -> tuple[int, int]:
     """The major and minor version of XLA's FFI in the installed jaxlib.
 
     Raises:
-      StateError: if this jaxlib has no FFI headers to read it from.
+      NativeError: if this jaxlib has no FFI headers to read it from.
     """
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
         text = header.read_text()
     except OSError as error:
-        raise StateError(f"jaxlib {jaxlib.version.__version__} has no FFI headers: {error}") from error
+        raise NativeError(f"jaxlib {jaxlib.version.__version__} has no FFI headers: {error}") from error
     numbers = [re.search(rf"^#define XLA_FFI_API_{part} (\d+)", text, re.MULTILINE) for part in ("MAJOR", "MINOR")]
     if numbers[0] is None or numbers[1] is None:
-        raise StateError(f"{header} names no FFI version")
+        raise NativeError(f"{header} names no FFI version")
     return int(numbers[0][1]), int(numbers[1][1])
+
+
+def canonical_platform(platform: str) -> str:
+    """XLA's name, "cpu" or "CUDA", of a platform that JAX calls "cpu", "gpu" or "cuda".
+
+    Raises:
+      InputError: for another platform.
+    """
+    if platform.lower() not in _PLATFORMS:
+        raise InputError(f'platform must be "cpu", "gpu" or "cuda", got {platform!r}')
+    return _PLATFORMS[platform.lower()]
 
 
 def _mismatch(platform: str, abi: int, build_info: dict[str, Any], functions: ctypes.CDLL) -> str | None:
@@ -241,9 +250,3 @@ def _sgemm() -> int:
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     signature = get_name(capsule)
     return get_pointer(capsule, signature)
-
-
-def _canonical(platform: str) -> str:
-    if platform.lower() not in _PLATFORMS:
-        raise InputError(f'platform must be "cpu", "gpu" or "cuda", got {platform!r}')
-    return _PLATFORMS[platform.lower()]

@@ -20,8 +20,8 @@ def user_directory() -> pathlib.Path:
 def library_directories() -> list[pathlib.Path]:
     """The folders that libraries are looked for in.
 
-    `JAXFERRY_NATIVE_DIR` names the only one where it is set. Else: the package's, the one that pip installed into (another
-    one for an editable installation), and the user's.
+    `JAXFERRY_NATIVE_DIR` names the only one where it is set. Else: the package's, the one that pip installed into
+    (another one for an editable installation), and the user's.
     """
     named = os.environ.get(DIRECTORY_VARIABLE)
     if named:

@@ -1,0 +1,164 @@
+"""`jaxferry doctor`: what this machine and this installation can do."""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+
+from jaxferry.cli.common import AsJson, print_json, print_report
+from jaxferry.errors import InputError, NativeError
+from jaxferry.native import status
+from jaxferry.native.library import ffi_version
+from jaxferry.units import format_bytes, parse_bytes
+
+PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+_DEFAULT_PINNED_LIMIT_GB = 64
+_PACKAGES = ("jaxferry", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
+_MOST_REPETITIONS = 3
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("doctor", help="Print devices, memories, libraries and the link's speed.")(doctor)
+
+
+def doctor(
+    link_size: Annotated[str, typer.Option(metavar="SIZE", help="How much to move to measure the link.")] = "64MiB",
+    as_json: AsJson = False,
+) -> None:
+    """Prints what is there: versions, devices and their memories, native libraries, link speed, pinned limit."""
+    num_bytes = parse_bytes(link_size, "--link-size")
+    if num_bytes == 0:
+        raise InputError(f"--link-size must be positive, got {link_size}")
+    found = examine(num_bytes)
+    if as_json:
+        print_json(found)
+    else:
+        print_report(*_lines(found))
+
+
+def examine(link_bytes: int) -> dict[str, Any]:
+    """What the command prints, as JSON.
+
+    Args:
+      link_bytes: how many bytes are moved to measure the link between the first device and its pinned host memory.
+
+    Raises:
+      InputError: if JAX has no device, as where JAX_PLATFORMS names a platform that the machine lacks.
+    """
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise InputError(
+            f"JAX finds no device (JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')!r}): {error}"
+        ) from error
+    return {
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "ffi_version": _ffi_version(),
+        "devices": [_describe(device) for device in devices],
+        "libraries": [_library(name) for name in ("cpu", "cuda")],
+        "link": _measure_link(devices[0], link_bytes),
+        "pinned_limit": _pinned_limit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ffi_version() -> str | None:
+    try:
+        return "{}.{}".format(*ffi_version())
+    except NativeError:
+        return None
+
+
+def _describe(device: jax.Device) -> dict[str, Any]:
+    statistics = device.memory_stats() or {}
+    return {
+        "id": device.id,
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "memory_kinds": sorted(memory.kind for memory in device.addressable_memories()),
+        "memory_bytes": statistics.get("bytes_limit"),
+    }
+
+
+def _library(name: str) -> dict[str, Any]:
+    found = status(name)
+    path = None if found.path is None else str(found.path)
+    return dataclasses.asdict(found) | {"path": path, "build_info": dict(found.build_info)}
+
+
+def _measure_link(device: jax.Device, num_bytes: int) -> dict[str, Any]:
+    """Bytes a second from pinned host memory to the device and back: the best of a few whole arrays by device_put."""
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if "pinned_host" not in kinds:
+        return {"bytes": num_bytes, "load_bytes_per_s": None, "store_bytes_per_s": None}
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    array = jax.device_put(jnp.zeros(num_bytes, jnp.uint8), on_device)
+    there = jax.device_put(array, on_host)
+    load_s = _shortest(lambda: jax.device_put(there, on_device, may_alias=False))
+    store_s = _shortest(lambda: jax.device_put(array, on_host, may_alias=False))
+    return {"bytes": num_bytes, "load_bytes_per_s": num_bytes / load_s, "store_bytes_per_s": num_bytes / store_s}
+
+
+def _shortest(move: Callable[[], jax.Array]) -> float:
+    times_s = []
+    move().block_until_ready()
+    for _ in range(_MOST_REPETITIONS):
+        start = time.perf_counter()
+        move().block_until_ready()
+        times_s.append(time.perf_counter() - start)
+    return min(times_s)
+
+
+def _pinned_limit() -> dict[str, Any]:
+    """How much pinned host memory XLA gives out on a GPU, in bytes, and what says so."""
+    text = os.environ.get(PINNED_LIMIT_VARIABLE)
+    if text is None:
+        return {"bytes": _DEFAULT_PINNED_LIMIT_GB * 2**30, "source": "default"}
+    try:
+        return {"bytes": int(text) * 2**30, "source": PINNED_LIMIT_VARIABLE}
+    except ValueError as error:
+        raise InputError(f"{PINNED_LIMIT_VARIABLE} must be a whole number of GiB, got {text!r}") from error
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version or '(not installed)'}" for name, version in found["versions"].items())
+    link, limit = found["link"], found["pinned_limit"]
+    return [
+        f"versions   {versions}; XLA FFI {found['ffi_version'] or '(no headers)'}",
+        *(f"device {device['id']}   {_device_line(device)}" for device in found["devices"]),
+        *(f"library    {_library_line(library)}" for library in found["libraries"]),
+        f"link       load {_speed(link['load_bytes_per_s'])}, store {_speed(link['store_bytes_per_s'])}"
+        f" (device_put of {format_bytes(link['bytes'])}, device 0)",
+        f"pinned     up to {format_bytes(limit['bytes'])} on a GPU ({limit['source']}; set {PINNED_LIMIT_VARIABLE})",
+    ]
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    memory = "" if device["memory_bytes"] is None else f", {format_bytes(device['memory_bytes'])}"
+    return f"{device['platform']} {device['kind']}{memory}; memory kinds {', '.join(device['memory_kinds'])}"
+
+
+def _library_line(library: dict[str, Any]) -> str:
+    if not library["is_available"]:
+        return f"{library['platform']}: {library['message']}"
+    return f"{library['platform']}: {library['path']}: {library['message']}"
+
+
+def _speed(bytes_per_s: float | None) -> str:
+    return "not measured: no pinned host memory" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"

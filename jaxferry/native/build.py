@@ -1,0 +1,144 @@
+"""Builds a native library from the sources that come with the package, for the jaxlib that is installed."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import jax
+import jaxlib.version
+
+from jaxferry.errors import NativeError
+from jaxferry.native.library import canonical_platform, inspect_library
+from jaxferry.native.paths import DIRECTORY_VARIABLE, FILE_NAMES, PACKAGE_DIRECTORY, find_sources, user_directory
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """A library that was built, and what with.
+
+    Attributes:
+      platform: XLA's name of the platform, "cpu" or "CUDA".
+      path: the library's file.
+      compiler: the C++ compiler.
+      nvcc: the CUDA compiler; None for the CPU's library.
+      headers: the folder of XLA's FFI headers.
+      jaxlib: the version of the jaxlib that they belong to.
+    """
+
+    platform: str
+    path: pathlib.Path
+    compiler: str
+    nvcc: str | None
+    headers: str
+    jaxlib: str
+
+
+def build_library(platform: str, directory: pathlib.Path | None = None) -> Build:
+    """Builds a platform's library and puts it where `library` finds it, in place of one that is there.
+
+    Args:
+      platform: "cpu", "gpu" or "cuda".
+      directory: where to put it; by default the folder that `JAXFERRY_NATIVE_DIR` names, else the package's, else the
+        user's, where that may not be written.
+
+    Raises:
+      InputError: for another platform.
+      NativeError: if it cannot be built; the message names the log.
+    """
+    name = canonical_platform(platform)
+    sources = find_sources()
+    if sources is None:
+        raise NativeError("the package holds no C++ sources; install it with `pip install --force-reinstall jaxferry`")
+    target = directory or _default_directory()
+    descriptor, log_name = tempfile.mkstemp(prefix=f"jaxferry-build-{name.lower()}-", suffix=".log")
+    os.close(descriptor)
+    log = pathlib.Path(log_name)
+    with tempfile.TemporaryDirectory(prefix="jaxferry-build-") as folder:
+        build = pathlib.Path(folder)
+        for command in _commands(name, sources, build):
+            _run(command, name, log)
+        path = _move(build / "installed" / FILE_NAMES[name], target)
+        cache = _read_cache(build / "CMakeCache.txt")
+    found = inspect_library(path, name)
+    if not found.is_available:
+        raise NativeError(f"the {name} library was built but cannot be used: {found.message}; the log is {log}")
+    log.unlink()
+    nvcc = cache.get("JAXFERRY_NVCC") or cache.get("CMAKE_CUDA_COMPILER")
+    compiler = f"{cache.get('CMAKE_CXX_COMPILER')} ({found.build_info.get('compiler')})"
+    headers, jaxlib_version = cache["JAXFERRY_FFI_INCLUDE"], cache["JAXFERRY_JAXLIB"]
+    return Build(name, path, compiler, nvcc if name == "CUDA" else None, headers, jaxlib_version)
+
+
+def _commands(platform: str, sources: pathlib.Path, build: pathlib.Path) -> list[list[str]]:
+    cmake, ninja = _find_tool("cmake"), _find_tool("ninja")
+    if cmake is None:
+        raise NativeError("there is no cmake to build with; install it, for instance by `pip install cmake ninja`")
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja is not None else []
+    settings = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "JAXFERRY_PLATFORMS": platform.lower(),
+        "JAXFERRY_FFI_INCLUDE": jax.ffi.include_dir(),
+        "JAXFERRY_JAXLIB": jaxlib.version.__version__,
+        "JAXFERRY_INSTALL_DIR": ".",
+        "Python_EXECUTABLE": sys.executable,
+    }
+    defined = [f"-D{key}={value}" for key, value in settings.items()]
+    return [
+        [cmake, "-S", str(sources), "-B", str(build), *generator, *defined],
+        [cmake, "--build", str(build), "--parallel"],
+        [cmake, "--install", str(build), "--prefix", str(build / "installed")],
+    ]
+
+
+def _find_tool(name: str) -> str | None:
+    # A virtual environment's tools are found though it is not activated.
+    return shutil.which(name) or shutil.which(name, path=str(pathlib.Path(sys.executable).parent))
+
+
+def _run(command: list[str], platform: str, log: pathlib.Path) -> None:
+    with log.open("a") as output:
+        output.write(" ".join(command) + "\n")
+        output.flush()
+        status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+    if status != 0:
+        raise NativeError(f"the {platform} library cannot be built: {_reason(log.read_text())}; the log is {log}")
+
+
+def _reason(text: str) -> str:
+    """What a log says first of a failure: the text of CMake's error, or the compiler's line."""
+    of_cmake = re.search(r"^CMake Error[^\n]*:\n+((?:  [^\n]*\n)+)", text, re.MULTILINE)
+    if of_cmake is not None:
+        return " ".join(of_cmake[1].split()).rstrip(".")
+    lines = [line.strip() for line in text.splitlines() if re.search(r"\b(fatal )?error\b", line, re.IGNORECASE)]
+    return lines[0] if lines else "the build failed"
+
+
+def _read_cache(path: pathlib.Path) -> dict[str, str]:
+    entries = re.findall(r"^([A-Za-z_]\w*):\w+=(.*)$", path.read_text(), re.MULTILINE)
+    return dict(entries)
+
+
+def _default_directory() -> pathlib.Path:
+    named = os.environ.get(DIRECTORY_VARIABLE)
+    if named:
+        return pathlib.Path(named)
+    return PACKAGE_DIRECTORY if os.access(PACKAGE_DIRECTORY, os.W_OK) else user_directory()
+
+
+def _move(built: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
+    """Puts a library into its place at once: a process that uses the old one keeps it."""
+    path = directory / built.name
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=f".{built.name}-", delete=False) as temporary:
+            temporary.write(built.read_bytes())
+        os.chmod(temporary.name, 0o755)
+        os.replace(temporary.name, path)
+    except OSError as error:
+        raise NativeError(f"the library cannot be written to {directory}: {error}") from error
+    return path
