@@ -35,7 +35,8 @@ def choose_plan(
     Args:
       parts: the segments.
       plan: a plan for just these segments, which is taken as it is.
-      policy: the policy to ask otherwise; None loads every layer once (GFGB).
+      policy: the policy to ask otherwise; None loads every layer once (GFGB), and chooses gradients by the reserve
+        factor alone.
       profile: what the policy plans with; None estimates one by roofline.
       device_kind: what the device calls itself, such as `"NVIDIA H200"`.
       reserve_factor: share of all gradient bytes that may stay on the device; None for the policy's default.
@@ -50,9 +51,11 @@ def choose_plan(
     if plan is not None:
         _check_names("plan", [layer.name for layer in plan.layers], names)
         return plan
+    if policy is None and reserve_factor is not None and reserve_factor < 1:
+        policy = "native-overlapped"
     if policy is None:
         layers = tuple(LayerPlan(name, Mode.GFGB) for name in names)
-        return Plan("native-overlapped", 1.0 if reserve_factor is None else reserve_factor, layers)
+        return Plan("native-overlapped", 1.0, layers)
     if profile is None:
         machine = _machine_of(device_kind)
         profile = estimate_profile(partition_costs(parts, remat), MACHINES[machine], {"device": device_kind})

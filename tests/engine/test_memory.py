@@ -51,7 +51,7 @@ class Watch:
 
     def count(self):
         self.most = max(self.most, sum(a.nbytes for a in device_arrays() if id(a) not in self._known))
-        arrays = itertools.chain.from_iterable(held._arrays for held in self._held.values())
+        arrays = itertools.chain.from_iterable(held.arrays for held in self._held.values())
         self.most_parameters = max(self.most_parameters, sum(a.nbytes for a in arrays if not a.is_deleted()))
 
 
