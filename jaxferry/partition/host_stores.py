@@ -30,7 +30,7 @@ def store_in_place(
     *,
     accumulate: bool,
     native: bool,
-    fused_bytes: int = FUSED_BYTES,
+    fused_bytes: int | None = None,
 ) -> Callable[..., tuple[list[jax.Array], list[jax.Array] | None, Any]]:
     """A function that stores gradients in place of returning them.
 
@@ -40,7 +40,7 @@ def store_in_place(
       arguments: shape structs of the function's arguments.
       accumulate: whether gradients are added to what the vectors hold.
       native: whether the operations are those of the native library. Without it the vectors are packed on the device.
-      fused_bytes: the least size of a gradient that is computed panel by panel.
+      fused_bytes: the least size of a gradient that is computed panel by panel, by default `FUSED_BYTES`.
 
     Returns:
       `(destinations, *arguments) -> (vectors, gradients, rest)`; `destinations` are the layer's vectors in host memory,
@@ -50,7 +50,7 @@ def store_in_place(
     gradients, rest = jax.tree.unflatten(graph.out_tree, graph.outputs)
     products: dict[int, _Product] = {}
     for i, leaf in enumerate(layer.leaves) if native else ():
-        found = _find_product(graph, gradients[i], leaf, fused_bytes)
+        found = _find_product(graph, gradients[i], leaf, FUSED_BYTES if fused_bytes is None else fused_bytes)
         products |= {} if found is None else {i: found}
     dense = [gradient for i, gradient in enumerate(gradients) if i not in products]
     needed = [*jax.tree.leaves(rest), *dense, *(atom for p in products.values() for atom in (p.x, p.dy))]
