@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jaxferry.engine.script import Peak, make_script, peak_bytes
+from jaxferry.engine.shadow import Use
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import Derivative, Partition
@@ -16,7 +17,7 @@ def peak_of(
     derivatives: Mapping[int, Derivative],
     modes: Sequence[Mode],
     gradients: Sequence[GradientPlace],
-    temporary_bytes: int,
+    temporary_bytes: Mapping[Use, int],
     loads_first: bool = False,
 ) -> Peak:
     """The most device memory that a step under these modes needs."""
@@ -30,7 +31,7 @@ def fit_modes(
     modes: Sequence[Mode],
     gradients: Sequence[GradientPlace],
     budget_bytes: int | None,
-    temporary_bytes: int,
+    temporary_bytes: Mapping[Use, int],
     loads_first: bool = False,
 ) -> list[Mode]:
     """Turns as few segments as needed into RELOAD, first to last, until the step fits.

@@ -47,7 +47,7 @@ class Programs:
     Attributes:
       derivatives: as given.
       prelude: `batch leaves -> prelude values`, or None.
-      temporary_bytes: the most device memory that a program needs beside its arguments and results.
+      temporary_bytes: the device memory that each program needs beside its arguments and results.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Programs:
     ) -> None:
         self.derivatives = derivatives
         self.prelude = make_prelude(partition, placement)
-        self.temporary_bytes = 0
+        self.temporary_bytes: dict[Use, int] = {}
         self._maker = _Maker(partition, derivatives, placement, native)
         self._compiled: dict[Use, Compiled] = {}
 
@@ -66,8 +66,9 @@ class Programs:
         with ThreadPoolExecutor() as pool:
             compiled = list(pool.map(lambda program: program.compile(), lowered))
         self._compiled |= zip(missing, compiled, strict=True)
-        stats = [program.memory_analysis() for program in compiled]
-        self.temporary_bytes = max([self.temporary_bytes, *(s.temp_size_in_bytes for s in stats if s is not None)])
+        for use, program in zip(missing, compiled, strict=True):
+            stats = program.memory_analysis()
+            self.temporary_bytes[use] = 0 if stats is None else stats.temp_size_in_bytes
 
     def __getitem__(self, use: Use) -> Compiled:
         """The compiled program.

@@ -136,11 +136,12 @@ class Peak:
 
     Attributes:
       parameters: of parameters alone.
-      total: of parameters, values between segments, residuals and gradients together, plus the largest need of a
-        single program for temporaries.
+      held: of parameters, values between segments, residuals and gradients together.
+      total: of all these and what the running program needs for temporaries.
     """
 
     parameters: int
+    held: int
     total: int
 
 
@@ -149,14 +150,22 @@ def peak_bytes(
     derivatives: Mapping[int, Derivative],
     modes: Sequence[Mode],
     script: Sequence[Event],
-    temporary_bytes: int = 0,
+    temporary_bytes: Mapping[Use, int],
 ) -> Peak:
-    """Adds up what is held at each event."""
+    """Adds up what is held at each event.
+
+    Args:
+      partition: the segments.
+      derivatives: by program number.
+      modes: the mode of each segment.
+      script: the events of a step under these modes.
+      temporary_bytes: device memory that each program needs beside its arguments and results; none if not there.
+    """
     graph = partition.graph
     sizes = [layer.num_bytes for layer in partition.layers]
     parameters = sum(sizes[layer] for layer in resident_layers(partition, modes))
     other = sum(graph.num_bytes(v) for v in (*graph.batch, *graph.constants, *partition.prelude_outputs))
-    peak_parameters = peak_total = parameters
+    peak_parameters = peak_held = peak_total = parameters
     cotangents: dict[int, int] = {}
     for event in script:
         segment = partition.segments[event.segment]
@@ -171,10 +180,12 @@ def peak_bytes(
             gradient = sizes[segment.layer] if event.use.writes is Target.DEVICE else 0
             cotangents |= {v: graph.num_bytes(v) for v in segment.inputs}
         peak_parameters = max(peak_parameters, parameters)
-        peak_total = max(peak_total, parameters + other + gradient + sum(cotangents.values()))
+        held = parameters + other + gradient + sum(cotangents.values())
+        peak_held = max(peak_held, held)
+        peak_total = max(peak_total, held + temporary_bytes.get(event.use, 0))
         parameters -= sum(sizes[layer] for layer in event.drops)
         other -= sum(graph.num_bytes(v) for v in event.frees)
         if event.kind is Kind.BACKWARD:
             other -= derivatives[segment.program].saved_bytes
             cotangents = {v: n for v, n in cotangents.items() if v not in segment.outputs}
-    return Peak(peak_parameters, peak_total + temporary_bytes)
+    return Peak(peak_parameters, peak_held, peak_total)
