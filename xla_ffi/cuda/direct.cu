@@ -1,0 +1,66 @@
+#include "cuda/direct.cuh"
+
+#include "cuda/kernels.h"
+#include "cuda/launch.h"
+
+namespace jaxferry::cuda {
+
+namespace {
+
+constexpr int kFewRows = 4;
+constexpr int kMostRows = 16;
+
+int64_t PitchBytes(const Matmul& call) { return (call.transpose ? call.k : call.n) * ItemSize(call.w_dtype); }
+
+bool IsAligned16(const Matmul& call) {
+  return PitchBytes(call) % kVectorBytes == 0 && reinterpret_cast<uintptr_t>(call.w) % kVectorBytes == 0;
+}
+
+template <Dtype kDtype, int kRows>
+void LaunchDirect(const DirectArguments& arguments, bool transpose, cudaStream_t stream) {
+  const char* what = "the kernel that multiplies with host memory";
+  const int64_t per_block = transpose ? kWeightRowsOfBlock : kColumnsOfBlock<kDtype>;
+  const int64_t num_blocks = (arguments.n + per_block - 1) / per_block;
+  if (transpose) {
+    Launch(what, DirectRows<kDtype, kRows>, num_blocks, kDirectThreads, stream, arguments);
+  } else {
+    Launch(what, DirectColumns<kDtype, kRows>, num_blocks, kDirectThreads, stream, arguments);
+  }
+}
+
+template <Dtype kDtype>
+void LaunchDirectOf(const DirectArguments& arguments, bool transpose, cudaStream_t stream) {
+  if (arguments.m <= kFewRows) {
+    LaunchDirect<kDtype, kFewRows>(arguments, transpose, stream);
+  } else {
+    LaunchDirect<kDtype, kMostRows>(arguments, transpose, stream);
+  }
+}
+
+}  // namespace
+
+// Rows that are not aligned are read number by number: right, but no way to fill a link.
+bool CanMultiplyDirectly(const Matmul& call) { return call.m <= kMostRows && IsAligned16(call); }
+
+void DirectMatmul(const Matmul& call, cudaStream_t stream) {
+  if (call.m > kMostRows) {
+    throw BadArgument("method 2 is for at most " + std::to_string(kMostRows) + " rows of x, got " +
+                      std::to_string(call.m) + "; use method 0 or 1");
+  }
+  if (call.m == 0 || call.n == 0) return;
+  // float32 holds every 16-bit weight.
+  const bool is_exact = call.x_dtype == call.w_dtype || call.x_dtype == Dtype::kFloat32;
+  const Dtype round_to = is_exact ? Dtype::kFloat32 : call.x_dtype;
+  const DirectArguments arguments = {call.x,       call.w,       call.y,   call.m,           call.k, call.n,
+                                     call.x_dtype, call.y_dtype, round_to, IsAligned16(call)};
+  switch (call.w_dtype) {
+    case Dtype::kFloat32:
+      return LaunchDirectOf<Dtype::kFloat32>(arguments, call.transpose, stream);
+    case Dtype::kBfloat16:
+      return LaunchDirectOf<Dtype::kBfloat16>(arguments, call.transpose, stream);
+    case Dtype::kFloat16:
+      return LaunchDirectOf<Dtype::kFloat16>(arguments, call.transpose, stream);
+  }
+}
+
+}  // namespace jaxferry::cuda

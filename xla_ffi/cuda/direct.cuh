@@ -1,0 +1,217 @@
+// Products of few rows with a weight in host memory, each of whose bytes the kernels read once, sixteen at a time.
+//
+// A thread block owns columns of y, hence columns (DirectColumns, w[k, n]) or rows (DirectRows, w[n, k]) of the weight,
+// and all rows of x, which it keeps a tile at a time in shared memory, as fp32. The next tile of the weight is under way
+// while this one is multiplied. Sums are made in one order, whatever the number of blocks.
+#ifndef JAXFERRY_CUDA_DIRECT_CUH_
+#define JAXFERRY_CUDA_DIRECT_CUH_
+
+#include <cstdint>
+
+#include "cuda/numbers.cuh"
+
+namespace jaxferry::cuda {
+
+inline constexpr int kDirectThreads = 256;
+inline constexpr int kDirectWarps = kDirectThreads / kWarpSize;
+// How many tiles' vectors, or how many rows of the weight, a thread reads at once.
+inline constexpr int kDirectUnroll = 4;
+
+struct DirectArguments {
+  const void* x;
+  const void* w;
+  void* y;
+  int64_t m, k, n;
+  Dtype x_dtype, y_dtype;
+  // What the weight is rounded to before it is multiplied: the dtype of x, or float32 where that holds every weight.
+  Dtype round_to;
+  // Whether each row of the weight begins at a multiple of sixteen bytes.
+  bool is_aligned;
+};
+
+// DirectColumns: eight lanes read 128 bytes of a row of the weight; the other lanes and warps the rows below it.
+inline constexpr int kColumnLanes = 8;
+inline constexpr int kRowsAtOnce = kDirectThreads / kColumnLanes;
+inline constexpr int kColumnsTile = kRowsAtOnce * kDirectUnroll;
+
+template <Dtype kDtype>
+inline constexpr int kColumnsOfBlock = kColumnLanes * kVector<kDtype>;
+
+template <Dtype kDtype>
+__device__ __forceinline__ void UnpackWeight(uint4 packed, Dtype round_to, float (&values)[kVector<kDtype>]) {
+  Unpack<kDtype>(packed, values);
+  if (round_to == Dtype::kFloat32) return;
+#pragma unroll
+  for (int i = 0; i < kVector<kDtype>; ++i) values[i] = Round(values[i], round_to);
+}
+
+// Rows [begin, begin + 32 u) of the weight, this thread's row and columns of each 32; zeros below the last row.
+template <Dtype kDtype>
+__device__ __forceinline__ void LoadColumns(const DirectArguments& a, int64_t begin, int64_t column,
+                                            uint4 (&vectors)[kDirectUnroll]) {
+  const auto* w = static_cast<const BitsOf<kDtype>*>(a.w);
+#pragma unroll
+  for (int u = 0; u < kDirectUnroll; ++u) {
+    const int64_t row = begin + u * kRowsAtOnce + threadIdx.x / kColumnLanes;
+    const int64_t count = row < a.k ? a.n - column : 0;
+    vectors[u] = count > 0 ? LoadVector<kDtype>(w + row * a.n + column, count, a.is_aligned) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// x[:, begin : begin + kColumnsTile], transposed, zeros outside.
+template <int kRows>
+__device__ __forceinline__ void LoadTransposed(const DirectArguments& a, int64_t begin,
+                                               float (&tile)[kColumnsTile][kRows]) {
+  for (int i = threadIdx.x; i < kColumnsTile * kRows; i += kDirectThreads) {
+    const int row = i / kColumnsTile;
+    const int64_t column = begin + i % kColumnsTile;
+    const bool is_inside = row < a.m && column < a.k;
+    tile[i % kColumnsTile][row] = is_inside ? LoadNumber(a.x, a.x_dtype, row * a.k + column) : 0.0f;
+  }
+}
+
+template <Dtype kDtype, int kRows>
+__device__ __forceinline__ void SumColumns(const DirectArguments& a, int64_t first_column,
+                                           const float (&partial)[kRows][kVector<kDtype>]) {
+  __shared__ float sums[kDirectWarps][kRows][kColumnsOfBlock<kDtype>];
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+    for (int i = 0; i < kVector<kDtype>; ++i) {
+      float sum = partial[row][i];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 8);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+      if (lane < kColumnLanes) sums[threadIdx.x / kWarpSize][row][lane * kVector<kDtype> + i] = sum;
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kRows * kColumnsOfBlock<kDtype>; i += kDirectThreads) {
+    const int row = i / kColumnsOfBlock<kDtype>;
+    const int64_t column = i % kColumnsOfBlock<kDtype>;
+    if (row >= a.m || first_column + column >= a.n) continue;
+    float sum = 0.0f;
+    for (int warp = 0; warp < kDirectWarps; ++warp) sum += sums[warp][row][column];
+    StoreNumber(a.y, a.y_dtype, row * a.n + first_column + column, sum);
+  }
+}
+
+// y[m, n] = x[m, k] @ w[k, n], for m <= kRows. A block for each kColumnsOfBlock columns.
+template <Dtype kDtype, int kRows>
+__global__ void __launch_bounds__(kDirectThreads) DirectColumns(DirectArguments a) {
+  __shared__ __align__(16) float tile[kColumnsTile][kRows];
+  const int64_t first_column = int64_t{blockIdx.x} * kColumnsOfBlock<kDtype>;
+  const int64_t column = first_column + threadIdx.x % kColumnLanes * kVector<kDtype>;
+  float partial[kRows][kVector<kDtype>] = {};
+  uint4 next[kDirectUnroll];
+  LoadColumns<kDtype>(a, 0, column, next);
+  for (int64_t begin = 0; begin < a.k; begin += kColumnsTile) {
+    uint4 vectors[kDirectUnroll];
+#pragma unroll
+    for (int u = 0; u < kDirectUnroll; ++u) vectors[u] = next[u];
+    LoadColumns<kDtype>(a, begin + kColumnsTile, column, next);
+    __syncthreads();
+    LoadTransposed<kRows>(a, begin, tile);
+    __syncthreads();
+#pragma unroll
+    for (int u = 0; u < kDirectUnroll; ++u) {
+      float weights[kVector<kDtype>];
+      UnpackWeight<kDtype>(vectors[u], a.round_to, weights);
+      const float* x = tile[u * kRowsAtOnce + threadIdx.x / kColumnLanes];
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+        for (int i = 0; i < kVector<kDtype>; ++i) partial[row][i] += x[row] * weights[i];
+      }
+    }
+  }
+  SumColumns<kDtype, kRows>(a, first_column, partial);
+}
+
+// DirectRows: a warp reads 512 bytes of each of kDirectUnroll rows of the weight.
+inline constexpr int kWeightRowsOfBlock = kDirectWarps * kDirectUnroll;
+
+template <Dtype kDtype>
+inline constexpr int kRowsTile = kWarpSize * kVector<kDtype>;
+
+template <Dtype kDtype>
+__device__ __forceinline__ void LoadRows(const DirectArguments& a, int64_t first_row, int64_t begin,
+                                         uint4 (&vectors)[kDirectUnroll]) {
+  const auto* w = static_cast<const BitsOf<kDtype>*>(a.w);
+  const int64_t column = begin + threadIdx.x % kWarpSize * kVector<kDtype>;
+#pragma unroll
+  for (int u = 0; u < kDirectUnroll; ++u) {
+    const int64_t row = first_row + u;
+    const int64_t count = row < a.n ? a.k - column : 0;
+    vectors[u] = count > 0 ? LoadVector<kDtype>(w + row * a.k + column, count, a.is_aligned) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+// x[:, begin : begin + kRowsTile], zeros outside, in fours that the lanes of a warp read side by side.
+template <Dtype kDtype, int kRows>
+__device__ __forceinline__ void LoadInFours(const DirectArguments& a, int64_t begin,
+                                            float (&tile)[kRows][kVector<kDtype> / 4][kWarpSize][4]) {
+  for (int i = threadIdx.x; i < kRows * kRowsTile<kDtype>; i += kDirectThreads) {
+    const int row = i / kRowsTile<kDtype>;
+    const int within = i % kRowsTile<kDtype>;
+    const int64_t column = begin + within;
+    const bool is_inside = row < a.m && column < a.k;
+    tile[row][within % kVector<kDtype> / 4][within / kVector<kDtype>][within % 4] =
+        is_inside ? LoadNumber(a.x, a.x_dtype, row * a.k + column) : 0.0f;
+  }
+}
+
+template <int kRows>
+__device__ __forceinline__ void SumRows(const DirectArguments& a, int64_t first_row,
+                                        const float (&partial)[kRows][kDirectUnroll]) {
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+    for (int u = 0; u < kDirectUnroll; ++u) {
+      float sum = partial[row][u];
+#pragma unroll
+      for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      }
+      // All lanes have the sum: another one writes each.
+      const bool is_mine = threadIdx.x % kWarpSize == (row * kDirectUnroll + u) % kWarpSize;
+      if (is_mine && row < a.m && first_row + u < a.n) {
+        StoreNumber(a.y, a.y_dtype, row * a.n + first_row + u, sum);
+      }
+    }
+  }
+}
+
+// y[m, n] = x[m, k] @ w[n, k].T, for m <= kRows. A block for each kWeightRowsOfBlock rows of the weight.
+template <Dtype kDtype, int kRows>
+__global__ void __launch_bounds__(kDirectThreads) DirectRows(DirectArguments a) {
+  __shared__ __align__(16) float tile[kRows][kVector<kDtype> / 4][kWarpSize][4];
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t first_row = int64_t{blockIdx.x} * kWeightRowsOfBlock + threadIdx.x / kWarpSize * kDirectUnroll;
+  float partial[kRows][kDirectUnroll] = {};
+  uint4 next[kDirectUnroll];
+  LoadRows<kDtype>(a, first_row, 0, next);
+  for (int64_t begin = 0; begin < a.k; begin += kRowsTile<kDtype>) {
+    float weights[kDirectUnroll][kVector<kDtype>];
+#pragma unroll
+    for (int u = 0; u < kDirectUnroll; ++u) UnpackWeight<kDtype>(next[u], a.round_to, weights[u]);
+    LoadRows<kDtype>(a, first_row, begin + kRowsTile<kDtype>, next);
+    __syncthreads();
+    LoadInFours<kDtype, kRows>(a, begin, tile);
+    __syncthreads();
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (int i = 0; i < kVector<kDtype>; ++i) {
+        const float x = tile[row][i / 4][lane][i % 4];
+#pragma unroll
+        for (int u = 0; u < kDirectUnroll; ++u) partial[row][u] += x * weights[u][i];
+      }
+    }
+  }
+  SumRows<kRows>(a, first_row, partial);
+}
+
+}  // namespace jaxferry::cuda
+
+#endif  // JAXFERRY_CUDA_DIRECT_CUH_

@@ -1,0 +1,30 @@
+// Failures of CUDA calls. They are thrown inside the library; a handler turns them into an ffi::Error (handler.h).
+#ifndef JAXFERRY_CUDA_ERRORS_H_
+#define JAXFERRY_CUDA_ERRORS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace jaxferry::cuda {
+
+struct Failure : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A failure whose cause is the caller's argument.
+struct BadArgument : Failure {
+  using Failure::Failure;
+};
+
+inline void Check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  // The error would be reported again by the next call of somebody else.
+  cudaGetLastError();
+  throw Failure(std::string(what) + " failed: " + cudaGetErrorString(status));
+}
+
+}  // namespace jaxferry::cuda
+
+#endif  // JAXFERRY_CUDA_ERRORS_H_

@@ -1,0 +1,50 @@
+// Copies on streams of their own, one a direction, first in, first out.
+#include "cuda/kernels.h"
+#include "cuda/operations.h"
+
+namespace jaxferry::cuda {
+
+namespace {
+
+void Forget(Device& device) {
+  device.ferry.Forget([](const EventPool::Lease& ended) { return ended->HasRun(); });
+}
+
+void Enqueue(const Copy& copy, cudaMemcpyKind kind, cudaStream_t queue) {
+  if (copy.bytes == 0) return;
+  if (copy.add) {
+    const int64_t size = copy.bytes / ItemSize(*copy.add);
+    return Convert({*copy.add, *copy.add, copy.source, copy.destination, size, true}, kBlocksOfLink, queue);
+  }
+  Check(cudaMemcpyAsync(copy.destination, copy.source, copy.bytes, kind, queue), "queueing a copy");
+}
+
+// Queues copies that start when what the stream was given so far has run.
+void RunQueue(Device& device, const Copies& copies, cudaMemcpyKind kind, cudaStream_t queue, cudaStream_t stream) {
+  Forget(device);
+  EventPool::Lease event = device.events.Lend();
+  event->Record(stream);
+  event->Hold(queue);
+  DrainOnFailure drain(queue);
+  for (const Copy& copy : copies) Enqueue(copy, kind, queue);
+  event->Record(queue);
+  device.ferry.Add(copies, std::move(event));
+  drain.Done();
+}
+
+}  // namespace
+
+void RunFerryLoad(Device& device, const Copies& copies, cudaStream_t stream) {
+  RunQueue(device, copies, cudaMemcpyHostToDevice, device.loads.get(), stream);
+}
+
+void RunFerryStore(Device& device, const Copies& copies, cudaStream_t stream) {
+  RunQueue(device, copies, cudaMemcpyDeviceToHost, device.stores.get(), stream);
+}
+
+void RunFerryWait(Device& device, const Ranges& ranges, cudaStream_t stream) {
+  Forget(device);
+  device.ferry.ForEachIn(ranges, [&](const EventPool::Lease& ended) { ended->Hold(stream); });
+}
+
+}  // namespace jaxferry::cuda

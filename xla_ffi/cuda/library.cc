@@ -1,0 +1,51 @@
+// What the library says of itself, and the scratch.
+#include "cuda/handler.h"
+
+// Of any number of arguments, for lists have commas.
+#define JAXFERRY_QUOTE_(...) #__VA_ARGS__
+#define JAXFERRY_QUOTE(...) JAXFERRY_QUOTE_(__VA_ARGS__)
+
+#ifndef JAXFERRY_JAXLIB_VERSION
+#define JAXFERRY_JAXLIB_VERSION "unknown"
+#endif
+#ifndef JAXFERRY_NVCC_VERSION
+#define JAXFERRY_NVCC_VERSION "unknown"
+#endif
+// Numbers with commas between them: 80, 90.
+#ifndef JAXFERRY_ARCHITECTURES
+#define JAXFERRY_ARCHITECTURES
+#endif
+
+#ifdef __clang__
+#define JAXFERRY_COMPILER __VERSION__
+#else
+#define JAXFERRY_COMPILER "GCC " __VERSION__
+#endif
+
+namespace jaxferry {
+
+static ffi::Error Scratch(ffi::Result<ffi::AnyBuffer> scratch) {
+  if (scratch->element_type() == ffi::DataType::U8) return ffi::Error::Success();
+  return Invalid("scratch", "the result must be uint8, got " + Describe(*scratch));
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_scratch, Scratch, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
+
+}  // namespace jaxferry
+
+const char* jaxferry_build_info() {
+  return "{\"platform\": \"CUDA\", \"compiler\": \"" JAXFERRY_COMPILER "\", \"jaxlib\": \"" JAXFERRY_JAXLIB_VERSION
+         "\", \"ffi_major\": " JAXFERRY_QUOTE(XLA_FFI_API_MAJOR) ", \"ffi_minor\": " JAXFERRY_QUOTE(
+             XLA_FFI_API_MINOR) ", \"nvcc\": \"" JAXFERRY_NVCC_VERSION
+                                "\", \"architectures\": [" JAXFERRY_QUOTE(JAXFERRY_ARCHITECTURES) "]}";
+}
+
+int jaxferry_abi() { return JAXFERRY_ABI; }
+
+// It has no way to say that a device failed: the next operation on that device does.
+void jaxferry_ferry_synchronize() {
+  try {
+    jaxferry::cuda::Device::SynchronizeFerry();
+  } catch (const std::exception&) {
+  }
+}

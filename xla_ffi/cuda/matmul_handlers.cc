@@ -1,0 +1,58 @@
+// Handlers of the products with, and the gradients of, a weight in host memory.
+#include "cuda/handler.h"
+#include "cuda/operations.h"
+
+namespace jaxferry {
+
+static ffi::Error DhaMatmul(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                            ffi::AnyBuffer scratch, ffi::Result<ffi::AnyBuffer> y, int64_t offset, int64_t k, int64_t n,
+                            int64_t transpose, int64_t method) {
+  return Guarded("dha_matmul", [&] {
+    Matmul call;
+    JAXFERRY_RETURN_IF_ERROR(CheckMatmul(x, w, scratch, *y, offset, k, n, transpose, method, &call));
+    return cuda::RunOn("dha_matmul", ordinal, {{"x", x}, {"w", w}, {"scratch", scratch}, {"result", *y}},
+                       [&](cuda::Device& device) { cuda::RunMatmul(device, call, stream); });
+  });
+}
+
+static ffi::Error DhaMatmulGradient(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer destination, ffi::AnyBuffer x,
+                                    ffi::AnyBuffer dy, ffi::AnyBuffer scratch, ffi::Result<ffi::AnyBuffer> result,
+                                    int64_t offset, int64_t k, int64_t n, int64_t transpose, int64_t accumulate,
+                                    int64_t round_to) {
+  return Guarded("dha_matmul_gradient", [&] {
+    MatmulGradient call;
+    JAXFERRY_RETURN_IF_ERROR(CheckMatmulGradient(destination, x, dy, scratch, *result, offset, k, n, transpose,
+                                                 accumulate, round_to, &call));
+    return cuda::RunOn("dha_matmul_gradient", ordinal,
+                       {{"destination", destination}, {"x", x}, {"dy", dy}, {"scratch", scratch}},
+                       [&](cuda::Device& device) { cuda::RunMatmulGradient(device, call, stream); });
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_dha_matmul, DhaMatmul,
+                              JAXFERRY_BIND()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // w
+                                  .Arg<ffi::AnyBuffer>()  // scratch
+                                  .Ret<ffi::AnyBuffer>()  // y
+                                  .Attr<int64_t>("offset")
+                                  .Attr<int64_t>("k")
+                                  .Attr<int64_t>("n")
+                                  .Attr<int64_t>("transpose")
+                                  .Attr<int64_t>("method"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_dha_matmul_gradient, DhaMatmulGradient,
+                              JAXFERRY_BIND()
+                                  .Arg<ffi::AnyBuffer>()  // destination
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // dy
+                                  .Arg<ffi::AnyBuffer>()  // scratch
+                                  .Ret<ffi::AnyBuffer>()  // destination
+                                  .Attr<int64_t>("offset")
+                                  .Attr<int64_t>("k")
+                                  .Attr<int64_t>("n")
+                                  .Attr<int64_t>("transpose")
+                                  .Attr<int64_t>("accumulate")
+                                  .Attr<int64_t>("round_to"));
+
+}  // namespace jaxferry

@@ -1,0 +1,22 @@
+// The operations on a device: what a checked call asks for is put onto streams. No XLA types. All throw Failure.
+#ifndef JAXFERRY_CUDA_OPERATIONS_H_
+#define JAXFERRY_CUDA_OPERATIONS_H_
+
+#include <cuda_runtime_api.h>
+
+#include "common/calls.h"
+#include "cuda/device.h"
+
+namespace jaxferry::cuda {
+
+void RunRead(const Copies& copies, cudaStream_t stream);
+void RunStore(const Store& call, cudaStream_t stream);
+void RunMatmul(Device& device, const Matmul& call, cudaStream_t stream);
+void RunMatmulGradient(Device& device, const MatmulGradient& call, cudaStream_t stream);
+void RunFerryLoad(Device& device, const Copies& copies, cudaStream_t stream);
+void RunFerryStore(Device& device, const Copies& copies, cudaStream_t stream);
+void RunFerryWait(Device& device, const Ranges& ranges, cudaStream_t stream);
+
+}  // namespace jaxferry::cuda
+
+#endif  // JAXFERRY_CUDA_OPERATIONS_H_

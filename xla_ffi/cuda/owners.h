@@ -1,0 +1,142 @@
+// Each CUDA resource has one owner, which frees it.
+#ifndef JAXFERRY_CUDA_OWNERS_H_
+#define JAXFERRY_CUDA_OWNERS_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "cuda/errors.h"
+
+namespace jaxferry::cuda {
+
+// A stream that does not wait for the default stream.
+class Stream {
+ public:
+  // The one of highest priority: its few blocks start before the many of a product that runs at the same time.
+  Stream() {
+    int least = 0;
+    int greatest = 0;
+    Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for the priorities of streams");
+    Check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "making a stream");
+  }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+class Event {
+ public:
+  Event() { Check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event"); }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void Record(cudaStream_t stream) { Check(cudaEventRecord(event_, stream), "recording an event"); }
+  // Holds what is given to the stream from now on until what was recorded last has run.
+  void Hold(cudaStream_t stream) const { Check(cudaStreamWaitEvent(stream, event_, 0), "waiting for an event"); }
+  bool HasRun() const {
+    const cudaError_t status = cudaEventQuery(event_);
+    if (status == cudaErrorNotReady) return false;
+    Check(status, "asking for an event");
+    return true;
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+// Events that are lent and come back: one may be recorded anew while streams still wait for its former record.
+class EventPool {
+ public:
+  struct Return {
+    EventPool* pool;
+    void operator()(Event* event) const { pool->TakeBack(event); }
+  };
+  using Lease = std::unique_ptr<Event, Return>;
+
+  Lease Lend() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) {
+      free_.reserve(++num_events_);  // So that coming back cannot fail.
+      return Lease(new Event, Return{this});
+    }
+    std::unique_ptr<Event> event = std::move(free_.back());
+    free_.pop_back();
+    return Lease(event.release(), Return{this});
+  }
+
+ private:
+  void TakeBack(Event* event) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    free_.emplace_back(event);
+  }
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Event>> free_;
+  size_t num_events_ = 0;
+};
+
+class DeviceBuffer {
+ public:
+  explicit DeviceBuffer(size_t bytes) { Check(cudaMalloc(&data_, bytes), "allocating device memory"); }
+  ~DeviceBuffer() { cudaFree(data_); }
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
+};
+
+// Makes a device the thread's current one for as long as it lives.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int ordinal) {
+    Check(cudaGetDevice(&previous_), "asking for the current device");
+    if (previous_ == ordinal) return;
+    Check(cudaSetDevice(ordinal), "setting the current device");
+    is_changed_ = true;
+  }
+  ~CurrentDevice() {
+    if (is_changed_) cudaSetDevice(previous_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool is_changed_ = false;
+};
+
+// Where something fails between queueing copies and ordering the rest after them, the copies must end before their
+// buffers are freed.
+class DrainOnFailure {
+ public:
+  explicit DrainOnFailure(cudaStream_t stream) : stream_(stream) {}
+  ~DrainOnFailure() {
+    if (!is_done_) cudaStreamSynchronize(stream_);
+  }
+  DrainOnFailure(const DrainOnFailure&) = delete;
+  DrainOnFailure& operator=(const DrainOnFailure&) = delete;
+
+  void Done() { is_done_ = true; }
+
+ private:
+  cudaStream_t stream_;
+  bool is_done_ = false;
+};
+
+}  // namespace jaxferry::cuda
+
+#endif  // JAXFERRY_CUDA_OWNERS_H_
