@@ -12,7 +12,7 @@ from jaxferry.engine.fit import fit_modes, peak_of
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
 from jaxferry.engine.placement import Placement, make_placement
-from jaxferry.engine.programs import Programs, derivatives_of
+from jaxferry.engine.programs import Programs, derivatives_of, lower, trace_program
 from jaxferry.engine.script import Event, Peak, make_script, peak_bytes
 from jaxferry.engine.shadow import Kind, Source, Target, Use, resident_layers, shadow_model
 from jaxferry.engine.state import TrainState
@@ -37,6 +37,7 @@ __all__ = [
     "choose_transport",
     "derivatives_of",
     "fit_modes",
+    "lower",
     "make_placement",
     "make_script",
     "make_transport",
@@ -46,4 +47,5 @@ __all__ = [
     "peak_of",
     "resident_layers",
     "shadow_model",
+    "trace_program",
 ]

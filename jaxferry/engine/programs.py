@@ -62,7 +62,7 @@ class Programs:
     def require(self, uses: Iterable[Use]) -> None:
         """Compiles the programs that are not there yet."""
         missing = [use for use in dict.fromkeys(uses) if use not in self._compiled]
-        lowered = [self._maker.lower(use) for use in missing]
+        lowered = [lower(self._maker.trace(use)) for use in missing]
         with ThreadPoolExecutor() as pool:
             compiled = list(pool.map(lambda program: program.compile(), lowered))
         self._compiled |= zip(missing, compiled, strict=True)
@@ -99,6 +99,21 @@ def derivatives_of(partition: Partition, remat: str) -> dict[int, Derivative]:
     for segment in partition.segments:
         first.setdefault(segment.program, segment)
     return {program: differentiate(partition.graph, segment, remat) for program, segment in first.items()}
+
+
+def trace_program(
+    partition: Partition, derivatives: Mapping[int, Derivative], placement: Placement, use: Use, native: bool
+) -> Any:
+    """One program, traced but not compiled, to be lowered for whatever platform (`jax.stages.Traced`)."""
+    return _Maker(partition, derivatives, placement, native).trace(use)
+
+
+def lower(traced: Any, platform: str | None = None) -> Any:
+    """Lowers a traced program for a platform ("cuda"), by default that of its arguments."""
+    with warnings.catch_warnings():
+        # Which of the donated buffers fit a result is XLA's choice; the others are freed after the call.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
 
 def compile_evaluation(partition: Partition, placement: Placement) -> dict[int, Compiled]:
@@ -138,7 +153,7 @@ def squared_norm(gradients: Sequence[Gradient]) -> jax.Array | None:
 
 
 class _Maker:
-    """Lowers the functions of a partition's programs."""
+    """Traces the functions of a partition's programs."""
 
     def __init__(
         self,
@@ -150,7 +165,7 @@ class _Maker:
         self._partition, self._derivatives, self._placement = partition, derivatives, placement
         self._native = native
 
-    def lower(self, use: Use) -> Any:
+    def trace(self, use: Use) -> Any:
         derivative = self._derivatives[use.program]
         segment = derivative.segment
         if use.kind is Kind.FORWARD:
@@ -163,7 +178,7 @@ class _Maker:
         layer = self._partition.layers[segment.layer]
         function, arguments = self._sourced(use, layer, function, arguments)
         if use.kind is Kind.FORWARD:
-            return self._lower(function, *arguments)
+            return self._traced(function, *arguments)
         return self._targeted(use, layer, function, arguments)
 
     def _sourced(self, use: Use, layer: Layer, function: Function, arguments: list[Any]) -> tuple[Function, list[Any]]:
@@ -181,7 +196,7 @@ class _Maker:
         return unread, [[], *others]
 
     def _targeted(self, use: Use, layer: Layer, function: Function, arguments: list[Any]) -> Any:
-        """Lowers a function `-> gradients, rest` whose gradients go where the use says."""
+        """Traces a function `-> gradients, rest` whose gradients go where the use says."""
         device, pinned = self._placement.device, self._placement.pinned
         if use.writes is Target.DEVICE:
 
@@ -189,7 +204,7 @@ class _Maker:
                 gradients, rest = function(*given)
                 return gradients, rest, squared_norm(gradients)
 
-            return self._lower(returned, *arguments, donate=(4, 5) if use.kind is Kind.BACKWARD else ())
+            return self._traced(returned, *arguments, donate=(4, 5) if use.kind is Kind.BACKWARD else ())
         accumulate = use.writes is Target.HOST_SUM
         store = store_in_place(function, layer, arguments, accumulate=accumulate, native=self._native)
 
@@ -199,7 +214,7 @@ class _Maker:
 
         destinations = [self._struct(v, pinned) for v in layer.vectors]
         donated = (0, 5, 6) if use.kind is Kind.BACKWARD else (0,)
-        return self._lower(stored, destinations, *arguments, donate=donated, shardings=(pinned, device, device))
+        return self._traced(stored, destinations, *arguments, donate=donated, shardings=(pinned, device, device))
 
     def _forward(self, derivative: Derivative) -> Function:
         def forward(weights: Any, inputs: Any, passive: Any) -> Any:
@@ -228,7 +243,7 @@ class _Maker:
         return loss
 
     def evaluation(self, segment: Segment) -> Any:
-        return self._lower(segment.forward, *self._arguments(segment)).compile()
+        return lower(self._traced(segment.forward, *self._arguments(segment))).compile()
 
     def _arguments(self, segment: Segment) -> list[Any]:
         return [self._of(segment.weights), self._of(segment.inputs), self._of(segment.passive)]
@@ -242,9 +257,6 @@ class _Maker:
     def _struct(self, aval: Any, where: Any, weak_type: bool = False) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where, weak_type=weak_type)
 
-    def _lower(self, function: Function, *args: Any, donate: tuple[int, ...] = (), shardings: Any = None) -> Any:
+    def _traced(self, function: Function, *args: Any, donate: tuple[int, ...] = (), shardings: Any = None) -> Any:
         shardings = self._placement.device if shardings is None else shardings
-        with warnings.catch_warnings():
-            # Which of the donated buffers fit a result is XLA's choice; the others are freed after the call.
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return jax.jit(function, donate_argnums=donate, out_shardings=shardings).lower(*args)
+        return jax.jit(function, donate_argnums=donate, out_shardings=shardings).trace(*args)

@@ -24,8 +24,9 @@ from jaxferry.native import targets, twins
 from jaxferry.native.library import is_available
 from jaxferry.native.shapes import GatherShape, ProductShape
 
-SCRATCH_BYTES = 16 * 2**20
-"""Device memory through which a product's panels are staged: two panels of 8 MiB keep a link and a GPU busy."""
+SCRATCH_BYTES = 8 * 2**20
+"""Device memory through which a product's panels are staged, at most: two panels of 4 MiB, each longer on the link than
+what starts it takes."""
 
 DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
 """What the native operations compute with; the twins take any floating dtype."""
@@ -92,7 +93,7 @@ def dha_matmul(
       shape: where the weight lies in the host array; None for the whole of it.
       out_dtype: dtype of the result, by default that of x.
       method: `auto` chooses by size, `staged` or `direct` forces one.
-      scratch_bytes: size of the scratch; results do not depend on it.
+      scratch_bytes: size of the scratch, at most; results do not depend on it.
       native: see `is_native`.
 
     Returns:
@@ -194,7 +195,7 @@ def dha_matmul_gradient(
       offset: element of the destination that the first one goes to.
       accumulate: whether to add to what is there.
       round_to: dtype through which the product is rounded before it is cast to the destination's; None for none.
-      scratch_bytes: device memory through which panels pass.
+      scratch_bytes: device memory through which panels pass, at most.
       native: see `is_native`.
 
     Returns:

@@ -21,8 +21,12 @@ def _struct(like: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(like.shape, like.dtype)
 
 
-def _scratch(num_bytes: int) -> jax.Array:
-    made: jax.Array = jax.ffi.ffi_call("jaxferry_scratch", jax.ShapeDtypeStruct((num_bytes,), np.uint8))()
+def _scratch(slice_bytes: int, num_slices: int, limit_bytes: int) -> jax.Array:
+    """Two panels of slices, as large as the limit allows but no larger than there are slices."""
+    padding = 512
+    least, most = 2 * (slice_bytes + padding), 2 * (slice_bytes * num_slices + padding)
+    result = jax.ShapeDtypeStruct((max(least, min(limit_bytes, most)),), np.uint8)
+    made: jax.Array = jax.ffi.ffi_call("jaxferry_scratch", result)()
     return made
 
 
@@ -45,10 +49,12 @@ def dha_matmul(
 ) -> jax.Array:
     """`[.., n]`: the product of x with a host weight."""
     result = jax.ShapeDtypeStruct((*x.shape[:-1], shape.n), out_dtype)
+    # A weight of another dtype is staged as it is, then cast.
+    item_bytes = w.dtype.itemsize + (x.dtype.itemsize if w.dtype != x.dtype else 0)
     made: jax.Array = jax.ffi.ffi_call("jaxferry_dha_matmul", result)(
         x,
         w,
-        _scratch(scratch_bytes),
+        _scratch(shape.k * item_bytes, shape.n, scratch_bytes),
         offset=np.int64(shape.offset),
         k=np.int64(shape.k),
         n=np.int64(shape.n),
@@ -82,11 +88,12 @@ def dha_matmul_gradient(
 ) -> jax.Array:
     """The destination after the product was written into it."""
     call = jax.ffi.ffi_call("jaxferry_dha_matmul_gradient", _struct(destination), input_output_aliases={0: 0})
+    num_rows, row = (shape.n, shape.k) if shape.transpose else (shape.k, shape.n)
     stored: jax.Array = call(
         destination,
         x,
         dy,
-        _scratch(scratch_bytes),
+        _scratch(4 * row, num_rows, scratch_bytes),
         offset=np.int64(shape.offset),
         k=np.int64(shape.k),
         n=np.int64(shape.n),
