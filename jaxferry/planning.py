@@ -75,7 +75,7 @@ class Comparison:
 
 def compare(profile: Profile, request: Request) -> list[Comparison]:
     """Every policy's answer to the same request."""
-    optimum_s = optimal_forward(profile)[1]
+    optimum_s = optimal_forward(profile).bound_s
     rows = []
     for name in policies():
         request.report(name)

@@ -91,7 +91,7 @@ class AutoSearch:
         size = len(self.profile.layers)
         if size <= MOST_ENUMERATED:
             self._enumerate(size)
-        optimum = optimal_forward(self.profile)[0]
+        optimum = optimal_forward(self.profile).modes
         flags = self._gradient_choices()
         for to_host in (flags[0], flags[-1]):
             explore(self.pool, to_host, self.request, optimum)

@@ -93,7 +93,7 @@ def _bound_with_lead(profile: Profile, costs: Costs, first: int, lead_s: float, 
 
     Only bounds below `best` matter; a result above it says no more than that.
     """
-    optimum_s = optimal_forward(profile, first, lead_s, best - costs.least_tail())[1]
+    optimum_s = optimal_forward(profile, first, lead_s, best - costs.least_tail()).bound_s
     last_backward = max(costs.backward[-1], costs.backward_dha[-1])
     penalty = _Penalty(_group_loads(profile, costs), costs.backward_dha - costs.backward)
     forward_s = max(optimum_s, penalty.worth_it_s - last_backward - lead_s)

@@ -50,9 +50,10 @@ class Exact(Policy):
         request = request or Request()
         reserve_factor = self.reserve_factor(request)
         to_host = gradients_to_host(profile, reserve_factor)
-        optimum, optimum_s = optimal_forward(profile)
+        optimum = optimal_forward(profile)
+        optimum_s = optimum.bound_s
         pool = Pool(profile)
-        explore(pool, to_host, request, optimum)
+        explore(pool, to_host, request, optimum.modes)
         pool.run(peak=request.memory_budget_bytes is not None)
         best = pool.best(request.objective, request.memory_budget_bytes)
         if best is None:

@@ -58,7 +58,7 @@ def test_forward_is_the_least_of_all_plans_by_the_oracle(profile):
 def test_forward_is_the_least_of_all_plans_of_up_to_12_layers(profile):
     modes = np.array(list(itertools.product(range(2), repeat=len(profile.layers))))
     outcomes = Evaluator(profile)(modes, np.zeros(len(profile.layers), dtype=bool), steady=False, peak=False)
-    assert optimal_forward(profile)[1] == outcomes.forward_s.min()
+    assert optimal_forward(profile).forward_s == optimal_forward(profile).bound_s == outcomes.forward_s.min()
 
 
 @few
@@ -69,7 +69,7 @@ def test_forward_is_the_least_for_identical_layers(profile):
     profile = Profile({}, tuple(layers))
     modes = np.array(list(itertools.product(range(2), repeat=11)))
     outcomes = Evaluator(profile)(modes, np.zeros(11, dtype=bool), steady=False, peak=False)
-    assert optimal_forward(profile)[1] == outcomes.forward_s.min()
+    assert optimal_forward(profile).forward_s == optimal_forward(profile).bound_s == outcomes.forward_s.min()
 
 
 @pytest.mark.parametrize("objective", ["step", "steady"])
@@ -88,7 +88,7 @@ def test_few_layers_are_optimal_and_say_so(objective, profile):
 @given(profiles(max_layers=5))
 def test_bounds_are_below_every_plan(factor, profile):
     to_host = gradients_to_host(profile, factor)
-    optimum_s = optimal_forward(profile)[1]
+    optimum_s = optimal_forward(profile).bound_s
     least = brute_force(profile, to_host)
     assert step_lower_bound_s(profile, to_host, optimum_s) <= least[Objective.STEP] * (1 + 1e-12)
     assert steady_lower_bound_s(profile, to_host, optimum_s) <= least[Objective.STEADY] * (1 + 1e-12)
@@ -124,7 +124,7 @@ def test_the_whole_step_programme_is_optimal_while_it_drops_nothing(profile):
 def test_a_step_is_its_forward_and_the_tail_of_its_backward(profile):
     to_host = gradients_to_host(profile, 0.5)
     tail = Costs.of(profile, to_host).least_tail()
-    assert brute_force(profile, to_host)[Objective.STEP] >= optimal_forward(profile)[1] + tail - 1e-9
+    assert brute_force(profile, to_host)[Objective.STEP] >= optimal_forward(profile).bound_s + tail - 1e-9
 
 
 @pytest.mark.parametrize("objective", list(Objective))
