@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jaxferry.errors import InputError
+from jaxferry.units import MOST_BYTES
 
 Record = TypeVar("Record")
 
-_MOST_BYTES = 2**53
 _MOST_SECONDS = 1e12
 
 
@@ -100,7 +100,7 @@ def check_seconds(value: Any, key: str, where: str) -> float:
 
 def check_bytes(value: Any, key: str, where: str) -> int:
     """Returns the value as an int if it is a whole number of bytes, 0 or more, and sums of such fit a machine word."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) <= _MOST_BYTES:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) <= MOST_BYTES:
         raise InputError(f"{where}: {key} must be a whole number of bytes, 0 to 2**53, got {_show(value)}")
     return int(value)
 

@@ -13,8 +13,8 @@ Where parameter groups have several layers, a state also has the copies that are
 frontiers are kept apart by them. Always optimal while at most `_MOST_OPEN` groups are open at once, as a tied table
 is, or pairs of neighbours; so it is with more, while there are at most `_MOST_STATES` states. Beyond that the states
 are sorted into buckets of similar X. The earliest few of each stay as they are. The others are merged into one that is
-as early in X and in C as any of them and holds all their copies: what follows from merged states is no plan, but no plan
-ends before it. So the optimum lies between the best plan and `bound_s`.
+as early in X and in C as any of them and holds all their copies: what follows from merged states is no plan, but no
+plan ends before it. So the optimum lies between `bound_s` and the best plan.
 """
 
 import dataclasses

@@ -127,8 +127,9 @@ class StepSearch:
           lead_s: seconds before the step's start at which loads begin, as they can in a chain if the first layers are
             not loaded.
         """
-        starts = (-lead_s, 0.0, 0.0, 0.0, -np.inf)
-        states = _States(*(np.array([start]) for start in starts), self.copies.none(), np.zeros(1, dtype=np.int64))
+        link, gpu, tail, between_sum, between_end = (np.array([x]) for x in (-lead_s, 0.0, 0.0, 0.0, -np.inf))
+        origin = np.zeros(1, dtype=np.int64)
+        states = _States(link, gpu, tail, between_sum, between_end, self.copies.none(), origin)
         history, modes_of = [], []
         for index in range(self.size):
             options = self.options(index, fixed, head)

@@ -2,18 +2,34 @@
 
 import importlib
 import os
+import pathlib
 from typing import Any
 
 from jaxferry.errors import InputError
 from jaxferry.planning import SweepPoint
 
+_FORMATS = ("png", "pdf", "svg")
 
-def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:
-    """Writes step time against device memory as a PNG, one line for each reserve factor.
+
+def plot_format(path: str | os.PathLike[str]) -> str:
+    """The format that a figure's file name asks for.
 
     Raises:
-      InputError: if matplotlib is missing, or the file cannot be written.
+      InputError: if it is none that is supported.
     """
+    ending = pathlib.PurePath(path).suffix.lower().removeprefix(".")
+    if ending not in _FORMATS:
+        raise InputError(f"a plot's name must end in {', '.join('.' + x for x in _FORMATS)}, got {os.fspath(path)!r}")
+    return ending
+
+
+def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:
+    """Writes step time against device memory as a figure, one line for each reserve factor.
+
+    Raises:
+      InputError: if matplotlib is missing, the format is not supported, or the file cannot be written.
+    """
+    kind = plot_format(path)
     figure, axes = _figure()
     for factor in dict.fromkeys(point.reserve_factor for point in points):
         places = sorted(_place(point) for point in points if point.reserve_factor == factor and point.plan is not None)
@@ -27,7 +43,7 @@ def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os
     axes.set_title("step time against device memory")
     axes.legend(fontsize="small")
     try:
-        figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
+        figure.savefig(path, dpi=120, bbox_inches="tight", format=kind)
     except OSError as error:
         raise InputError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
