@@ -194,7 +194,7 @@ def knee(points: list[SweepPoint]) -> SweepPoint | None:
     """Where more memory stops paying.
 
     Of the points that none beats in both memory and steady time, the farthest below the line from the leanest to the
-    fastest one, both axes scaled to their range; the fastest one of two or fewer.
+    fastest one, both axes scaled to their range; the fastest one of two or fewer, and where none is below the line.
     """
     known = []
     for point in points:
@@ -209,4 +209,4 @@ def knee(points: list[SweepPoint]) -> SweepPoint | None:
     if len(frontier) < 3:
         return frontier[-1][2] if frontier else None
     (low, slow, _), (high, fast, _) = frontier[0], frontier[-1]
-    return max(frontier, key=lambda row: (high - row[0]) / (high - low) + (slow - row[1]) / (slow - fast))[2]
+    return max(frontier[::-1], key=lambda row: (high - row[0]) / (high - low) + (slow - row[1]) / (slow - fast))[2]

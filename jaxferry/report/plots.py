@@ -30,22 +30,36 @@ def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os
       InputError: if matplotlib is missing, the format is not supported, or the file cannot be written.
     """
     kind = plot_format(path)
-    figure, axes = _figure()
-    for factor in dict.fromkeys(point.reserve_factor for point in points):
-        places = sorted(_place(point) for point in points if point.reserve_factor == factor and point.plan is not None)
-        if places:
-            axes.plot(*zip(*places, strict=True), marker="o", label=f"reserve factor {factor:g}")
-    if best is not None:
-        memory, time = _place(best)
-        axes.annotate("knee", (memory, time), textcoords="offset points", xytext=(8, 8))
-    axes.set_xlabel("peak device memory / GiB")
-    axes.set_ylabel("steady step / s")
-    axes.set_title("step time against device memory")
-    axes.legend(fontsize="small")
+    figure = sweep_figure(points, best)
     try:
         figure.savefig(path, dpi=120, bbox_inches="tight", format=kind)
     except OSError as error:
         raise InputError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+
+
+def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
+    """The figure of `plot_sweep`: nothing is written over the points; what they are stands beside the axes.
+
+    Raises:
+      InputError: if matplotlib is missing.
+    """
+    figure, axes, colours = _figure()
+    factors = list(dict.fromkeys(point.reserve_factor for point in points))
+    for number, factor in enumerate(factors):
+        places = sorted(_place(point) for point in points if point.reserve_factor == factor and point.plan is not None)
+        if places:
+            # later lines are thinner, so that those behind them at the same places can be seen
+            share = number / max(len(factors) - 1, 1)
+            look = {"color": colours(share), "markersize": 11 - 7 * share, "linewidth": 4 - 3 * share}
+            axes.plot(*zip(*places, strict=True), marker="o", label=f"{factor:g}", **look)
+    if best is not None:
+        axes.plot(*_place(best), linestyle="none", marker="*", color="black", markersize=14, label="knee", zorder=3)
+    axes.margins(0.08)
+    axes.set_xlabel("peak device memory / GiB")
+    axes.set_ylabel("steady step / s")
+    axes.set_title("step time against device memory")
+    axes.legend(title="reserve factor", fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
+    return figure
 
 
 def _place(point: SweepPoint) -> tuple[float, float]:
@@ -53,10 +67,12 @@ def _place(point: SweepPoint) -> tuple[float, float]:
     return point.plan.predicted.peak_device_bytes / 2**30, point.plan.predicted.steady_step_s
 
 
-def _figure() -> tuple[Any, Any]:
+def _figure() -> tuple[Any, Any, Any]:
+    """A figure, its axes, and colours for shares in [0, 1]."""
     try:
         figures = importlib.import_module("matplotlib.figure")
+        colormaps = importlib.import_module("matplotlib").colormaps
     except ImportError as error:
         raise InputError("--plot needs matplotlib: pip install matplotlib") from error
     figure = figures.Figure(figsize=(7, 4.5))
-    return figure, figure.add_subplot()
+    return figure, figure.add_subplot(), colormaps["viridis"]

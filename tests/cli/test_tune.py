@@ -11,6 +11,7 @@ from jaxferry.errors import BudgetError, InputError
 from jaxferry.plan.records import LayerPlan, Plan, Predicted
 from jaxferry.planning import SweepPoint, knee, make_plan
 from jaxferry.profiling.records import Profile
+from jaxferry.report.plots import sweep_figure
 from profiles import transformer
 
 
@@ -49,6 +50,8 @@ def test_the_knee_is_where_more_memory_stops_paying():
     bend = point(20, 2.0)
     assert knee([point(10, 10.0), point(90, 1.2), bend, point(100, 1.0), point(50, 5.0)]) is bend
     assert knee([]) is None
+    fastest = point(100, 1.0)
+    assert knee([point(10, 10.0), point(60, 9.5), fastest]) is fastest
     assert knee([SweepPoint(1.0, 1, None)]) is None
     assert knee([bend]) is bend
 
@@ -100,3 +103,14 @@ def test_bad_input_is_one_line_and_status_2(refused, profile, tmp_path):
 def test_a_plot_has_the_format_that_its_name_says(jaxferry, profile, tmp_path, name, start):
     assert jaxferry("tune", profile, "--reserve-factor", "1", "--plot", tmp_path / name).status == 0
     assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_nothing_is_written_over_the_points_of_a_plot():
+    points = [point(10, 10.0), point(20, 2.0), point(90, 1.2)]
+    figure = sweep_figure(points, points[1])
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    figure.canvas.draw()
+    assert not axes.texts
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    assert [text.get_text() for text in legend.get_texts()] == ["1", "knee"]
