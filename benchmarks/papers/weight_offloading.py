@@ -285,9 +285,9 @@ def plot_table_1(rows: Sequence[dict], path: pathlib.Path) -> None:
         axis.plot(places, ours, "_", color=colour, markersize=10, markeredgewidth=2.5, label=f"{label}, memory guessed")
         if key is not None:
             published = [row[key] - row["compute"] for row in rows]
-            axis.plot(
-                places, published, "D", color=colour, markersize=5, markeredgecolor="black", label=f"{key}, paper"
-            )
+            look = {"color": colour, "markersize": 5, "markeredgecolor": "black"}
+            title = "ILP" if name == "bound" else label
+            axis.plot(places, published, "D", label=f"{title}, published", **look)
     axis.set_xticks(range(len(rows)), [f"{row['network']}\n{row['depth']}\nb{row['batch']}" for row in rows])
     axis.set_yscale("symlog", linthresh=10)
     axis.set_ylim(-1, 20000)
