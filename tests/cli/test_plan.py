@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -137,6 +138,17 @@ def test_modules_run_as_programs(module, profile):
     assert json.loads(done.stdout)["policy"] == "memferry"
     done = subprocess.run([*command, "--nonsense"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_letters_that_the_terminal_does_not_know_are_escaped(tmp_path):
+    path = tmp_path / "profile.json"
+    layers = [dataclasses.replace(x, name=f"schicht_ä{i}", parameters="") for i, x in enumerate(transformer(4).layers)]
+    Profile({}, tuple(layers)).save(path)
+    command = [sys.executable, "-m", "jaxferry", "plan", str(path), "--policy", "memferry"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ascii_only)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"schicht_\xe40" in done.stdout
 
 
 def test_names_in_brackets_are_printed_as_they_are(tmp_path, capsys):
