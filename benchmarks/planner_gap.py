@@ -111,7 +111,7 @@ def planning_times(most_layers: int, num_seeds: int) -> dict[str, dict[str, dict
 
 def _asked(profile: Profile) -> list[tuple[str, str, Request]]:
     """Titles, policies and requests to time."""
-    budget = sum(layer.param_bytes for layer in profile.layers)
+    budget = sum(layer.param_bytes + layer.activation_bytes for layer in profile.layers)
     asked = [(name, name, Request()) for name in ("memferry", "memferry-printed", "exact")]
     asked.append(("exact, factor 1", "exact", Request(1.0)))
     asked.append(("exact, forward", "exact", Request(objective=Objective.FORWARD)))
