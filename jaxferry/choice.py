@@ -41,7 +41,7 @@ def choose_plan(
       device_kind: what the device calls itself, such as `"NVIDIA H200"`.
       reserve_factor: share of all gradient bytes that may stay on the device; None for the policy's default.
       memory_budget_bytes: handed to the policy. The engine counts for itself afterwards, to the byte, so a policy that
-        finds nothing in it is asked again without.
+        finds nothing in it is asked again for the least that it needs.
       remat: what is kept between forward and backward.
 
     Raises:
@@ -63,8 +63,8 @@ def choose_plan(
     options: dict[str, Any] = {"reserve_factor": reserve_factor}
     try:
         return make_plan(profile, policy, memory_budget_bytes=memory_budget_bytes, **options)
-    except BudgetError:
-        return make_plan(profile, policy, **options)
+    except BudgetError as error:
+        return make_plan(profile, policy, memory_budget_bytes=error.smallest_bytes, **options)
 
 
 def _machine_of(device_kind: str) -> str:
