@@ -44,7 +44,6 @@ from jaxferry.engine import (
 from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, NonFiniteError, StateError
 from jaxferry.modes import Mode
-from jaxferry.native.library import is_available
 from jaxferry.partition import REMAT, Layer, Partition, layers_by_path, partition
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.registry import make_policy
@@ -88,8 +87,9 @@ def train_step(
       skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
         non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
       device: the device to train on; by default JAX's first.
-      transport: what moves layers and gradients: `"ferry"`, the native library's queues (the default where the library
-        is), or `"device_put"`, JAX's own copies.
+      transport: `"ferry"`: the native library moves layers and gradients on queues of its own, and computes in host
+        memory (the default where it is built). `"device_put"`: plain JAX does both by copies, with the same results but
+        for the order in which products in host memory are summed.
 
     Raises:
       InputError: if an argument is not acceptable.
@@ -366,8 +366,7 @@ class TrainStep:
         derivatives = derivatives_of(parts, options.remat)
         plan = self._plan(parts)
         loads_first, gradients = plan.loads is Loads.BULK, [layer.gradient for layer in plan.layers]
-        native = is_available(self._placement.platform)
-        programs = Programs(parts, derivatives, self._placement, native)
+        programs = Programs(parts, derivatives, self._placement, native=self._transport == "ferry")
         modes, fitted = None, list(plan.modes)
         # What programs need beside their arguments is known once they are compiled, and which are, once modes are.
         while fitted != modes:
