@@ -28,7 +28,7 @@ struct LinkSettings {
   std::atomic<double> bytes_per_s{0.0};  // 0: no limit
   std::atomic<double> delay_s{0.0};      // longest random delay before a copy
   std::atomic<unsigned> seed{0};
-  std::atomic<unsigned> num_seeds{0};    // counts changes of the seed
+  std::atomic<unsigned> num_seeds{0};  // counts changes of the seed
 };
 
 class FerryQueue {
