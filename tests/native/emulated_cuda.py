@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 
 import jax
+
 from native.native_operations import Operations
 
 FOLDER = pathlib.Path(__file__).parent / "cuda_emulation"
@@ -34,13 +35,14 @@ FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 
 def build(folder):
     """Compiles the library into `folder` and returns it, loaded."""
-    units = [FOLDER / "library.cc", *(SOURCES / "cuda" / name for name in ("matmul.cc", "matmul_gradient.cc", "product.cc"))]
+    units = [
+        FOLDER / "unity.cc",
+        *(SOURCES / "cuda" / name for name in ("matmul.cc", "matmul_gradient.cc", "product.cc")),
+    ]
     includes = [f"-I{FOLDER / 'include'}", f"-I{FOLDER}", f"-I{SOURCES}", "-isystem", jax.ffi.include_dir()]
     objects = [folder / f"{unit.stem}.o" for unit in units]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        commands = [
-            ["g++", *FLAGS, *includes, "-c", str(unit), "-o", str(made)] for unit, made in zip(units, objects)
-        ]
+        commands = [["g++", *FLAGS, *includes, "-c", str(unit), "-o", str(made)] for unit, made in zip(units, objects)]
         for finished in pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands):
             assert finished.returncode == 0, finished.stderr
     library = folder / "libemulated_cuda.so"

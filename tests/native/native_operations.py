@@ -60,11 +60,14 @@ class Operations:
         result = jax.ShapeDtypeStruct((*indices.shape, columns), table.dtype)
         return self.compile("dha_gather", result, offset=offset, rows=rows, columns=columns)(table, indices)
 
-    def matmul(self, x, w, shape, *, offset=0, transpose=False, method=0, result=None, scratch_bytes=1 << 16):
+    def matmul(
+        self, x, w, shape, *, offset=0, transpose=False, method=0, result=None, scratch_bytes=1 << 16, scratch=None
+    ):
         k, n = shape
+        scratch = self.scratch(scratch_bytes) if scratch is None else scratch
         result = jax.ShapeDtypeStruct((*x.shape[:-1], n), DTYPES[result] if result else x.dtype)
         attributes = {"offset": offset, "k": k, "n": n, "transpose": int(transpose), "method": method}
-        return self.compile("dha_matmul", result, **attributes)(x, w, self.scratch(scratch_bytes))
+        return self.compile("dha_matmul", result, **attributes)(x, w, scratch)
 
     def read(self, vector, shapes, offsets):
         results = tuple(jax.ShapeDtypeStruct(shape, vector.dtype) for shape in shapes)

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+
 from native.native_operations import DTYPES, check_product, check_same, numbers
 
 ALL = pytest.mark.parametrize("dtype", list(DTYPES))

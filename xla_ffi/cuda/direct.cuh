@@ -1,8 +1,8 @@
 // Products of few rows with a weight in host memory, each of whose bytes the kernels read once, sixteen at a time.
 //
 // A thread block owns columns of y, hence columns (DirectColumns, w[k, n]) or rows (DirectRows, w[n, k]) of the weight,
-// and all rows of x, which it keeps a tile at a time in shared memory, as fp32. The next tile of the weight is under way
-// while this one is multiplied. Sums are made in one order, whatever the number of blocks.
+// and all rows of x, which it keeps a tile at a time in shared memory, as fp32. The next tile of the weight is under
+// way while this one is multiplied. Sums are made in one order, whatever the number of blocks.
 #ifndef JAXFERRY_CUDA_DIRECT_CUH_
 #define JAXFERRY_CUDA_DIRECT_CUH_
 

@@ -1,9 +1,8 @@
 // cuBLASLt as its documentation describes it: matrices count columns first. It checks what it is asked for.
-#include "cuda/cublaslt_api.h"
-
 #include <cstdio>
 #include <cstdlib>
 
+#include "cuda/cublaslt_api.h"
 #include "cuda/numbers.cuh"
 
 namespace jaxferry::cuda::cublaslt {
@@ -137,7 +136,8 @@ Status Multiply(Handle, MatmulDesc descriptor, const void* alpha, const void* a,
       for (uint64_t row = 0; row < sizes.m; ++row) {
         float sum = 0.0f;
         for (uint64_t i = 0; i < sizes.k; ++i) {
-          sum += Read(a, of_a, asked.transposes[0] == kOpT, row, i) * Read(b, of_b, asked.transposes[1] == kOpT, i, column);
+          sum += Read(a, of_a, asked.transposes[0] == kOpT, row, i) *
+                 Read(b, of_b, asked.transposes[1] == kOpT, i, column);
         }
         Write(d, of_d, row, column, sum);
       }
@@ -149,8 +149,9 @@ Status Multiply(Handle, MatmulDesc descriptor, const void* alpha, const void* a,
 }  // namespace
 
 const Api& Load() {
-  static const Api api = {CreateContext,    CreateDescriptor,  DestroyDescriptor, SetDescriptor, CreateLayout, DestroyLayout,
-                          CreatePreference, DestroyPreference, SetPreference,     Choose,        Multiply,     nullptr};
+  static const Api api = {CreateContext, CreateDescriptor, DestroyDescriptor, SetDescriptor,
+                          CreateLayout,  DestroyLayout,    CreatePreference,  DestroyPreference,
+                          SetPreference, Choose,           Multiply,          nullptr};
   return api;
 }
 

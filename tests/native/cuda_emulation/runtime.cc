@@ -72,6 +72,10 @@ namespace emulation {
 
 void Enqueue(cudaStream_t stream, std::function<void()> work) { Push(stream, {std::move(work), nullptr}); }
 
+void EnqueueLast(cudaStream_t stream, std::function<void()> work) {
+  stream->queue.push_back({std::move(work), nullptr});
+}
+
 cudaStream_t ProgramStream() {
   static cudaStream_t stream = [] {
     cudaStream_t made = nullptr;

@@ -50,9 +50,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (config->gridDim.x == 0 || config->blockDim.x == 0) return cudaErrorInvalidValue;
   const unsigned num_blocks = config->gridDim.x;
   const unsigned num_threads = config->blockDim.x;
-  emulation::Enqueue(config->stream, [=] {
-    emulation::RunGrid(num_blocks, num_threads, [&] { kernel(arguments...); });
-  });
+  emulation::Enqueue(config->stream,
+                     [=] { emulation::RunGrid(num_blocks, num_threads, [&] { kernel(arguments...); }); });
   return cudaSuccess;
 }
 

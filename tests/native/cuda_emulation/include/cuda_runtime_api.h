@@ -1,5 +1,5 @@
-// As much of CUDA's runtime as xla_ffi/cuda uses, on the CPU. Streams are queues that run as late and in as mixed an order
-// as their events allow, so that an order that nothing enforces shows.
+// As much of CUDA's runtime as xla_ffi/cuda uses, on the CPU. Streams are queues that run as late and in as mixed an
+// order as their events allow, so that an order that nothing enforces shows.
 #ifndef EMULATION_CUDA_RUNTIME_API_H_
 #define EMULATION_CUDA_RUNTIME_API_H_
 
@@ -46,6 +46,8 @@ namespace emulation {
 
 // Work for a stream; runs when it is at the head of the queue and somebody drains.
 void Enqueue(cudaStream_t stream, std::function<void()> work);
+// Likewise, and nothing runs meanwhile.
+void EnqueueLast(cudaStream_t stream, std::function<void()> work);
 // Calls `thread` for each thread of each block, the threads of a block in turns.
 void RunGrid(unsigned num_blocks, unsigned num_threads, const std::function<void()>& thread);
 
