@@ -30,6 +30,8 @@ struct EmulatedEvent {
 namespace {
 
 std::vector<EmulatedStream*> streams;
+// The number of one that seldom runs while another can.
+size_t slow = 0;
 std::mt19937 random_numbers(0);
 std::mutex calls;
 
@@ -41,8 +43,11 @@ std::mutex calls;
 // Runs the head of a stream that can go on, any one. False where none can.
 bool Step() {
   std::vector<EmulatedStream*> ready;
-  for (EmulatedStream* stream : streams) {
+  for (size_t i = 1; i <= streams.size(); ++i) {
+    EmulatedStream* stream = streams[(slow + i) % streams.size()];
     if (stream->queue.empty()) continue;
+    const bool is_slow = !ready.empty() && stream == streams[slow % streams.size()] && random_numbers() % 8 != 0;
+    if (is_slow) continue;
     const Work& head = stream->queue.front();
     if (head.after == nullptr || *head.after) ready.push_back(stream);
   }
@@ -91,7 +96,10 @@ void DrainProgram() { Drain(ProgramStream()); }
 
 }  // namespace emulation
 
-extern "C" __attribute__((visibility("default"))) void emulation_seed(unsigned seed) { random_numbers.seed(seed); }
+extern "C" __attribute__((visibility("default"))) void emulation_seed(unsigned seed) {
+  random_numbers.seed(seed);
+  slow = seed;
+}
 
 extern "C" __attribute__((visibility("default"))) long emulation_num_queued() {
   const auto lock = emulation::Lock();
