@@ -13,7 +13,8 @@ function(jaxferry_find_site_packages result)
   set(folders "")
   if(Python_EXECUTABLE)
     execute_process(
-      COMMAND "${Python_EXECUTABLE}" -c "import sys; print(';'.join(p for p in sys.path if p.endswith('-packages')), end='')"
+      COMMAND "${Python_EXECUTABLE}" -c
+              "import sys; print(';'.join(p for p in sys.path if p.endswith('-packages')), end='')"
       OUTPUT_VARIABLE folders ERROR_QUIET)
   endif()
   if(JAXFERRY_FFI_INCLUDE)
@@ -42,7 +43,9 @@ if(NOT JAXFERRY_NVCC)
   set(JAXFERRY_NVCC "${found_nvcc}" CACHE FILEPATH "The CUDA compiler" FORCE)
 endif()
 
-execute_process(COMMAND "${JAXFERRY_NVCC}" --version OUTPUT_VARIABLE output ERROR_VARIABLE output RESULT_VARIABLE status)
+execute_process(
+  COMMAND "${JAXFERRY_NVCC}" --version
+  OUTPUT_VARIABLE output ERROR_VARIABLE output RESULT_VARIABLE status)
 if(NOT status EQUAL 0 OR NOT output MATCHES "V([0-9]+\\.[0-9]+\\.[0-9]+)")
   message(FATAL_ERROR "${JAXFERRY_NVCC} does not run as a CUDA compiler: ${output}")
 endif()
@@ -65,8 +68,8 @@ get_filename_component(top "${top}" REALPATH)
 find_path(JAXFERRY_CUDA_INCLUDE cuda_runtime_api.h
           PATHS "${top}" "${top}/../cuda_runtime" PATH_SUFFIXES include NO_DEFAULT_PATH NO_CACHE)
 find_library(JAXFERRY_CUDART libcudart_static.a
-             PATHS "${top}" "${top}/../cuda_runtime" PATH_SUFFIXES lib64 lib targets/x86_64-linux/lib targets/sbsa-linux/lib
-             NO_DEFAULT_PATH NO_CACHE)
+             PATHS "${top}" "${top}/../cuda_runtime"
+             PATH_SUFFIXES lib64 lib targets/x86_64-linux/lib targets/sbsa-linux/lib NO_DEFAULT_PATH NO_CACHE)
 if(NOT JAXFERRY_CUDA_INCLUDE OR NOT JAXFERRY_CUDART)
   message(FATAL_ERROR "${top} lacks cuda_runtime_api.h or libcudart_static.a: install the CUDA runtime's development "
                       "files, or `pip install nvidia-cuda-runtime`")

@@ -1,5 +1,4 @@
 #include "cuda/convert.cuh"
-
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 

@@ -26,8 +26,8 @@ void RunRead(const Copies& copies, cudaStream_t stream) {
 
 void RunStore(const Store& call, cudaStream_t stream) {
   if (call.size == 0) return;
-  const Conversion conversion = {call.dtype,       call.destination_dtype, call.gradient,
-                                 call.destination, call.size,              call.accumulate};
+  const Conversion conversion = {call.dtype, call.destination_dtype, call.gradient, call.destination,
+                                 call.size,  call.accumulate};
   if (!IsCopy(conversion)) return Convert(conversion, kBlocksOfDevice, stream);
   Check(cudaMemcpyAsync(call.destination, call.gradient, call.size * ItemSize(call.dtype), cudaMemcpyDeviceToHost,
                         stream),

@@ -1,5 +1,4 @@
 #include "cuda/copy.cuh"
-
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 

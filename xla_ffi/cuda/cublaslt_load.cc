@@ -16,8 +16,9 @@ void* OpenLibrary() {
       if (void* library = dlopen(name, flags)) return library;
     }
   }
-  throw Failure("cuBLASLt cannot be opened (libcublasLt.so.13 or .12); install nvidia-cublas or name its folder in "
-                "LD_LIBRARY_PATH");
+  throw Failure(
+      "cuBLASLt cannot be opened (libcublasLt.so.13 or .12); install nvidia-cublas or name its folder in "
+      "LD_LIBRARY_PATH");
 }
 
 template <typename Function>

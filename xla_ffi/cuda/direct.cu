@@ -1,5 +1,4 @@
 #include "cuda/direct.cuh"
-
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 
@@ -51,8 +50,8 @@ void DirectMatmul(const Matmul& call, cudaStream_t stream) {
   // float32 holds every 16-bit weight.
   const bool is_exact = call.x_dtype == call.w_dtype || call.x_dtype == Dtype::kFloat32;
   const Dtype round_to = is_exact ? Dtype::kFloat32 : call.x_dtype;
-  const DirectArguments arguments = {call.x,       call.w,       call.y,   call.m,           call.k, call.n,
-                                     call.x_dtype, call.y_dtype, round_to, IsAligned16(call)};
+  const DirectArguments arguments = {call.x, call.w,       call.y,       call.m,   call.k,
+                                     call.n, call.x_dtype, call.y_dtype, round_to, IsAligned16(call)};
   switch (call.w_dtype) {
     case Dtype::kFloat32:
       return LaunchDirectOf<Dtype::kFloat32>(arguments, call.transpose, stream);

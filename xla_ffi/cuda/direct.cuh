@@ -1,8 +1,8 @@
 // Products of few rows with a weight in host memory, each of whose bytes the kernels read once, sixteen at a time.
 //
 // A thread block owns columns of y, hence columns (DirectColumns, w[k, n]) or rows (DirectRows, w[n, k]) of the weight,
-// and all rows of x, which it keeps a tile at a time in shared memory, as fp32. The next tile of the weight is under way
-// while this one is multiplied. Sums are made in one order, whatever the number of blocks.
+// and all rows of x, which it keeps a tile at a time in shared memory, as fp32. The next tile of the weight is under
+// way while this one is multiplied. Sums are made in one order, whatever the number of blocks.
 #ifndef JAXFERRY_CUDA_DIRECT_CUH_
 #define JAXFERRY_CUDA_DIRECT_CUH_
 
@@ -164,6 +164,7 @@ __device__ __forceinline__ void LoadInFours(const DirectArguments& a, int64_t be
 template <int kRows>
 __device__ __forceinline__ void SumRows(const DirectArguments& a, int64_t first_row,
                                         const float (&partial)[kRows][kDirectUnroll]) {
+  const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
 #pragma unroll
@@ -174,7 +175,7 @@ __device__ __forceinline__ void SumRows(const DirectArguments& a, int64_t first_
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);
       }
       // All lanes have the sum: another one writes each.
-      const bool is_mine = threadIdx.x % kWarpSize == (row * kDirectUnroll + u) % kWarpSize;
+      const bool is_mine = lane == (row * kDirectUnroll + u) % kWarpSize;
       if (is_mine && row < a.m && first_row + u < a.n) {
         StoreNumber(a.y, a.y_dtype, row * a.n + first_row + u, sum);
       }

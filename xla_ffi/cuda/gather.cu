@@ -1,5 +1,4 @@
 #include "cuda/gather.cuh"
-
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
 
@@ -15,8 +14,13 @@ constexpr uint32_t NanPair(Dtype dtype) {
 template <typename Word>
 void LaunchGather(const Gather& call, Word nan, cudaStream_t stream) {
   const int64_t row_words = call.columns * ItemSize(call.dtype) / static_cast<int64_t>(sizeof(Word));
-  const GatherArguments<Word> arguments = {static_cast<const Word*>(call.table), call.indices,
-                                           static_cast<Word*>(call.result), call.num_indices, call.rows, row_words, nan};
+  const GatherArguments<Word> arguments = {static_cast<const Word*>(call.table),
+                                           call.indices,
+                                           static_cast<Word*>(call.result),
+                                           call.num_indices,
+                                           call.rows,
+                                           row_words,
+                                           nan};
   constexpr int64_t kStretch = kGatherUnroll * kWarpSize;
   const int64_t items = call.num_indices * ((row_words + kStretch - 1) / kStretch);
   const int64_t num_blocks = NumBlocks(items, kGatherThreads / kWarpSize, kBlocksOfDevice);

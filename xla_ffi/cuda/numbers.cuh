@@ -69,8 +69,8 @@ __device__ __forceinline__ uint4 Pack(const float (&values)[kVector<kDtype>]) {
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      words[i] = uint32_t{Number<kDtype>::Encode(values[2 * i])} |
-                 (uint32_t{Number<kDtype>::Encode(values[2 * i + 1])} << 16);
+      words[i] =
+          uint32_t{Number<kDtype>::Encode(values[2 * i])} | (uint32_t{Number<kDtype>::Encode(values[2 * i + 1])} << 16);
     }
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
@@ -108,8 +108,8 @@ __device__ __forceinline__ void StoreNumber(void* data, Dtype dtype, int64_t ind
   if (dtype == Dtype::kFloat32) {
     static_cast<float*>(data)[index] = value;
   } else {
-    static_cast<uint16_t*>(data)[index] = dtype == Dtype::kBfloat16 ? Number<Dtype::kBfloat16>::Encode(value)
-                                                                    : Number<Dtype::kFloat16>::Encode(value);
+    static_cast<uint16_t*>(data)[index] =
+        dtype == Dtype::kBfloat16 ? Number<Dtype::kBfloat16>::Encode(value) : Number<Dtype::kFloat16>::Encode(value);
   }
 }
 

@@ -27,8 +27,8 @@ inline constexpr int64_t kManyPanels = 16;
 inline int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline int64_t RoundDown(int64_t value, int64_t multiple) { return value / multiple * multiple; }
 
-// Cuts `total_slices` slices of `slice_bytes` (and `cast_slice_bytes` where they are cast, else 0). `least_slices`: fewer
-// are not worth a panel. `num_slices` is 0 where the scratch cannot hold two slices.
+// Cuts `total_slices` slices of `slice_bytes` (and `cast_slice_bytes` where they are cast, else 0). `least_slices`:
+// fewer are not worth a panel. `num_slices` is 0 where the scratch cannot hold two slices.
 inline Panels CutIntoPanels(int64_t total_slices, int64_t slice_bytes, int64_t cast_slice_bytes, int64_t least_slices,
                             int64_t scratch_bytes) {
   Panels panels;

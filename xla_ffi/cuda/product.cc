@@ -89,8 +89,8 @@ uint32_t AlignmentOf(const Product& product) {
 }
 
 std::string Sizes(const Product& product) {
-  return "m = " + std::to_string(product.m) + ", n = " + std::to_string(product.n) + ", k = " +
-         std::to_string(product.k);
+  return "m = " + std::to_string(product.m) + ", n = " + std::to_string(product.n) +
+         ", k = " + std::to_string(product.k);
 }
 
 void ClearProduct(const Product& product, cudaStream_t stream) {
@@ -109,9 +109,8 @@ struct Multiplier::Plan {
         c(MakeLayout(product.c_dtype, product.m, product.n, product.c_pitch)) {
     const auto preference = MakePreference(AlignmentOf(product));
     int num_results = 0;
-    const auto status =
-        cublaslt::Load().MatmulAlgoGetHeuristic(handle, descriptor.get(), b.get(), a.get(), c.get(), c.get(),
-                                                preference.get(), 1, &chosen, &num_results);
+    const auto status = cublaslt::Load().MatmulAlgoGetHeuristic(handle, descriptor.get(), b.get(), a.get(), c.get(),
+                                                                c.get(), preference.get(), 1, &chosen, &num_results);
     if (status != cublaslt::kSuccess || num_results == 0 || chosen.state != cublaslt::kSuccess) {
       throw Failure("cuBLASLt has no algorithm for a product of " + Sizes(product) + " (status " +
                     std::to_string(static_cast<int>(status)) + ")");

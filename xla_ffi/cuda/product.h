@@ -15,7 +15,8 @@
 
 namespace jaxferry::cuda {
 
-// A row-major matrix in device memory, the transpose of which is meant if `transpose`. `pitch`: numbers from row to row.
+// A row-major matrix in device memory, the transpose of which is meant if `transpose`. `pitch`: numbers from row to
+// row.
 struct Matrix {
   const void* data;
   int64_t pitch;

@@ -1,0 +1,61 @@
+// The CUDA library's handlers for programs on the CPU: each returns when the program's stream would have come past it,
+// which is when XLA lets the program go on. Other streams may lag behind.
+#include <cstring>
+#include <mutex>
+
+#include "common/exports.h"
+#include "cuda/panels.h"
+
+namespace emulation {
+
+std::unique_lock<std::mutex> Lock();
+void DrainProgram();
+
+static XLA_FFI_Error* Call(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), XLA_FFI_CallFrame* frame) {
+  const auto lock = Lock();
+  XLA_FFI_Error* error = handler(frame);
+  // XLA asks each handler what it is before it calls it: nothing runs then.
+  const XLA_FFI_Extension_Base* extension = frame->extension_start;
+  const bool is_question = extension != nullptr && extension->type == XLA_FFI_Extension_Metadata;
+  if (!is_question) DrainProgram();
+  return error;
+}
+
+}  // namespace emulation
+
+#define EMULATE(name)                                                                                          \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* emulated_##name(XLA_FFI_CallFrame* frame) { \
+    return emulation::Call(jaxferry::jaxferry_##name, frame);                                                  \
+  }
+
+EMULATE(scratch)
+EMULATE(dha_gather)
+EMULATE(dha_matmul)
+EMULATE(dha_read)
+EMULATE(gradient_store)
+EMULATE(dha_matmul_gradient)
+EMULATE(ferry_load)
+EMULATE(ferry_store)
+EMULATE(ferry_wait)
+
+extern "C" __attribute__((visibility("default"))) void emulation_synchronize() {
+  const auto lock = emulation::Lock();
+  jaxferry_ferry_synchronize();
+}
+
+// Something that the program has yet to do when the next operation is called.
+extern "C" __attribute__((visibility("default"))) void emulation_fill_later(void* data, size_t bytes, int value) {
+  const auto lock = emulation::Lock();
+  emulation::EnqueueLast(emulation::ProgramStream(), [=] { std::memset(data, value, bytes); });
+}
+
+extern "C" __attribute__((visibility("default"))) void emulation_cut_into_panels(
+    int64_t total_slices, int64_t slice_bytes, int64_t cast_slice_bytes, int64_t least_slices, int64_t scratch_bytes,
+    int64_t* panels) {
+  const auto cut =
+      jaxferry::cuda::CutIntoPanels(total_slices, slice_bytes, cast_slice_bytes, least_slices, scratch_bytes);
+  panels[0] = cut.num_slices;
+  panels[1] = cut.half_bytes;
+  panels[2] = cut.cast_offset;
+  panels[3] = jaxferry::cuda::LeastScratchBytes(slice_bytes, cast_slice_bytes);
+}

@@ -1,0 +1,6 @@
+#ifndef EMULATION_LIBRARY_TYPES_H_
+#define EMULATION_LIBRARY_TYPES_H_
+
+enum cudaDataType { CUDA_R_32F = 0, CUDA_R_16F = 2, CUDA_R_16BF = 14 };
+
+#endif  // EMULATION_LIBRARY_TYPES_H_

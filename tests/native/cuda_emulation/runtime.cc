@@ -1,0 +1,191 @@
+// Streams and events that order no more than CUDA's would.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <utility>
+#include <vector>
+
+struct Work {
+  std::function<void()> run;
+  // What must have happened before; empty for nothing.
+  std::shared_ptr<const bool> after;
+};
+
+struct EmulatedStream {
+  std::deque<Work> queue;
+};
+
+struct EmulatedEvent {
+  // Of the last record; a wait keeps the one that was the last when it was asked for.
+  std::shared_ptr<bool> has_run = std::make_shared<bool>(true);
+};
+
+namespace {
+
+std::vector<EmulatedStream*> streams;
+// The number of one that seldom runs while another can.
+size_t slow = 0;
+std::mt19937 random_numbers(0);
+std::mutex calls;
+
+[[noreturn]] void Die(const char* message) {
+  std::fprintf(stderr, "emulation: %s\n", message);
+  std::abort();
+}
+
+// Runs the head of a stream that can go on, any one. False where none can.
+bool Step() {
+  std::vector<EmulatedStream*> ready;
+  for (size_t i = 1; i <= streams.size(); ++i) {
+    EmulatedStream* stream = streams[(slow + i) % streams.size()];
+    if (stream->queue.empty()) continue;
+    const bool is_slow = !ready.empty() && stream == streams[slow % streams.size()] && random_numbers() % 8 != 0;
+    if (is_slow) continue;
+    const Work& head = stream->queue.front();
+    if (head.after == nullptr || *head.after) ready.push_back(stream);
+  }
+  if (ready.empty()) return false;
+  EmulatedStream* stream = ready[random_numbers() % ready.size()];
+  const Work work = std::move(stream->queue.front());
+  stream->queue.pop_front();
+  if (work.run) work.run();
+  return true;
+}
+
+void Drain(EmulatedStream* stream) {
+  while (!stream->queue.empty()) {
+    if (!Step()) Die("streams wait for each other");
+  }
+}
+
+void Push(EmulatedStream* stream, Work work) {
+  stream->queue.push_back(std::move(work));
+  // Sometimes the device is fast.
+  for (int steps = random_numbers() % 4; steps > 1; --steps) Step();
+}
+
+}  // namespace
+
+namespace emulation {
+
+void Enqueue(cudaStream_t stream, std::function<void()> work) { Push(stream, {std::move(work), nullptr}); }
+
+void EnqueueLast(cudaStream_t stream, std::function<void()> work) {
+  stream->queue.push_back({std::move(work), nullptr});
+}
+
+cudaStream_t ProgramStream() {
+  static cudaStream_t stream = [] {
+    cudaStream_t made = nullptr;
+    cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, 0);
+    return made;
+  }();
+  return stream;
+}
+
+std::unique_lock<std::mutex> Lock() { return std::unique_lock<std::mutex>(calls); }
+
+void DrainProgram() { Drain(ProgramStream()); }
+
+}  // namespace emulation
+
+extern "C" __attribute__((visibility("default"))) void emulation_seed(unsigned seed) {
+  random_numbers.seed(seed);
+  slow = seed;
+}
+
+extern "C" __attribute__((visibility("default"))) long emulation_num_queued() {
+  const auto lock = emulation::Lock();
+  long count = 0;
+  for (const EmulatedStream* stream : streams) count += static_cast<long>(stream->queue.size());
+  return count;
+}
+
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorNotReady ? "not ready" : "invalid value"; }
+
+cudaError_t cudaGetDevice(int* ordinal) {
+  *ordinal = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+
+cudaError_t cudaMalloc(void** data, size_t bytes) {
+  *data = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* data) {
+  std::free(data);
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+  *stream = new EmulatedStream;
+  streams.push_back(*stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  Drain(stream);
+  streams.erase(std::find(streams.begin(), streams.end(), stream));
+  delete stream;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  Drain(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  Push(stream, {nullptr, event->has_run});
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new EmulatedEvent;
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  auto has_run = std::make_shared<bool>(false);
+  event->has_run = has_run;
+  Push(stream, {[has_run] { *has_run = true; }, nullptr});
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) { return *event->has_run ? cudaSuccess : cudaErrorNotReady; }
+
+cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  emulation::Enqueue(stream, [=] { std::memcpy(destination, source, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy2DAsync(void* destination, size_t destination_pitch, const void* source, size_t source_pitch,
+                              size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
+  if (width > destination_pitch || width > source_pitch) return cudaErrorInvalidValue;
+  emulation::Enqueue(stream, [=] {
+    for (size_t row = 0; row < height; ++row) {
+      std::memcpy(static_cast<char*>(destination) + row * destination_pitch,
+                  static_cast<const char*>(source) + row * source_pitch, width);
+    }
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaMemset2DAsync(void* data, size_t pitch, int value, size_t width, size_t height, cudaStream_t stream) {
+  if (width > pitch) return cudaErrorInvalidValue;
+  emulation::Enqueue(stream, [=] {
+    for (size_t row = 0; row < height; ++row) std::memset(static_cast<char*>(data) + row * pitch, value, width);
+  });
+  return cudaSuccess;
+}

@@ -1,0 +1,59 @@
+"""The CUDA library on a machine without a GPU: its own sources, compiled with an emulation of CUDA's runtime.
+
+The emulation (`cuda_emulation/`) runs kernels thread by thread, and streams as late and in as mixed an order as their
+events allow. What it cannot show: whether the GPU's memory is as consistent, how fast anything is, and cuBLASLt itself.
+"""
+
+import concurrent.futures
+import ctypes
+import pathlib
+import subprocess
+
+import jax
+
+from native.native_operations import Operations
+
+FOLDER = pathlib.Path(__file__).parent / "cuda_emulation"
+SOURCES = pathlib.Path(__file__).parents[2] / "xla_ffi"
+
+TARGETS = (
+    "scratch",
+    "dha_gather",
+    "dha_matmul",
+    "dha_read",
+    "gradient_store",
+    "dha_matmul_gradient",
+    "ferry_load",
+    "ferry_store",
+    "ferry_wait",
+)
+
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden"]
+# A misaligned vector or an overflow ends the process.
+FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
+
+
+def build(folder):
+    """Compiles the library into `folder` and returns it, loaded."""
+    units = [
+        FOLDER / "unity.cc",
+        *(SOURCES / "cuda" / name for name in ("matmul.cc", "matmul_gradient.cc", "product.cc")),
+    ]
+    includes = [f"-I{FOLDER / 'include'}", f"-I{FOLDER}", f"-I{SOURCES}", "-isystem", jax.ffi.include_dir()]
+    objects = [folder / f"{unit.stem}.o" for unit in units]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        commands = [["g++", *FLAGS, *includes, "-c", str(unit), "-o", str(made)] for unit, made in zip(units, objects)]
+        for finished in pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands):
+            assert finished.returncode == 0, finished.stderr
+    library = folder / "libemulated_cuda.so"
+    subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def register(library):
+    """Registers the library's handlers for programs on the CPU, and returns the operations."""
+    for name in TARGETS:
+        handler = getattr(library, f"emulated_{name}")
+        jax.ffi.register_ffi_target(f"emulated_{name}", jax.ffi.pycapsule(handler), platform="cpu")
+    epsilon = dict.fromkeys(("float32", "bfloat16", "float16"), 2.0**-18)
+    return Operations(jax.devices("cpu")[0], "emulated_", epsilon)

@@ -1,0 +1,209 @@
+"""What every CUDA implementation of the operations must do, against NumPy. Subclasses give a fixture `operations`."""
+
+import jax
+import numpy as np
+import pytest
+
+from native.native_operations import DTYPES, check_product, check_same, numbers
+
+ALL = pytest.mark.parametrize("dtype", list(DTYPES))
+
+
+class CopySuite:
+    @ALL
+    @pytest.mark.parametrize(("rows", "columns", "offset"), [(7, 64, 8), (5, 33, 3), (4, 1, 1), (1, 700, 0)])
+    def test_a_gather_returns_the_rows_of_its_indices_and_nan_outside(self, operations, dtype, rows, columns, offset):
+        vector = numbers(0, offset + rows * columns + 2, dtype)
+        indices = np.array([[0, rows - 1, -1], [rows, rows // 2, 0]], np.int32)
+        found = operations.gather(operations.host(vector), operations.device(indices), offset, rows, columns)
+        table = vector[offset : offset + rows * columns].reshape(rows, columns)
+        inside = (indices >= 0) & (indices < rows)
+        expected = np.where(inside[..., None], table[np.clip(indices, 0, rows - 1)], np.array(np.nan, vector.dtype))
+        check_same(found, expected)
+
+    def test_a_gather_of_no_rows_is_empty(self, operations):
+        indices = operations.device(np.zeros((0,), np.int32))
+        found = operations.gather(operations.host(numbers(0, 12)), indices, 0, 3, 4)
+        assert found.shape == (0, 4)
+
+    @ALL
+    def test_a_read_returns_each_range_whatever_its_size(self, operations, dtype):
+        vector = numbers(1, 70_001, dtype)
+        shapes, offsets = [(3,), (5, 7), (), (0,), (40_000,), (64,)], [1, 10, 69_999, 5, 30_000, 64]
+        found = operations.read(operations.host(vector), shapes, offsets)
+        for array, shape, offset in zip(found, shapes, offsets):
+            check_same(array, vector[offset : offset + int(np.prod(shape))].reshape(shape))
+
+    def test_many_small_reads_all_arrive(self, operations):
+        vector = numbers(2, 3000)
+        offsets = list(range(0, 3000, 10))
+        found = operations.read(operations.host(vector), [(7,)] * len(offsets), offsets)
+        for array, offset in zip(found, offsets):
+            check_same(array, vector[offset : offset + 7])
+
+    @ALL
+    @pytest.mark.parametrize("kind", list(DTYPES))
+    @pytest.mark.parametrize("accumulate", [False, True])
+    @pytest.mark.parametrize(("offset", "size"), [(0, 64), (3, 9001), (1, 5), (7, 0)])
+    def test_a_store_writes_or_adds_its_range_alone_and_in_place(
+        self, operations, dtype, kind, accumulate, offset, size
+    ):
+        before, gradient = numbers(3, offset + size + 17, dtype), numbers(4, size, kind)
+        destination = operations.host(before)
+        address = destination.unsafe_buffer_pointer()
+        found = operations.store(destination, operations.device(gradient), offset, accumulate)
+        expected = before.copy()
+        place = slice(offset, offset + size)
+        sums = before[place].astype(np.float32) + gradient.astype(np.float32)
+        expected[place] = (sums if accumulate else gradient.astype(np.float32)).astype(before.dtype)
+        check_same(found, expected)
+        assert found.unsafe_buffer_pointer() == address
+        assert found.sharding.memory_kind == "pinned_host"
+
+
+class ProductSuite:
+    @ALL
+    @pytest.mark.parametrize("kind", list(DTYPES))
+    @pytest.mark.parametrize("transpose", [False, True])
+    @pytest.mark.parametrize("method", [1, 2])
+    @pytest.mark.parametrize(("m", "k", "n", "offset"), [(3, 64, 96, 8), (1, 300, 70, 0), (13, 37, 41, 5)])
+    def test_a_product_is_that_of_the_weight_as_x_has_it(
+        self, operations, dtype, kind, transpose, method, m, k, n, offset
+    ):
+        vector, x = numbers(5, offset + k * n + 3, kind), numbers(6, (m, k), dtype)
+        w = vector[offset : offset + k * n].reshape((n, k) if transpose else (k, n)).astype(DTYPES[dtype])
+        options = {"offset": offset, "transpose": transpose, "method": method}
+        # Two halves of a few columns each: several panels, the last one short.
+        scratch_bytes = 2 * 24 * (k * 8 + 512)
+        found = operations.matmul(
+            operations.device(x), operations.host(vector), (k, n), scratch_bytes=scratch_bytes, **options
+        )
+        assert found.dtype == x.dtype
+        check_product(found, x, w.T if transpose else w, dtype, operations.product_epsilon[dtype])
+
+    @pytest.mark.parametrize("method", [0, 1])
+    def test_leading_dimensions_stay_and_float32_results_keep_what_bfloat16_loses(self, operations, method):
+        x, w = numbers(7, (2, 3, 4, 48), "bfloat16"), numbers(8, (48, 40), "bfloat16")
+        vector = operations.host(w.reshape(-1))
+        found = operations.matmul(operations.device(x), vector, (48, 40), method=method, result="float32")
+        assert found.shape == (2, 3, 4, 40)
+        assert found.dtype == np.float32
+        check_product(found, x, w, "float32", operations.product_epsilon["bfloat16"])
+
+    @pytest.mark.parametrize("method", [1, 2])
+    @pytest.mark.parametrize(("m", "k", "n"), [(0, 8, 8), (3, 0, 8), (3, 8, 0)])
+    def test_an_empty_product_is_empty_or_zero(self, operations, method, m, k, n):
+        x, vector = operations.device(np.ones((m, k), np.float32)), operations.host(np.ones(k * n + 1, np.float32))
+        found = operations.matmul(x, vector, (k, n), method=method)
+        np.testing.assert_array_equal(found, np.zeros((m, n), np.float32))
+
+    @pytest.mark.parametrize("transpose", [False, True])
+    def test_the_number_of_panels_changes_nothing(self, operations, transpose):
+        k, n = 40, 300
+        x, vector = operations.device(numbers(9, (20, k))), operations.host(numbers(10, k * n))
+        one, many = (
+            operations.matmul(x, vector, (k, n), transpose=transpose, method=1, scratch_bytes=size)
+            for size in (1 << 20, 2 * 16 * k * 4)
+        )
+        # cuBLASLt may choose another algorithm for panels of another size.
+        epsilon = operations.product_epsilon["float32"]
+        np.testing.assert_allclose(one, many, atol=epsilon * k, rtol=epsilon)
+
+    def test_a_scratch_for_no_panel_is_an_error_that_says_how_much_is_needed(self, operations):
+        x, vector = operations.device(np.ones((4, 1000), np.float32)), operations.host(np.ones(3000, np.float32))
+        with pytest.raises(Exception, match=r"dha_matmul: scratch must hold two columns of w, at least 8192 bytes"):
+            jax.block_until_ready(operations.matmul(x, vector, (1000, 3), method=1, scratch_bytes=7000))
+
+    def test_too_many_rows_for_the_direct_kernel_are_an_error_that_names_the_shapes(self, operations):
+        x, vector = operations.device(np.ones((17, 8), np.float32)), operations.host(np.ones(64, np.float32))
+        with pytest.raises(Exception, match=r"dha_matmul: method 2 is for at most 16 rows.*x float32\[17,8\]"):
+            jax.block_until_ready(operations.matmul(x, vector, (8, 8), method=2))
+
+    @ALL
+    @pytest.mark.parametrize("kind", list(DTYPES))
+    @pytest.mark.parametrize("transpose", [False, True])
+    @pytest.mark.parametrize("accumulate", [False, True])
+    @pytest.mark.parametrize("round_to", [None, "bfloat16"])
+    @pytest.mark.parametrize(("m", "k", "n", "offset"), [(6, 48, 40, 0), (1, 33, 65, 3)])
+    def test_a_gradient_of_a_product_lands_in_its_range(
+        self, operations, dtype, kind, transpose, accumulate, round_to, m, k, n, offset
+    ):
+        # Whole numbers: their sums are the same in any order, so that rounding can be checked to the bit.
+        generator = np.random.default_rng(11)
+        x, dy = (generator.integers(-9, 9, (m, size)).astype(DTYPES[dtype]) for size in (k, n))
+        before = generator.integers(-9, 9, offset + k * n + 7).astype(DTYPES[kind])
+        destination = operations.host(before)
+        address = destination.unsafe_buffer_pointer()
+        found = operations.matmul_gradient(
+            destination,
+            operations.device(x),
+            operations.device(dy),
+            offset=offset,
+            transpose=transpose,
+            accumulate=accumulate,
+            round_to=round_to,
+            scratch_bytes=2 * 16 * max(k, n) * 4,
+        )
+        product = (x.astype(np.float32).T @ dy.astype(np.float32)).astype(DTYPES[round_to or "float32"])
+        product = (product.T if transpose else product).astype(np.float32).reshape(-1)
+        expected = before.copy()
+        place = slice(offset, offset + k * n)
+        expected[place] = (product + (before[place].astype(np.float32) if accumulate else 0)).astype(before.dtype)
+        check_same(found, expected)
+        assert found.unsafe_buffer_pointer() == address
+
+    @pytest.mark.parametrize("accumulate", [False, True])
+    def test_the_gradient_of_no_rows_is_zero(self, operations, accumulate):
+        before = numbers(12, 20)
+        x, dy = (operations.device(np.zeros((0, size), np.float32)) for size in (4, 3))
+        found = operations.matmul_gradient(operations.host(before), x, dy, offset=2, accumulate=accumulate)
+        expected = before.copy()
+        expected[2:14] = before[2:14] if accumulate else 0
+        check_same(found, expected)
+
+
+class FerrySuite:
+    def test_a_load_arrives_by_the_time_that_a_wait_is_over(self, operations):
+        first, second = numbers(13, 5000), numbers(14, 900)
+        vectors = [operations.host(first), operations.host(second)]
+        arrays = [operations.device(np.zeros(shape, np.float32)) for shape in ((40, 100), (300,), (7,))]
+        addresses = [array.unsafe_buffer_pointer() for array in arrays]
+        loaded = operations.load(vectors, arrays, vectors=[0, 1, 0], offsets=[1000, 600, 3])
+        found = operations.wait(*loaded)
+        check_same(found[0], first[1000:].reshape(40, 100))
+        check_same(found[1], second[600:])
+        check_same(found[2], first[3:10])
+        assert [array.unsafe_buffer_pointer() for array in found] == addresses
+
+    @pytest.mark.parametrize("accumulate", [False, True])
+    @ALL
+    def test_a_store_is_there_by_the_time_that_a_wait_is_over(self, operations, dtype, accumulate):
+        before, values = numbers(15, 500, dtype), [numbers(16, (30, 5), dtype), numbers(17, 77, dtype)]
+        arrays = [operations.device(value) for value in values]
+        (found,) = operations.wait(operations.ferry_store(arrays, operations.host(before), [301, 11], accumulate))
+        expected = before.copy()
+        for value, offset in zip(values, (301, 11)):
+            place = slice(offset, offset + value.size)
+            old = before[place].astype(np.float32) if accumulate else np.float32(0)
+            expected[place] = (value.astype(np.float32).reshape(-1) + old).astype(before.dtype)
+        check_same(found, expected)
+
+    def test_random_loads_and_stores_are_as_if_done_in_order(self, operations):
+        generator = np.random.default_rng(18)
+        twins = [generator.standard_normal(200).astype(np.float32) for _ in range(4)]
+        hosts = [operations.host(twin) for twin in twins]
+        for step in range(40):
+            source, target = generator.choice(4, 2, replace=False)
+            offset, size = int(generator.integers(0, 100)), int(generator.integers(1, 100))
+            array = operations.device(np.zeros(size, np.float32))
+            # What was stored must be there before it is loaded: the queues do not wait for each other.
+            (array,) = operations.load([hosts[source]], [array], vectors=[0], offsets=[offset])
+            (array,) = operations.wait(array)
+            place = int(generator.integers(0, 200 - size))
+            hosts[target] = operations.ferry_store([array], hosts[target], [place], accumulate=bool(step % 2))
+            (hosts[target],) = operations.wait(hosts[target])
+            moved = twins[source][offset : offset + size]
+            old = twins[target][place : place + size] if step % 2 else 0
+            twins[target][place : place + size] = moved + old
+        for host, twin in zip(hosts, twins):
+            check_same(host, twin)

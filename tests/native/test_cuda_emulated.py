@@ -1,0 +1,114 @@
+"""The CUDA library's own code, kernels and orders of streams, on an emulated device."""
+
+import ctypes
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from native import emulated_cuda
+from native.native_operations import check_product, numbers
+from native.operations_suite import CopySuite, FerrySuite, ProductSuite
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    library = emulated_cuda.build(tmp_path_factory.mktemp("emulated"))
+    library.emulation_num_queued.restype = ctypes.c_long
+    return library
+
+
+@hypothesis.given(
+    total=st.integers(1, 1 << 40),
+    slice_bytes=st.integers(2, 1 << 20),
+    cast_bytes=st.sampled_from([0, 2, 64, 8192, 1 << 21]),
+    least=st.sampled_from([1, 512, 1024]),
+    scratch=st.integers(0, 1 << 32),
+)
+def test_panels_fit_into_the_scratch_and_cover_every_slice(library, total, slice_bytes, cast_bytes, least, scratch):
+    found = (ctypes.c_int64 * 4)()
+    library.emulation_cut_into_panels(*map(ctypes.c_int64, (total, slice_bytes, cast_bytes, least, scratch)), found)
+    num_slices, half_bytes, cast_offset, least_scratch = found
+    assert 0 <= num_slices <= total
+    assert 2 * half_bytes <= scratch
+    assert num_slices * slice_bytes <= cast_offset
+    assert num_slices * slice_bytes <= half_bytes
+    if cast_bytes and num_slices:
+        assert cast_offset % 256 == 0
+        assert cast_offset + num_slices * cast_bytes <= half_bytes
+    # The least scratch that the error asks for is enough, and less than two slices is not.
+    if scratch >= least_scratch:
+        assert num_slices >= 1
+    if scratch < 2 * (slice_bytes + cast_bytes):
+        assert num_slices == 0
+    if 128 <= num_slices < total:
+        assert num_slices % 128 == 0
+
+
+@pytest.fixture(scope="module")
+def operations(library):
+    return emulated_cuda.register(library)
+
+
+def fill_later(library, array, value):
+    array.block_until_ready()
+    address = ctypes.c_void_p(array.unsafe_buffer_pointer())
+    library.emulation_fill_later(address, ctypes.c_size_t(array.nbytes), value)
+
+
+class TestCopies(CopySuite):
+    pass
+
+
+class TestProducts(ProductSuite):
+    @pytest.mark.parametrize("seed", range(20))
+    def test_no_order_that_the_events_allow_mixes_panels(self, operations, library, seed):
+        library.emulation_seed(seed)
+        k, n = 16, 200
+        x, vector = numbers(1, (20, k), "bfloat16"), numbers(2, k * n)
+        found = operations.matmul(
+            operations.device(x), operations.host(vector), (k, n), transpose=bool(seed % 2), scratch_bytes=3000
+        )
+        w = vector.astype(x.dtype).reshape((n, k)).T if seed % 2 else vector.astype(x.dtype).reshape((k, n))
+        check_product(found, x, w, "bfloat16", 2.0**-18)
+        dy, before = numbers(3, (20, n), "bfloat16"), np.zeros(k * n, np.float32)
+        gradient = operations.matmul_gradient(
+            operations.host(before), operations.device(x), operations.device(dy), transpose=True, scratch_bytes=1500
+        )
+        check_product(np.asarray(gradient).reshape(n, k), dy.T, x, "float32", 2.0**-18)
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_panels_arrive_after_what_used_the_scratch_before(self, operations, library, seed):
+        library.emulation_seed(seed)
+        x, vector = numbers(1, (20, 16)), numbers(2, 16 * 200)
+        operands = operations.device(x), operations.host(vector)
+        scratch = operations.scratch(4096)
+        fill_later(library, scratch, 7)
+        found = operations.matmul(*operands, (16, 200), transpose=True, scratch=scratch)
+        check_product(found, x, vector.reshape(200, 16).T, "float32", 2.0**-18)
+
+
+class TestFerry(FerrySuite):
+    @pytest.mark.parametrize("seed", range(10))
+    def test_copies_start_after_what_the_program_did_before(self, operations, library, seed):
+        library.emulation_seed(seed)
+        array, vector = operations.device(np.zeros(100, np.float32)), operations.host(np.zeros(100, np.float32))
+        fill_later(library, array, 1)
+        (found,) = operations.wait(operations.ferry_store([array], vector, [0]))
+        np.testing.assert_array_equal(np.asarray(found).view(np.uint8), 1)
+
+    def test_copies_are_queued_and_return_at_once(self, operations, library):
+        library.emulation_seed(3)
+        vector = operations.host(numbers(4, 1000))
+        late = 0
+        for _ in range(20):
+            array = operations.device(np.zeros(1000, np.float32))
+            (array,) = operations.load([vector], [array], vectors=[0], offsets=[0])
+            array.block_until_ready()
+            late += library.emulation_num_queued() > 0
+            (array,) = operations.wait(array)
+            np.testing.assert_array_equal(array, vector)
+        assert late > 0
+        library.emulation_synchronize()
+        assert library.emulation_num_queued() == 0
