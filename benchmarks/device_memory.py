@@ -40,6 +40,7 @@ import measure
 import model as gpt2
 from jaxferry.choice import choose_plan
 from jaxferry.engine import (
+    TRANSPORTS,
     derivatives_of,
     lower,
     make_placement,
@@ -90,7 +91,7 @@ def measure_policy(parts, derivatives, policy, reserve_factor, temporary_bytes):
             stats = compile_lowered(lower(traced, "cuda")).get_compiled_memory_stats()
             temporary_bytes[use] = stats.temp_size_in_bytes
     script = make_script(parts, derivatives, plan.modes, gradients, plan.loads is Loads.BULK)
-    peak = peak_bytes(parts, derivatives, plan.modes, script, temporary_bytes)
+    peak = peak_bytes(parts, derivatives, plan.modes, script, temporary_bytes, TRANSPORTS["ferry"].lag)
     return {
         "policy": policy,
         "peak_bytes": peak.total,

@@ -21,12 +21,15 @@ from jaxferry.partition import Gradient, Layer, RowGradient
 
 
 class Ferry(Transport):
-    """Copies by `ferry_load`, `ferry_store` and `ferry_wait`."""
+    """Copies by `ferry_load`, `ferry_store` and `ferry_wait`.
+
+    A wait holds up the programs that are issued after it, so a gradient is gathered one program after its store.
+    """
+
+    lag = 1
 
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         super().__init__(placement, layers)
-        # On a GPU a wait holds up all programs that are issued after it, on a CPU only those that need its results.
-        self.lag = 0 if placement.is_cpu else 1
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
         # Copies that nobody has waited for, with what they read: JAX knows nothing of them, so both must stay alive.
         self._under_way: dict[int, tuple[DeviceLayer, Vectors]] = {}
