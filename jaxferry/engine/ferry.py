@@ -7,6 +7,7 @@ on the device. The buffers of a dropped layer are used again by the next one of 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,8 +32,9 @@ class Ferry(Transport):
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         super().__init__(placement, layers)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
-        # Copies that nobody has waited for, with what they read: JAX knows nothing of them, so both must stay alive.
+        # Copies that nobody has waited for: JAX knows nothing of them, so what they read and write must stay alive.
         self._under_way: dict[int, tuple[DeviceLayer, Vectors]] = {}
+        weakref.finalize(self, _wait_for_all, self._under_way)
 
     def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
         """See `Transport.store`."""
@@ -60,15 +62,16 @@ class Ferry(Transport):
             self._clear()
             free.append(self._program("buffers", layer)())
         load, wait = self._program("load", layer), self._program("arrived", layer)
+        under_way = self._under_way
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            arrived: Sequence[jax.Array] = wait(arrays)
-            del self._under_way[id(held)]
+            arrived: Sequence[jax.Array] = wait(arrays, vectors)
+            del under_way[id(held)]
             return arrived
 
         with deferred_interrupts():
             held = DeviceLayer(layer, size, load(vectors, free.pop()), arrive)
-            self._under_way[id(held)] = (held, vectors)
+            under_way[id(held)] = (held, vectors)
         return held
 
     def abandon(self, kept: Iterable[DeviceLayer]) -> None:
@@ -108,15 +111,25 @@ class Ferry(Transport):
                 )
             return stored
 
+        def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
+            return targets.ferry_wait(arrays)
+
         def landed(vectors: Vectors, gradients: Sequence[jax.Array]) -> Any:
             return [targets.ferry_wait([v])[0] for v in vectors], targets.ferry_wait(gradients)
 
         made = {
             "buffers": lambda: jax.jit(buffers, out_shardings=device),
             "load": lambda: jax.jit(load, donate_argnums=1, out_shardings=device),
-            "arrived": lambda: jax.jit(targets.ferry_wait, donate_argnums=0, out_shardings=device),
+            # The vectors that the copy reads are an argument so that nobody is given their memory before it has ended.
+            "arrived": lambda: jax.jit(arrived, donate_argnums=0, keep_unused=True, out_shardings=device),
             "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=pinned),
             "accumulate": lambda: jax.jit(lambda g, i: store(g, i, True), donate_argnums=1, out_shardings=pinned),
             "landed": lambda: jax.jit(landed, donate_argnums=(0, 1), out_shardings=(pinned, device)),
         }
         return made[name]() if name in made else super()._jitted(name, layer)
+
+
+def _wait_for_all(under_way: dict[int, tuple[DeviceLayer, Vectors]]) -> None:
+    """Issues the waits of copies that nobody will ask for."""
+    for held, _ in list(under_way.values()):
+        held.parameters()

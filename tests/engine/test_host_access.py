@@ -1,6 +1,7 @@
 """Training with parameters read and gradients written in host memory: every mode, reserve factor and transport."""
 
 import dataclasses
+import gc
 import itertools
 
 import jax
@@ -235,3 +236,24 @@ def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, task,
         emulator.set_delay(0.0, 0)
     assert others == losses
     assert_same_bits(state.params, expected.params)
+
+
+@pytest.mark.parametrize("modes", [[Mode.RESIDENT], [Mode.GFGB]])
+def test_states_and_steps_may_be_forgotten_while_copies_are_under_way(modes, task):
+    emulator = library("cpu")
+    plan = plan_of(task, modes)
+    _, losses = run(task, plan)
+    emulator.set_delay(0.005, 5)
+    try:
+        for _ in range(8):
+            step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), plan=plan)
+            state, metrics = step(step.init(task.params), task.batch)
+            value = step.evaluate(state, task.batch)
+            del step, state
+            gc.collect()
+            junk = [np.full(2**15, np.nan, np.float32) for _ in range(64)]  # takes whatever memory was freed
+            assert float(metrics["loss"]) == losses[0]
+            np.testing.assert_allclose(float(value), losses[1], rtol=1e-6)
+            del junk
+    finally:
+        emulator.set_delay(0.0, 0)

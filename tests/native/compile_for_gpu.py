@@ -17,6 +17,9 @@ from jax._src.lib import xla_client
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+# There is no GPU to try algorithms on; without them products are left to cuBLAS, not to Triton, which needs a choice.
+NO_TUNING = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
+
 TARGET = pathlib.Path(__file__).parent / "h200.txtpb"
 
 _CPU = jax.devices("cpu")[0]
@@ -84,10 +87,7 @@ def compile_for_gpu(fn, *args, out_shardings, donate_argnums=()):
 def compile_lowered(lowered):
     """Compiles what was lowered for CUDA for an H200."""
     topology = _topology()
-    # No GPU to try algorithms on.
-    options = compiler.get_compile_options(
-        num_replicas=1, num_partitions=1, env_options_overrides={"xla_gpu_autotune_level": "0"}
-    )
+    options = compiler.get_compile_options(num_replicas=1, num_partitions=1, env_options_overrides=NO_TUNING)
     devices = xla_client.DeviceList(tuple(topology.devices))
     return topology.devices[0].client.compile(lowered.compiler_ir("stablehlo"), devices, options)
 
