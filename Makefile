@@ -2,6 +2,7 @@
 #
 #   make train ARGS="--size 124m --steps 5"     make test ARGS="-k partition"
 #   make test PYTHON=python3.13 VENV=.venv-3.13
+#   make sanitize CXX=clang++
 
 PYTHON ?= $(shell tools/pythons | head -n 1)
 VENV ?= .venv
@@ -10,17 +11,23 @@ ARGS ?=
 # On a machine with an NVIDIA GPU the example runs there.
 TRAIN_EXTRAS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo examples,cuda13 || echo examples)
 
+# An editable installation follows the Python sources by itself, but not these.
+NATIVE_SOURCES := $(shell find xla_ffi -type f)
+
 .DELETE_ON_ERROR:
-.PHONY: help train test lint format typecheck install-train install-test install-dev clean
+.PHONY: help train test sanitize lint format typecheck install-train install-test install-dev clean
 
 help:
-	@echo "make train | test | lint | format | typecheck | clean      (README.md, CONTRIBUTING.md)"
+	@echo "make train | test | sanitize | lint | format | typecheck | clean      (README.md, CONTRIBUTING.md)"
 
 train: install-train
 	@$(VENV)/bin/python examples/gpt2/train.py $(ARGS)
 
 test: install-test
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+sanitize:
+	@tools/sanitize $(ARGS)
 
 lint: install-dev
 	$(VENV)/bin/ruff check .
@@ -41,8 +48,8 @@ $(VENV)/installed-train: EXTRAS = $(TRAIN_EXTRAS)
 $(VENV)/installed-test: EXTRAS = test
 $(VENV)/installed-dev: EXTRAS = dev
 
-# The stamps are newer than pyproject.toml for as long as the environment holds what it asks for.
-$(VENV)/installed-%: pyproject.toml | $(VENV)/bin/python
+# The stamps are newer than pyproject.toml and the native sources for as long as the environment holds what they make.
+$(VENV)/installed-%: pyproject.toml $(NATIVE_SOURCES) | $(VENV)/bin/python
 	@echo "Installing jaxferry[$(EXTRAS)] into $(VENV): the first time takes a few minutes"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
 	@touch $@
@@ -55,4 +62,5 @@ $(VENV)/bin/python:
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -f jaxferry/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

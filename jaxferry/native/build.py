@@ -111,7 +111,7 @@ def _run(command: list[str], platform: str, log: pathlib.Path) -> None:
 
 def _reason(text: str) -> str:
     """What a log says first of a failure: the text of CMake's error, or the compiler's line."""
-    of_cmake = re.search(r"^CMake Error[^\n]*:\n+((?:  [^\n]*\n)+)", text, re.MULTILINE)
+    of_cmake = re.search(r"^CMake Error[^\n]*:\n+((?:(?:  [^\n]*)?\n)+)", text, re.MULTILINE)
     if of_cmake is not None:
         return " ".join(of_cmake[1].split()).rstrip(".")
     lines = [line.strip() for line in text.splitlines() if re.search(r"\b(fatal )?error\b", line, re.IGNORECASE)]

@@ -7,6 +7,7 @@
 A library that XLA will not take must not be registered: the whole backend would fail to start.
 """
 
+import atexit
 import ctypes
 import dataclasses
 import functools
@@ -76,6 +77,14 @@ class NativeLibrary:
     def synchronize(self) -> None:
         """Returns when no copy is queued or under way, in either direction."""
         self._functions.jaxferry_ferry_synchronize()
+
+    def finish(self) -> None:
+        """Has all that is queued copied as fast as can be, and returns when it is: before arrays are freed at exit."""
+        if self.platform == "cpu":
+            self.set_delay(0)
+            for direction in DIRECTIONS:
+                self.set_bandwidth(direction, 0)
+        self.synchronize()
 
     def set_bandwidth(self, direction: str, bytes_per_s: float) -> None:
         """Sets the speed of the emulated link.
@@ -154,6 +163,19 @@ def library(platform: str) -> NativeLibrary:
     return loaded
 
 
+def find_library(platform: str) -> LibraryStatus:
+    """The newest library for a platform ("cpu" or "CUDA") that fits this process, else why not; registers nothing."""
+    directories = library_directories()
+    paths = [path for directory in directories if (path := directory / FILE_NAMES[platform]).is_file()]
+    # Whatever was built or installed last is what the user means; an older one serves where that does not fit.
+    paths.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    found = [inspect_library(path, platform) for path in paths]
+    if not found:
+        places = ", ".join(str(directory) for directory in directories)
+        return LibraryStatus(platform, None, False, f"there is no {FILE_NAMES[platform]} in {places}; {_REMEDY}")
+    return next((candidate for candidate in found if candidate.is_available), found[0])
+
+
 def inspect_library(path: pathlib.Path, platform: str) -> LibraryStatus:
     """Whether a file is a library for a platform ("cpu" or "CUDA") that fits this process; registers nothing."""
     name = path.name
@@ -219,7 +241,7 @@ def _mismatch(platform: str, abi: int, build_info: dict[str, Any], functions: ct
 @functools.cache
 def _load(platform: str) -> tuple[LibraryStatus, NativeLibrary | None]:
     with _lock:
-        found = _find(platform)
+        found = find_library(platform)
         if found.path is None or not found.is_available:
             return found, None
         functions = ctypes.CDLL(str(found.path))
@@ -227,19 +249,10 @@ def _load(platform: str) -> tuple[LibraryStatus, NativeLibrary | None]:
             functions.jaxferry_set_blas(ctypes.c_void_p(_sgemm()))
         for target in TARGETS:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(functions, target)), platform=platform)
-        return found, NativeLibrary(platform, functions)
-
-
-def _find(platform: str) -> LibraryStatus:
-    directories = library_directories()
-    paths = [path for directory in directories if (path := directory / FILE_NAMES[platform]).is_file()]
-    # Whatever was built or installed last is what the user means; an older one serves where that does not fit.
-    paths.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    found = [inspect_library(path, platform) for path in paths]
-    if not found:
-        places = ", ".join(str(directory) for directory in directories)
-        return LibraryStatus(platform, None, False, f"there is no {FILE_NAMES[platform]} in {places}; {_REMEDY}")
-    return next((candidate for candidate in found if candidate.is_available), found[0])
+        loaded = NativeLibrary(platform, functions)
+        # Runs before XLA's own end, for that was imported before.
+        atexit.register(loaded.finish)
+        return found, loaded
 
 
 def _sgemm() -> int:

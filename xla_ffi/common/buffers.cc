@@ -70,8 +70,7 @@ std::optional<Dtype> FindDtype(const ffi::AnyBuffer& buffer) {
 ffi::Error CheckFloating(const char* operation, const char* name, const ffi::AnyBuffer& buffer, Dtype* dtype) {
   const std::optional<Dtype> found = FindDtype(buffer);
   if (!found) {
-    return Invalid(operation,
-                   std::string(name) + " must be float32, bfloat16 or float16, got " + Describe(buffer));
+    return Invalid(operation, std::string(name) + " must be float32, bfloat16 or float16, got " + Describe(buffer));
   }
   *dtype = *found;
   return ffi::Error::Success();
@@ -85,15 +84,15 @@ ffi::Error CheckFlag(const char* operation, const char* name, int64_t value, boo
   return ffi::Error::Success();
 }
 
-ffi::Error CheckSameDtype(const char* operation, const char* name, const ffi::AnyBuffer& buffer,
-                          const char* other_name, const ffi::AnyBuffer& other) {
+ffi::Error CheckSameDtype(const char* operation, const char* name, const ffi::AnyBuffer& buffer, const char* other_name,
+                          const ffi::AnyBuffer& other) {
   if (buffer.element_type() == other.element_type()) return ffi::Error::Success();
-  return Invalid(operation, std::string(name) + " must have the dtype of " + other_name + ", got " +
-                                Describe(buffer) + " and " + Describe(other));
+  return Invalid(operation, std::string(name) + " must have the dtype of " + other_name + ", got " + Describe(buffer) +
+                                " and " + Describe(other));
 }
 
-ffi::Error CheckMatrix(const char* operation, const char* name, const ffi::AnyBuffer& buffer,
-                       const char* columns_name, int64_t columns, int64_t* rows) {
+ffi::Error CheckMatrix(const char* operation, const char* name, const ffi::AnyBuffer& buffer, const char* columns_name,
+                       int64_t columns, int64_t* rows) {
   const ffi::AnyBuffer::Dimensions dimensions = buffer.dimensions();
   if (dimensions.size() == 0 || dimensions.back() != columns) {
     return Invalid(operation, std::string(name) + " must have " + columns_name + " = " + std::to_string(columns) +
@@ -108,8 +107,8 @@ ffi::Error CheckInside(const char* operation, const char* name, const ffi::AnyBu
                        int64_t rows, int64_t columns) {
   const int64_t size = vector.element_count();
   // Divided, for a product of two attributes may exceed 64 bits.
-  const bool fits = offset >= 0 && offset <= size && rows >= 0 && columns >= 0 &&
-                    (columns == 0 || rows <= (size - offset) / columns);
+  const bool fits =
+      offset >= 0 && offset <= size && rows >= 0 && columns >= 0 && (columns == 0 || rows <= (size - offset) / columns);
   if (fits) return ffi::Error::Success();
   return Invalid(operation, std::to_string(rows) + " x " + std::to_string(columns) + " elements from offset " +
                                 std::to_string(offset) + " on do not lie inside " + name + ", " + Describe(vector));

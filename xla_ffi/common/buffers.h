@@ -17,12 +17,12 @@ ffi::Error CheckFloating(const char* operation, const char* name, const ffi::Any
 
 ffi::Error CheckFlag(const char* operation, const char* name, int64_t value, bool* flag);
 
-ffi::Error CheckSameDtype(const char* operation, const char* name, const ffi::AnyBuffer& buffer,
-                          const char* other_name, const ffi::AnyBuffer& other);
+ffi::Error CheckSameDtype(const char* operation, const char* name, const ffi::AnyBuffer& buffer, const char* other_name,
+                          const ffi::AnyBuffer& other);
 
 // That a buffer is [.., columns]; the product of its other dimensions becomes `rows`.
-ffi::Error CheckMatrix(const char* operation, const char* name, const ffi::AnyBuffer& buffer,
-                       const char* columns_name, int64_t columns, int64_t* rows);
+ffi::Error CheckMatrix(const char* operation, const char* name, const ffi::AnyBuffer& buffer, const char* columns_name,
+                       int64_t columns, int64_t* rows);
 
 // That `rows * columns` elements from `offset` on lie inside the vector.
 ffi::Error CheckInside(const char* operation, const char* name, const ffi::AnyBuffer& vector, int64_t offset,

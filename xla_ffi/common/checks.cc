@@ -38,8 +38,8 @@ ffi::Error CheckScratch(const char* operation, ffi::AnyBuffer scratch) {
 ffi::Error CheckSameRows(const char* operation, const char* names, int64_t rows, int64_t other_rows,
                          ffi::AnyBuffer buffer, ffi::AnyBuffer other) {
   if (rows == other_rows) return ffi::Error::Success();
-  return Invalid(operation, std::string(names) + " must have as many rows, got " + Describe(buffer) + " and " +
-                                Describe(other));
+  return Invalid(operation,
+                 std::string(names) + " must have as many rows, got " + Describe(buffer) + " and " + Describe(other));
 }
 
 }  // namespace
@@ -51,8 +51,8 @@ ffi::Error CheckMatmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scratc
   JAXFERRY_RETURN_IF_ERROR(CheckFloating(operation, "w", w, &call->w_dtype));
   JAXFERRY_RETURN_IF_ERROR(CheckFloating(operation, "the result", y, &call->y_dtype));
   if (call->y_dtype != call->x_dtype && call->y_dtype != Dtype::kFloat32) {
-    return Invalid(operation, "the result must be float32 or have the dtype of x, got " + Describe(y) + " and " +
-                                  Describe(x));
+    return Invalid(operation,
+                   "the result must be float32 or have the dtype of x, got " + Describe(y) + " and " + Describe(x));
   }
   JAXFERRY_RETURN_IF_ERROR(CheckScratch(operation, scratch));
   JAXFERRY_RETURN_IF_ERROR(CheckInside(operation, "w", w, offset, k, n));

@@ -10,11 +10,11 @@
 #include "common/calls.h"
 #include "xla/ffi/api/ffi.h"
 
-#define JAXFERRY_RETURN_IF_ERROR(expression)                            \
-  do {                                                                  \
-    if (::xla::ffi::Error error_ = (expression); error_.failure()) {    \
-      return error_;                                                    \
-    }                                                                   \
+#define JAXFERRY_RETURN_IF_ERROR(expression)                         \
+  do {                                                               \
+    if (::xla::ffi::Error error_ = (expression); error_.failure()) { \
+      return error_;                                                 \
+    }                                                                \
   } while (false)
 
 namespace jaxferry {

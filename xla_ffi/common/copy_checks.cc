@@ -8,8 +8,8 @@ namespace {
 
 ffi::Error CheckCount(const char* operation, const char* name, size_t size, size_t num_arrays) {
   if (size == num_arrays) return ffi::Error::Success();
-  return Invalid(operation, std::string(name) + " must have one number for each of the " +
-                                std::to_string(num_arrays) + " arrays, got " + std::to_string(size));
+  return Invalid(operation, std::string(name) + " must have one number for each of the " + std::to_string(num_arrays) +
+                                " arrays, got " + std::to_string(size));
 }
 
 // That the array has the vector's dtype, one of ours, and lies inside it from the offset on.
@@ -77,8 +77,8 @@ ffi::Error CheckFerryStore(ffi::RemainingArgs arguments, ffi::AnyBuffer result, 
   for (size_t i = 0; i < num_arrays; ++i) {
     ffi::AnyBuffer array = *arguments.get<ffi::AnyBuffer>(i);
     JAXFERRY_RETURN_IF_ERROR(CheckPart(operation, ArrayName(i), array, vector, offsets[i]));
-    copies->push_back({array.untyped_data(), At(vector, offsets[i]), NumBytes(array),
-                       add ? FindDtype(vector) : std::nullopt});
+    copies->push_back(
+        {array.untyped_data(), At(vector, offsets[i]), NumBytes(array), add ? FindDtype(vector) : std::nullopt});
   }
   return ffi::Error::Success();
 }

@@ -10,16 +10,12 @@ enum class Dtype { kFloat32, kBfloat16, kFloat16 };
 
 constexpr int64_t ItemSize(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
-constexpr const char* DtypeName(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::kBfloat16:
-      return "bfloat16";
-    case Dtype::kFloat16:
-      return "float16";
-    default:
-      return "float32";
-  }
+// The place `size` elements after another.
+inline const void* Skip(Dtype dtype, const void* data, int64_t size) {
+  return static_cast<const char*>(data) + size * ItemSize(dtype);
 }
+
+inline void* Skip(Dtype dtype, void* data, int64_t size) { return static_cast<char*>(data) + size * ItemSize(dtype); }
 
 }  // namespace jaxferry
 

@@ -95,12 +95,6 @@ void ForEachBlock(int64_t size, Body&& body) {
   for (int64_t start = 0; start < size; start += kBlock) body(start, std::min(kBlock, size - start));
 }
 
-const void* Skip(Dtype dtype, const void* data, int64_t size) {
-  return static_cast<const char*>(data) + size * ItemSize(dtype);
-}
-
-void* Skip(Dtype dtype, void* data, int64_t size) { return static_cast<char*>(data) + size * ItemSize(dtype); }
-
 }  // namespace
 
 void ToFloat32(Dtype dtype, const void* source, float* destination, int64_t size) {

@@ -11,12 +11,6 @@ namespace jaxferry {
 
 namespace {
 
-const void* Skip(Dtype dtype, const void* data, int64_t size) {
-  return static_cast<const char*>(data) + size * ItemSize(dtype);
-}
-
-void* Skip(Dtype dtype, void* data, int64_t size) { return static_cast<char*>(data) + size * ItemSize(dtype); }
-
 // A matrix in fp32: itself, or a copy.
 class Float32 {
  public:

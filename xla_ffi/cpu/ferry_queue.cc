@@ -61,6 +61,11 @@ void FerryQueue::Synchronize() {
   changed_.wait(lock, [&] { return transfers_.empty() || is_stopped_; });
 }
 
+void FerryQueue::NoteSettings() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  changed_.notify_all();
+}
+
 void FerryQueue::Stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -93,7 +98,7 @@ void FerryQueue::Run(const Transfer& transfer) {
   link_is_free_ = std::max(link_is_free_, transfer.pushed);
   for (const Copy& copy : transfer.copies) {
     link_is_free_ += DrawDelay();
-    if (!SleepUntil(link_is_free_)) return;
+    if (!SleepUntil(link_is_free_, settings_.delay_s)) return;
     RunPieces(copy);
   }
 }
@@ -110,15 +115,16 @@ void FerryQueue::RunPieces(const Copy& copy) {
     } else {
       link_is_free_ = Clock::now();
     }
-    if (!SleepUntil(link_is_free_)) return;
+    if (!SleepUntil(link_is_free_, settings_.bytes_per_s)) return;
   }
 }
 
-// False when the queue was stopped meanwhile.
-bool FerryQueue::SleepUntil(Clock::time_point time) {
+// Wakes early when the setting that made it sleep changes. False when the queue was stopped meanwhile.
+bool FerryQueue::SleepUntil(Clock::time_point time, const std::atomic<double>& setting) {
+  const double was = setting.load();
   std::unique_lock<std::mutex> lock(mutex_);
-  if (time <= Clock::now()) return !is_stopped_;
-  return !changed_.wait_until(lock, time, [&] { return is_stopped_; });
+  if (time > Clock::now()) changed_.wait_until(lock, time, [&] { return is_stopped_ || setting.load() != was; });
+  return !is_stopped_;
 }
 
 FerryQueue::Clock::duration FerryQueue::DrawDelay() {

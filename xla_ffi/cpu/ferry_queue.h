@@ -28,7 +28,7 @@ struct LinkSettings {
   std::atomic<double> bytes_per_s{0.0};  // 0: no limit
   std::atomic<double> delay_s{0.0};      // longest random delay before a copy
   std::atomic<unsigned> seed{0};
-  std::atomic<unsigned> num_seeds{0};    // counts changes of the seed
+  std::atomic<unsigned> num_seeds{0};  // counts changes of the seed
 };
 
 class FerryQueue {
@@ -48,6 +48,9 @@ class FerryQueue {
   // Returns when everything pushed before has ended.
   void Synchronize();
 
+  // Has a thread that sleeps look at the settings again.
+  void NoteSettings();
+
   // Ends the thread after the piece that it is at; what is queued is dropped, its callbacks are never called.
   void Stop();
 
@@ -63,7 +66,7 @@ class FerryQueue {
   void Work();
   void Run(const Transfer& transfer);
   void RunPieces(const Copy& copy);
-  bool SleepUntil(Clock::time_point time);
+  bool SleepUntil(Clock::time_point time, const std::atomic<double>& setting);
   Clock::duration DrawDelay();
 
   const LinkSettings& settings_;

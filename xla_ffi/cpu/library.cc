@@ -40,7 +40,9 @@ void jaxferry_ferry_synchronize() { jaxferry::Ferry::Get().Synchronize(); }
 
 void jaxferry_ferry_set_bandwidth(int direction, double bytes_per_s) {
   if (direction != jaxferry::kLoad && direction != jaxferry::kStore) return;
-  jaxferry::Ferry::Settings(static_cast<jaxferry::Direction>(direction)).bytes_per_s = bytes_per_s;
+  const jaxferry::Direction which = static_cast<jaxferry::Direction>(direction);
+  jaxferry::Ferry::Settings(which).bytes_per_s = bytes_per_s;
+  jaxferry::Ferry::Get().queue(which).NoteSettings();
 }
 
 void jaxferry_ferry_set_delay(double seconds, unsigned seed) {
@@ -49,6 +51,7 @@ void jaxferry_ferry_set_delay(double seconds, unsigned seed) {
     settings.delay_s = seconds;
     settings.seed = seed + direction;
     ++settings.num_seeds;
+    jaxferry::Ferry::Get().queue(direction).NoteSettings();
   }
 }
 

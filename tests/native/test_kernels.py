@@ -1,0 +1,175 @@
+"""The CPU's kernels against NumPy, through XLA: every rounding, every form of a product, every size of a panel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from native_calls import call, scratch
+
+DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
+HALVES = (ml_dtypes.bfloat16, np.float16)
+
+
+def normal(shape, dtype, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("offset", "accumulate"), donate_argnums=0)
+def gradient_store(destination, gradient, offset=0, accumulate=False):
+    arguments = [destination, gradient]
+    return call("gradient_store", arguments, [destination], {0: 0}, offset=offset, accumulate=accumulate)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("n", "offset", "transpose", "method", "panel", "dtype"))
+def matmul(x, w, n, offset=0, transpose=False, method=0, panel=1 << 12, dtype=None):
+    attributes = {"offset": offset, "k": x.shape[-1], "n": n, "transpose": transpose, "method": method}
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], n), dtype or x.dtype)
+    return call("dha_matmul", [x, w, scratch(panel)], [result], **attributes)[0]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("offset", "transpose", "accumulate", "round_to", "panel"), donate_argnums=0
+)
+def matmul_gradient(destination, x, dy, offset=0, transpose=False, accumulate=False, round_to=0, panel=1 << 12):
+    attributes = {"offset": offset, "k": x.shape[-1], "n": dy.shape[-1], "transpose": transpose}
+    attributes |= {"accumulate": accumulate, "round_to": round_to}
+    arguments = [destination, x, dy, scratch(panel)]
+    return call("dha_matmul_gradient", arguments, [destination], {0: 0}, **attributes)[0]
+
+
+def bits(array):
+    array = np.asarray(array)
+    return array.view({2: np.uint16, 4: np.uint32}[array.dtype.itemsize])
+
+
+def assert_same_bits(actual, expected):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    are_nan = np.isnan(expected.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(actual.astype(np.float32)), are_nan)
+    np.testing.assert_array_equal(bits(actual)[~are_nan], bits(expected)[~are_nan])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_number_of_16_bits_becomes_itself_in_fp32(cpu, dtype):
+    numbers = np.arange(65536, dtype=np.uint16).view(dtype)
+    stored = gradient_store(jnp.zeros(65536, jnp.float32), jnp.asarray(numbers))
+    # XLA's conversion is not asked for: its threads take subnormal numbers for zero.
+    assert_same_bits(stored, numbers.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_fp32_is_rounded_as_numpy_rounds(cpu, dtype):
+    rng = np.random.default_rng(3)
+    anything = rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
+    exponents = rng.uniform(-26, 17, 100_000)
+    ordinary = (np.exp2(exponents) * rng.choice([-1, 1], exponents.size)).astype(np.float32)
+    every = np.arange(65535, dtype=np.uint16)
+    every = every[np.isfinite(every.view(dtype).astype(np.float32))]
+    every = every[:-1][np.diff(every) == 1]
+    low, high = (number.view(dtype).astype(np.float64) for number in (every, every + np.uint16(1)))
+    halfway = ((low + high) / 2).astype(np.float32)
+    numbers = np.concatenate([anything, ordinary, halfway])
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = numbers.astype(dtype)
+    assert_same_bits(gradient_store(jnp.zeros(numbers.size, dtype), jnp.asarray(numbers)), expected)
+
+
+@pytest.mark.parametrize("gradient_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_is_added_in_fp32_and_rounded_once(cpu, dtype, gradient_dtype):
+    before, gradient = normal(1000, dtype, 1), normal(77, gradient_dtype, 2)
+    after = gradient_store(jnp.asarray(before), jnp.asarray(gradient), offset=900, accumulate=True)
+    expected = before.copy()
+    expected[900:977] = (before[900:977].astype(np.float32) + gradient.astype(np.float32)).astype(dtype)
+    assert_same_bits(after, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_gathered_and_those_outside_are_nan(cpu, dtype):
+    table = normal(3 + 5 * 4, dtype)
+    indices = np.array([[4, 0, -1], [5, 2, 2**31 - 1]], np.int32)
+    arguments = [jnp.asarray(table), jnp.asarray(indices)]
+    result = [jax.ShapeDtypeStruct((2, 3, 4), dtype)]
+    [rows] = jax.jit(lambda *a: call("dha_gather", a, result, offset=3, rows=5, columns=4))(*arguments)
+    expected = np.full((2, 3, 4), np.nan, dtype)
+    inside = (indices >= 0) & (indices < 5)
+    expected[inside] = table[3:].reshape(5, 4)[indices[inside]]
+    assert_same_bits(rows, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_a_vector_are_read_in_any_shape(cpu, dtype):
+    vector = normal(100, dtype)
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape in [(), (2, 5), (0, 3), (7,)]]
+    read = jax.jit(lambda vector: call("dha_read", [vector], shapes, offsets=[99, 3, 100, 0]))
+    parts = read(jnp.asarray(vector))
+    for part, offset, shape in zip(parts, [99, 3, 100, 0], shapes, strict=True):
+        assert_same_bits(part, vector[offset : offset + shape.size].reshape(shape.shape))
+
+
+def product(x, w):
+    return np.matmul(x.astype(np.float64), w.astype(np.float64))
+
+
+def tolerance(dtype, k):
+    return {"rtol": float(ml_dtypes.finfo(dtype).eps), "atol": 1e-6 * k}
+
+
+@pytest.mark.parametrize("method", [0, 1, 2])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize(("dtype", "w_dtype"), [(d, d) for d in DTYPES] + [(ml_dtypes.bfloat16, np.float32)])
+def test_a_product_with_a_weight_is_that_of_numpy(cpu, dtype, w_dtype, transpose, method):
+    x, w = normal((2, 5, 33), dtype), normal((41, 33) if transpose else (33, 41), w_dtype, 1)
+    vector = np.concatenate([np.full(7, np.nan, w_dtype), w.ravel()])
+    expected = product(x, (w.T if transpose else w).astype(dtype))
+    for result_dtype in {np.dtype(dtype), np.dtype(np.float32)}:
+        y = matmul(x, vector, 41, 7, transpose, method, panel=2048, dtype=result_dtype)
+        assert y.dtype == result_dtype
+        np.testing.assert_allclose(np.asarray(y).astype(np.float64), expected, **tolerance(result_dtype, 33))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_does_not_depend_on_the_size_of_its_panels(cpu, dtype, transpose):
+    x, w = normal((37, 200), dtype), normal(200 * 300, dtype, 1)
+    sizes = [2 * 200 * 4 * num_columns for num_columns in (0, 1, 7, 63, 64, 65, 100, 128, 192, 300)]
+    results = [matmul(x, w, 300, transpose=transpose, panel=size) for size in sizes]
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("destination_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_a_product_is_that_of_numpy(cpu, dtype, destination_dtype, transpose, accumulate):
+    x, dy = normal((2, 9, 31), dtype), normal((2, 9, 45), dtype, 1)
+    before = normal(11 + 31 * 45, destination_dtype, 2)
+    left, right = x.reshape(18, 31), dy.reshape(18, 45)
+    gradient = product(right.T, left) if transpose else product(left.T, right)
+    expected = gradient.ravel() + accumulate * before[11:].astype(np.float64)
+    after = np.asarray(matmul_gradient(jnp.asarray(before), x, dy, 11, transpose, accumulate, panel=8 * 45 * 5))
+    assert_same_bits(after[:11], before[:11])
+    np.testing.assert_allclose(after[11:].astype(np.float64), expected, **tolerance(destination_dtype, 18))
+
+
+@pytest.mark.parametrize(("round_to", "dtype"), [(1, ml_dtypes.bfloat16), (2, np.float16)])
+def test_a_gradient_is_rounded_through_another_dtype(cpu, round_to, dtype):
+    x, dy = normal((6, 20), np.float32), normal((6, 30), np.float32, 1)
+    plain = np.asarray(matmul_gradient(jnp.zeros(600), x, dy))
+    rounded = matmul_gradient(jnp.zeros(600), x, dy, round_to=round_to)
+    assert_same_bits(rounded, plain.astype(dtype).astype(np.float32))
+    added = matmul_gradient(jnp.ones(600), x, dy, accumulate=True, round_to=round_to)
+    assert_same_bits(added, 1 + plain.astype(dtype).astype(np.float32))
+
+
+def test_a_gradient_does_not_depend_on_the_size_of_its_panels(cpu):
+    x, dy = normal((50, 300), np.float32), normal((50, 200), np.float32, 1)
+    sizes = [2 * 200 * 4 * num_rows for num_rows in (0, 1, 50, 64, 100, 128, 300)]
+    results = [matmul_gradient(jnp.zeros(300 * 200), x, dy, panel=size) for size in sizes]
+    for result in results[1:]:
+        assert_same_bits(result, results[0])

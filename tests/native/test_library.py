@@ -1,0 +1,176 @@
+"""Which native libraries are taken, and what is said of the others."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxferry.errors import InputError, NativeError
+from jaxferry.native import library, status
+from jaxferry.native.library import TARGETS, ffi_version, find_library, inspect_library
+from jaxferry.native.paths import DIRECTORY_VARIABLE, FILE_NAMES
+
+INFO = r"{\"platform\": \"%s\", \"compiler\": \"a test\", \"jaxlib\": \"9.8.7\", \"ffi_major\": %d, \"ffi_minor\": %d}"
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """Makes a library that says what it is told to; its operations do nothing."""
+
+    def make(name="cpu", folder="", platform=None, abi=1, major=None, minor=None, info=None, targets=TARGETS):
+        installed = ffi_version()
+        major, minor = installed[0] if major is None else major, installed[1] if minor is None else minor
+        text = INFO % (platform or name, major, minor) if info is None else info
+        code = [f"int jaxferry_abi() {{ return {abi}; }}", f'const char* jaxferry_build_info() {{ return "{text}"; }}']
+        code += [f"void* {target}(void* frame) {{ return frame; }}" for target in targets]
+        directory = tmp_path / folder
+        directory.mkdir(exist_ok=True)
+        source, path = directory / "fake.cc", directory / FILE_NAMES[name]
+        source.write_text("\n".join(f'extern "C" {line}' for line in code))
+        compiler = os.environ.get("CXX", "c++")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+        return path
+
+    return make
+
+
+def refusal(path, platform="cpu"):
+    found = inspect_library(path, platform)
+    assert not found.is_available
+    assert found.message.endswith("; build it with `jaxferry build-native`")
+    assert "\n" not in found.message
+    return found.message
+
+
+def test_a_library_for_this_jaxlib_is_taken(fake):
+    found = inspect_library(fake(), "cpu")
+    assert (found.platform, found.is_available) == ("cpu", True)
+    assert found.message == "libjaxferry_cpu.so made by a test for jaxlib 9.8.7"
+    assert found.build_info["compiler"] == "a test"
+
+
+def test_a_library_for_an_older_minor_version_is_taken(fake):
+    assert inspect_library(fake(minor=1), "cpu").is_available
+
+
+def test_a_library_for_a_newer_minor_version_is_refused(fake):
+    major, minor = ffi_version()
+    expected = f"was built for version {major}.{minor + 1} of XLA's FFI (jaxlib 9.8.7), jaxlib "
+    assert expected in refusal(fake(minor=minor + 1))
+
+
+def test_a_library_for_another_major_version_is_refused(fake):
+    assert f"has {'.'.join(map(str, ffi_version()))}" in refusal(fake(major=ffi_version()[0] + 1, minor=0))
+
+
+def test_a_library_of_another_interface_is_refused(fake):
+    assert "libjaxferry_cpu.so has version 2 of the native interface, this package needs 1" in refusal(fake(abi=2))
+
+
+def test_a_library_for_another_platform_is_refused(fake):
+    assert "is for platform 'CUDA', not 'cpu'" in refusal(fake(platform="CUDA"))
+
+
+def test_a_library_that_lacks_operations_is_refused(fake):
+    assert "lacks jaxferry_ferry_store, jaxferry_ferry_wait" in refusal(fake(targets=TARGETS[:-2]))
+
+
+@pytest.mark.parametrize("info", ["no JSON", "[]"])
+def test_a_library_that_does_not_say_what_it_is_is_refused(fake, info):
+    refusal(fake(info=info))
+
+
+def test_a_file_that_is_no_library_is_refused(tmp_path):
+    path = tmp_path / "libjaxferry_cpu.so"
+    path.write_text("not a library")
+    assert "is no native library" in refusal(path)
+
+
+def test_the_newest_library_that_fits_is_found(fake, monkeypatch):
+    paths = [
+        fake(folder="oldest", minor=0),
+        fake(folder="newer"),
+        fake(folder="newest", minor=ffi_version()[1] + 1),
+    ]
+    for age, path in zip((30, 20, 10), paths, strict=True):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    module = sys.modules[find_library.__module__]
+    monkeypatch.setattr(module, "library_directories", lambda: [path.parent for path in paths])
+    assert find_library("cpu").path == paths[1]
+
+
+def test_without_a_library_the_message_names_the_places(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    found = find_library("CUDA")
+    assert (found.path, found.is_available) == (None, False)
+    assert found.message == f"there is no libjaxferry_cuda.so in {tmp_path}; build it with `jaxferry build-native`"
+
+
+def test_jax_has_two_names_for_the_platform_of_nvidia(cpu):
+    assert status("gpu") is status("cuda") is status("CUDA")
+    assert status("cpu").platform == "cpu"
+
+
+def test_another_platform_is_an_input_error():
+    with pytest.raises(InputError, match=r'platform must be "cpu", "gpu" or "cuda", got \'tpu\''):
+        status("tpu")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("set_bandwidth", ("up", 1e9), 'direction must be "load" or "store", got \'up\''),
+        ("set_bandwidth", ("load", -1), r"bytes_per_s must be 0 \(no limit\) or more, got -1"),
+        ("set_bandwidth", ("load", float("nan")), r"bytes_per_s must be 0 \(no limit\) or more, got nan"),
+        ("set_delay", (-0.5,), r"seconds must be 0 \(no delays\) or more, got -0.5"),
+    ],
+)
+def test_settings_of_the_link_are_checked(cpu, function, arguments, message):
+    with pytest.raises(InputError, match=message):
+        getattr(cpu, function)(*arguments)
+
+
+def run(script, directory):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), DIRECTORY_VARIABLE: str(directory)}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_a_process_without_a_library_is_told_once_and_goes_on(tmp_path):
+    script = """
+import jax, jaxferry.errors, jaxferry.native as native
+print(native.status("cpu").is_available)
+print(native.is_available("cpu"), native.is_available("cpu"), jax.numpy.ones(3).sum())
+try:
+    native.library("cpu")
+except jaxferry.errors.NativeError as error:
+    print(error)
+"""
+    result = run(script, tmp_path)
+    expected = f"there is no libjaxferry_cpu.so in {tmp_path}; build it with `jaxferry build-native`"
+    assert result.stdout.splitlines() == ["False", "False False 3.0", expected]
+    assert result.stderr.count(expected) == 1
+
+
+def test_importing_the_package_loads_no_library(tmp_path):
+    script = "import jaxferry, jaxferry.native\nprint('libjaxferry' in open('/proc/self/maps').read())"
+    assert run(script, tmp_path).stdout == "False\n"
+
+
+def test_the_package_and_its_library_speak_of_the_same_interface():
+    header = pathlib.Path(__file__).parents[2] / "xla_ffi" / "common" / "exports.h"
+    text = header.read_text()
+    assert re.search(r"#define JAXFERRY_ABI (\d+)", text)[1] == "1"
+    assert set(re.findall(r"XLA_FFI_Error\* (jaxferry_\w+)", text)) == set(TARGETS)
+
+
+def test_asking_for_a_library_that_is_not_there_is_an_error(tmp_path, monkeypatch, fake):
+    if status("cuda").is_available:
+        assert library("cuda").platform == "CUDA"
+    else:
+        with pytest.raises(NativeError, match="libjaxferry_cuda"):
+            library("cuda")
