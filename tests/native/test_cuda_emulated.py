@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from benchmarks.gpu import link_rates, overlap
 from native import emulated_cuda
 from native.native_operations import check_product, numbers
 from native.operations_suite import CopySuite, FerrySuite, ProductSuite
@@ -46,15 +47,20 @@ def test_panels_fit_into_the_scratch_and_cover_every_slice(library, total, slice
         assert num_slices % 128 == 0
 
 
+def fill_later(library, array, value):
+    array.block_until_ready()
+    address = ctypes.c_void_p(array.unsafe_buffer_pointer())
+    library.emulation_fill_later(address, ctypes.c_size_t(array.nbytes), value)
+
+
 @pytest.fixture(scope="module")
 def operations(library):
     return emulated_cuda.register(library)
 
 
-def fill_later(library, array, value):
-    array.block_until_ready()
-    address = ctypes.c_void_p(array.unsafe_buffer_pointer())
-    library.emulation_fill_later(address, ctypes.c_size_t(array.nbytes), value)
+@pytest.fixture(scope="module")
+def bench(operations):
+    return link_rates.Bench(operations, mib=1, k=2048)
 
 
 class TestCopies(CopySuite):
@@ -112,3 +118,18 @@ class TestFerry(FerrySuite):
         assert late > 0
         library.emulation_synchronize()
         assert library.emulation_num_queued() == 0
+
+
+class TestBenchmarks:
+    """That the benchmarks of a real link run; what they find here means nothing."""
+
+    def test_each_operation_is_measured(self, bench):
+        rates = [bench.matmul(3, False), bench.matmul(3, True, 1), bench.matmul_gradient(2), bench.gather(10)]
+        rates += [bench.device_put(), *(bench.store(*dtypes, True) for dtypes in link_rates.STORES)]
+        assert all(rate.seconds > 0 and rate.plain_s > 0 for rate in rates)
+        assert rates[0].num_bytes == 1 << 20
+
+    def test_overlap_is_measured(self, bench, monkeypatch):
+        monkeypatch.setattr(overlap, "SIDE", 128)
+        found = [overlap.of_ferry(bench), overlap.of_device_put(bench, True), overlap.of_device_put(bench, False)]
+        assert all(each.both_s > 0 for each in found)

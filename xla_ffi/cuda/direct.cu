@@ -8,6 +8,9 @@ namespace {
 
 constexpr int kFewRows = 4;
 constexpr int kMostRows = 16;
+// A block has 16 KiB under way, a fast link some 128 KiB: what it carries in a microsecond or two.
+constexpr int64_t kEnoughBlocks = 8;
+constexpr int64_t kSmallBytes = int64_t{256} << 10;
 
 int64_t PitchBytes(const Matmul& call) { return (call.transpose ? call.k : call.n) * ItemSize(call.w_dtype); }
 
@@ -38,8 +41,14 @@ void LaunchDirectOf(const DirectArguments& arguments, bool transpose, cudaStream
 
 }  // namespace
 
-// Rows that are not aligned are read number by number: right, but no way to fill a link.
-bool CanMultiplyDirectly(const Matmul& call) { return call.m <= kMostRows && IsAligned16(call); }
+// Rows that are not aligned are read number by number, and few blocks have few reads under way: right, but no way to fill
+// a link. What is small is there before a copy engine has started.
+bool IsBestDirectly(const Matmul& call) {
+  const int64_t num_vectors = kVectorBytes / ItemSize(call.w_dtype);
+  const int64_t per_block = call.transpose ? kWeightRowsOfBlock : kColumnLanes * num_vectors;
+  const bool is_small = call.k * call.n * ItemSize(call.w_dtype) <= kSmallBytes;
+  return call.m <= kMostRows && IsAligned16(call) && (is_small || call.n >= kEnoughBlocks * per_block);
+}
 
 void DirectMatmul(const Matmul& call, cudaStream_t stream) {
   if (call.m > kMostRows) {

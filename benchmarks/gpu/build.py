@@ -1,0 +1,94 @@
+"""Builds the CUDA library on a machine without a network. Usage: build.py FOLDER; prints the library's path.
+
+By CMake where there is one, else by nvcc alone, for the GPU that is there.
+"""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jaxlib.version
+
+SOURCES = pathlib.Path(__file__).resolve().parents[2] / "xla_ffi"
+HEADERS = pathlib.Path(jaxlib.version.__file__).parent / "include"
+
+
+def find_tool(name):
+    """A program on the PATH, beside this Python, or where CUDA is usually installed; None without."""
+    beside = pathlib.Path(sys.executable).parent
+    return shutil.which(name) or shutil.which(name, path=f"{beside}:/usr/local/cuda/bin")
+
+
+def cmake_commands(cmake, ninja, folder, architecture):
+    """Configures and builds by CMake, for one architecture such as "90", or the usual ones if None."""
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
+    settings = {
+        "Python_EXECUTABLE": sys.executable,
+        "JAXFERRY_FFI_INCLUDE": HEADERS,
+        "JAXFERRY_JAXLIB": jaxlib.version.__version__,
+    }
+    if architecture:
+        settings["JAXFERRY_CUDA_ARCHITECTURES"] = architecture
+    configure = [cmake, *generator, "-S", SOURCES / "cuda", "-B", folder]
+    configure += [f"-D{key}={value}" for key, value in settings.items()]
+    return [configure, [cmake, "--build", folder, "--parallel"]]
+
+
+def nvcc_commands(nvcc, folder, architecture):
+    """Builds by nvcc alone."""
+    defines = [
+        f'-DJAXFERRY_JAXLIB_VERSION="{jaxlib.version.__version__}"',
+        '-DJAXFERRY_NVCC_VERSION="unknown"',
+        f"-DJAXFERRY_ARCHITECTURES={architecture or ''}",
+    ]
+    code = [f"-gencode=arch=compute_{architecture},code=sm_{architecture}"] if architecture else ["-arch=native"]
+    units = [*sorted((SOURCES / "cuda").glob("*.c[cu]")), *sorted((SOURCES / "common").glob("*.cc"))]
+    flags = ["-std=c++17", "-O3", "--threads", "0", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+    link = [
+        "-shared",
+        "-cudart",
+        "static",
+        "-Xlinker",
+        f"--version-script={SOURCES / 'common' / 'exports.map'}",
+        "-ldl",
+    ]
+    includes = [f"-I{SOURCES}", "-isystem", HEADERS]
+    return [[nvcc, *flags, *defines, *code, *includes, *units, *link, "-o", folder / "libjaxferry_cuda.so"]]
+
+
+def gpu_architecture():
+    """The compute capability of the first GPU, such as "90"; None where nvidia-smi does not say."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    digits = found.splitlines()[0].replace(".", "").strip() if found.strip() else ""
+    return digits if digits.isdigit() else None
+
+
+def commands(folder):
+    architecture = gpu_architecture()
+    cmake, nvcc = find_tool("cmake"), find_tool("nvcc")
+    if cmake:
+        return cmake_commands(cmake, find_tool("ninja"), folder, architecture)
+    if nvcc:
+        return nvcc_commands(nvcc, folder, architecture)
+    sys.exit(
+        "build.py: there is neither cmake nor nvcc; install the CUDA toolkit, or `pip install cmake nvidia-cuda-nvcc`"
+    )
+
+
+def main():
+    folder = pathlib.Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for command in commands(folder):
+        finished = subprocess.run([str(part) for part in command], stdout=sys.stderr)
+        if finished.returncode != 0:
+            sys.exit(f"build.py: {command[0]} failed with status {finished.returncode}")
+    print(folder / "libjaxferry_cuda.so")
+
+
+if __name__ == "__main__":
+    main()
