@@ -41,7 +41,7 @@ typecheck: install-dev
 	$(VENV)/bin/mypy
 
 install-train: $(VENV)/installed-train
-install-test: $(VENV)/installed-test
+install-test: $(VENV)/installed-test $(VENV)/gpu-packages
 install-dev: $(VENV)/installed-dev
 
 $(VENV)/installed-train: EXTRAS = $(TRAIN_EXTRAS)
@@ -52,6 +52,11 @@ $(VENV)/installed-dev: EXTRAS = dev
 $(VENV)/installed-%: pyproject.toml $(NATIVE_SOURCES) | $(VENV)/bin/python
 	@echo "Installing jaxferry[$(EXTRAS)] into $(VENV): the first time takes a few minutes"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	@touch $@
+
+# What compiles for a GPU on any machine, for the tests of what is compiled.
+$(VENV)/gpu-packages: $(VENV)/installed-test tools/gpu-packages
+	@tools/gpu-packages $(VENV)
 	@touch $@
 
 $(VENV)/bin/python:

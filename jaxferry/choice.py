@@ -35,12 +35,13 @@ def choose_plan(
     Args:
       parts: the segments.
       plan: a plan for just these segments, which is taken as it is.
-      policy: the policy to ask otherwise; None loads every layer once (GFGB).
+      policy: the policy to ask otherwise; None loads every layer once (GFGB), and chooses gradients by the reserve
+        factor alone.
       profile: what the policy plans with; None estimates one by roofline.
       device_kind: what the device calls itself, such as `"NVIDIA H200"`.
       reserve_factor: share of all gradient bytes that may stay on the device; None for the policy's default.
       memory_budget_bytes: handed to the policy. The engine counts for itself afterwards, to the byte, so a policy that
-        finds nothing in it is asked again without.
+        finds nothing in it is asked again for the least that it needs.
       remat: what is kept between forward and backward.
 
     Raises:
@@ -50,9 +51,11 @@ def choose_plan(
     if plan is not None:
         _check_names("plan", [layer.name for layer in plan.layers], names)
         return plan
+    if policy is None and reserve_factor is not None and reserve_factor < 1:
+        policy = "native-overlapped"
     if policy is None:
         layers = tuple(LayerPlan(name, Mode.GFGB) for name in names)
-        return Plan("native-overlapped", 1.0 if reserve_factor is None else reserve_factor, layers)
+        return Plan("native-overlapped", 1.0, layers)
     if profile is None:
         machine = _machine_of(device_kind)
         profile = estimate_profile(partition_costs(parts, remat), MACHINES[machine], {"device": device_kind})
@@ -60,8 +63,8 @@ def choose_plan(
     options: dict[str, Any] = {"reserve_factor": reserve_factor}
     try:
         return make_plan(profile, policy, memory_budget_bytes=memory_budget_bytes, **options)
-    except BudgetError:
-        return make_plan(profile, policy, **options)
+    except BudgetError as error:
+        return make_plan(profile, policy, memory_budget_bytes=error.smallest_bytes, **options)
 
 
 def _machine_of(device_kind: str) -> str:

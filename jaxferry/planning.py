@@ -5,11 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxferry.errors import BudgetError
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto, AutoSearch
 from jaxferry.plan.base import Objective, Request, read_objective
-from jaxferry.plan.bounds import steady_lower_bound_s
-from jaxferry.plan.evaluate import gradient_flags
-from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.profiling.records import Profile
@@ -42,7 +40,11 @@ def make_plan(
       InputError: if an argument is not acceptable.
       BudgetError: if no plan of the policy fits; it names the smallest feasible budget.
     """
-    request = Request(reserve_factor, memory_budget_bytes, read_objective(objective), progress)
+    return plan_for(profile, policy, Request(reserve_factor, memory_budget_bytes, read_objective(objective), progress))
+
+
+def plan_for(profile: Profile, policy: str, request: Request) -> Plan:
+    """As `make_plan`, for a request."""
     return predict(profile, make_policy(policy).plan(profile, request))
 
 
@@ -54,9 +56,9 @@ class Comparison:
       policy: its name.
       plan: its plan, or None where none fits the budget.
       link_bytes: bytes over the host link in one step.
-      gap: steady time over the proven lower bound for plans of GFGB, DHA and DFGB with these gradients, less 1; below 0
-        only where RESIDENT layers beat what such plans can do.
+      gap: steady time over `Compared.lower_bound_s`, less 1.
       smallest_bytes: the smallest feasible budget, where no plan fits.
+      problem: then what its error says.
     """
 
     policy: str
@@ -64,6 +66,7 @@ class Comparison:
     link_bytes: int = 0
     gap: float = 0.0
     smallest_bytes: int = 0
+    problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The row as JSON values."""
@@ -73,39 +76,76 @@ class Comparison:
         return {"policy": self.policy, "fits": True, **predicted, "link_bytes": self.link_bytes, "gap": self.gap}
 
 
-def compare(profile: Profile, request: Request) -> list[Comparison]:
-    """Every policy's answer to the same request."""
-    optimum_s = optimal_forward(profile)[1]
-    rows = []
-    for name in policies():
-        request.report(name)
-        try:
-            plan = make_policy(name).plan(profile, request)
-        except BudgetError as error:
-            rows.append(Comparison(name, None, smallest_bytes=error.smallest_bytes))
-            continue
-        simulation = simulate(profile, plan)
-        bound_s = steady_lower_bound_s(profile, gradient_flags(plan), optimum_s)
-        gap = simulation.steady_step_s / bound_s - 1 if bound_s > 0 else 0.0
-        gap = 0.0 if abs(gap) < _ROUNDING else gap
-        plan = dataclasses.replace(plan, predicted=simulation.predicted)
-        rows.append(Comparison(name, plan, simulation.link_bytes, gap))
-    return rows
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """All policies side by side.
+
+    Attributes:
+      rows: one a policy.
+      lower_bound_s: no plan of any modes and any gradients has a smaller steady step; the same for all rows, so that
+        their gaps can be compared. For plans of GFGB, DHA and DFGB `exact` proves more, and states its own gap.
+    """
+
+    rows: tuple[Comparison, ...]
+    lower_bound_s: float
+
+    def plan_of(self, policy: str) -> Plan:
+        """The plan of a policy.
+
+        Raises:
+          BudgetError: if none of its plans fits.
+        """
+        row = next(row for row in self.rows if row.policy == policy)
+        if row.plan is None:
+            raise BudgetError(row.problem, row.smallest_bytes)
+        return row.plan
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as JSON values."""
+        return {"lower_bound_s": self.lower_bound_s, "policies": [row.to_json() for row in self.rows]}
+
+
+def compare(profile: Profile, request: Request) -> Compared:
+    """Every policy's answer to the same request.
+
+    Raises:
+      BudgetError: if no policy has a plan that fits; it names the smallest feasible budget of all.
+    """
+    bound_s = any_plan_lower_bound_s(profile)
+    rows = tuple(_compared(profile, request, name, bound_s) for name in policies())
+    if all(row.plan is None for row in rows):
+        leanest = min(rows, key=lambda row: row.smallest_bytes)
+        raise BudgetError(leanest.problem, leanest.smallest_bytes)
+    return Compared(rows, bound_s)
+
+
+def _compared(profile: Profile, request: Request, name: str, bound_s: float) -> Comparison:
+    request.report(name)
+    try:
+        plan = make_policy(name).plan(profile, request)
+    except BudgetError as error:
+        return Comparison(name, None, smallest_bytes=error.smallest_bytes, problem=str(error))
+    simulation = simulate(profile, plan)
+    gap = simulation.steady_step_s / bound_s - 1 if bound_s > 0 else 0.0
+    gap = 0.0 if abs(gap) < _ROUNDING else gap
+    return Comparison(name, dataclasses.replace(plan, predicted=simulation.predicted), simulation.link_bytes, gap)
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepPoint:
-    """One setting of a sweep and its plan, with `predicted`; no plan where none fits."""
+    """One setting of a sweep and its plan, with `predicted`; no plan where none fits, but what its error says."""
 
     reserve_factor: float
     memory_budget_bytes: int | None
     plan: Plan | None
+    smallest_bytes: int = 0
+    problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The point as JSON values."""
         setting = {"reserve_factor": self.reserve_factor, "memory_budget_bytes": self.memory_budget_bytes}
         if self.plan is None or self.plan.predicted is None:
-            return {**setting, "fits": False}
+            return {**setting, "fits": False, "smallest_budget_bytes": self.smallest_bytes}
         return {**setting, "fits": True, **self.plan.predicted.to_json()}
 
 
@@ -116,34 +156,45 @@ def sweep(
     budgets_bytes: list[int] | None,
     request: Request,
 ) -> list[SweepPoint]:
-    """A policy's plan for each reserve factor and each budget; without budgets, one for each reserve factor."""
+    """A policy's plan for each reserve factor and each budget; without budgets, one for each reserve factor.
+
+    Raises:
+      BudgetError: if none fits anywhere; it names the smallest feasible budget.
+    """
     points = []
     for factor in reserve_factors:
         asked = dataclasses.replace(request, reserve_factor=factor, memory_budget_bytes=None)
         asked.report(f"reserve factor {factor:g}")
-        search = AutoSearch(profile, asked) if policy == Auto.name and budgets_bytes is not None else None
+        planner = _planner(profile, policy, asked)
         for budget in budgets_bytes if budgets_bytes is not None else [None]:
-            points.append(SweepPoint(factor, budget, _fitting_plan(profile, policy, asked, budget, search)))
+            points.append(_sweep_point(profile, planner, factor, budget))
+    if all(point.plan is None for point in points):
+        leanest = min(points, key=lambda point: (point.smallest_bytes, -(point.memory_budget_bytes or 0)))
+        raise BudgetError(f"at reserve factor {leanest.reserve_factor:g}, {leanest.problem}", leanest.smallest_bytes)
     return points
 
 
-def _fitting_plan(
-    profile: Profile, policy: str, request: Request, budget: int | None, search: AutoSearch | None
-) -> Plan | None:
+def _planner(profile: Profile, policy: str, request: Request) -> Callable[[int | None], Plan]:
+    """What plans for a budget; `auto` searches once for all of them."""
+    if policy == Auto.name:
+        return AutoSearch(profile, request).plan
+    return lambda budget: make_policy(policy).plan(profile, dataclasses.replace(request, memory_budget_bytes=budget))
+
+
+def _sweep_point(
+    profile: Profile, planner: Callable[[int | None], Plan], factor: float, budget: int | None
+) -> SweepPoint:
     try:
-        if search is not None and budget is not None:
-            return predict(profile, search.plan(budget))
-        asked = dataclasses.replace(request, memory_budget_bytes=budget)
-        return predict(profile, make_policy(policy).plan(profile, asked))
-    except BudgetError:
-        return None
+        return SweepPoint(factor, budget, predict(profile, planner(budget)))
+    except BudgetError as error:
+        return SweepPoint(factor, budget, None, error.smallest_bytes, str(error))
 
 
 def knee(points: list[SweepPoint]) -> SweepPoint | None:
     """Where more memory stops paying.
 
     Of the points that none beats in both memory and steady time, the farthest below the line from the leanest to the
-    fastest one, both axes scaled to their range; the fastest one of two or fewer.
+    fastest one, both axes scaled to their range; the fastest one of two or fewer, and where none is below the line.
     """
     known = []
     for point in points:
@@ -158,4 +209,4 @@ def knee(points: list[SweepPoint]) -> SweepPoint | None:
     if len(frontier) < 3:
         return frontier[-1][2] if frontier else None
     (low, slow, _), (high, fast, _) = frontier[0], frontier[-1]
-    return max(frontier, key=lambda row: (high - row[0]) / (high - low) + (slow - row[1]) / (slow - fast))[2]
+    return max(frontier[::-1], key=lambda row: (high - row[0]) / (high - low) + (slow - row[1]) / (slow - fast))[2]

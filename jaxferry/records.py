@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jaxferry.errors import InputError
+from jaxferry.units import MOST_BYTES
 
 Record = TypeVar("Record")
 
-_MOST_BYTES = 2**53
 _MOST_SECONDS = 1e12
 
 
@@ -19,7 +19,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """Reads a JSON file.
 
     Raises:
-      InputError: if the file cannot be read, or is no JSON; then the message says file, line and column.
+      InputError: if the file cannot be read, or is no JSON; then the message says file, line and column. Also if a key
+        occurs twice in one object.
     """
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
@@ -28,7 +29,9 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except UnicodeDecodeError as error:
         raise InputError(f"{os.fspath(path)} is no UTF-8 text (byte {error.start}); give a JSON file") from error
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except InputError as error:
+        raise InputError(f"malformed JSON in {os.fspath(path)}: {error}") from error
     except json.JSONDecodeError as error:
         place = f"{os.fspath(path)}, line {error.lineno}, column {error.colno}"
         raise InputError(f"malformed JSON in {place}: {error.msg}") from error
@@ -36,6 +39,17 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise InputError(f"malformed JSON in {os.fspath(path)}: {str(error).split(';')[0]}") from error
     except RecursionError as error:
         raise InputError(f"malformed JSON in {os.fspath(path)}, line 1, column 1: nested too deeply") from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; a key that comes twice would silently hide the first value."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        of = f" of {json.dumps(fields['name'])}" if isinstance(fields.get("name"), str) else ""
+        raise InputError(f"key {json.dumps(twice)}{of} occurs twice in one object")
+    return fields
 
 
 def load_record(path: str | os.PathLike[str], from_json: Callable[[Any], Record]) -> Record:
@@ -85,10 +99,19 @@ def required(fields: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def check_text(value: Any, key: str, where: str) -> str:
-    """Returns the value if it is a string that is not empty."""
+    """Returns the value if it is a string that is not empty and that can be written as UTF-8."""
     if not isinstance(value, str) or not value:
         raise InputError(f"{where}: {key} must be a string that is not empty, got {_show(value)}")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise InputError(f"{where}: {key} must hold no surrogate without its pair, got {_show(ascii(value))}")
     return value
+
+
+def check_keys(fields: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    """Raises InputError if there is a key that is not known; the message lists those that are."""
+    unknown = [key for key in fields if key not in known]
+    if unknown:
+        raise InputError(f"{where}: unknown key {json.dumps(unknown[0])}; known are {', '.join(known)}")
 
 
 def check_seconds(value: Any, key: str, where: str) -> float:
@@ -100,7 +123,7 @@ def check_seconds(value: Any, key: str, where: str) -> float:
 
 def check_bytes(value: Any, key: str, where: str) -> int:
     """Returns the value as an int if it is a whole number of bytes, 0 or more, and sums of such fit a machine word."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) <= _MOST_BYTES:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) <= MOST_BYTES:
         raise InputError(f"{where}: {key} must be a whole number of bytes, 0 to 2**53, got {_show(value)}")
     return int(value)
 

@@ -29,14 +29,17 @@ from jaxferry.engine import (
     StepResult,
     TrainState,
     checkpoint,
+    choose_transport,
     derivatives_of,
     fit_modes,
     make_placement,
     make_script,
+    make_transport,
     masters_from_arrays,
     masters_layer_by_layer,
     peak_of,
     resident_layers,
+    shadow_model,
 )
 from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, NonFiniteError, StateError
@@ -62,6 +65,7 @@ def train_step(
     remat: str = "none",
     skip_nonfinite: bool = False,
     device: jax.Device | None = None,
+    transport: str | None = None,
 ) -> TrainStep:
     """Makes a training step whose parameters and optimizer state live in host memory.
 
@@ -83,6 +87,9 @@ def train_step(
       skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
         non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
       device: the device to train on; by default JAX's first.
+      transport: `"ferry"`: the native library moves layers and gradients on queues of its own, and computes in host
+        memory (the default where it is built). `"device_put"`: plain JAX does both by copies, with the same results but
+        for the order in which products in host memory are summed.
 
     Raises:
       InputError: if an argument is not acceptable.
@@ -105,7 +112,7 @@ def train_step(
     if policy is not None:
         make_policy(policy)
     options = _Options(budget, reserve_factor, clip_norm, compute_dtype, loaded, policy, known, remat, skip_nonfinite)
-    return TrainStep(loss_fn, optimizer, options, device)
+    return TrainStep(loss_fn, optimizer, options, device, transport)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +159,11 @@ class TrainStep:
         optimizer: optax.GradientTransformation,
         options: _Options,
         device: jax.Device | None,
+        transport: str | None = None,
     ) -> None:
         self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
         self._placement = make_placement(device)
+        self._transport = choose_transport(transport, self._placement)
         self._params: Any = None
         self._optimizer: HostOptimizer | None = None
         self._layers: tuple[Layer, ...] | None = None
@@ -251,7 +260,9 @@ class TrainStep:
         self._check(state)
         key = _structure(args, kwargs)
         if key not in self._evaluators:
-            self._evaluators[key] = Evaluator(self._partition(args, kwargs), self._placement)
+            parts = self._partition(args, kwargs)
+            transport = make_transport(self._transport, self._placement, parts.layers)
+            self._evaluators[key] = Evaluator(parts, self._placement, transport)
         evaluator = self._evaluators[key]
         state.arrange(evaluator.partition.layers)
         state.fill()
@@ -353,24 +364,30 @@ class TrainStep:
         parts = self._partition(args, kwargs)
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
-        programs = Programs(parts, derivatives, self._placement)
         plan = self._plan(parts)
-        loads_first, temporary_bytes = plan.loads is Loads.BULK, programs.temporary_bytes
-        budget = options.memory_budget_bytes
-        modes = fit_modes(parts, derivatives, plan.modes, budget, temporary_bytes, loads_first)
-        script = make_script(parts, derivatives, modes, loads_first)
+        loads_first, gradients = plan.loads is Loads.BULK, [layer.gradient for layer in plan.layers]
+        programs = Programs(parts, derivatives, self._placement, native=self._transport == "ferry")
+        modes, fitted = None, list(plan.modes)
+        # What programs need beside their arguments is known once they are compiled, and which are, once modes are.
+        while fitted != modes:
+            modes = fitted
+            programs.require(shadow_model(parts, derivatives, modes, gradients))
+            temporary_bytes = programs.temporary_bytes
+            budget = options.memory_budget_bytes
+            fitted = fit_modes(parts, derivatives, plan.modes, gradients, budget, temporary_bytes, loads_first)
         executor = Executor(
             parts,
             programs,
-            script,
+            make_script(parts, derivatives, modes, gradients, loads_first),
             resident_layers(parts, modes),
             self._host_optimizer(),
             self._placement,
+            make_transport(self._transport, self._placement, parts.layers),
             loads_first=loads_first,
             updates_last=options.clip_norm is not None or plan.updates is Updates.AFTER_ALL,
             skip_nonfinite=options.skip_nonfinite,
         )
-        peak = peak_of(parts, derivatives, modes, temporary_bytes, loads_first)
+        peak = peak_of(parts, derivatives, modes, gradients, temporary_bytes, loads_first)
         return Prepared(parts, plan, tuple(modes), peak, programs.num_executables, executor)
 
     def _plan(self, parts: Partition) -> Plan:

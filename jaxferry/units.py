@@ -7,6 +7,9 @@ from jaxferry.errors import InputError
 
 _BINARY = {"": 1, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+MOST_BYTES = 2**53
+"""What sizes may be: sums of such fit a machine word, and each is exact as a float."""
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
 
 
@@ -20,17 +23,23 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
       name: the argument's name, for the error.
 
     Raises:
-      InputError: if it is no size, or negative.
+      InputError: if it is no size, negative, or more than 8 PiB.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise InputError(f"{name} must not be negative, got {size}")
-        return size
+        return _at_most(size, size, name)
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
         raise InputError(f'{name} must be a number of bytes or a size such as "8GiB" or "500MB", got {size!r}')
     unit = (match[2] or "").upper()
-    return int(decimal.Decimal(match[1]) * (_BINARY | _DECIMAL)[unit])
+    return _at_most(int(decimal.Decimal(match[1]) * (_BINARY | _DECIMAL)[unit]), size, name)
+
+
+def _at_most(num_bytes: int, size: int | str, name: str) -> int:
+    if num_bytes > MOST_BYTES:
+        raise InputError(f"{name} must be at most 8 PiB (2**53 bytes), got {str(size)[:40]}")
+    return num_bytes
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -2,10 +2,17 @@
 
 import atexit
 import os
+import pathlib
 import shutil
+import sys
 import tempfile
 
 import hypothesis
+
+# What compiles for a GPU lies beside the environment (tools/gpu-packages); last, so that it replaces nothing.
+GPU_PACKAGES = pathlib.Path(sys.prefix) / "gpu-packages"
+if GPU_PACKAGES.is_dir():
+    sys.path.append(str(GPU_PACKAGES))
 
 # Before any test module imports jax: where a machine has an accelerator, placement is tested without it all the same.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

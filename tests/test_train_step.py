@@ -393,11 +393,23 @@ def test_a_failure_between_updates_marks_the_state(gpt, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("policy", sorted(policies()))
-def test_every_policy_trains_with_the_same_bits(gpt, policy):
+def test_every_policy_trains_with_the_same_bits_but_for_products_in_host_memory(gpt, policy):
     expected = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3)), gpt, 3)
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), policy=policy, reserve_factor=0.5)
     state, losses = train(step, gpt, 3)
-    assert step.prepare(gpt.batch).plan.policy == policy
+    prepared = step.prepare(gpt.batch)
+    assert prepared.plan.policy == policy
+    np.testing.assert_allclose(losses, expected[1], rtol=LOSS_RTOL)
+    if not {Mode.DHA, Mode.DFGB} & set(prepared.modes):
+        assert losses == expected[1]
+        assert_same_bits(state.params, expected[0].params)
+
+
+@pytest.mark.parametrize("policy", sorted(policies()))
+def test_without_the_native_library_every_policy_trains_with_the_same_bits(gpt, policy):
+    expected = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3)), gpt, 3)
+    options = {"policy": policy, "reserve_factor": 0.5, "transport": "device_put"}
+    state, losses = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), **options), gpt, 3)
     assert losses == expected[1]
     assert_same_bits(state.params, expected[0].params)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from benchmarks.gpu.rates import Rate, median_seconds
 from benchmarks.measure import machine
-from native import cuda_library
+from native import gpu_library
 from native.native_operations import DTYPES
 
 ROWS = (1, 16, 64, 512, 4096, 16384)
@@ -156,7 +156,7 @@ def main():
     library, output = map(pathlib.Path, sys.argv[1:3])
     mib = int(sys.argv[3]) if len(sys.argv) > 3 else DEFAULT_MIB
     rates = []
-    for rate in measure_all(Bench(cuda_library.register(library), mib)):
+    for rate in measure_all(Bench(gpu_library.register(library), mib)):
         rates.append(rate.to_json())
         print(f"{rate.name:60} {rate.bytes_per_s / 1e9:8.2f} GB/s  {rate.share:5.2f} of what is possible", flush=True)
         # After each, so that a stage that runs out of time leaves what it has.

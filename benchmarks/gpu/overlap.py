@@ -9,7 +9,7 @@ import jax
 from benchmarks.gpu.link_rates import Bench
 from benchmarks.gpu.rates import Overlap, median_seconds
 from benchmarks.measure import machine
-from native import cuda_library
+from native import gpu_library
 
 SIDE = 8192
 
@@ -66,7 +66,7 @@ def of_device_put(bench, is_first):
 
 def main():
     library, output = map(pathlib.Path, sys.argv[1:3])
-    bench = Bench(cuda_library.register(library))
+    bench = Bench(gpu_library.register(library))
     overlaps = [of_ferry(bench), of_device_put(bench, True), of_device_put(bench, False)]
     for found in overlaps:
         print(f"{found.name:40} {found.hidden:5.2f} of the shorter one is hidden")

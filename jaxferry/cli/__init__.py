@@ -1,5 +1,6 @@
 """The command line: `jaxferry COMMAND`; each command is a module with `register(app)`."""
 
+import io
 import sys
 
 import typer
@@ -30,6 +31,9 @@ def main(arguments: list[str] | None = None) -> None:
       arguments: the command line without the program's name; None for this process's own. None at all asks for help.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter must not end a command
     try:
         status = app(arguments or ["--help"], prog_name="jaxferry", standalone_mode=False)
     except JaxFerryError as error:

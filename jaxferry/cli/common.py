@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
+from jaxferry.errors import BudgetError, InputError
 from jaxferry.units import parse_bytes
 
 ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]
@@ -38,6 +39,18 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     with console.status(what) as status:
         yield lambda part: status.update(f"{what}: {part}")
+
+
+@contextlib.contextmanager
+def naming(*paths: Path) -> Iterator[None]:
+    """Errors about the content of files start with the files' names."""
+    names = " and ".join(str(path) for path in paths)
+    try:
+        yield
+    except BudgetError as error:
+        raise BudgetError(f"{names}: {error}", error.smallest_bytes) from error
+    except InputError as error:
+        raise InputError(f"{names}: {error}") from error
 
 
 def read_budget(size: str | None) -> int | None:

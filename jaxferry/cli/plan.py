@@ -1,16 +1,18 @@
 """`jaxferry plan`: which layer runs in which mode."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jaxferry.cli.common import AsJson, ProfilePath, print_json, print_report, progress, read_budget
+from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget
 from jaxferry.plan.base import Request, read_objective
+from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
-from jaxferry.planning import compare, make_plan
+from jaxferry.planning import Compared, compare, plan_for
 from jaxferry.profiling.records import Profile
-from jaxferry.report.tables import comparison_table, plan_table, prediction_lines
+from jaxferry.report.tables import comparison_lines, comparison_table, plan_table, prediction_lines
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +25,11 @@ def plan(
     policy: Annotated[str, typer.Option(help="How to plan.")] = "exact",
     objective: Annotated[str, typer.Option(help="What exact makes least: forward, step or steady.")] = "steady",
     reserve_factor: Annotated[
-        float | None, typer.Option(help="Share of all gradient bytes, in [0, 1], that may stay on the device.")
+        float | None,
+        typer.Option(
+            help="Share of all gradient bytes, in [0, 1], that may stay on the device; with 1 no gradient is GO. "
+            "[default: 1; for go-memferry 0, for exact the faster of the two, for auto any]"
+        ),
     ] = None,
     memory_budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help='Device memory to fit into, such as "8GiB".')
@@ -35,29 +41,30 @@ def plan(
     """Makes a plan, or all of them, and prints it."""
     make_policy(policy)
     known = Profile.load(profile)
-    goal, budget = read_objective(objective), read_budget(memory_budget)
-    if compare_all:
-        with progress("planning") as report:
-            rows = compare(known, Request(reserve_factor, budget, goal, report))
-        chosen = next(row.plan for row in rows if row.policy == policy)
-        if output is not None and chosen is not None:
-            chosen.save(output)
-        if as_json:
-            print_json({"policies": [row.to_json() for row in rows]})
+    request = Request(reserve_factor, read_budget(memory_budget), read_objective(objective))
+    with progress("planning") as report, naming(profile):
+        request = dataclasses.replace(request, progress=report)
+        if compare_all:
+            compared = compare(known, request)
+            made = None if output is None else compared.plan_of(policy)
         else:
-            print_report(comparison_table(rows))
-        return
-    with progress("planning") as report:
-        made = make_plan(
-            known,
-            policy,
-            objective=goal,
-            reserve_factor=reserve_factor,
-            memory_budget_bytes=budget,
-            progress=report,
-        )
-    if output is not None:
+            made = plan_for(known, policy, request)
+    if made is not None and output is not None:
         made.save(output)
+    if compare_all:
+        _print_comparison(compared, as_json)
+    elif made is not None:
+        _print_plan(made, as_json)
+
+
+def _print_comparison(compared: Compared, as_json: bool) -> None:
+    if as_json:
+        print_json(compared.to_json())
+    else:
+        print_report(comparison_table(compared), *comparison_lines(compared))
+
+
+def _print_plan(made: Plan, as_json: bool) -> None:
     if as_json:
         print_json(made.to_json())
     else:

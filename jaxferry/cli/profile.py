@@ -1,10 +1,14 @@
 """`jaxferry profile`: what each layer of a model costs on a machine."""
 
+import contextlib
 import importlib
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+import sysconfig
+import traceback
+import types
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import jax.numpy as jnp
@@ -13,7 +17,7 @@ import rich.table
 import typer
 
 from jaxferry.cli.common import AsJson, print_json, print_report
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, JaxFerryError
 from jaxferry.partition import REMAT, partition
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES, find_machine
@@ -69,8 +73,10 @@ def estimate_model(model: str, machine: str, compute_dtype: str | None = None, r
       InputError: if there is no such function or machine, or the function returns something else.
     """
     figures = find_machine(machine)
-    loss_fn, params, batch = _call(model)
-    parts = partition(loss_fn, params, (batch,), compute_dtype=_dtype(compute_dtype))
+    dtype = _dtype(compute_dtype)
+    with _code_of_a_user(model):
+        loss_fn, params, batch = _call(model)
+        parts = partition(loss_fn, params, (batch,), compute_dtype=dtype)
     return estimate_profile(partition_costs(parts, remat), figures, {"model": model, "remat": remat})
 
 
@@ -92,23 +98,57 @@ def find_function(name: str) -> Callable[[], Any]:
         raise InputError(f'--model must be given as "module:function", got {name!r}')
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise InputError(f"--model {name}: no module named {error.name!r} here or in the Python path") from error
+    with _code_of_a_user(name):
+        module = _import(name, module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise InputError(f"--model {name}: module {module_name} has no function {function_name!r}")
     return function
 
 
+def _import(name: str, module_name: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, what it imports is not
+        raise InputError(f"--model {name}: no module named {error.name!r} here or in the Python path") from error
+
+
+@contextlib.contextmanager
+def _code_of_a_user(model: str) -> Iterator[None]:
+    """Errors raised by the user's own code become one line that says where; those of this package stay."""
+    try:
+        yield
+    except JaxFerryError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = next(iter(str(error).strip().splitlines()), "")
+        place = _place_in_code_of_a_user(error)
+        where = f"{place[0]}, line {place[1]}: " if place else ""
+        raise InputError(f"--model {model}: {where}{type(error).__name__}: {what}".removesuffix(": ")) from error
+
+
+def _place_in_code_of_a_user(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the innermost code that is neither installed nor this package's."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return error.filename, error.lineno or 1
+    installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    others = (*installed, str(pathlib.Path(__file__).parents[1]), "<")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
+    return (frames[-1].filename, frames[-1].lineno or 1) if frames else None
+
+
 def _dtype(name: str | None) -> Any:
     if name is None:
         return None
     try:
-        return jnp.dtype(name)
-    except TypeError as error:
-        raise InputError(f'--compute-dtype must be a dtype such as "bfloat16", got {name!r}') from error
+        dtype = jnp.dtype(name)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise InputError(f'--compute-dtype must be a floating dtype such as "bfloat16", got {name!r}')
+    return dtype
 
 
 def _print(made: Profile) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jaxferry.cli.common import AsJson, ProfilePath, print_json, print_report
+from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 from jaxferry.records import write_json
@@ -33,6 +33,8 @@ def simulate(
     """Runs a plan on the machine model and prints what it takes."""
     known = Profile.load(profile)
     given = Plan.load(plan)
+    with naming(plan, profile):
+        given.check_profile(known)
     simulation = simulate_plan(known, given)
     if trace is not None:
         write_json(trace, chrome_trace(run(schedule_chain(known, given, steps))))

@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from jaxferry.cli.common import AsJson, ProfilePath, print_json, print_report, progress
+from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress
 from jaxferry.errors import InputError
 from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
@@ -15,7 +15,7 @@ from jaxferry.plan.registry import make_policy
 from jaxferry.planning import knee, sweep
 from jaxferry.profiling.records import Profile
 from jaxferry.records import check_share
-from jaxferry.report.plots import plot_sweep
+from jaxferry.report.plots import plot_format, plot_sweep
 from jaxferry.report.tables import sweep_table
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
@@ -40,7 +40,9 @@ def tune(
     policy: Annotated[
         str | None, typer.Option(help="How to plan; by default auto where there are budgets, else exact.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="P.png", help="Write a plot.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="P.png", help="Write a plot: PNG, PDF or SVG, by the file's name.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the knee's plan.")
     ] = None,
@@ -49,29 +51,27 @@ def tune(
     """Sweeps, prints step time against device memory, and names the knee."""
     factors = [check_share(float(factor), "reserve factor") for factor in read_range(reserve_factor, _decimal)]
     budgets = None if memory_budget is None else read_range(memory_budget, lambda size: parse_bytes(size, "budget"))
+    if plot is not None:
+        plot_format(plot)
     chosen = policy or ("exact" if budgets is None else Auto.name)
     make_policy(chosen)
     known = Profile.load(profile)
-    with progress("tuning") as report:
+    with progress("tuning") as report, naming(profile):
         points = sweep(known, chosen, factors, budgets, Request(progress=report))
     best = knee(points)
     if plot is not None:
         plot_sweep(points, best, plot)
+    assert best is not None and best.plan is not None and best.plan.predicted is not None
     if output is not None:
-        if best is None or best.plan is None:
-            raise InputError("no plan fits into any of the budgets; raise the last one")
         best.plan.save(output)
     if as_json:
         document = [point.to_json() for point in points]
-        print_json({"policy": chosen, "points": document, "knee": None if best is None else best.to_json()})
+        print_json({"policy": chosen, "points": document, "knee": best.to_json()})
         return
-    print_report(sweep_table(points, best))
-    if best is None or best.plan is None or best.plan.predicted is None:
-        print_report("no plan fits into any of the budgets")
-    else:
-        predicted = best.plan.predicted
-        size, time = format_bytes(predicted.peak_device_bytes), format_seconds(predicted.steady_step_s)
-        print_report(f"knee: reserve factor {best.reserve_factor:g}, {time} a step in {size} of device memory")
+    predicted = best.plan.predicted
+    size, time = format_bytes(predicted.peak_device_bytes), format_seconds(predicted.steady_step_s)
+    knee_line = f"knee: reserve factor {best.reserve_factor:g}, {time} a step in {size} of device memory"
+    print_report(sweep_table(points, best), knee_line)
 
 
 def read_range(text: str, read: Callable[[str], Number]) -> list[Number]:

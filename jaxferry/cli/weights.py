@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import rich.table
 import typer
 
-from jaxferry.cli.common import AsJson, print_json, print_report, progress, read_budget
+from jaxferry.cli.common import AsJson, naming, print_json, print_report, progress, read_budget
 from jaxferry.errors import InputError
 from jaxferry.plan.weights.export import export_plan, instance_from_profile
 from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.policies import POLICIES, solve
+from jaxferry.plan.weights.policies import POLICIES, check_policy, solve
 from jaxferry.plan.weights.records import Event, Outcome
 from jaxferry.profiling.records import PROFILE_FORMAT, Profile
 from jaxferry.records import load_record, write_json
@@ -52,11 +52,12 @@ def weights(
     The algorithms of "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022); `bound` is a
     time below which no schedule exists.
     """
+    check_policy(policy)
     budget = read_budget(memory_budget)
     instance, profile = _load(instance_file, budget)
     if output is not None and profile is None:
         raise InputError(f"-o needs a profile in place of {instance_file}: the layers of a plan have names")
-    with progress(f"{policy} for {instance.num_layers} layers"):
+    with progress(f"{policy} for {instance.num_layers} layers"), naming(instance_file):
         outcome = solve(instance, policy)
     if output is not None and profile is not None:
         write_json(output, predict(profile, export_plan(profile, policy, outcome.choices)).to_json())

@@ -10,7 +10,7 @@ import jax
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import compile_evaluation, make_prelude
 from jaxferry.engine.state import TrainState
-from jaxferry.engine.transfers import Transfers
+from jaxferry.engine.transfers import Transport
 from jaxferry.partition import Partition
 
 
@@ -20,10 +20,11 @@ class Evaluator:
     Args:
       partition: the segments.
       placement: where arrays live.
+      transport: what loads the layers.
     """
 
-    def __init__(self, partition: Partition, placement: Placement) -> None:
-        self.partition = partition
+    def __init__(self, partition: Partition, placement: Placement, transport: Transport) -> None:
+        self.partition, self._transfers = partition, transport
         self._placement = placement
         self._programs = compile_evaluation(partition, placement)
         self._prelude = make_prelude(partition, placement)
@@ -31,7 +32,7 @@ class Evaluator:
 
     def run(self, state: TrainState, batch: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
         """The loss and the flattened auxiliary outputs; `state` must be arranged in the partition's layers."""
-        partition, transfers = self.partition, Transfers(self._placement, self.partition.layers)
+        partition, transfers = self.partition, self._transfers
         leaves = [jax.device_put(leaf, self._placement.device) for leaf in batch]
         values = {**partition.graph.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
         values = {number: jax.device_put(value, self._placement.device) for number, value in values.items()}

@@ -22,11 +22,12 @@ import numpy as np
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.programs import Kind, Programs, squared_norm
+from jaxferry.engine.programs import Programs, squared_norm
 from jaxferry.engine.script import Event
+from jaxferry.engine.shadow import Kind, Source, Target
 from jaxferry.engine.state import TrainState, to_pinned
-from jaxferry.engine.transfers import DeviceLayer, Transfers, Vectors
-from jaxferry.partition import Gradient, Partition, Segment
+from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport
+from jaxferry.partition import Partition, Segment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,8 @@ class _Flight:
     held: dict[int, DeviceLayer]
     saved: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     cotangents: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    gradients: dict[int, Vectors] = dataclasses.field(default_factory=dict)
+    gradients: dict[int, HostGradient] = dataclasses.field(default_factory=dict)
+    landing: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
     arrived: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     norms: dict[int, jax.Array | None] = dataclasses.field(default_factory=dict)
     finite: list[jax.Array] = dataclasses.field(default_factory=list)
@@ -75,6 +77,7 @@ class Executor:
       resident: layers whose device copy outlives the step.
       optimizer: the host optimizer.
       placement: where arrays live.
+      transport: what moves layers and gradients.
       loads_first: whether the first forward waits for all loads (the plan's `loads: "bulk"`).
       updates_last: whether updates wait for the last gradient: for the global norm, or by the plan's wish.
       skip_nonfinite: whether a step is skipped whose loss or gradients are not finite; its updates wait for the last
@@ -89,6 +92,7 @@ class Executor:
         resident: Iterable[int],
         optimizer: HostOptimizer,
         placement: Placement,
+        transport: Transport,
         loads_first: bool = False,
         updates_last: bool = False,
         skip_nonfinite: bool = False,
@@ -98,7 +102,7 @@ class Executor:
         self._optimizer, self._placement = optimizer, placement
         self._skip_nonfinite = skip_nonfinite
         self._loads_first, self._updates_last = loads_first, updates_last or skip_nonfinite
-        self._transfers = Transfers(placement, partition.layers)
+        self._transfers = transport
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
         self._add = jax.jit(jnp.add, donate_argnums=0)
@@ -152,12 +156,10 @@ class Executor:
                 if event.kind is Kind.FORWARD:
                     continue
                 self._run(event, state, flight)
-                layer = self.partition.segments[event.segment].layer
-                if self._is_complete(layer, flight):
-                    flight.norms[layer] = self._squared_norm(layer, flight)
-                    complete.append(layer)
+                is_last = place == len(self._script) - 1
+                complete += self._landed(flight, 0 if is_last else self._transfers.lag)
                 # The first backward is issued before the loss is looked at, so the device has work meanwhile.
-                if is_finite is None and (event.kind is Kind.BACKWARD or place == len(self._script) - 1):
+                if is_finite is None and (event.kind is Kind.BACKWARD or is_last):
                     is_finite = bool(np.isfinite(np.asarray(flight.values[self.partition.loss])))
                 while is_finite and complete and not updates_last:
                     self._update(pending.pop(complete.pop(0)), state, flight, no_norm)
@@ -186,20 +188,21 @@ class Executor:
             jax.block_until_ready([held.parameters() for held in flight.held.values()])
         segment, values = self.partition.segments[event.segment], flight.values
         if event.kind is Kind.BACKWARD:
-            self._backward(event, flight)
+            self._backward(event, state, flight)
         else:
             arguments = (
-                flight.held[segment.layer].parameters(),
+                self._weights(event, segment.layer, state, flight),
                 [values[v] for v in segment.inputs],
                 [values[v] for v in segment.passive],
             )
             if event.kind is Kind.FORWARD:
-                outputs, extras, saved, finite = self.programs.forward(segment.program)(*arguments)
+                outputs, extras, saved, finite = self.programs[event.use](*arguments)
                 flight.saved[event.segment] = saved
             else:
-                loss = self.programs.loss(segment.program)
-                outputs, extras, finite, gradients, cotangents, norm = loss(*arguments)
-                self._receive(segment, flight, gradients, cotangents, norm)
+                destinations = self._destinations(event, segment.layer, flight)
+                gradients, rest, norm = self.programs[event.use](*destinations, *arguments)
+                outputs, extras, finite, cotangents = rest
+                self._receive(event, segment, flight, gradients, cotangents, norm)
             values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
             flight.finite.append(finite)
         for layer in event.drops:
@@ -207,49 +210,75 @@ class Executor:
         for value in event.frees:
             values.pop(value).delete()
 
-    def _backward(self, event: Event, flight: _Flight) -> None:
+    def _weights(self, event: Event, layer: int, state: TrainState, flight: _Flight) -> Sequence[jax.Array]:
+        """What a program reads its layer's parameters from."""
+        return list(state.vectors[layer]) if event.use.reads is Source.HOST else flight.held[layer].parameters()
+
+    def _destinations(self, event: Event, layer: int, flight: _Flight) -> list[Sequence[jax.Array]]:
+        """The vectors that a program writes its gradient into, if it does."""
+        if event.use.writes is Target.DEVICE:
+            return []
+        return [list(self._transfers.destinations(layer, flight.gradients.get(layer)))]
+
+    def _backward(self, event: Event, state: TrainState, flight: _Flight) -> None:
         segment, values = self.partition.segments[event.segment], flight.values
         derivative = self.programs.derivatives[segment.program]
-        gradients, cotangents, norm = self.programs.backward(segment.program)(
-            flight.held[segment.layer].parameters() if derivative.reads_weights else [],
+        gradients, cotangents, norm = self.programs[event.use](
+            *self._destinations(event, segment.layer, flight),
+            self._weights(event, segment.layer, state, flight) if derivative.reads_weights else [],
             [values[segment.inputs[i]] for i in derivative.inputs_read],
             [values[segment.passive[i]] for i in derivative.passive_read],
             [values[segment.outputs[i]] for i in derivative.outputs_read],
             flight.saved.pop(event.segment),
             [flight.cotangents.pop(v) if v in flight.cotangents else self._zeros(v) for v in segment.outputs],
         )
-        self._receive(segment, flight, gradients, cotangents, norm)
+        self._receive(event, segment, flight, gradients, cotangents, norm)
 
     def _receive(
-        self, segment: Segment, flight: _Flight, gradients: list[Gradient], cotangents: Any, norm: jax.Array | None
+        self, event: Event, segment: Segment, flight: _Flight, gradients: Any, cotangents: Any, norm: jax.Array | None
     ) -> None:
-        """Sends gradients to the host and adds cotangents to those from later segments."""
+        """Sends gradients to the host if they are not there, and adds cotangents to those from later segments."""
         for value, cotangent in zip(segment.inputs, cotangents, strict=True):
             known = flight.cotangents.get(value)
             flight.cotangents[value] = cotangent if known is None else self._add(known, cotangent)
         layer = segment.layer
-        flight.gradients[layer] = self._transfers.store(layer, gradients, flight.gradients.get(layer))
+        if event.use.writes is Target.DEVICE:
+            flight.gradients[layer] = self._transfers.store(layer, gradients, flight.gradients.get(layer))
+        else:
+            flight.gradients[layer] = self._transfers.written(gradients)
         flight.arrived[layer] += 1
         flight.norms[layer] = norm
+        flight.landing.append(layer)
 
     def _zeros(self, value: int) -> jax.Array:
         """The cotangent of an output that only the caller reads."""
         aval = self.partition.graph.avals[value]
         return jnp.zeros(aval.shape, aval.dtype, device=self._placement.device)
 
-    def _is_complete(self, layer: int, flight: _Flight) -> bool:
-        return flight.arrived[layer] == self._num_uses[layer]
+    def _landed(self, flight: _Flight, lag: int) -> list[int]:
+        """Gathers gradients but for the last `lag` ones; returns the layers whose whole gradient is known then."""
+        complete = []
+        while len(flight.landing) > lag:
+            layer = flight.landing.popleft()
+            self._transfers.gather(layer, flight.gradients[layer])
+            if flight.arrived[layer] == self._num_uses[layer] and layer not in flight.landing:
+                flight.norms[layer] = self._squared_norm(layer, flight)
+                complete.append(layer)
+        return complete
 
     def _squared_norm(self, layer: int, flight: _Flight) -> jax.Array:
-        """Of the layer's whole gradient; that of lookups, or of several uses, is whole on the host only."""
+        """Of the layer's whole gradient, which may be whole on the host only: lookups, several uses, products."""
         norm = flight.norms[layer]
         if self._num_uses[layer] == 1 and norm is not None:
             return jax.device_put(norm, self._placement.host_compute)
-        return self._norm_of(flight.gradients[layer])
+        return self._norm_of(self._transfers.gather(layer, flight.gradients[layer]))
 
     def _update(self, unit: Unit, state: TrainState, flight: _Flight, norm: jax.Array) -> None:
         """Issues the update of a unit; what it reads may still be on its way."""
-        gradients = [flight.gradients.pop(layer, ()) for layer in unit.layers]
+        gradients = [
+            self._transfers.gather(layer, flight.gradients.pop(layer)) if layer in flight.gradients else ()
+            for layer in unit.layers
+        ]
         vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
         program = unit.programs[tuple(bool(used) for used in gradients)]
         unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm)
@@ -262,6 +291,10 @@ class Executor:
 
     def _release(self, flight: _Flight) -> None:
         """Frees what an exception left behind."""
+        while flight.landing:
+            layer = flight.landing.popleft()
+            if layer in flight.gradients:
+                self._transfers.gather(layer, flight.gradients[layer])
         for layer in list(flight.held):
             if layer not in self._resident:
                 self._transfers.drop(flight.held.pop(layer))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jaxferry.engine.script import Peak, make_script, peak_bytes
+from jaxferry.engine.shadow import Use
 from jaxferry.errors import BudgetError
-from jaxferry.modes import Mode
+from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import Derivative, Partition
 from jaxferry.units import format_bytes
 
@@ -15,11 +16,12 @@ def peak_of(
     partition: Partition,
     derivatives: Mapping[int, Derivative],
     modes: Sequence[Mode],
-    temporary_bytes: int,
+    gradients: Sequence[GradientPlace],
+    temporary_bytes: Mapping[Use, int],
     loads_first: bool = False,
 ) -> Peak:
     """The most device memory that a step under these modes needs."""
-    script = make_script(partition, derivatives, modes, loads_first)
+    script = make_script(partition, derivatives, modes, gradients, loads_first)
     return peak_bytes(partition, derivatives, modes, script, temporary_bytes)
 
 
@@ -27,13 +29,15 @@ def fit_modes(
     partition: Partition,
     derivatives: Mapping[int, Derivative],
     modes: Sequence[Mode],
+    gradients: Sequence[GradientPlace],
     budget_bytes: int | None,
-    temporary_bytes: int,
+    temporary_bytes: Mapping[Use, int],
     loads_first: bool = False,
 ) -> list[Mode]:
     """Turns as few segments as needed into RELOAD, first to last, until the step fits.
 
-    The first segments hold their parameters longest between forward and backward, so dropping those frees most.
+    The first segments hold their parameters longest between forward and backward, so dropping those frees most. DHA
+    segments hold nothing and stay.
 
     Raises:
       BudgetError: if not even all RELOAD fits; it says what would.
@@ -41,8 +45,12 @@ def fit_modes(
     fitted = list(modes)
     if budget_bytes is None:
         return fitted
-    reload = [Mode.RELOAD] * len(fitted)
-    smallest = peak_of(partition, derivatives, reload, temporary_bytes, loads_first).total
+
+    def peak(candidate: Sequence[Mode]) -> int:
+        return peak_of(partition, derivatives, candidate, gradients, temporary_bytes, loads_first).total
+
+    reload = [mode if mode is Mode.DHA else Mode.RELOAD for mode in fitted]
+    smallest = peak(reload)
     if smallest > budget_bytes:
         largest = max(partition.layers, key=lambda layer: layer.num_bytes)
         raise BudgetError(
@@ -52,7 +60,7 @@ def fit_modes(
             smallest,
         )
     for place in range(len(fitted)):
-        if peak_of(partition, derivatives, fitted, temporary_bytes, loads_first).total <= budget_bytes:
+        if peak(fitted) <= budget_bytes:
             break
-        fitted[place] = Mode.RELOAD
+        fitted[place] = reload[place]
     return fitted

@@ -1,15 +1,15 @@
 """The compiled programs of a partition: forward and backward for each distinct segment.
 
-The last segment's forward and backward follow each other, so they are one program, `loss`, between whose halves nothing
-has to be stored. Handing a backward the buffers of a layer that is dropped after it, for its gradients, was tried: XLA
-copies the weights out of the way first, which costs the memory and more time than it saves.
+Which of them exist follows from the shadow model: where each reads parameters and writes gradients. The last segment's
+forward and backward follow each other, so they are one program, `loss`, between whose halves nothing has to be stored.
+Handing a backward the buffers of a layer that is dropped after it, for its gradients, was tried: XLA copies the weights
+out of the way first, which costs the memory and more time than it saves.
 """
 
 from __future__ import annotations
 
-import enum
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,66 +17,75 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.placement import Placement
-from jaxferry.partition import Derivative, Gradient, Partition, RowGradient, Segment, differentiate
+from jaxferry.engine.shadow import Kind, Source, Target, Use
+from jaxferry.partition import (
+    Derivative,
+    Gradient,
+    Layer,
+    Partition,
+    RowGradient,
+    Segment,
+    differentiate,
+    read_in_place,
+    store_in_place,
+)
 from jaxferry.partition.graph import evaluate
 
 Compiled = Callable[..., Any]
-
-
-class Kind(enum.Enum):
-    """What a program computes."""
-
-    FORWARD = "forward"
-    LOSS = "loss"
-    BACKWARD = "backward"
-
-
-Key = tuple[Kind, int]
-"""What is computed, for which program number."""
+Function = Callable[..., Any]
 
 
 class Programs:
-    """What the executor runs: every program of a training step, compiled side by side where the machine has the cores.
+    """What the executor runs: the programs of a training step, compiled side by side where the machine has the cores.
 
     Args:
       partition: the segments.
       derivatives: for each program number, what its backward reads and what is kept for it.
       placement: where arguments and results live.
+      native: whether programs that read or write host memory do so by the native operations.
 
     Attributes:
       derivatives: as given.
       prelude: `batch leaves -> prelude values`, or None.
-      temporary_bytes: the most device memory that a program needs beside its arguments and results.
+      temporary_bytes: the device memory that each program needs beside its arguments and results.
     """
 
-    def __init__(self, partition: Partition, derivatives: dict[int, Derivative], placement: Placement) -> None:
+    def __init__(
+        self, partition: Partition, derivatives: dict[int, Derivative], placement: Placement, native: bool = False
+    ) -> None:
         self.derivatives = derivatives
         self.prelude = make_prelude(partition, placement)
-        maker = _Maker(partition, derivatives, placement)
-        last = partition.segments[-1].program
-        earlier = sorted({segment.program for segment in partition.segments[:-1]})
-        keys = [(Kind.LOSS, last), *((kind, program) for kind in (Kind.FORWARD, Kind.BACKWARD) for program in earlier)]
-        lowered = [maker.lower(key) for key in keys]
+        self.temporary_bytes: dict[Use, int] = {}
+        self._maker = _Maker(partition, derivatives, placement, native)
+        self._compiled: dict[Use, Compiled] = {}
+
+    def require(self, uses: Iterable[Use]) -> None:
+        """Compiles the programs that are not there yet."""
+        missing = [use for use in dict.fromkeys(uses) if use not in self._compiled]
+        lowered = [lower(self._maker.trace(use)) for use in missing]
         with ThreadPoolExecutor() as pool:
             compiled = list(pool.map(lambda program: program.compile(), lowered))
-        self._compiled: dict[Key, Compiled] = dict(zip(keys, compiled, strict=True))
-        stats = [program.memory_analysis() for program in compiled]
-        self.temporary_bytes = max((s.temp_size_in_bytes for s in stats if s is not None), default=0)
+        self._compiled |= zip(missing, compiled, strict=True)
+        for use, program in zip(missing, compiled, strict=True):
+            stats = program.memory_analysis()
+            self.temporary_bytes[use] = 0 if stats is None else stats.temp_size_in_bytes
 
-    def forward(self, program: int) -> Compiled:
-        """`(weights, inputs, passive) -> (outputs, extras, saved, is_finite)`."""
-        return self._compiled[Kind.FORWARD, program]
+    def __getitem__(self, use: Use) -> Compiled:
+        """The compiled program.
 
-    def backward(self, program: int) -> Compiled:
-        """`(weights, inputs, passive, outputs, saved, cotangents) -> (gradients, input cotangents, squared norm)`.
+        With `weights` the layer's parameters, or its vectors in host memory where the use reads those:
 
-        `weights` is an empty list where the backward does not read them.
+            forward   (weights, inputs, passive) -> outputs, extras, saved, is_finite
+            loss      ([destinations,] weights, inputs, passive)
+                      -> gradients, (outputs, extras, is_finite, input cotangents), squared norm
+            backward  ([destinations,] weights, inputs, passive, outputs, saved, cotangents)
+                      -> gradients, input cotangents, squared norm
+
+        A use that writes host memory takes the vectors that it writes, and gives them back in place of gradients.
+        `weights` is an empty list for a backward that reads none. The norm is None if not all gradients were whole on
+        the device.
         """
-        return self._compiled[Kind.BACKWARD, program]
-
-    def loss(self, program: int) -> Compiled:
-        """`(weights, inputs, passive) -> (outputs, extras, is_finite, gradients, input cotangents, squared norm)`."""
-        return self._compiled[Kind.LOSS, program]
+        return self._compiled[use]
 
     @property
     def num_executables(self) -> int:
@@ -90,6 +99,21 @@ def derivatives_of(partition: Partition, remat: str) -> dict[int, Derivative]:
     for segment in partition.segments:
         first.setdefault(segment.program, segment)
     return {program: differentiate(partition.graph, segment, remat) for program, segment in first.items()}
+
+
+def trace_program(
+    partition: Partition, derivatives: Mapping[int, Derivative], placement: Placement, use: Use, native: bool
+) -> Any:
+    """One program, traced but not compiled, to be lowered for whatever platform (`jax.stages.Traced`)."""
+    return _Maker(partition, derivatives, placement, native).trace(use)
+
+
+def lower(traced: Any, platform: str | None = None) -> Any:
+    """Lowers a traced program for a platform ("cuda"), by default that of its arguments."""
+    with warnings.catch_warnings():
+        # Which of the donated buffers fit a result is XLA's choice; the others are freed after the call.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
 
 def compile_evaluation(partition: Partition, placement: Placement) -> dict[int, Compiled]:
@@ -129,40 +153,77 @@ def squared_norm(gradients: Sequence[Gradient]) -> jax.Array | None:
 
 
 class _Maker:
-    """Lowers the functions of a partition's programs."""
+    """Traces the functions of a partition's programs."""
 
-    def __init__(self, partition: Partition, derivatives: dict[int, Derivative], placement: Placement) -> None:
+    def __init__(
+        self,
+        partition: Partition,
+        derivatives: Mapping[int, Derivative],
+        placement: Placement,
+        native: bool = False,
+    ) -> None:
         self._partition, self._derivatives, self._placement = partition, derivatives, placement
+        self._native = native
 
-    def lower(self, key: Key) -> Any:
-        kind, program = key
-        derivative = self._derivatives[program]
-        if kind is Kind.FORWARD:
-            return self._forward(derivative)
-        return self._backward(derivative) if kind is Kind.BACKWARD else self._loss(derivative)
+    def trace(self, use: Use) -> Any:
+        derivative = self._derivatives[use.program]
+        segment = derivative.segment
+        if use.kind is Kind.FORWARD:
+            function, arguments = self._forward(derivative), self._arguments(segment)
+        elif use.kind is Kind.LOSS:
+            function, arguments = self._loss(derivative), self._arguments(segment)
+        else:
+            function = derivative.backward
+            arguments = [self._placed(avals) for avals in derivative.backward_arguments(self._partition.graph)]
+        layer = self._partition.layers[segment.layer]
+        function, arguments = self._sourced(use, layer, function, arguments)
+        if use.kind is Kind.FORWARD:
+            return self._traced(function, *arguments)
+        return self._targeted(use, layer, function, arguments)
 
-    def _forward(self, derivative: Derivative) -> Any:
+    def _sourced(self, use: Use, layer: Layer, function: Function, arguments: list[Any]) -> tuple[Function, list[Any]]:
+        """Makes a function read the parameters where the use says."""
+        weights, *others = arguments
+        if use.reads is Source.HOST:
+            vectors = [self._struct(v, self._placement.pinned) for v in layer.vectors]
+            return read_in_place(function, layer, arguments, self._native), [vectors, *others]
+        if use.kind is not Kind.BACKWARD or self._derivatives[use.program].reads_weights:
+            return function, arguments
+
+        def unread(given: Any, *others: Any) -> Any:
+            return function([jnp.zeros(w.shape, w.dtype) for w in weights], *others)
+
+        return unread, [[], *others]
+
+    def _targeted(self, use: Use, layer: Layer, function: Function, arguments: list[Any]) -> Any:
+        """Traces a function `-> gradients, rest` whose gradients go where the use says."""
+        device, pinned = self._placement.device, self._placement.pinned
+        if use.writes is Target.DEVICE:
+
+            def returned(*given: Any) -> Any:
+                gradients, rest = function(*given)
+                return gradients, rest, squared_norm(gradients)
+
+            return self._traced(returned, *arguments, donate=(4, 5) if use.kind is Kind.BACKWARD else ())
+        accumulate = use.writes is Target.HOST_SUM
+        store = store_in_place(function, layer, arguments, accumulate=accumulate, native=self._native)
+
+        def stored(destinations: Any, *given: Any) -> Any:
+            vectors, gradients, rest = store(destinations, *given)
+            return vectors, rest, None if gradients is None else squared_norm(gradients)
+
+        destinations = [self._struct(v, pinned) for v in layer.vectors]
+        donated = (0, 5, 6) if use.kind is Kind.BACKWARD else (0,)
+        return self._traced(stored, destinations, *arguments, donate=donated, shardings=(pinned, device, device))
+
+    def _forward(self, derivative: Derivative) -> Function:
         def forward(weights: Any, inputs: Any, passive: Any) -> Any:
             outputs, extras, saved = derivative.forward(weights, inputs, passive)
             return outputs, extras, saved, is_finite(outputs)
 
-        return self._lower(forward, *self._arguments(derivative.segment))
+        return forward
 
-    def _backward(self, derivative: Derivative) -> Any:
-        segment = derivative.segment
-        weights = self._of(segment.weights)
-
-        def backward(given: Any, inputs: Any, passive: Any, outputs: Any, saved: Any, cotangents: Any) -> Any:
-            unread = [jnp.zeros(w.shape, w.dtype) for w in weights]
-            given = given if derivative.reads_weights else unread
-            gradients, cotangents = derivative.backward(given, inputs, passive, outputs, saved, cotangents)
-            return gradients, cotangents, squared_norm(gradients)
-
-        arguments = [self._placed(avals) for avals in derivative.backward_arguments(self._partition.graph)]
-        arguments[0] = weights if derivative.reads_weights else []
-        return self._lower(backward, *arguments, donate=(4, 5))
-
-    def _loss(self, derivative: Derivative) -> Any:
+    def _loss(self, derivative: Derivative) -> Function:
         place = self._partition.segments[-1].outputs.index(self._partition.loss)
 
         def loss(weights: Any, inputs: Any, passive: Any) -> Any:
@@ -177,25 +238,25 @@ class _Maker:
                 saved,
                 seeds,
             )
-            return outputs, extras, is_finite(outputs), gradients, cotangents, squared_norm(gradients)
+            return gradients, (outputs, extras, is_finite(outputs), cotangents)
 
-        return self._lower(loss, *self._arguments(derivative.segment))
+        return loss
 
     def evaluation(self, segment: Segment) -> Any:
-        return self._lower(segment.forward, *self._arguments(segment)).compile()
+        return lower(self._traced(segment.forward, *self._arguments(segment))).compile()
 
-    def _arguments(self, segment: Segment) -> tuple[list[Any], list[Any], list[Any]]:
-        return self._of(segment.weights), self._of(segment.inputs), self._of(segment.passive)
+    def _arguments(self, segment: Segment) -> list[Any]:
+        return [self._of(segment.weights), self._of(segment.inputs), self._of(segment.passive)]
 
     def _of(self, values: Sequence[int]) -> list[Any]:
         return self._placed([self._partition.graph.avals[value] for value in values])
 
     def _placed(self, avals: Sequence[Any]) -> list[Any]:
-        where = self._placement.device
-        return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where, weak_type=a.weak_type) for a in avals]
+        return [self._struct(aval, self._placement.device, aval.weak_type) for aval in avals]
 
-    def _lower(self, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Any:
-        with warnings.catch_warnings():
-            # Which of the donated buffers fit a result is XLA's choice; the others are freed after the call.
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            return jax.jit(function, donate_argnums=donate, out_shardings=self._placement.device).lower(*args)
+    def _struct(self, aval: Any, where: Any, weak_type: bool = False) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where, weak_type=weak_type)
+
+    def _traced(self, function: Function, *args: Any, donate: tuple[int, ...] = (), shardings: Any = None) -> Any:
+        shardings = self._placement.device if shardings is None else shardings
+        return jax.jit(function, donate_argnums=donate, out_shardings=shardings).trace(*args)

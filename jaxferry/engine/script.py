@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxferry.engine.programs import Kind
-from jaxferry.modes import Mode
+from jaxferry.engine.shadow import Kind, Span, Target, Use, places, resident_layers, shadow_model, spans
+from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import Derivative, Partition
 
 
@@ -22,45 +22,46 @@ class Event:
     """One program of a step.
 
     Attributes:
-      kind: which of the segment's programs.
       segment: the segment.
+      use: which of its programs, and where that reads parameters and writes gradients.
       loads: layers whose load is issued before this program, in order.
       drops: layers whose device copy is deleted after it.
       frees: values that nobody reads after it.
     """
 
-    kind: Kind
     segment: int
+    use: Use
     loads: tuple[int, ...] = ()
     drops: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
 
+    @property
+    def kind(self) -> Kind:
+        """What the program computes."""
+        return self.use.kind
+
 
 def make_script(
-    partition: Partition, derivatives: Mapping[int, Derivative], modes: Sequence[Mode], loads_first: bool = False
+    partition: Partition,
+    derivatives: Mapping[int, Derivative],
+    modes: Sequence[Mode],
+    gradients: Sequence[GradientPlace],
+    loads_first: bool = False,
 ) -> list[Event]:
     """The events of a training step.
 
     Args:
       partition: the segments.
       derivatives: by program number; what each backward reads.
-      modes: the mode of each segment. A layer that several segments use has one device copy while any of them holds it.
-        Without the native operations no program reads host memory: DHA is loaded at its use, not ahead of it, and
-        dropped right after; DFGB is loaded at its forward.
-      loads_first: whether the forward's loads are all issued at the start; else each one program ahead of its use.
+      modes: the mode of each segment.
+      gradients: where each segment's gradient goes.
+      loads_first: whether the forward's loads are all issued at the start; else each one program ahead of its use. The
+        loads of DFGB layers follow those of the forward.
     """
-    last = len(partition.segments) - 1
-    events = [Event(Kind.FORWARD, s) for s in range(last)] + [Event(Kind.LOSS, last)]
-    events += [Event(Kind.BACKWARD, s) for s in reversed(range(last))]
-    loads: dict[int, list[tuple[int, int]]] = {}
-    drops: dict[int, list[int]] = {}
-    for layer in range(len(partition.layers)):
-        free = 0
-        for first, end, is_direct in _held(layer, partition, derivatives, modes):
-            early = 0 if loads_first and first <= last else first - 1
-            issued, free = first if is_direct else max(free, early), end + 1
-            loads.setdefault(issued, []).append((first, layer))
-            drops.setdefault(end, []).append(layer)
+    order = places(len(partition.segments))
+    uses = shadow_model(partition, derivatives, modes, gradients)
+    events = [Event(segment, use) for (_, segment), use in zip(order, uses, strict=True)]
+    loads, drops = _loads_and_drops(partition, derivatives, modes, loads_first)
     frees = _frees(partition, derivatives, events)
     return [
         dataclasses.replace(
@@ -73,37 +74,35 @@ def make_script(
     ]
 
 
-def resident_layers(partition: Partition, modes: Sequence[Mode]) -> frozenset[int]:
-    """Layers of which a device copy outlives the step."""
-    return frozenset(s.layer for s, mode in zip(partition.segments, modes, strict=True) if mode is Mode.RESIDENT)
+def _loads_and_drops(
+    partition: Partition, derivatives: Mapping[int, Derivative], modes: Sequence[Mode], loads_first: bool
+) -> tuple[dict[int, list[tuple[int, int]]], dict[int, list[int]]]:
+    """By place: the loads (with the place of their use, in whose order they are issued), and the layers dropped."""
+    last = len(partition.segments) - 1
+    # Each span with the place from which on the layer has no other copy.
+    held: list[tuple[int, Span, int]] = []
+    for layer in range(len(partition.layers)):
+        free = 0
+        for span in spans(layer, partition, derivatives, modes):
+            held.append((layer, span, free))
+            free = span.last + 1
+    loads: dict[int, list[tuple[int, int]]] = {}
+    drops: dict[int, list[int]] = {}
 
+    def add(layer: int, span: Span, issued: int) -> None:
+        loads.setdefault(issued, []).append((span.first, layer))
+        drops.setdefault(span.last, []).append(layer)
 
-def _held(
-    layer: int, partition: Partition, derivatives: Mapping[int, Derivative], modes: Sequence[Mode]
-) -> list[tuple[int, int, bool]]:
-    """First and last event of each time that the layer is on the device within a step, and whether it starts by DHA."""
-    if layer in resident_layers(partition, modes):
-        return []
-    end = 2 * len(partition.segments) - 2
-    spans: list[tuple[int, int, bool]] = []
-    for place, (segment, mode) in enumerate(zip(partition.segments, modes, strict=True)):
-        if segment.layer != layer:
-            continue
-        if mode in (Mode.GFGB, Mode.DFGB):
-            spans.append((place, end - place, mode is Mode.DFGB))
-        else:
-            spans.append((place, place, mode is Mode.DHA))
-            # The backward of a lookup, for one, reads no weight.
-            reads = derivatives[segment.program].reads_weights
-            spans += [(end - place, end - place, mode is Mode.DHA)] if reads else []
-    joined: list[tuple[int, int, bool]] = []
-    for first, last, is_direct in sorted(spans):
-        if joined and first <= joined[-1][1] + 1:
-            start, stop, was_direct = joined[-1]
-            joined[-1] = (start, max(last, stop), was_direct)
-        else:
-            joined.append((first, last, is_direct))
-    return joined
+    for layer, span, free in held:
+        if not span.issued:
+            early = 0 if loads_first and span.first <= last else span.first - 1
+            add(layer, span, max(free, early))
+    # A link is first in, first out: what the forward waits for goes before what the backward will want.
+    forward_done = max((place for place, found in loads.items() if any(use <= last for use, _ in found)), default=0)
+    for layer, span, free in held:
+        if span.issued:
+            add(layer, span, min(max(span.issued, forward_done, free), span.first))
+    return loads, drops
 
 
 def _frees(
@@ -137,11 +136,12 @@ class Peak:
 
     Attributes:
       parameters: of parameters alone.
-      total: of parameters, values between segments, residuals and gradients together, plus the largest need of a
-        single program for temporaries.
+      held: of parameters, values between segments, residuals and gradients together.
+      total: of all these and what the running program needs for temporaries.
     """
 
     parameters: int
+    held: int
     total: int
 
 
@@ -150,14 +150,22 @@ def peak_bytes(
     derivatives: Mapping[int, Derivative],
     modes: Sequence[Mode],
     script: Sequence[Event],
-    temporary_bytes: int = 0,
+    temporary_bytes: Mapping[Use, int],
 ) -> Peak:
-    """Adds up what is held at each event."""
+    """Adds up what is held at each event.
+
+    Args:
+      partition: the segments.
+      derivatives: by program number.
+      modes: the mode of each segment.
+      script: the events of a step under these modes.
+      temporary_bytes: device memory that each program needs beside its arguments and results; none if not there.
+    """
     graph = partition.graph
     sizes = [layer.num_bytes for layer in partition.layers]
     parameters = sum(sizes[layer] for layer in resident_layers(partition, modes))
     other = sum(graph.num_bytes(v) for v in (*graph.batch, *graph.constants, *partition.prelude_outputs))
-    peak_parameters = peak_total = parameters
+    peak_parameters = peak_held = peak_total = parameters
     cotangents: dict[int, int] = {}
     for event in script:
         segment = partition.segments[event.segment]
@@ -168,13 +176,16 @@ def peak_bytes(
         if event.kind is Kind.FORWARD:
             other += derivatives[segment.program].saved_bytes
         if event.kind is not Kind.FORWARD:
-            gradient = sizes[segment.layer]
+            # What a program that writes host memory holds of a gradient is among its temporaries.
+            gradient = sizes[segment.layer] if event.use.writes is Target.DEVICE else 0
             cotangents |= {v: graph.num_bytes(v) for v in segment.inputs}
         peak_parameters = max(peak_parameters, parameters)
-        peak_total = max(peak_total, parameters + other + gradient + sum(cotangents.values()))
+        held = parameters + other + gradient + sum(cotangents.values())
+        peak_held = max(peak_held, held)
+        peak_total = max(peak_total, held + temporary_bytes.get(event.use, 0))
         parameters -= sum(sizes[layer] for layer in event.drops)
         other -= sum(graph.num_bytes(v) for v in event.frees)
         if event.kind is Kind.BACKWARD:
             other -= derivatives[segment.program].saved_bytes
             cotangents = {v: n for v, n in cotangents.items() if v not in segment.outputs}
-    return Peak(peak_parameters, peak_total + temporary_bytes)
+    return Peak(peak_parameters, peak_held, peak_total)

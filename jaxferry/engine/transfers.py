@@ -1,10 +1,9 @@
 """Layers on their way between host and device: flat vectors there, parameters of their own shapes here.
 
-    pinned vectors --load--> device parameters ... gradients --store--> pinned vectors
+    pinned vectors --load--> device parameters ... gradients --store--> pinned vectors --gather--> the optimizer
 
-Both are asynchronous. On an accelerator a load is one `jax.device_put`, cut into parameters when the first program
-needs them, so that this cut does not hold up the programs before it. Where the device is a CPU, copy and cut are one
-pass, and gradients are written into host buffers that exist already.
+All are asynchronous. There are two transports behind one interface: `DevicePut` (plain JAX, here) and `Ferry` (the
+native library's own queues, `ferry.py`).
 """
 
 from __future__ import annotations
@@ -27,37 +26,55 @@ class DeviceLayer:
     """The device copy of a layer.
 
     Attributes:
+      layer: which.
       num_bytes: its size.
+      arrays: what holds it now.
+      arrive: makes the parameters from `arrays` when the first program needs them; None once it has.
     """
 
+    layer: int
     num_bytes: int
-    _arrays: Sequence[jax.Array]
-    _unpack: Callable[[Sequence[jax.Array]], list[jax.Array]] | None
+    arrays: Sequence[jax.Array]
+    arrive: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
 
     def parameters(self) -> list[jax.Array]:
         """The parameters in the order of the layer's leaves."""
-        if self._unpack is not None:
-            vectors, self._arrays = self._arrays, self._unpack(self._arrays)
-            self._unpack = None
-            _delete(vectors)
-        return list(self._arrays)
-
-    def delete(self) -> None:
-        """Frees the buffers once the programs that were given them have run."""
-        _delete(self._arrays)
+        if self.arrive is not None:
+            arrive, self.arrive = self.arrive, None
+            self.arrays = arrive(self.arrays)
+        return list(self.arrays)
 
 
-class Transfers:
-    """Moves layers and their gradients.
+@dataclasses.dataclass
+class HostGradient:
+    """A layer's gradient in host memory, or on its way there.
+
+    Attributes:
+      vectors: what holds it, or will.
+      is_gathered: whether the optimizer can read them; else they are in memory that the device can write.
+      arrive: called with `vectors`, gives those that can be read; None if nothing is under way.
+    """
+
+    vectors: Vectors
+    is_gathered: bool
+    arrive: Callable[[Vectors], Vectors] | None = None
+
+
+class Transport:
+    """Moves layers and their gradients; what all transports share.
 
     Args:
       placement: where they come from and go to.
       layers: the layers.
 
     Attributes:
+      lag: how many programs should be issued between a store and the gathering of its gradient, so that the device does
+        not wait for it.
       device_bytes: bytes of parameters on the device now.
       peak_device_bytes: the most that they have been since `reset_peak`.
     """
+
+    lag = 0
 
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         self._placement, self._layers = placement, list(layers)
@@ -71,48 +88,72 @@ class Transfers:
         self.peak_device_bytes = self.device_bytes
 
     def load(self, layer: int, vectors: Vectors) -> DeviceLayer:
-        """Starts the copy of a layer's parameters from pinned memory into new device buffers."""
+        """Starts the copy of a layer's parameters from pinned memory into device buffers."""
         size = sum(v.nbytes for v in vectors)
         self.device_bytes += size
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
-        unpack = self._program("unpack", layer)
-        if self._placement.is_cpu:
-            return DeviceLayer(size, unpack(vectors), None)
-        return DeviceLayer(size, [jax.device_put(v, self._placement.device) for v in vectors], unpack)
+        return self._load(layer, size, vectors)
 
     def drop(self, held: DeviceLayer) -> None:
         """Frees a device copy once the programs that were given it have run."""
         self.device_bytes -= held.num_bytes
-        held.delete()
+        self._drop(held)
 
-    def store(self, layer: int, gradients: Sequence[Gradient], onto: Vectors | None = None) -> Vectors:
-        """Starts the copy of a layer's gradients to the host, where the optimizer can read them, and frees theirs.
+    def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
+        """Starts the copy of a layer's gradients to the host, and frees theirs when it has ended.
 
         Args:
           layer: the layer.
           gradients: one for each of its parameters, on the device.
           onto: what an earlier use of the layer has stored, to which these are added; it is given away.
         """
-        if self._placement.is_cpu:
-            spare = self._spare.setdefault(layer, [])
-            into = onto or (spare.pop() if spare else self._program("empty", layer)())
-            stored: Vectors = self._program("add" if onto else "store", layer)(gradients, into)
-        elif all(isinstance(gradient, RowGradient) for gradient in gradients):
-            rows = jax.device_put(gradients, self._placement.host)
-            stored = self._program("add", layer)(rows, onto or self._program("empty", layer)())
-        else:
-            packed = self._program("pack", layer)(gradients)
-            pinned = [jax.device_put(v, self._placement.pinned) for v in packed]
-            stored = tuple(jax.device_put(v, self._placement.host) for v in pinned)
-            stored = self._program("sum", layer)(onto, stored) if onto else stored
-            _delete(packed)
-        _delete(jax.tree.leaves(gradients))
-        return stored
+        raise NotImplementedError
+
+    def destinations(self, layer: int, onto: HostGradient | None = None) -> Vectors:
+        """Vectors in pinned memory, to be given to a program that writes a layer's gradient there, or adds it."""
+        if onto is None:
+            return self._take(layer)
+        if onto.is_gathered and not self._placement.is_cpu:
+            return tuple(jax.device_put(v, self._placement.pinned) for v in onto.vectors)
+        return onto.vectors if onto.arrive is None else onto.arrive(onto.vectors)
+
+    def written(self, vectors: Sequence[jax.Array]) -> HostGradient:
+        """The gradient that a program has written into `destinations`."""
+        return HostGradient(tuple(vectors), self._placement.is_cpu)
+
+    def gather(self, layer: int, gradient: HostGradient) -> Vectors:
+        """The gradient's vectors where the optimizer reads them."""
+        if gradient.arrive is not None:
+            arrive, gradient.arrive = gradient.arrive, None
+            gradient.vectors = arrive(gradient.vectors)
+        if not gradient.is_gathered:
+            pinned = gradient.vectors
+            gradient.vectors = tuple(jax.device_put(v, self._placement.host) for v in pinned)
+            gradient.is_gathered = True
+            self._spare.setdefault(layer, []).append(pinned)
+        return gradient.vectors
 
     def recycle(self, layer: int, gradients: Vectors) -> None:
-        """Takes back host vectors of gradients that the optimizer has been given, to be written again."""
+        """Takes back vectors of gradients that the optimizer has been given, to be written again."""
         if self._placement.is_cpu and gradients:
             self._spare.setdefault(layer, []).append(gradients)
+
+    def _load(self, layer: int, size: int, vectors: Vectors) -> DeviceLayer:
+        raise NotImplementedError
+
+    def _drop(self, held: DeviceLayer) -> None:
+        _delete(held.arrays)
+
+    def _take(self, layer: int) -> Vectors:
+        """Vectors in pinned memory whose contents nobody needs."""
+        spare = self._spare.setdefault(layer, [])
+        return spare.pop() if spare else self._program("empty", layer)()
+
+    def _store_rows(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None) -> HostGradient:
+        """Adds gradients of lookups on the host; there alone they become tables."""
+        known = self._program("zeros", layer)() if onto is None else self.gather(layer, onto)
+        rows = gradients if self._placement.is_cpu else jax.device_put(gradients, self._placement.host)
+        return HostGradient(self._program("add", layer)(rows, known), True)
 
     def _program(self, name: str, layer: int) -> Any:
         made = self._layers[layer]
@@ -120,6 +161,61 @@ class Transfers:
         if key not in self._programs:
             self._programs[key] = self._jitted(name, made)
         return self._programs[key]
+
+    def _jitted(self, name: str, layer: Layer) -> Any:
+        gathered, pinned = self._placement.update_output, self._placement.pinned
+
+        def add(gradients: Sequence[Gradient], onto: Vectors) -> Vectors:
+            known, gradients = _computable((onto, gradients))
+            return layer.pack([_added(a, b) for a, b in zip(layer.unpack(known), gradients, strict=True)], known)
+
+        def zeros() -> Vectors:
+            return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
+
+        if name == "add":
+            return jax.jit(add, donate_argnums=1, out_shardings=gathered)
+        return jax.jit(zeros, out_shardings=pinned if name == "empty" else gathered)
+
+
+class DevicePut(Transport):
+    """Copies by JAX itself.
+
+    On an accelerator a load is one `jax.device_put`, cut into parameters when the first program needs them, so that
+    this cut does not hold up the programs before it. Where the device is a CPU, copy and cut are one pass, and
+    gradients are written into host buffers that exist already.
+    """
+
+    def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
+        """See `Transport.store`."""
+        if self._placement.is_cpu:
+            if onto is None:
+                stored = HostGradient(self._program("store", layer)(gradients, self._take(layer)), True)
+            else:
+                stored = self._store_rows(layer, gradients, onto)
+        elif all(isinstance(gradient, RowGradient) for gradient in gradients):
+            stored = self._store_rows(layer, gradients, onto)
+        else:
+            packed = self._program("pack", layer)(gradients)
+            pinned = [jax.device_put(v, self._placement.pinned) for v in packed]
+            host = tuple(jax.device_put(v, self._placement.host) for v in pinned)
+            stored = HostGradient(
+                host if onto is None else self._program("sum", layer)(self.gather(layer, onto), host), True
+            )
+            _delete(packed)
+        _delete(jax.tree.leaves(gradients))
+        return stored
+
+    def _load(self, layer: int, size: int, vectors: Vectors) -> DeviceLayer:
+        unpack = self._program("unpack", layer)
+        if self._placement.is_cpu:
+            return DeviceLayer(layer, size, unpack(vectors))
+
+        def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            cut: Sequence[jax.Array] = unpack(arrays)
+            _delete(arrays)
+            return cut
+
+        return DeviceLayer(layer, size, [jax.device_put(v, self._placement.device) for v in vectors], arrive)
 
     def _jitted(self, name: str, layer: Layer) -> Any:
         device, gathered = self._placement.device, self._placement.update_output
@@ -130,28 +226,19 @@ class Transfers:
         def store(gradients: Sequence[Gradient], into: Vectors) -> Vectors:
             return layer.pack(_dense(gradients), _computable(into))
 
-        def add(gradients: Sequence[Gradient], onto: Vectors) -> Vectors:
-            known, gradients = _computable((onto, gradients))
-            return layer.pack([_added(a, b) for a, b in zip(layer.unpack(known), gradients, strict=True)], known)
-
         def pack(gradients: Sequence[Gradient]) -> Vectors:
             return layer.pack(_dense(gradients))
 
         def total(onto: Vectors, stored: Vectors) -> Vectors:
             return tuple(a + b for a, b in zip(*_computable((onto, stored)), strict=True))
 
-        def empty() -> Vectors:
-            return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
-
         made = {
             "unpack": lambda: jax.jit(unpack, out_shardings=device),
             "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=gathered),
-            "add": lambda: jax.jit(add, donate_argnums=1, out_shardings=gathered),
             "sum": lambda: jax.jit(total, donate_argnums=0, out_shardings=gathered),
-            "empty": lambda: jax.jit(empty, out_shardings=gathered),
             "pack": lambda: jax.jit(pack, out_shardings=device),
         }
-        return made[name]()
+        return made[name]() if name in made else super()._jitted(name, layer)
 
 
 def _computable(host: Any) -> Any:

@@ -1,5 +1,20 @@
 """The native operations: the libraries of `xla_ffi`, found, checked and registered with XLA when first asked for."""
 
 from jaxferry.native.library import LibraryStatus, NativeLibrary, is_available, library, status
+from jaxferry.native.operations import dha_gather, dha_matmul, dha_matmul_gradient, dha_read, gradient_store
+from jaxferry.native.shapes import GatherShape, ProductShape
 
-__all__ = ["LibraryStatus", "NativeLibrary", "is_available", "library", "status"]
+__all__ = [
+    "GatherShape",
+    "LibraryStatus",
+    "NativeLibrary",
+    "ProductShape",
+    "dha_gather",
+    "dha_matmul",
+    "dha_matmul_gradient",
+    "dha_read",
+    "gradient_store",
+    "is_available",
+    "library",
+    "status",
+]

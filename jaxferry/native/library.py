@@ -35,6 +35,7 @@ TARGETS = (
     "jaxferry_dha_read",
     "jaxferry_gradient_store",
     "jaxferry_dha_matmul_gradient",
+    "jaxferry_row_store",
     "jaxferry_ferry_load",
     "jaxferry_ferry_store",
     "jaxferry_ferry_wait",

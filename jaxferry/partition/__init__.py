@@ -5,6 +5,8 @@ loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments 
 
 from jaxferry.partition.build import layers_by_path, partition
 from jaxferry.partition.derivative import REMAT, Derivative, differentiate
+from jaxferry.partition.host_reads import read_in_place
+from jaxferry.partition.host_stores import store_in_place
 from jaxferry.partition.layout import Layer, Leaf
 from jaxferry.partition.rows import Gradient, RowGradient
 from jaxferry.partition.segments import Partition, Segment
@@ -23,5 +25,7 @@ __all__ = [
     "layers_by_path",
     "partition",
     "print_table",
+    "read_in_place",
+    "store_in_place",
     "table",
 ]

@@ -34,6 +34,7 @@ class Derivative:
       segment: the segment; all segments with the same program number may share these functions.
       saved: shape and dtype of each residual that has to be kept.
       reads_weights: whether the backward reads the weights.
+      has_rows: whether some gradients are `RowGradient`s.
       inputs_read, passive_read, outputs_read: which of these values the backward reads, as indices.
     """
 
@@ -45,6 +46,7 @@ class Derivative:
     outputs_read: tuple[int, ...]
     _forward: Callable[..., Any]
     _backward: Callable[..., Any]
+    has_rows: bool = False
 
     @property
     def saved_bytes(self) -> int:
@@ -82,7 +84,7 @@ def differentiate(graph: Graph, segment: Segment, remat: str = "none") -> Deriva
     """Builds the forward and the backward of `segment`; `remat` is one of `REMAT`."""
     made = _recomputing(segment) if remat == "full" else _keeping(segment, _linearise(graph, segment))
     sparse = keep_rows(made.backward, made.backward_arguments(graph))
-    return made if sparse is None else dataclasses.replace(made, _backward=sparse)
+    return made if sparse is None else dataclasses.replace(made, _backward=sparse, has_rows=True)
 
 
 def _pullback(segment: Segment, weights: Any, inputs: Any, passive: Any) -> tuple[list[Any], Any, list[Any]]:

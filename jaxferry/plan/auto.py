@@ -7,7 +7,11 @@ memory is never slower, and no policy that fits is faster. For up to `MOST_ENUME
 there is.
 
 All layers DHA and all gradients GO hold nothing but activations: with GO allowed that is the smallest feasible budget.
-Without a budget nothing says that a copy may stay on the device, and the plan is that of `exact`.
+Without a budget the fastest plan of the pool is taken whatever it holds: no budget is like one that everything fits
+into. So copies may stay on the device; whoever plans for a device gives its memory.
+
+A given reserve factor below 1 is an upper bound here: fewer gradients may stay than the factor allows, where that saves
+memory or time. With 1 none is GO.
 """
 
 import dataclasses
@@ -16,7 +20,7 @@ import decimal
 import numpy as np
 
 from jaxferry.plan.base import Objective, Policy, Request, check_budget, make_plan
-from jaxferry.plan.exact import Exact, explore
+from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gradients_to_host
 from jaxferry.plan.records import Loads, Plan, Updates
@@ -32,6 +36,7 @@ _LEVELS = (1.0, 0.75, 0.5, 0.25, 0.0)
 _POINTS = 24
 _WORK = 500_000
 _EXPANDED_AT_ONCE = 6
+_ROUNDING = 1e-12
 
 
 class Auto(Policy):
@@ -41,11 +46,8 @@ class Auto(Policy):
     summary = "modes, gradients and resident layers from a memory budget alone"
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
-        """The fastest plan of the search's pool that fits; without a budget, that of `exact`."""
+        """The fastest plan of the search's pool that fits; without a budget, the fastest."""
         request = dataclasses.replace(request or Request(), objective=Objective.STEADY)
-        if request.memory_budget_bytes is None:
-            plan = Exact().plan(profile, request)
-            return dataclasses.replace(plan, policy=self.name)
         return AutoSearch(profile, request).plan(request.memory_budget_bytes)
 
 
@@ -64,23 +66,25 @@ class AutoSearch:
         self.sizes = [layer.grad_bytes for layer in profile.layers]
         self._fill()
 
-    def plan(self, budget_bytes: int) -> Plan:
-        """The fastest plan within the budget.
+    def plan(self, budget_bytes: int | None) -> Plan:
+        """The fastest plan within the budget, and the leanest of such; None is no limit.
 
         Raises:
           BudgetError: if there is none.
         """
-        best = self.pool.best(Objective.STEADY, budget_bytes)
-        if best is None:
-            check_budget(Auto.name, budget_bytes, self.pool.smallest_peak_bytes())
-        unlimited = self.pool.best(Objective.STEADY, None)
-        assert best is not None and unlimited is not None
+        frontier = self.pool.frontier()
+        fits = [best for best in frontier if budget_bytes is None or best.peak_bytes <= budget_bytes]
+        if not fits:
+            check_budget(Auto.name, budget_bytes or 0, frontier[-1].peak_bytes)
+        # the leanest of those that are as fast up to rounding
+        unlimited, fastest_s = frontier[0], fits[0].objective_s
+        best = [best for best in fits if best.objective_s <= fastest_s * (1 + _ROUNDING)][-1]
         reserve_factor = self._used_reserve_factor(best.to_host)
         plan = make_plan(Auto.name, reserve_factor, self.profile, best.modes, best.to_host, best.loads, best.updates)
-        limited = best.objective_s > unlimited.objective_s
+        limited = best.objective_s > unlimited.objective_s * (1 + _ROUNDING)
         details = {
             "objective": Objective.STEADY.value,
-            "memory_budget_bytes": budget_bytes,
+            **({} if budget_bytes is None else {"memory_budget_bytes": budget_bytes}),
             "binding": "memory" if limited else self._busiest_lane(best),
             "unlimited_steady_step_s": unlimited.objective_s,
             "unlimited_peak_device_bytes": unlimited.peak_bytes,
@@ -91,10 +95,12 @@ class AutoSearch:
         size = len(self.profile.layers)
         if size <= MOST_ENUMERATED:
             self._enumerate(size)
-        optimum = optimal_forward(self.profile)[0]
+        optimum = optimal_forward(self.profile).modes
         flags = self._gradient_choices()
-        for to_host in (flags[0], flags[-1]):
-            explore(self.pool, to_host, self.request, optimum)
+        explored = [gradients_to_host(self.profile, factor) for factor in reserve_factors(self.request)]
+        for to_host in np.unique([*explored, flags[-1]], axis=0):
+            known = known_plans(self.profile, to_host, optimum)
+            explore(self.pool, to_host, self.request, known, optimum)
         self.request.report("memory of all these plans")
         self.pool.run(peak=True)
         fastest = self.pool.best(Objective.STEADY, None)

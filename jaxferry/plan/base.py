@@ -41,8 +41,9 @@ class Request:
     """What a plan is asked for.
 
     Attributes:
-      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device; None for the policy's
-        default.
+      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device, the same for every policy;
+        None for the policy's default: 1, so that no gradient is GO, but 0 for `go-memferry`. `exact` decides between
+        the two, and `auto` freely. A plan says which factor it keeps to.
       memory_budget_bytes: device memory that the plan must fit into, or None for no limit.
       objective: what a search makes least; policies that do not search ignore it.
       progress: called with a few words whenever a long search enters its next part.

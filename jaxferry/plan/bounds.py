@@ -1,4 +1,4 @@
-"""Proven lower bounds on every plan of GFGB, DHA and DFGB: how far a plan may be from the optimum.
+"""Proven lower bounds on every plan of GFGB, DHA and DFGB with given gradients: how far one may be from the optimum.
 
 Three things take time whatever the plan. First, the forward ends no earlier than its optimum F (`plan/frontier.py`),
 and from there to the step's end it takes at least the tail a with every backward at its least. Second, layers that
@@ -14,6 +14,8 @@ step's start by at most the time between the update of g and the last one, which
 each g the first two bounds hold with that lead; the least of them over all g is the bound.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from jaxferry.plan.frontier import optimal_forward
@@ -24,8 +26,13 @@ _BISECTIONS = 60
 _MOST_EXACT = 24
 
 
-class _Penalty:
-    """The least that unloaded layers pay on the GPU, given the link time that loads may take: convex, decreasing."""
+class Penalty:
+    """The least that unloaded layers pay on the GPU, given the link time that loads may take: convex, decreasing.
+
+    Args:
+      load_s: link time of each layer's load, (layers,).
+      penalty_s: what each pays on the GPU without it, (layers,).
+    """
 
     def __init__(self, load_s: np.ndarray, penalty_s: np.ndarray):
         penalty_s = np.maximum(penalty_s, 0.0)
@@ -38,21 +45,22 @@ class _Penalty:
         """Link time of the layers whose penalty exceeds their load."""
 
     def __call__(self, link_s: float) -> float:
+        """Seconds on the GPU if loads may take `link_s` on the link."""
         return float(self.saved[-1] - np.interp(max(link_s, 0.0), self.loads, self.saved))
 
 
 def step_lower_bound_s(profile: Profile, to_host: np.ndarray, optimal_forward_s: float) -> float:
     """No plan of GFGB, DHA and DFGB within the window has a smaller `step_s`, with these gradients."""
     costs = Costs.of(profile, to_host)
-    load_s = _group_loads(profile, costs)
+    load_s = group_loads(profile, costs)
     least_backward = float(np.minimum(costs.backward, costs.backward_dha).sum())
     last_backward = max(costs.backward[-1], costs.backward_dha[-1])
     after_gpu = float(costs.tails[0])
-    backward_penalty = _Penalty(load_s, costs.backward_dha - costs.backward)
+    backward_penalty = Penalty(load_s, costs.backward_dha - costs.backward)
     forward_s = max(optimal_forward_s, backward_penalty.worth_it_s - last_backward)
     by_backward = forward_s + least_backward + backward_penalty(forward_s + last_backward)
     least, penalty = _compute(costs, load_s, np.minimum(costs.forward, costs.forward_dha))
-    by_compute = _least_time(least, penalty, last_backward - least_backward)
+    by_compute = least_time(least, penalty, last_backward - least_backward)
     return float(max(optimal_forward_s + costs.least_tail(), by_backward + after_gpu, by_compute + after_gpu))
 
 
@@ -80,11 +88,11 @@ def steady_lower_bound_s(
 
 def _unloaded_bound(profile: Profile, costs: Costs, first: int) -> float:
     """The bound by compute if the first layers run their forward by DHA, whatever the others do; grows with `first`."""
-    load_s, after_gpu = _group_loads(profile, costs), float(costs.tails[0])
+    load_s, after_gpu = group_loads(profile, costs), float(costs.tails[0])
     forward = np.minimum(costs.forward, costs.forward_dha)
     forward[:first] = costs.forward_dha[:first]
     least, penalty = _compute(costs, load_s, forward)
-    by_compute = _least_time(least, penalty, after_gpu) + after_gpu
+    by_compute = least_time(least, penalty, after_gpu) + after_gpu
     return max(by_compute, float(forward.sum()) + costs.least_tail())
 
 
@@ -93,9 +101,9 @@ def _bound_with_lead(profile: Profile, costs: Costs, first: int, lead_s: float, 
 
     Only bounds below `best` matter; a result above it says no more than that.
     """
-    optimum_s = optimal_forward(profile, first, lead_s, best - costs.least_tail())[1]
+    optimum_s = optimal_forward(profile, first, lead_s, best - costs.least_tail()).bound_s
     last_backward = max(costs.backward[-1], costs.backward_dha[-1])
-    penalty = _Penalty(_group_loads(profile, costs), costs.backward_dha - costs.backward)
+    penalty = Penalty(group_loads(profile, costs), costs.backward_dha - costs.backward)
     forward_s = max(optimum_s, penalty.worth_it_s - last_backward - lead_s)
     least_backward = float(np.minimum(costs.backward, costs.backward_dha).sum())
     by_backward = forward_s + least_backward + penalty(forward_s + last_backward + lead_s)
@@ -124,19 +132,19 @@ def _most_leads(profile: Profile, costs: Costs, to_host: np.ndarray) -> np.ndarr
     return leads_s
 
 
-def _group_loads(profile: Profile, costs: Costs) -> np.ndarray:
+def group_loads(profile: Profile, costs: Costs) -> np.ndarray:
     """Load times, 0 for layers of a group of several: their copies may be shared."""
     alone = np.array([len(profile.groups[group]) == 1 for group in profile.group_of])
     return np.where(alone, costs.load, 0.0)
 
 
-def _compute(costs: Costs, load_s: np.ndarray, forward: np.ndarray) -> tuple[float, _Penalty]:
+def _compute(costs: Costs, load_s: np.ndarray, forward: np.ndarray) -> tuple[float, Penalty]:
     """The GPU's least work in a step, and what unloaded layers add to it; `forward` is that of loaded layers."""
     loaded, unloaded = forward + costs.backward, costs.forward_dha + costs.backward_dha
-    return float(np.minimum(loaded, unloaded).sum()), _Penalty(load_s, unloaded - loaded)
+    return float(np.minimum(loaded, unloaded).sum()), Penalty(load_s, unloaded - loaded)
 
 
-def _least_time(least_s: float, penalty: _Penalty, more_link_s: float) -> float:
+def least_time(least_s: float, penalty: Callable[[float], float], more_link_s: float) -> float:
     """The least t with t >= least_s + penalty(t + more_link_s), from below."""
     low, high = least_s, least_s + penalty(0.0)
     for _ in range(_BISECTIONS):

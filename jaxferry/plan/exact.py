@@ -7,23 +7,32 @@
   policies' plans; and a local search from these. A plan states its `gap` to the proven `lower_bound_s`
   (`plan/bounds.py`).
 
+The reserve factor decides the gradients, as for any policy: with 1 no gradient is GO, with less those that stay are
+GO-MemFerry's choice (`plan/gradients.py`). Where none is given, the policies of the list have two defaults: 1, and 0
+for `go-memferry`. So that it loses to none of them, `exact` then plans with both. It takes the default of the command
+line, 1, unless 0 makes the objective strictly smaller; the plan states the factor taken. The bound holds for both.
+
 With a memory budget the same plans and plans with fewer and fewer loaded layers compete. The bound of plans that are
-not enumerated is that without a budget.
+not enumerated is that without a budget. `auto`, which may also keep layers on the device for good (RESIDENT) and pick
+any gradients, can be faster still, at the price of their memory.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
 from jaxferry.plan.base import Objective, Policy, Request, check_budget, make_plan
 from jaxferry.plan.bounds import steady_lower_bound_s, step_lower_bound_s
+from jaxferry.plan.evaluate import Evaluator
 from jaxferry.plan.frontier import optimal_forward
+from jaxferry.plan.go_memferry import GOMemFerry
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.memferry import MemFerry
 from jaxferry.plan.memferry_printed import MemFerryPrinted
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.recurrences import DFGB, DHA, GFGB
-from jaxferry.plan.search import LocalSearch, Pool, objective_values, prefix_family
+from jaxferry.plan.search import Best, LocalSearch, Pool, objective_values, prefix_family
 from jaxferry.plan.whole_step import StepSearch
 from jaxferry.profiling.records import Profile
 
@@ -37,6 +46,8 @@ _WORK_FOR_BEST = 300_000
 _STARTS = 4
 _POINTS = 48
 _HEADS = (1, 2, 4, 8, 16)
+_ROUNDING = 1e-12
+_NO_PLAN = 2**63
 
 
 class Exact(Policy):
@@ -46,28 +57,98 @@ class Exact(Policy):
     summary = "the optimum under the machine model, or its proven gap"
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
-        """The best plan of the explored pool, with `objective`, `lower_bound_s` and `gap` as details."""
+        """The best plan of the explored pools, with `objective`, `lower_bound_s` and `gap` as details."""
         request = request or Request()
-        reserve_factor = self.reserve_factor(request)
-        to_host = gradients_to_host(profile, reserve_factor)
-        optimum, optimum_s = optimal_forward(profile)
-        pool = Pool(profile)
-        explore(pool, to_host, request, optimum)
+        search = _Search(profile, request)
+        search.run()
+        if search.best is None:
+            check_budget(self.name, request.memory_budget_bytes or 0, search.smallest_bytes)
+        assert search.best is not None and search.choice is not None
+        best, choice = search.best, search.choice
+        plan = make_plan(self.name, choice.factor, profile, best.modes, best.to_host, best.loads, best.updates)
+        return dataclasses.replace(plan, details=_gap(request.objective, best.objective_s, search.bound_s))
+
+
+def reserve_factors(request: Request) -> tuple[float, ...]:
+    """The reserve factors to plan with, the preferred one first: the request's, or the defaults of all policies."""
+    if request.reserve_factor is not None:
+        return (request.reserve_factor,)
+    return (Exact.default_reserve_factor, GOMemFerry.default_reserve_factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """A reserve factor, its place in the order of preference, its gradient flags, and some plans to begin with."""
+
+    factor: float
+    rank: int
+    to_host: np.ndarray
+    known: np.ndarray
+
+
+class _Search:
+    """The best plan so far, the reserve factor that it keeps to, and the bound on all plans."""
+
+    def __init__(self, profile: Profile, request: Request):
+        self.profile, self.request = profile, request
+        self.optimum = optimal_forward(profile)
+        self.enumerates = len(profile.layers) <= MOST_ENUMERATED
+        self.best: Best | None = None
+        self.choice: _Choice | None = None
+        self.bound_s = np.inf
+        self.smallest_bytes = _NO_PLAN
+
+    def run(self) -> None:
+        """Plans with each reserve factor, the promising one first; without a budget only while it can be better."""
+        flags = [(factor, gradients_to_host(self.profile, factor)) for factor in reserve_factors(self.request)]
+        choices = [
+            _Choice(factor, rank, to_host, known_plans(self.profile, to_host, self.optimum.modes))
+            for rank, (factor, to_host) in enumerate(flags)
+        ]
+        limited = self.request.memory_budget_bytes is not None
+        if self.request.objective is Objective.FORWARD and not limited:
+            choices = choices[:1]  # no forward depends on where gradients go
+        for choice in sorted(choices, key=self._known_s) if len(choices) > 1 else choices:
+            if limited or self._can_be_better(choice):
+                self._explore(choice)
+
+    def _known_s(self, choice: _Choice) -> float:
+        outcomes = Evaluator(self.profile)(choice.known, choice.to_host, peak=False)
+        return float(objective_values(outcomes, self.request.objective).min())
+
+    def _explore(self, choice: _Choice) -> None:
+        request, pool = self.request, Pool(self.profile)
+        explore(pool, choice.to_host, request, choice.known, self.optimum.modes)
         pool.run(peak=request.memory_budget_bytes is not None)
-        best = pool.best(request.objective, request.memory_budget_bytes)
-        if best is None:
-            check_budget(self.name, request.memory_budget_bytes or 0, pool.smallest_peak_bytes())
-        assert best is not None
-        plan = make_plan(self.name, reserve_factor, profile, best.modes, to_host, best.loads, best.updates)
-        enumerated = len(profile.layers) <= MOST_ENUMERATED
-        bound_s = best.objective_s
-        if request.objective is Objective.FORWARD:
-            bound_s = optimum_s
-        elif not enumerated and request.objective is Objective.STEP:
-            bound_s = step_lower_bound_s(profile, to_host, optimum_s)
-        elif not enumerated:
-            bound_s = steady_lower_bound_s(profile, to_host, optimum_s, best.objective_s)
-        return dataclasses.replace(plan, details=_gap(request.objective, best.objective_s, bound_s))
+        self.smallest_bytes = min(self.smallest_bytes, pool.smallest_peak_bytes())
+        found = pool.best(request.objective, request.memory_budget_bytes)
+        if found is None:
+            return
+        self.bound_s = min(self.bound_s, self._bound_s(choice, found.objective_s))
+        if self._is_better(choice, found.objective_s):
+            self.best, self.choice = found, choice
+
+    def _is_better(self, choice: _Choice, value_s: float) -> bool:
+        """Whether the value is smaller than the best one so far, or as small with a factor that is preferred."""
+        if self.best is None or self.choice is None:
+            return True
+        return value_s < self.best.objective_s * (1 + math.copysign(_ROUNDING, self.choice.rank - choice.rank))
+
+    def _can_be_better(self, choice: _Choice) -> bool:
+        if self.best is None or self.enumerates:
+            return True
+        return self._is_better(choice, self._bound_s(choice, self.best.objective_s * (1 + 2 * _ROUNDING)))
+
+    def _bound_s(self, choice: _Choice, known_s: float) -> float:
+        """What no plan with these gradients is below; of a bound above `known_s` no more is known than that."""
+        forward_s = self.optimum.bound_s
+        if self.request.objective is Objective.FORWARD:
+            return forward_s
+        if self.enumerates:
+            return known_s
+        if self.request.objective is Objective.STEP:
+            return step_lower_bound_s(self.profile, choice.to_host, forward_s)
+        return steady_lower_bound_s(self.profile, choice.to_host, forward_s, known_s)
 
 
 def _gap(objective: Objective, value_s: float, bound_s: float) -> dict[str, object]:
@@ -76,11 +157,18 @@ def _gap(objective: Objective, value_s: float, bound_s: float) -> dict[str, obje
     return {"objective": objective.value, "lower_bound_s": bound_s, "gap": gap}
 
 
-def explore(pool: Pool, to_host: np.ndarray, request: Request, optimum: np.ndarray) -> None:
-    """Adds all plans of GFGB, DHA and DFGB that are worth a look; `optimum` has the optimal forward's modes."""
+def explore(pool: Pool, to_host: np.ndarray, request: Request, known: np.ndarray, optimum: np.ndarray) -> None:
+    """Adds all plans of GFGB, DHA and DFGB that are worth a look.
+
+    Args:
+      pool: what they are added to.
+      to_host: which gradients are written to the host, (layers,).
+      request: its objective and progress.
+      known: `known_plans`, (plans, layers) mode codes.
+      optimum: the optimal forward's modes, (layers,) codes.
+    """
     profile = pool.profile
     request.report("plans of all policies")
-    known = _known(profile, to_host, optimum)
     pool.add(known, to_host)
     gfgb = np.full(len(profile.layers), GFGB)
     pool.add(gfgb, to_host, Loads.LAYERWISE, Updates.AFTER_ALL)
@@ -111,7 +199,8 @@ def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.array(list(starts.values())[:_STARTS])
 
 
-def _known(profile: Profile, to_host: np.ndarray, optimum: np.ndarray) -> np.ndarray:
+def known_plans(profile: Profile, to_host: np.ndarray, optimum: np.ndarray) -> np.ndarray:
+    """Other policies' plans, and the optimal forward with the DFGB that suits it: (plans, layers) mode codes."""
     size = len(profile.layers)
     plans = [np.full(size, GFGB), np.full(size, DHA), optimum]
     plans += [policy.modes(profile, to_host) for policy in (MemFerry(), MemFerryPrinted())]

@@ -1,28 +1,56 @@
 """The forward optimum over GFGB and DHA, by dynamic programming over a Pareto frontier.
 
 Names: a state is (X, C), the link's end and the GPU's end after the layers so far (MemFerry, section IV-B). Both of a
-  layer's
-transitions are monotone in X and C,
+layer's transitions are monotone in X and C,
 
     DHA   (X, C + forward_dha_s + inter_forward_s)
     GFGB  (X + load_s, max(C, X + load_s) + forward_s + inter_forward_s),
 
 so a state that is no better in X nor in C can never end better, and is dropped. States from which even the fastest
-rest exceeds a known plan are dropped too. Optimal always; the frontier is some hundred states in practice.
-Where parameter groups have several layers, frontiers are kept apart by which groups' copies are on the device.
+rest exceeds a known plan are dropped too. The frontier is some hundred states in practice.
+
+Where parameter groups have several layers, a state also has the copies that are on the device (`plan/copies.py`), and
+frontiers are kept apart by them. Always optimal while at most `_MOST_OPEN` groups are open at once, as a tied table
+is, or pairs of neighbours; so it is with more, while there are at most `_MOST_STATES` states. Beyond that the states
+are sorted into buckets of similar X. The earliest few of each stay as they are. The others are merged into one that is
+as early in X and in C as any of them and holds all their copies: what follows from merged states is no plan, but no
+plan ends before it. So the optimum lies between `bound_s` and the best plan.
 """
+
+import dataclasses
 
 import numpy as np
 
+from jaxferry.plan.copies import SharedCopies, group_rows
 from jaxferry.plan.memferry import Forward, forward_modes
 from jaxferry.plan.recurrences import DHA, GFGB
 from jaxferry.profiling.records import Profile
 
+_MOST_OPEN = 3
+_MOST_STATES = 4096
+_BUCKETS = 128
+_KEPT_IN_BUCKET = 8
+_TRACED_MERGED = 64
+_ROUNDING = 1e-12
 
-def optimal_forward(
-    profile: Profile, head: int = 0, lead_s: float = 0.0, limit_s: float = np.inf
-) -> tuple[np.ndarray, float]:
-    """The modes, (layers,) codes of GFGB and DHA, whose forward ends first, and that end in seconds.
+
+@dataclasses.dataclass(frozen=True)
+class ForwardOptimum:
+    """The best forward that was found.
+
+    Attributes:
+      modes: (layers,) codes of GFGB and DHA.
+      forward_s: when it ends.
+      bound_s: no forward ends before this; equal to `forward_s` where the optimum was found for certain.
+    """
+
+    modes: np.ndarray
+    forward_s: float
+    bound_s: float
+
+
+def optimal_forward(profile: Profile, head: int = 0, lead_s: float = 0.0, limit_s: float = np.inf) -> ForwardOptimum:
+    """The modes of GFGB and DHA whose forward ends first, and that end in seconds.
 
     Args:
       profile: the layers.
@@ -31,25 +59,26 @@ def optimal_forward(
       limit_s: an optimum above this is not looked for; what is returned then is above it too, but not the optimum.
     """
     known = _known_plans(profile, head, lead_s)
-    limit = min(limit_s, *(end for _, end in known))
+    known_s = min(end for _, end in known)
+    limit = min(limit_s, known_s) * (1 + _ROUNDING)
     fastest_rest = np.array([min(x.forward_s, x.forward_dha_s) + x.inter_forward_s for x in profile.layers])
     rest = np.concatenate([np.cumsum(fastest_rest[::-1])[::-1][1:], [0.0]])
-    shared = [group for group, members in enumerate(profile.groups) if len(members) > 1]
-    states = _States(np.full(1, -lead_s), np.zeros(1), np.zeros(1, dtype=np.int64))
+    copies = SharedCopies(profile)
+    states = _States.start(copies, lead_s)
     history = []
     for index in range(len(profile.layers)):
-        group = profile.group_of[index]
-        bit = 1 << shared.index(group) if group in shared else 0
-        states, origin = states.after(profile, index, bit)
-        allowed = states.gpu + rest[index] <= limit * (1 + 1e-12)
+        states = states.after(profile, copies, index)
+        allowed = states.gpu + rest[index] <= limit
         if index < head:
-            allowed &= origin % 2 == 0
-        keep = states.frontier(np.flatnonzero(allowed))
-        states, origin = states.take(keep), origin[keep]
-        history.append(origin)
-    if len(states.gpu) == 0 or states.gpu.min() >= min(end for _, end in known):
-        return min(known, key=lambda plan: plan[1])
-    return _trace(history, int(np.argmin(states.gpu))), float(states.gpu.min())
+            allowed &= states.origin % 2 == 0
+        states = states.take(np.flatnonzero(allowed))
+        states = states.take(states.frontier())
+        if copies.num_open[index] > _MOST_OPEN and len(states.gpu) > _MOST_STATES:
+            states = states.fewer()
+        history.append(states.origin)
+    found = [(modes, forward_s(profile, modes, lead_s)) for modes in _traces(states, history)]
+    modes, end_s = min([*known, *found], key=lambda plan: plan[1])
+    return ForwardOptimum(modes, end_s, min(end_s, float(states.gpu.min(initial=np.inf))))
 
 
 def forward_s(profile: Profile, modes: np.ndarray, lead_s: float = 0.0) -> float:
@@ -70,40 +99,92 @@ def _known_plans(profile: Profile, head: int, lead_s: float) -> list[tuple[np.nd
     return [(modes, forward_s(profile, modes, lead_s)) for modes in plans]
 
 
+@dataclasses.dataclass
 class _States:
-    """States after some layers: X, C, and the groups of several layers whose copies are held, as bits."""
+    """States after some layers, (states,) each.
 
-    def __init__(self, link: np.ndarray, gpu: np.ndarray, held: np.ndarray):
-        self.link, self.gpu, self.held = link, gpu, held
+    Attributes:
+      link: X.
+      gpu: C.
+      copies: (states, words), which groups' copies are on the device.
+      merged: whether the state stands for several.
+      origin: where it came from: 2 * state before, + 1 for GFGB.
+    """
+
+    link: np.ndarray
+    gpu: np.ndarray
+    copies: np.ndarray
+    merged: np.ndarray
+    origin: np.ndarray
+
+    @classmethod
+    def start(cls, copies: SharedCopies, lead_s: float) -> "_States":
+        return cls(np.full(1, -lead_s), np.zeros(1), copies.none(), np.zeros(1, bool), np.zeros(1, dtype=np.int64))
 
     def take(self, keep: np.ndarray) -> "_States":
-        return _States(self.link[keep], self.gpu[keep], self.held[keep])
+        return _States(*(getattr(self, field.name)[keep] for field in dataclasses.fields(self)))
 
-    def after(self, profile: Profile, index: int, bit: int) -> tuple["_States", np.ndarray]:
-        """All states after one more layer, DHA first; and where each came from: 2 * state, + 1 for GFGB."""
+    @classmethod
+    def joined(cls, parts: list["_States"]) -> "_States":
+        return cls(*(np.concatenate([getattr(x, field.name) for x in parts]) for field in dataclasses.fields(cls)))
+
+    def after(self, profile: Profile, copies: SharedCopies, index: int) -> "_States":
+        """All states after one more layer, DHA first."""
         layer = profile.layers[index]
-        by_dha = self.gpu + layer.forward_dha_s + layer.inter_forward_s
-        loads = (self.held & bit) == 0
+        loads = ~copies.held(self.copies, index)
         link = np.where(loads, self.link + layer.load_s, self.link)
         start = np.where(loads, np.maximum(self.gpu, link), self.gpu)
+        by_dha = self.gpu + layer.forward_dha_s + layer.inter_forward_s
         loaded = start + layer.forward_s + layer.inter_forward_s
         origin = 2 * np.arange(len(self.gpu))
-        states = _States(
-            np.concatenate([self.link, link]),
-            np.concatenate([by_dha, loaded]),
-            np.concatenate([self.held, self.held | bit]),
+        before_dha, before_gfgb = copies.after(self.copies, index, False), copies.after(self.copies, index, True)
+        return _States.joined(
+            [
+                _States(self.link, by_dha, before_dha, self.merged, origin),
+                _States(link, loaded, before_gfgb, self.merged, origin + 1),
+            ]
         )
-        return states, np.concatenate([origin, origin + 1])
 
-    def frontier(self, among: np.ndarray) -> np.ndarray:
-        """Indices of the states, of those given, that none with the same copies held beats in both X and C."""
-        kept = []
-        for held in np.unique(self.held[among]):
-            same = among[self.held[among] == held]
-            order = same[np.lexsort((self.gpu[same], self.link[same]))]
-            best_before = np.concatenate([[np.inf], np.minimum.accumulate(self.gpu[order])[:-1]])
-            kept.append(order[self.gpu[order] < best_before])
-        return np.concatenate(kept) if kept else among
+    def frontier(self) -> np.ndarray:
+        """Indices of the states that none with the same copies beats in both X and C; merged ones beat no others.
+
+        One pass for all sets of copies: C counts by rank, less the number of all states for each set before.
+        """
+        if len(self.gpu) == 0:
+            return np.zeros(0, dtype=np.int64)
+        group = 2 * group_rows(self.copies) + self.merged
+        order = np.lexsort((self.gpu, self.link, group))
+        rank = np.unique(self.gpu, return_inverse=True)[1].reshape(len(order))[order] - group[order] * len(order)
+        best_before = np.concatenate([[len(order)], np.minimum.accumulate(rank)[:-1]])
+        return order[rank < best_before]
+
+    def fewer(self) -> "_States":
+        """The earliest states of each bucket of similar X, and one in place of all others there."""
+        size = len(self.gpu)
+        by_link = np.argsort(self.link, kind="stable")
+        bucket = np.empty(size, dtype=np.int64)
+        bucket[by_link] = np.arange(size) * _BUCKETS // size
+        order = np.lexsort((self.gpu, self.merged, bucket))
+        first = np.searchsorted(bucket[order], np.arange(_BUCKETS))
+        place = np.arange(size) - first[bucket[order]]
+        stays = (place < _KEPT_IN_BUCKET) & ~self.merged[order]
+        rest = order[~stays]
+        starts = np.unique(bucket[rest], return_index=True)[1]
+        merged = _States(
+            np.minimum.reduceat(self.link[rest], starts),
+            np.minimum.reduceat(self.gpu[rest], starts),
+            np.bitwise_or.reduceat(self.copies[rest], starts, axis=0),
+            np.ones(len(starts), dtype=bool),
+            self.origin[rest[starts]],
+        )
+        return _States.joined([self.take(order[stays]), merged])
+
+
+def _traces(states: _States, history: list[np.ndarray]) -> list[np.ndarray]:
+    """The modes behind the earliest state, and behind the earliest merged ones, which may be good plans."""
+    order = np.argsort(states.gpu, kind="stable")
+    merged = order[states.merged[order]]
+    return [_trace(history, int(state)) for state in (*order[~states.merged[order]][:1], *merged[:_TRACED_MERGED])]
 
 
 def _trace(history: list[np.ndarray], state: int) -> np.ndarray:

@@ -17,6 +17,7 @@ import dataclasses
 
 import numpy as np
 
+from jaxferry.plan.copies import SharedCopies, holds_as_much
 from jaxferry.plan.recurrences import DFGB, DHA, GFGB
 from jaxferry.profiling.records import Profile
 
@@ -83,7 +84,7 @@ class Costs:
 
 @dataclasses.dataclass
 class _States:
-    """Frontier states, (states,) each."""
+    """Frontier states, (states,) each; `held`, the copies on the device, is (states, words)."""
 
     link: np.ndarray
     gpu: np.ndarray
@@ -108,13 +109,13 @@ class StepSearch:
         self.profile, self.beam = profile, beam
         self.costs = Costs.of(profile, to_host)
         self.size = len(profile.layers)
-        self.shared = [group for group, members in enumerate(profile.groups) if len(members) > 1]
+        self.copies = SharedCopies(profile)
         least_forward = np.minimum(self.costs.forward, self.costs.forward_dha)
         least_backward = np.minimum(self.costs.backward, self.costs.backward_dha)
         self.rest_forward = np.concatenate([np.cumsum(least_forward[::-1])[::-1][1:], [0.0]])
         self.rest_backward = np.concatenate([np.cumsum(least_backward[::-1])[::-1][1:], [0.0]])
         self.least_tail = self.costs.least_tail()
-        self.complete = not self.shared
+        self.complete = self.copies.num_words == 0
 
     def best(self, limit_s: float, fixed: np.ndarray | None = None, head: int = 0, lead_s: float = 0.0) -> np.ndarray:
         """Modes, (plans, layers) codes, with a step below the limit, best first.
@@ -126,8 +127,9 @@ class StepSearch:
           lead_s: seconds before the step's start at which loads begin, as they can in a chain if the first layers are
             not loaded.
         """
-        starts = (-lead_s, 0.0, 0.0, 0.0, -np.inf)
-        states = _States(*(np.array([start]) for start in starts), *np.zeros((2, 1), dtype=np.int64))
+        link, gpu, tail, between_sum, between_end = (np.array([x]) for x in (-lead_s, 0.0, 0.0, 0.0, -np.inf))
+        origin = np.zeros(1, dtype=np.int64)
+        states = _States(link, gpu, tail, between_sum, between_end, self.copies.none(), origin)
         history, modes_of = [], []
         for index in range(self.size):
             options = self.options(index, fixed, head)
@@ -156,14 +158,13 @@ class StepSearch:
 
     def after(self, states: _States, index: int, mode: int) -> _States:
         """The states after one more layer in the given mode; `origin` is 3 * state + mode."""
-        costs, group = self.costs, self.profile.group_of[index]
-        bit = 1 << self.shared.index(group) if group in self.shared else 0
-        load = np.where(states.held & bit, 0.0, costs.load[index])
-        link, held, gpu = states.link, states.held, states.gpu
+        costs, held = self.costs, self.copies.held(states.held, index)
+        load = np.where(held, 0.0, costs.load[index])
+        link, gpu = states.link, states.gpu
         between_sum, between_end = states.between_sum, states.between_end
         if mode == GFGB:
-            link, held = link + load, held | bit
-            gpu = np.maximum(gpu, link) + costs.forward[index]
+            link = link + load
+            gpu = np.where(held, gpu, np.maximum(gpu, link)) + costs.forward[index]
         else:
             gpu = gpu + costs.forward_dha[index]
         if mode == DFGB:
@@ -172,8 +173,8 @@ class StepSearch:
             between_end = np.maximum(between_end, forward_end) + load
         backward = costs.backward_dha if mode == DHA else costs.backward
         tail = backward[index] + np.maximum(states.tail, costs.tails[index])
-        origin = 3 * np.arange(len(gpu)) + mode
-        return _States(link, gpu, tail, between_sum, between_end, held, origin)
+        copies = self.copies.after(states.held, index, mode == GFGB)
+        return _States(link, gpu, tail, between_sum, between_end, copies, 3 * np.arange(len(gpu)) + mode)
 
     def promising(self, states: _States, index: int, limit_s: float) -> np.ndarray:
         """Indices of states that may still beat the limit and that no other state beats, at most a beam of them."""
@@ -207,7 +208,7 @@ def _undominated(states: _States) -> np.ndarray:
             states.between_end - states.gpu,
         ]
     )
-    as_good = (states.held[:, None] == states.held[None, :]).copy()
+    as_good = holds_as_much(states.held)
     for key in keys:
         as_good &= key[:, None] <= key[None, :]
     equal = as_good & as_good.T

@@ -6,6 +6,17 @@ a machine of one's own:
 
     {"format": "jaxferry.machine/1", "name": "my box", "flops_per_s": 1e14, "float32_flops_per_s": 2e13,
      "memory_bytes": 24e9, "memory_bytes_per_s": 9e11, "link_bytes_per_s": 2.5e10, "host_bytes_per_s": 6e10}
+
+The figures were checked in November 2026 against what others print of the sources named, as the vendors' own files
+were not at hand; what was not found there is marked "unconfirmed". Where they are printed:
+
+- V100, PCIe (112, 14 TFLOPS, 900 GB/s): io-tech.fi; A100 (312, 156 TFLOPS) and H100 (989.4, 494.7 TFLOPS):
+  glennklockwood.com/garden; A100 80 GB PCIe (1935 GB/s): thundercompute.com; H100 SXM (3350 GB/s): hpctech.co.jp; H200
+  (141 GB, 4.8 TB/s, the H100's compute): aiwiki.ai; RTX 4090: waredb.com.
+- PCIe 4: the forum's thread itself; PCIe 5: smart-guide.co.kr, quoting the blog, which names no GPU.
+- Hosts: Intel's S2600CW specification (Xeon E5-2600 v4), tomshardware.fr (EPYC 7003), wwt.com (4th generation Xeon),
+  hardwaretimes.com (Ryzen 7000).
+- 52 % of the A100's peak: the paper's abstract; 5 to 7 us for each copy: emergentmind.com, quoting the paper.
 """
 
 import dataclasses
@@ -23,8 +34,10 @@ _LAUNCH_S = 2.9e-6
 _LINK_LATENCY_S = 6e-6
 
 _COMMON_SOURCES = {
-    "efficiency": "Narayanan et al., arXiv:2104.04473: 44 % to 52 % of the A100's peak when training GPT models",
-    "launch_s": "Gray, Getting Started with CUDA Graphs, NVIDIA blog, 2019: a short kernel takes 2.9 us on a V100",
+    "efficiency": "Narayanan et al., arXiv:2104.04473: 52 % of the A100's peak when training a GPT model; down to 44 % "
+    "for smaller ones (44 %: unconfirmed)",
+    "launch_s": "Gray, Getting Started with CUDA Graphs, NVIDIA blog, 2019: a short kernel takes 2.9 us on a V100 "
+    "(unconfirmed)",
     "link_latency_s": "Wu et al., arXiv:2602.21548, section 5.2: 5 to 7 us for each cudaMemcpyAsync",
 }
 
@@ -115,12 +128,12 @@ def _host(channels: int, megatransfers: int, source: str) -> tuple[float, str]:
 
 
 _PCIE3 = (12000 * 2**20, "12 GB/s: Beaumont et al., hal-03580767, Table 1; its L2L column says 12000 MiB/s")
-_PCIE4 = (24.8e9, "nvbandwidth host_to_device_memcpy_ce on an A100: forums.developer.nvidia.com, thread 352186")
+_PCIE4 = (24.8e9, "nvbandwidth host_to_device_memcpy_ce on an A100 SXM4: forums.developer.nvidia.com, thread 352186")
 _PCIE5 = (55.6e9, "nvbandwidth host_to_device_memcpy_ce: NVIDIA technical blog on nvbandwidth")
-_E5 = _host(4, 2400, "Intel Xeon E5-2686 v4, one socket")
+_E5 = _host(4, 2400, "Intel Xeon E5-2686 v4, one socket (its family; this model: unconfirmed)")
 _MILAN = _host(8, 3200, "AMD EPYC 7003 data sheet, one socket")
-_SAPPHIRE = _host(8, 4800, "Intel Xeon Platinum 8480, one socket")
-_DESKTOP = _host(2, 5200, "AMD Ryzen 9 7950X")
+_SAPPHIRE = _host(8, 4800, "Intel Xeon Platinum 8480, one socket (its generation; this model: unconfirmed)")
+_DESKTOP = _host(2, 5200, "AMD Ryzen 9 7950X (its family; this model: unconfirmed)")
 
 
 def _machine(

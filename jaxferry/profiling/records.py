@@ -5,6 +5,10 @@ The times are those of MemFerry, section IV-B; `jaxferry.profile/1` is the JSON 
     {"format": "jaxferry.profile/1",
      "machine": {"gpu": "H200"},
      "layers": [{"name": "wte", "param_bytes": 1000, "grad_bytes": 1000, "load_s": 0.1, ...}]}
+
+A layer has the keys of this version and no others: a key that is misspelt, or that a later version gives a meaning,
+must not be left out silently. What else there is to say goes into `machine`, which is free-form. A version that adds a
+key to layers has another number in its `format`.
 """
 
 import dataclasses
@@ -18,6 +22,7 @@ from jaxferry.errors import InputError
 from jaxferry.records import (
     check_bytes,
     check_format,
+    check_keys,
     check_list,
     check_seconds,
     check_text,
@@ -101,6 +106,7 @@ class LayerProfile:
     def from_json(cls, document: Any, index: int = 0) -> Self:
         """Reads one element of `layers`; `index` is its position, for errors about the name itself."""
         name, where = name_of_element(document, index)
+        check_keys(document, tuple(field.name for field in dataclasses.fields(cls)), where)
         values = {key: required(document, key, where) for key in (*_BYTES, *_SECONDS) if key not in _OPTIONAL}
         values |= {key: document[key] for key in _OPTIONAL if key in document}
         if "parameters" in document:

@@ -2,34 +2,64 @@
 
 import importlib
 import os
+import pathlib
 from typing import Any
 
 from jaxferry.errors import InputError
 from jaxferry.planning import SweepPoint
 
+_FORMATS = ("png", "pdf", "svg")
 
-def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:
-    """Writes step time against device memory as a PNG, one line for each reserve factor.
+
+def plot_format(path: str | os.PathLike[str]) -> str:
+    """The format that a figure's file name asks for.
 
     Raises:
-      InputError: if matplotlib is missing, or the file cannot be written.
+      InputError: if it is none that is supported.
     """
-    figure, axes = _figure()
-    for factor in dict.fromkeys(point.reserve_factor for point in points):
+    ending = pathlib.PurePath(path).suffix.lower().removeprefix(".")
+    if ending not in _FORMATS:
+        raise InputError(f"a plot's name must end in {', '.join('.' + x for x in _FORMATS)}, got {os.fspath(path)!r}")
+    return ending
+
+
+def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:
+    """Writes step time against device memory as a figure, one line for each reserve factor.
+
+    Raises:
+      InputError: if matplotlib is missing, the format is not supported, or the file cannot be written.
+    """
+    kind = plot_format(path)
+    figure = sweep_figure(points, best)
+    try:
+        figure.savefig(path, dpi=120, bbox_inches="tight", format=kind)
+    except OSError as error:
+        raise InputError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+
+
+def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
+    """The figure of `plot_sweep`: nothing is written over the points; what they are stands beside the axes.
+
+    Raises:
+      InputError: if matplotlib is missing.
+    """
+    figure, axes, colours = _figure()
+    factors = list(dict.fromkeys(point.reserve_factor for point in points))
+    for number, factor in enumerate(factors):
         places = sorted(_place(point) for point in points if point.reserve_factor == factor and point.plan is not None)
         if places:
-            axes.plot(*zip(*places, strict=True), marker="o", label=f"reserve factor {factor:g}")
+            # later lines are thinner, so that those behind them at the same places can be seen
+            share = number / max(len(factors) - 1, 1)
+            look = {"color": colours(share), "markersize": 11 - 7 * share, "linewidth": 4 - 3 * share}
+            axes.plot(*zip(*places, strict=True), marker="o", label=f"{factor:g}", **look)
     if best is not None:
-        memory, time = _place(best)
-        axes.annotate("knee", (memory, time), textcoords="offset points", xytext=(8, 8))
+        axes.plot(*_place(best), linestyle="none", marker="*", color="black", markersize=14, label="knee", zorder=3)
+    axes.margins(0.08)
     axes.set_xlabel("peak device memory / GiB")
     axes.set_ylabel("steady step / s")
     axes.set_title("step time against device memory")
-    axes.legend(fontsize="small")
-    try:
-        figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
-    except OSError as error:
-        raise InputError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
+    axes.legend(title="reserve factor", fontsize="small", loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
+    return figure
 
 
 def _place(point: SweepPoint) -> tuple[float, float]:
@@ -37,10 +67,12 @@ def _place(point: SweepPoint) -> tuple[float, float]:
     return point.plan.predicted.peak_device_bytes / 2**30, point.plan.predicted.steady_step_s
 
 
-def _figure() -> tuple[Any, Any]:
+def _figure() -> tuple[Any, Any, Any]:
+    """A figure, its axes, and colours for shares in [0, 1]."""
     try:
         figures = importlib.import_module("matplotlib.figure")
+        colormaps = importlib.import_module("matplotlib").colormaps
     except ImportError as error:
         raise InputError("--plot needs matplotlib: pip install matplotlib") from error
     figure = figures.Figure(figsize=(7, 4.5))
-    return figure, figure.add_subplot()
+    return figure, figure.add_subplot(), colormaps["viridis"]

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from jaxferry.cli import main
+from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
@@ -54,6 +56,37 @@ def test_compare_prints_every_policy(jaxferry, profile):
             assert row["smallest_budget_bytes"] > 150e6
 
 
+def test_gaps_are_to_one_bound_that_holds_for_every_row(jaxferry, tmp_path):
+    profile = tmp_path / "profile.json"
+    transformer(6, seed=1).save(profile)
+    document = json.loads(jaxferry("plan", profile, "--compare", "--json").out)
+    for row in document["policies"]:
+        assert row["gap"] == pytest.approx(row["steady_step_s"] / document["lower_bound_s"] - 1, abs=1e-12)
+        assert row["gap"] >= 0
+    assert "no plan beats" in jaxferry("plan", profile, "--compare").out
+
+
+def test_a_comparison_writes_the_policy_s_plan_or_says_why_not(jaxferry, refused, profile, tmp_path):
+    path = tmp_path / "plan.json"
+    transformer(6).save(profile)
+    budget = make_plan(Profile.load(profile), "zero-offload").predicted.peak_device_bytes - 1
+    some = ("plan", profile, "--compare", "--memory-budget", budget, "-o", path)
+    err = refused(*some, "--policy", "zero-offload")
+    assert "smallest feasible for policy zero-offload" in err and "profile.json" in err
+    assert not path.exists()
+    assert jaxferry(*some, "--policy", "auto").status == 0
+    assert Plan.load(path).policy == "auto"
+
+
+@pytest.mark.parametrize("more", [(), ("--json",), ("-o", "x.json")])
+def test_a_comparison_in_which_nothing_fits_names_the_smallest_feasible_budget(refused, profile, more, monkeypatch):
+    transformer(6).save(profile)
+    monkeypatch.chdir(profile.parent)
+    err = refused("plan", profile, "--compare", "--memory-budget", "1", *more)
+    assert f"({smallest_peak_bytes(Profile.load(profile))} bytes)" in err
+    assert not (profile.parent / "x.json").exists()
+
+
 def test_bad_input_is_one_line_and_status_2(refused, profile, tmp_path):
     assert "unknown policy 'best'" in refused("plan", profile, "--policy", "best")
     assert "objective must be one of forward, step, steady" in refused("plan", profile, "--objective", "speed")
@@ -61,7 +94,10 @@ def test_bad_input_is_one_line_and_status_2(refused, profile, tmp_path):
     assert "reserve_factor must lie in [0, 1]" in refused("plan", profile, "--reserve-factor", "nan")
     assert "--reserve-factor" in refused("plan", profile, "--reserve-factor", "half")
     assert "memory budget must be" in refused("plan", profile, "--memory-budget", "8 parsecs")
-    assert "smallest feasible" in refused("plan", profile, "--policy", "auto", "--memory-budget", "1KB")
+    err = refused("plan", profile, "--policy", "auto", "--memory-budget", "1KB")
+    assert "smallest feasible" in err and "profile.json: memory budget" in err
+    err = refused("plan", profile, "--memory-budget", "999999999999TiB")
+    assert "memory budget" in err and "999999999999TiB" in err and "8 PiB" in err
     assert "smallest feasible" in refused("plan", profile, "--policy", "memferry", "--memory-budget", "1KB")
     assert "No such option" in refused("plan", profile, "--fast")
     assert "PROFILE.json" in refused("plan")
@@ -102,6 +138,17 @@ def test_modules_run_as_programs(module, profile):
     assert json.loads(done.stdout)["policy"] == "memferry"
     done = subprocess.run([*command, "--nonsense"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_letters_that_the_terminal_does_not_know_are_escaped(tmp_path):
+    path = tmp_path / "profile.json"
+    layers = [dataclasses.replace(x, name=f"schicht_ä{i}", parameters="") for i, x in enumerate(transformer(4).layers)]
+    Profile({}, tuple(layers)).save(path)
+    command = [sys.executable, "-m", "jaxferry", "plan", str(path), "--policy", "memferry"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ascii_only)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"schicht_\xe40" in done.stdout
 
 
 def test_names_in_brackets_are_printed_as_they_are(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -110,7 +111,40 @@ def test_bad_input_is_one_line(model: str, arguments: tuple[str, ...], message: 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("option", "value"), [("--remat", "some"), ("--compute-dtype", "float99")])
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def build(:\n", "line 1: SyntaxError: "),
+        ("\n\nimport no_such_package\n", "line 3: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("value = 1\nvalue / 0\n", "line 2: ZeroDivisionError: division by zero"),
+        ("def build():\n    return open('none.txt')\n", "line 2: FileNotFoundError: .*none.txt"),
+        ("def helper():\n    raise KeyError\n\ndef build():\n    return helper()\n", "line 2: KeyError$"),
+        ("import sys\nsys.exit('not now')\n", "line 2: SystemExit: not now"),
+        (MODEL.replace('params["head"]["bias"]', 'params["foot"]'), "line 12: KeyError: 'foot'"),
+        (MODEL.replace("hidden @", "hidden.T @"), "line 12: TypeError: "),
+    ],
+)
+def test_errors_of_the_user_s_own_code_are_one_line_with_its_place(
+    model: str, capsys: pytest.CaptureFixture[str], source: str, message: str
+) -> None:
+    pathlib.Path("model_of_a_user.py").write_text(source)
+    with pytest.raises(SystemExit) as caught:
+        main(["profile", "--estimate", "--machine", "h100-pcie5", "--model", model])
+    printed = capsys.readouterr()
+    assert (caught.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert re.search(rf"--model {model}: \S*model_of_a_user.py, {message}", printed.err.strip())
+
+
+def test_a_function_that_wants_arguments_is_said_to(model: str) -> None:
+    pathlib.Path("model_of_a_user.py").write_text("def build(size):\n    return size\n")
+    with pytest.raises(InputError, match=r"build: TypeError: build.. missing 1 required positional argument"):
+        run("--estimate", "--machine", "h100-pcie5", "--model", model)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--remat", "some"), *(("--compute-dtype", name) for name in ("float99", "int32", "bool", "complex64"))],
+)
 def test_unknown_words_are_refused(model: str, option: str, value: str) -> None:
     with pytest.raises(InputError, match=f"{option} must be .* got '{value}'"):
         run("--estimate", "--machine", "h100-pcie5", "--model", model, option, value)

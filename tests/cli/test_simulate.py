@@ -7,6 +7,7 @@ import pytest
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate.report import simulate
+from jaxferry.units import format_bytes
 from profiles import transformer
 
 
@@ -41,10 +42,20 @@ def test_the_report_names_lanes_and_the_critical_path(jaxferry, profile, plan):
     assert all(text in out for text in ("GPU", "H2D", "D2H", "host", "critical path:", "update table0"))
 
 
+def test_the_report_tells_the_memory_of_a_chain_from_that_of_one_step(jaxferry, profile, plan):
+    document = json.loads(jaxferry("simulate", profile, plan, "--json").out)
+    one_step = max(held for _, held in document["device_bytes"])
+    assert one_step <= document["peak_device_bytes"]
+    out = jaxferry("simulate", profile, plan).out
+    assert f"{format_bytes(document['peak_device_bytes'])} over a chain of 3 steps" in out
+    assert f"{format_bytes(one_step)} in one step alone" in out
+
+
 def test_bad_input_is_one_line_and_status_2(refused, profile, plan, tmp_path):
     other = tmp_path / "other.json"
     transformer(15).save(other)
-    assert "another profile" in refused("simulate", other, plan)
+    err = refused("simulate", other, plan)
+    assert "another profile" in err and f"{plan} and {other}: " in err
     assert "format" in refused("simulate", profile, profile)
     assert "cannot read" in refused("simulate", profile, tmp_path / "none.json")
     assert "cannot write" in refused("simulate", profile, plan, "--trace", tmp_path / "no" / "t.json")

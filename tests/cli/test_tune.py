@@ -2,13 +2,17 @@
 
 import decimal
 import json
+import re
 
 import pytest
 
 from jaxferry.cli.tune import read_range
-from jaxferry.errors import InputError
+from jaxferry.errors import BudgetError, InputError
 from jaxferry.plan.records import LayerPlan, Plan, Predicted
-from jaxferry.planning import SweepPoint, knee
+from jaxferry.planning import SweepPoint, knee, make_plan
+from jaxferry.profiling.records import Profile
+from jaxferry.report.plots import sweep_figure
+from profiles import transformer
 
 
 def point(memory, time):
@@ -46,6 +50,8 @@ def test_the_knee_is_where_more_memory_stops_paying():
     bend = point(20, 2.0)
     assert knee([point(10, 10.0), point(90, 1.2), bend, point(100, 1.0), point(50, 5.0)]) is bend
     assert knee([]) is None
+    fastest = point(100, 1.0)
+    assert knee([point(10, 10.0), point(60, 9.5), fastest]) is fastest
     assert knee([SweepPoint(1.0, 1, None)]) is None
     assert knee([bend]) is bend
 
@@ -60,12 +66,51 @@ def test_ranges_hold_both_ends():
             read_range(text, decimal.Decimal)
 
 
+@pytest.mark.parametrize(
+    ("policy", "more"),
+    [("auto", ()), ("exact", ("--json",)), ("memferry", ("-o", "plan.json")), ("memferry", ("--plot", "p.png"))],
+)
+def test_budgets_that_nothing_fits_into_name_the_smallest_feasible_one(refused, tmp_path, policy, more, monkeypatch):
+    profile = tmp_path / "profile.json"
+    transformer(6).save(profile)
+    monkeypatch.chdir(tmp_path)
+    budgets = ("--memory-budget", "1KB:3KB:1KB", "--reserve-factor", "0:1:1", "--policy", policy, *more)
+    err = refused("tune", profile, *budgets)
+    smallest = int(re.search(r"smallest feasible for policy \S+ is .* \((\d+) bytes\)", err)[1])
+    known, least = Profile.load(profile), []
+    for factor in (0.0, 1.0):
+        with pytest.raises(BudgetError) as caught:
+            make_plan(known, policy, reserve_factor=factor, memory_budget_bytes=3000)
+        least.append(caught.value.smallest_bytes)
+    assert smallest == min(least)
+    assert "profile.json" in err and "3000 bytes" in err
+    assert not list(profile.parent.glob("p*.png")) and not (profile.parent / "plan.json").exists()
+
+
 def test_bad_input_is_one_line_and_status_2(refused, profile, tmp_path):
     assert "unknown policy" in refused("tune", profile, "--policy", "best")
     assert "range" in refused("tune", profile, "--reserve-factor", "0:1")
     assert "reserve factor must" in refused("tune", profile, "--reserve-factor", "0:2:1")
     assert "reserve factor must" in refused("tune", profile, "--reserve-factor", "inf")
     assert "budget must be" in refused("tune", profile, "--memory-budget", "1:x:1")
-    none_fits = ("--memory-budget", "1KB", "--reserve-factor", "1", "-o", tmp_path / "p.json")
-    assert "no plan fits" in refused("tune", profile, *none_fits)
     assert "cannot write" in refused("tune", profile, "--reserve-factor", "1", "--plot", tmp_path / "no" / "p.png")
+    for name in ("p.foo", "p"):
+        assert ".png, .pdf, .svg" in refused("tune", profile, "--reserve-factor", "1", "--plot", tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(("name", "start"), [("p.PNG", b"\x89PNG"), ("p.pdf", b"%PDF"), ("p.svg", b"<?xml")])
+def test_a_plot_has_the_format_that_its_name_says(jaxferry, profile, tmp_path, name, start):
+    assert jaxferry("tune", profile, "--reserve-factor", "1", "--plot", tmp_path / name).status == 0
+    assert (tmp_path / name).read_bytes().startswith(start)
+
+
+def test_nothing_is_written_over_the_points_of_a_plot():
+    points = [point(10, 10.0), point(20, 2.0), point(90, 1.2)]
+    figure = sweep_figure(points, points[1])
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    figure.canvas.draw()
+    assert not axes.texts
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    assert [text.get_text() for text in legend.get_texts()] == ["1", "knee"]

@@ -7,7 +7,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.engine.placement import Placement, make_placement
-from jaxferry.engine.transfers import Transfers
+from jaxferry.engine.transfers import DevicePut
 from jaxferry.modes import Mode
 from jaxferry.partition import layers_by_path
 from planned import assert_same_bits, plan_of, train
@@ -39,7 +39,7 @@ def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
     layer = next(layer for layer in layers if layer.name == "a")
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(PARAMS["a"])]
     vectors = tuple(jax.device_put(v, placement.pinned) for v in layer.pack(leaves))
-    transfers = Transfers(placement, [layer])
+    transfers = DevicePut(placement, [layer])
     held = transfers.load(0, vectors)
     assert_same_bits(held.parameters(), leaves)
     assert {p.sharding.memory_kind for p in held.parameters()} == {"device"}
@@ -51,12 +51,12 @@ def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
 
 def test_gradients_are_stored_added_up_and_freed(placement):
     layer = next(layer for layer in layers_by_path(PARAMS) if layer.name == "a")
-    transfers = Transfers(placement, [layer])
+    transfers = DevicePut(placement, [layer])
     total = None
     for factor in (1.0, 10.0):
         gradients = [jax.device_put(jnp.full(leaf.shape, factor), placement.device) for leaf in layer.leaves]
         total = transfers.store(0, gradients, total)
         assert all(gradient.is_deleted() for gradient in gradients)
-    (vector,) = total
+    (vector,) = transfers.gather(0, total)
     np.testing.assert_array_equal(np.asarray(vector), np.full(9, 11.0))
     assert vector.sharding.memory_kind in ("pinned_host", "unpinned_host")

@@ -5,7 +5,7 @@ import os
 import jax
 import pytest
 
-from native import cuda_library
+from native import gpu_library
 
 
 def _has_gpu():
@@ -23,4 +23,4 @@ collect_ignore_glob = [] if _has_gpu() else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def operations(tmp_path_factory):
-    return cuda_library.register(cuda_library.find(tmp_path_factory.mktemp("cuda")))
+    return gpu_library.register(gpu_library.find(tmp_path_factory.mktemp("cuda")))

@@ -59,8 +59,8 @@ class Instruction:
 def _topology():
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise ModuleNotFoundError(
-            f"compiling for a GPU needs jax's CUDA plugin: pip install --no-deps jax-cuda13-plugin=={jax.__version__} "
-            f"jax-cuda13-pjrt=={jax.__version__}"
+            f"compiling for a GPU needs jax's CUDA plugin {jax.__version__}: `make test` puts it beside the "
+            "environment, as tools/gpu-packages does"
         )
     return topologies.get_topology_desc("", platform="cuda", topology="1x1x1", target_config=TARGET.read_text())
 
@@ -77,9 +77,13 @@ def compile_for_gpu(fn, *args, out_shardings, donate_argnums=()):
     Raises:
       ModuleNotFoundError: where jax's CUDA plugin is not installed.
     """
-    topology = _topology()
     jitted = jax.jit(fn, out_shardings=out_shardings, donate_argnums=donate_argnums)
-    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+    return compile_lowered(jitted.trace(*args).lower(lowering_platforms=("cuda",)))
+
+
+def compile_lowered(lowered):
+    """Compiles what was lowered for CUDA for an H200."""
+    topology = _topology()
     # No GPU to try algorithms on.
     options = compiler.get_compile_options(
         num_replicas=1, num_partitions=1, env_options_overrides={"xla_gpu_autotune_level": "0"}

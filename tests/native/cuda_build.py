@@ -25,6 +25,12 @@ def run(*command):
     return output
 
 
+def find_nvcc():
+    """The setting that names the nvcc beside this Python's environment; none where the system has one."""
+    found = sorted(pathlib.Path(sys.prefix).glob("gpu-packages/nvidia/cu*/bin/nvcc"))
+    return [f"-DJAXFERRY_NVCC={found[-1]}"] if found and not shutil.which("nvcc") else []
+
+
 def configure(build, *settings):
     """Configures the CUDA library by itself in the folder `build` and returns what CMake printed."""
     return run(
@@ -34,6 +40,7 @@ def configure(build, *settings):
         f"-DJAXFERRY_FFI_INCLUDE={jax.ffi.include_dir()}",
         f"-DJAXFERRY_JAXLIB={jaxlib.version.__version__}",
         "-DJAXFERRY_WARNINGS_AS_ERRORS=ON",
+        *find_nvcc(),
         *settings,
     )
 

@@ -10,36 +10,25 @@ import jaxlib.version
 import numpy as np
 import pytest
 
+from jaxferry.native.library import TARGETS
 from native import cuda_build
 from native.compile_for_gpu import DEVICE, HOST, compile_for_gpu, host_compute, instructions
-
-TARGETS = (
-    "jaxferry_scratch",
-    "jaxferry_dha_gather",
-    "jaxferry_dha_matmul",
-    "jaxferry_dha_read",
-    "jaxferry_gradient_store",
-    "jaxferry_dha_matmul_gradient",
-    "jaxferry_ferry_load",
-    "jaxferry_ferry_store",
-    "jaxferry_ferry_wait",
-)
+from native.cuda_library import cuda_library
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return cuda_build.build(tmp_path_factory.mktemp("cuda"))
+def path():
+    return cuda_library()[0]
 
 
 @pytest.fixture(scope="module")
-def library(path):
-    return ctypes.CDLL(str(path))
+def library():
+    return cuda_library()[1]
 
 
 @pytest.fixture(scope="module")
-def registered(library):
-    for name in TARGETS:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="CUDA")
+def registered():
+    cuda_library()
 
 
 def test_the_library_says_what_it_is_and_what_made_it(library):

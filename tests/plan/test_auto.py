@@ -19,6 +19,7 @@ from jaxferry.simulate.report import predict
 from profiles import profiles, transformer
 
 few = hypothesis.settings(derandomize=True, deadline=None, max_examples=15)
+fewer = hypothesis.settings(derandomize=True, deadline=None, max_examples=6)
 NEARLY = 1 + 1e-9
 
 
@@ -40,18 +41,18 @@ def test_no_plan_of_few_layers_that_fits_is_faster(profile, budget):
         assert found.predicted.steady_step_s <= least * NEARLY
 
 
-@few
+@fewer
 @given(profiles(min_layers=4, max_layers=6), st.sampled_from([None, 0.4, 1.0]))
 def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(profile, factor):
-    search = AutoSearch(profile, Request(factor))
+    """Each budget is asked for on its own, as a user would."""
     before = np.inf
-    for budget in (40, 80, 120, 200, 300, 1000):
+    for budget in (40, 80, 120, 200, 300, 1000, None):
         try:
-            plan = predict(profile, search.plan(budget))
+            plan = make_plan(profile, "auto", reserve_factor=factor, memory_budget_bytes=budget)
         except BudgetError:
             assert before == np.inf
             continue
-        assert plan.predicted.peak_device_bytes <= budget
+        assert budget is None or plan.predicted.peak_device_bytes <= budget
         assert plan.predicted.steady_step_s <= before * NEARLY
         before = plan.predicted.steady_step_s
         for other in policies():
@@ -85,7 +86,35 @@ def test_an_infeasible_budget_names_the_smallest_feasible_one():
     assert make_plan(profile, "auto", memory_budget_bytes=smallest).predicted.peak_device_bytes == smallest
 
 
-def test_without_a_budget_it_plans_as_exact():
-    profile = transformer(14)
-    auto, exact = make_plan(profile, "auto"), make_plan(profile, "exact")
-    assert (auto.layers, auto.predicted) == (exact.layers, exact.predicted)
+@few
+@given(profiles(max_layers=5), st.sampled_from([None, 0.4, 1.0]))
+def test_no_budget_is_at_least_as_good_as_any(profile, factor):
+    free = make_plan(profile, "auto", reserve_factor=factor)
+    assert "memory_budget_bytes" not in free.details
+    for budget in (free.predicted.peak_device_bytes, 10**9):
+        limited = make_plan(profile, "auto", reserve_factor=factor, memory_budget_bytes=budget)
+        assert free.predicted.steady_step_s <= limited.predicted.steady_step_s * NEARLY
+
+
+def test_no_budget_is_at_least_as_good_as_any_on_a_long_model_and_as_exact():
+    profile = transformer(22, 2)
+    free, exact = make_plan(profile, "auto"), make_plan(profile, "exact")
+    plenty = make_plan(profile, "auto", memory_budget_bytes=10 * sum(layer.param_bytes for layer in profile.layers))
+    for other in (plenty, exact):
+        assert free.predicted.steady_step_s <= other.predicted.steady_step_s * NEARLY
+
+
+@few
+@given(profiles(max_layers=2))
+def test_no_memory_is_taken_for_nothing(profile):
+    """Of plans that are equally fast the leanest is taken, also without a budget."""
+    size = len(profile.layers)
+    modes = np.array(list(itertools.product(range(5), repeat=size)))
+    times, peaks = [], []
+    for to_host in itertools.product((False, True), repeat=size):
+        outcomes = Evaluator(profile)(modes, np.array(to_host))
+        times.append(outcomes.steady_step_s[outcomes.in_window])
+        peaks.append(outcomes.peak_bytes[outcomes.in_window])
+    steady_s, peak_bytes = np.concatenate(times), np.concatenate(peaks)
+    leanest = peak_bytes[steady_s <= steady_s.min() * NEARLY].min()
+    assert make_plan(profile, "auto").predicted.peak_device_bytes == leanest

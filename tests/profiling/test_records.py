@@ -122,6 +122,42 @@ def test_host_gradient_and_host_parameters_cost_the_sum_of_both_detours():
     assert layer.backward_for(by_dha=True, to_host=True) == 6
 
 
+@pytest.mark.parametrize("key", ["inter_forward", "activation_byte", "comment", "mode"])
+def test_an_unknown_key_is_named_with_its_layer_and_the_known_ones(key):
+    with pytest.raises(InputError, match=f'layer "mlp": unknown key "{key}"; known are name, .*inter_backward_s'):
+        Profile.from_json(document(**{key: 1}))
+
+
+def test_facts_about_the_machine_are_anyone_s():
+    facts = {"gpu": "any", "comment": ["what", {"one": "likes"}]}
+    assert Profile.from_json(document() | {"machine": facts}).machine == facts
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"format": 1, "format": 2}', 'key "format" occurs twice in one object'),
+        ('{"layers": [{"name": "a", "load_s": 1, "load_s": 2}]}', 'key "load_s" of "a" occurs twice in one object'),
+        ('{"machine": {"\\ud800": 1, "\\ud800": 2}}', r'key "\\ud800" occurs twice'),
+    ],
+)
+def test_a_key_that_comes_twice_is_refused(tmp_path, text, message):
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"p.json: {message}"):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize("key", ["name", "parameters"])
+def test_text_that_cannot_be_written_is_refused(tmp_path, key):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(document(**{key: "mlp\ud800"})))
+    with pytest.raises(InputError, match=rf"p.json: .*{key} must hold no surrogate without its pair, got .*ud800"):
+        Profile.load(path)
+    path.write_text(json.dumps(document(**{key: "mlp\U0001f6a2"})))
+    assert getattr(Profile.load(path).layers[0], key) == "mlp\U0001f6a2"
+
+
 def test_numbers_with_more_digits_than_python_reads_are_malformed(tmp_path):
     path = tmp_path / "bad.json"
     path.write_text('{"format": ' + "9" * 5000 + "}")

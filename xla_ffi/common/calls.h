@@ -56,6 +56,15 @@ struct Store {
   bool accumulate;
 };
 
+// Adds rows to those of a table `[rows, columns]`; nothing for an index outside [0, rows).
+struct RowStore {
+  Dtype dtype, destination_dtype;
+  const int32_t* indices;
+  const void* added;
+  void* destination;
+  int64_t num_indices, rows, columns;
+};
+
 // A stretch of bytes to copy, or to add to what is there: numbers of dtype `add`, in fp32.
 struct Copy {
   const void* source;

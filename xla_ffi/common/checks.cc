@@ -4,25 +4,51 @@
 
 namespace jaxferry {
 
+namespace {
+
+// That there is a row `[columns]` for each of the indices.
+ffi::Error CheckRows(const char* operation, const char* name, ffi::AnyBuffer buffer, ffi::AnyBuffer indices,
+                     int64_t columns) {
+  if (indices.element_type() != ffi::DataType::S32) {
+    return Invalid(operation, "indices must be int32, got " + Describe(indices));
+  }
+  int64_t num_rows = 0;
+  JAXFERRY_RETURN_IF_ERROR(CheckMatrix(operation, name, buffer, "columns", columns, &num_rows));
+  if (num_rows == static_cast<int64_t>(indices.element_count())) return ffi::Error::Success();
+  return Invalid(operation, std::string(name) + " must have a row for each index, got " + Describe(buffer) +
+                                " for indices " + Describe(indices));
+}
+
+}  // namespace
+
 ffi::Error CheckGather(ffi::AnyBuffer table, ffi::AnyBuffer indices, ffi::AnyBuffer result, int64_t offset,
                        int64_t rows, int64_t columns, Gather* call) {
   const char* operation = "dha_gather";
   JAXFERRY_RETURN_IF_ERROR(CheckFloating(operation, "table", table, &call->dtype));
   JAXFERRY_RETURN_IF_ERROR(CheckInside(operation, "table", table, offset, rows, columns));
-  if (indices.element_type() != ffi::DataType::S32) {
-    return Invalid(operation, "indices must be int32, got " + Describe(indices));
-  }
   JAXFERRY_RETURN_IF_ERROR(CheckSameDtype(operation, "the result", result, "table", table));
-  int64_t num_rows = 0;
-  JAXFERRY_RETURN_IF_ERROR(CheckMatrix(operation, "the result", result, "columns", columns, &num_rows));
+  JAXFERRY_RETURN_IF_ERROR(CheckRows(operation, "the result", result, indices, columns));
   call->num_indices = indices.element_count();
-  if (num_rows != call->num_indices) {
-    return Invalid(operation, "the result must have a row for each index, got " + Describe(result) + " for indices " +
-                                  Describe(indices));
-  }
   call->table = At(table, offset);
   call->indices = static_cast<const int32_t*>(indices.untyped_data());
   call->result = result.untyped_data();
+  call->rows = rows;
+  call->columns = columns;
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckRowStore(ffi::AnyBuffer destination, ffi::AnyBuffer indices, ffi::AnyBuffer added,
+                         ffi::AnyBuffer result, int64_t offset, int64_t rows, int64_t columns, RowStore* call) {
+  const char* operation = "row_store";
+  JAXFERRY_RETURN_IF_ERROR(CheckFloating(operation, "destination", destination, &call->destination_dtype));
+  JAXFERRY_RETURN_IF_ERROR(CheckFloating(operation, "rows", added, &call->dtype));
+  JAXFERRY_RETURN_IF_ERROR(CheckInside(operation, "destination", destination, offset, rows, columns));
+  JAXFERRY_RETURN_IF_ERROR(CheckAliased(operation, "destination", destination, result));
+  JAXFERRY_RETURN_IF_ERROR(CheckRows(operation, "rows", added, indices, columns));
+  call->num_indices = indices.element_count();
+  call->indices = static_cast<const int32_t*>(indices.untyped_data());
+  call->added = added.untyped_data();
+  call->destination = At(destination, offset);
   call->rows = rows;
   call->columns = columns;
   return ffi::Error::Success();

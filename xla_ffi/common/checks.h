@@ -44,6 +44,9 @@ ffi::Error CheckRead(ffi::AnyBuffer vector, ffi::RemainingRets results, Integers
 ffi::Error CheckStore(ffi::AnyBuffer destination, ffi::AnyBuffer gradient, ffi::AnyBuffer result, int64_t offset,
                       int64_t accumulate, Store* call);
 
+ffi::Error CheckRowStore(ffi::AnyBuffer destination, ffi::AnyBuffer indices, ffi::AnyBuffer added,
+                         ffi::AnyBuffer result, int64_t offset, int64_t rows, int64_t columns, RowStore* call);
+
 ffi::Error CheckFerryLoad(ffi::RemainingArgs arguments, ffi::RemainingRets results, Integers vectors, Integers offsets,
                           Copies* copies);
 

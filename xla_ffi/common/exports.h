@@ -17,6 +17,7 @@ XLA_FFI_Error* jaxferry_dha_matmul(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_dha_read(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_gradient_store(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_dha_matmul_gradient(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_row_store(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_load(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_store(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_wait(XLA_FFI_CallFrame*);

@@ -36,6 +36,17 @@ static ffi::Error GradientStore(cudaStream_t stream, int32_t ordinal, ffi::AnyBu
   });
 }
 
+static ffi::Error RowStoreHandler(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer destination,
+                                  ffi::AnyBuffer indices, ffi::AnyBuffer added, ffi::Result<ffi::AnyBuffer> result,
+                                  int64_t offset, int64_t rows, int64_t columns) {
+  return Guarded("row_store", [&] {
+    RowStore call;
+    JAXFERRY_RETURN_IF_ERROR(CheckRowStore(destination, indices, added, *result, offset, rows, columns, &call));
+    return cuda::RunOn("row_store", ordinal, {{"destination", destination}, {"indices", indices}, {"rows", added}},
+                       [&](cuda::Device&) { cuda::AddRows(call, stream); });
+  });
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_dha_gather, DhaGather,
                               JAXFERRY_BIND()
                                   .Arg<ffi::AnyBuffer>()  // table
@@ -58,5 +69,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_gradient_store, GradientStore,
                                   .Ret<ffi::AnyBuffer>()  // destination
                                   .Attr<int64_t>("offset")
                                   .Attr<int64_t>("accumulate"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_row_store, RowStoreHandler,
+                              JAXFERRY_BIND()
+                                  .Arg<ffi::AnyBuffer>()  // destination
+                                  .Arg<ffi::AnyBuffer>()  // indices
+                                  .Arg<ffi::AnyBuffer>()  // rows
+                                  .Ret<ffi::AnyBuffer>()  // destination
+                                  .Attr<int64_t>("offset")
+                                  .Attr<int64_t>("rows")
+                                  .Attr<int64_t>("columns"));
 
 }  // namespace jaxferry

@@ -41,8 +41,8 @@ void LaunchDirectOf(const DirectArguments& arguments, bool transpose, cudaStream
 
 }  // namespace
 
-// Rows that are not aligned are read number by number, and few blocks have few reads under way: right, but no way to fill
-// a link. What is small is there before a copy engine has started.
+// Rows that are not aligned are read number by number, and few blocks have few reads under way: right, but no way to
+// fill a link. What is small is there before a copy engine has started.
 bool IsBestDirectly(const Matmul& call) {
   const int64_t num_vectors = kVectorBytes / ItemSize(call.w_dtype);
   const int64_t per_block = call.transpose ? kWeightRowsOfBlock : kColumnLanes * num_vectors;

@@ -12,6 +12,8 @@ namespace jaxferry::cuda {
 
 void GatherRows(const Gather& call, cudaStream_t stream);
 
+void AddRows(const RowStore& call, cudaStream_t stream);
+
 // Products by kernels that read the weight in host memory themselves.
 void DirectMatmul(const Matmul& call, cudaStream_t stream);
 bool IsBestDirectly(const Matmul& call);

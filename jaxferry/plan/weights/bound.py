@@ -58,7 +58,27 @@ def bound(instance: Instance, time_limit_s: float = TIME_LIMIT_S) -> Outcome:
         note = f"stopped after {time_limit_s:g} s: proven, but perhaps not tight"
     choices = () if result.x is None else problem.choices(result.x)
     duration_s = instance.compute_s + idle * max(instance.weights) / instance.bandwidth_bytes_per_s
+    duration_s = max(duration_s, transfer_bound_s(instance))
     return Outcome("bound", duration_s, instance.compute_s, choices, None, note)
+
+
+def transfer_bound_s(instance: Instance) -> float:
+    """A time below which no schedule exists, by the prefetches alone: far quicker to have than `bound`, and weaker.
+
+    At the start of the first backward, and at that of the first forward, memory has room for some bytes of weights
+    only. The others are absent, and each has to come back for its next use, which is before the other of these two
+    instants. So a cycle prefetches at least the sum of what is absent at both.
+
+    Raises:
+      BudgetError: if no schedule exists.
+    """
+    instance.check_feasible()
+    last = instance.num_layers - 1
+    absent = 0.0
+    for own, own_bytes in ((last, instance.backward_bytes(last)), (0, instance.forward_bytes(0))):
+        others = sum(instance.weights) - instance.weights[own]
+        absent += max(0.0, others - (instance.memory_bytes - own_bytes))
+    return max(instance.compute_s, absent / instance.bandwidth_bytes_per_s)
 
 
 def _at_least_zero(value: float | None) -> float:

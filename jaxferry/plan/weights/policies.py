@@ -26,6 +26,11 @@ def solve(instance: Instance, policy: str) -> Outcome:
       InputError: if there is none; the message lists the known ones.
       BudgetError: if no schedule exists in the instance's memory.
     """
+    check_policy(policy)
+    return POLICIES[policy](instance)
+
+
+def check_policy(policy: str) -> None:
+    """Raises InputError if there is no such policy; the message lists the known ones."""
     if policy not in POLICIES:
         raise InputError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
-    return POLICIES[policy](instance)

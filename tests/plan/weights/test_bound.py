@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from jaxferry.plan.weights.bound import _Problem, bound
+from jaxferry.plan.weights.bound import _Problem, bound, transfer_bound_s
 from jaxferry.plan.weights.instance import Instance
 
 
@@ -117,3 +117,11 @@ def test_no_time_is_still_a_bound() -> None:
     instance = Instance((4, 3, 5), (0, 1, 1, 1), (1, 1, 2), (2, 1, 2), 13, 1)
     hurried = bound(instance, time_limit_s=0.0)
     assert instance.compute_s <= hurried.duration_s <= bound(instance).duration_s * (1 + 1e-6)
+
+
+def test_on_a_slow_link_the_transfers_alone_are_a_good_bound() -> None:
+    """Six weights, room for the operation and two others: at both turns three are absent and have to come back."""
+    instance = Instance((10,) * 6, (0,) * 7, (1,) * 6, (1,) * 6, 40, 1)
+    assert transfer_bound_s(instance) == (50 - (40 - 20)) + (50 - (40 - 10))
+    assert transfer_bound_s(instance) <= bound(instance).duration_s <= 1.3 * transfer_bound_s(instance)
+    assert bound(instance, time_limit_s=0.0).duration_s >= transfer_bound_s(instance)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.plan.weights.best import greedy_best
-from jaxferry.plan.weights.bound import bound
+from jaxferry.plan.weights.bound import bound, transfer_bound_s
 from jaxferry.plan.weights.greedy import greedy
 from jaxferry.plan.weights.instance import Instance
 from jaxferry.plan.weights.l2l import l2l
@@ -68,6 +68,13 @@ def test_no_schedule_is_shorter_than_the_bound(instance: Instance) -> None:
     assert lower.duration_s >= instance.compute_s * (1 - ROUNDING)
     for policy in SCHEDULED:
         assert solve(instance, policy).duration_s >= lower.duration_s * (1 - SOLVER) - SOLVER
+
+
+@settings(derandomize=True, deadline=None, max_examples=80)
+@given(instances())
+def test_no_schedule_is_shorter_than_its_transfers(instance: Instance) -> None:
+    for policy in sorted(set(POLICIES) - {"bound"}):
+        assert transfer_bound_s(instance) <= solve(instance, policy).duration_s * (1 + 1e-9)
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)

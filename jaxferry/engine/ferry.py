@@ -1,0 +1,100 @@
+"""The transport of the native library: copies on queues of their own, into and out of buffers that exist already.
+
+A copy is put onto its queue by one program and waited for by another, so that it overlaps whatever the device is given
+between the two. A parameter goes straight into a buffer of its own shape, a gradient from one: nothing is packed or cut
+on the device. The buffers of a dropped layer are used again by the next one of the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport, Vectors
+from jaxferry.native import targets
+from jaxferry.partition import Gradient, Layer, RowGradient
+
+
+class Ferry(Transport):
+    """Copies by `ferry_load`, `ferry_store` and `ferry_wait`."""
+
+    def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
+        super().__init__(placement, layers)
+        # On a GPU a wait holds up all programs that are issued after it, on a CPU only those that need its results.
+        self.lag = 0 if placement.is_cpu else 1
+        self._free: dict[Any, list[Sequence[jax.Array]]] = {}
+
+    def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
+        """See `Transport.store`."""
+        if any(isinstance(gradient, RowGradient) for gradient in gradients):
+            stored = self._store_rows(layer, gradients, onto)
+            for leaf in jax.tree.leaves(gradients):
+                leaf.delete()
+            return stored
+        into = self.destinations(layer, onto)
+        vectors = self._program("store" if onto is None else "accumulate", layer)(gradients, into)
+        wait = self._program("landed", layer)
+
+        def arrive(vectors: Vectors) -> Vectors:
+            landed, sources = wait(vectors, gradients)
+            for source in sources:
+                source.delete()
+            return tuple(landed)
+
+        return HostGradient(tuple(vectors), self._placement.is_cpu, arrive)
+
+    def _load(self, layer: int, size: int, vectors: Vectors) -> DeviceLayer:
+        layout = self._layers[layer].layout
+        free = self._free.setdefault(layout, [])
+        if not free:
+            self._clear()
+            free.append(self._program("buffers", layer)())
+        arrays = self._program("load", layer)(vectors, free.pop())
+        return DeviceLayer(layer, size, arrays, self._program("arrived", layer))
+
+    def _drop(self, held: DeviceLayer) -> None:
+        # A copy that nobody has waited for may still be writing.
+        self._free.setdefault(self._layers[held.layer].layout, []).append(held.parameters())
+
+    def _clear(self) -> None:
+        """Frees the buffers of layers that are gone, so that there are never more than were in use at a time."""
+        for buffers in self._free.values():
+            while buffers:
+                for array in buffers.pop():
+                    array.delete()
+
+    def _jitted(self, name: str, layer: Layer) -> Any:
+        device, pinned = self._placement.device, self._placement.pinned
+        numbers, offsets = [leaf.vector for leaf in layer.leaves], [leaf.offset for leaf in layer.leaves]
+
+        def buffers() -> list[jax.Array]:
+            return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves]
+
+        def load(vectors: Vectors, into: Sequence[jax.Array]) -> list[jax.Array]:
+            return targets.ferry_load(vectors, into, numbers, offsets)
+
+        def store(gradients: Sequence[jax.Array], into: Vectors, accumulate: bool = False) -> list[jax.Array]:
+            stored = list(into)
+            for number in range(len(into)):
+                chosen = [i for i, leaf in enumerate(layer.leaves) if leaf.vector == number]
+                stored[number] = targets.ferry_store(
+                    [gradients[i] for i in chosen], into[number], [offsets[i] for i in chosen], accumulate
+                )
+            return stored
+
+        def landed(vectors: Vectors, gradients: Sequence[jax.Array]) -> Any:
+            return [targets.ferry_wait([v])[0] for v in vectors], targets.ferry_wait(gradients)
+
+        made = {
+            "buffers": lambda: jax.jit(buffers, out_shardings=device),
+            "load": lambda: jax.jit(load, donate_argnums=1, out_shardings=device),
+            "arrived": lambda: jax.jit(targets.ferry_wait, donate_argnums=0, out_shardings=device),
+            "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=pinned),
+            "accumulate": lambda: jax.jit(lambda g, i: store(g, i, True), donate_argnums=1, out_shardings=pinned),
+            "landed": lambda: jax.jit(landed, donate_argnums=(0, 1), out_shardings=(pinned, device)),
+        }
+        return made[name]() if name in made else super()._jitted(name, layer)

@@ -1,0 +1,340 @@
+"""Operations on arrays in host memory: Direct Host Access (DHA) for reads, in-place stores for gradients.
+
+Each is one custom call of the native library where that is loaded, else its twin in plain JAX (`twins.py`), with the
+same results but for the order in which products are summed. They are for use inside jitted functions. Host arrays are
+in `pinned_host` memory and keep their place there; `offset` names a piece of a larger one, such as a flat vector.
+
+MemFerry, section III: kernels that read pinned host memory; section V: gradients written to host memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.errors import InputError
+from jaxferry.native import targets, twins
+from jaxferry.native.library import is_available
+from jaxferry.native.shapes import GatherShape, ProductShape
+
+SCRATCH_BYTES = 8 * 2**20
+"""Device memory through which a product's panels are staged, at most: two panels of 4 MiB, each longer on the link than
+what starts it takes."""
+
+DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
+"""What the native operations compute with; the twins take any floating dtype."""
+
+
+def is_native(*dtypes: Any, native: bool | None = None) -> bool:
+    """Whether an operation on these dtypes is done by the native library.
+
+    Args:
+      *dtypes: the dtypes of all its arrays.
+      native: True or False to demand one; None takes the library if it is there for JAX's default platform.
+    """
+    has_library = native is not False and is_available(jax.default_backend())
+    return (has_library if native is None else native) and all(np.dtype(dtype) in DTYPES for dtype in dtypes)
+
+
+def dha_gather(
+    table: jax.Array, indices: jax.Array, *, shape: GatherShape | None = None, native: bool | None = None
+) -> jax.Array:
+    """Rows of a table in host memory, of which only those rows cross the link.
+
+    Differentiable in the table: repeated rows add up on the device, and touched rows alone are sent.
+
+    Args:
+      table: `[rows, columns]`, in host memory; or any host array of which `shape` names a piece.
+      indices: integers of any shape, in `[0, rows)`.
+      shape: where the table lies in the host array; None for the whole of it.
+      native: see `is_native`.
+
+    Returns:
+      `[*indices.shape, columns]` on the device, of the table's dtype. An index out of range gives a row of NaN.
+
+    Raises:
+      InputError: if shapes do not fit.
+    """
+    shape = shape or GatherShape(*_matrix("table", table))
+    _check_piece("table", table, shape.offset, shape.rows * shape.columns)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise InputError(f"indices must be integers, got {indices.dtype}{list(indices.shape)}")
+    return _gather(shape, is_native(table.dtype, native=native), table, indices)
+
+
+def dha_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    transpose: bool = False,
+    shape: ProductShape | None = None,
+    out_dtype: Any = None,
+    method: str = "auto",
+    scratch_bytes: int = SCRATCH_BYTES,
+    native: bool | None = None,
+) -> jax.Array:
+    """`x @ w` (or `x @ w.T`) for a weight in host memory, each byte of which crosses the link once.
+
+    Panels of the weight are staged through a bounded scratch on the device and multiplied while the next one arrives;
+    for few rows of x a kernel reads host memory itself. Differentiable in both.
+
+    Args:
+      x: `[.., k]` on the device.
+      w: `[k, n]` (or `[n, k]` if `transpose`) in host memory, cast to the dtype of x on its way; or any host array of
+        which `shape` names a piece.
+      transpose: whether to multiply with the transpose; `shape` says it if that is given.
+      shape: where the weight lies in the host array; None for the whole of it.
+      out_dtype: dtype of the result, by default that of x.
+      method: `auto` chooses by size, `staged` or `direct` forces one.
+      scratch_bytes: size of the scratch, at most; results do not depend on it.
+      native: see `is_native`.
+
+    Returns:
+      `[.., n]` on the device.
+
+    Raises:
+      InputError: if shapes do not fit or the method is unknown.
+    """
+    if shape is None:
+        rows, columns = _matrix("w", w)
+        shape = ProductShape(columns, rows, True) if transpose else ProductShape(rows, columns)
+    _check_piece("w", w, shape.offset, shape.k * shape.n)
+    if x.ndim == 0 or x.shape[-1] != shape.k:
+        raise InputError(f"x must have {shape.k} columns to be multiplied with w, got shape {list(x.shape)}")
+    if method not in targets.METHODS:
+        raise InputError(f"method must be one of {', '.join(targets.METHODS)}, got {method!r}")
+    out = np.dtype(out_dtype or x.dtype)
+    is_known = out in (x.dtype, np.dtype(np.float32))
+    settings = _Product(shape, out, method, scratch_bytes, is_known and is_native(x.dtype, w.dtype, native=native))
+    return _matmul(settings, x, w)
+
+
+def dha_read(
+    vector: jax.Array,
+    shapes: Sequence[Sequence[int]] | None = None,
+    offsets: Sequence[int] | None = None,
+    *,
+    native: bool | None = None,
+) -> list[jax.Array]:
+    """Device copies of pieces of a host array: small parameters such as scales and biases.
+
+    Args:
+      vector: any array in host memory.
+      shapes: the shape of each piece; None for one piece, the whole array.
+      offsets: the first element of each; None if they follow each other.
+      native: see `is_native`.
+
+    Raises:
+      InputError: if a piece lies outside.
+    """
+    shapes = [vector.shape] if shapes is None else [tuple(shape) for shape in shapes]
+    sizes = [math.prod(shape) for shape in shapes]
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))] if offsets is None else list(offsets)
+    for size, offset in zip(sizes, offsets, strict=True):
+        _check_piece("vector", vector, offset, size)
+    return _read(tuple(shapes), tuple(offsets), is_native(vector.dtype, native=native), vector)
+
+
+def gradient_store(
+    destination: jax.Array,
+    gradient: jax.Array,
+    *,
+    offset: int = 0,
+    accumulate: bool = False,
+    native: bool | None = None,
+) -> jax.Array:
+    """Writes a gradient into an array in host memory, or adds it to what is there.
+
+    In place if the destination is an argument that the jitted function is given away (`donate_argnums`).
+
+    Args:
+      destination: any array in host memory.
+      gradient: on the device; cast to the destination's dtype.
+      offset: element of the destination that its first one goes to.
+      accumulate: whether to add (in fp32, then rounded) in place of writing.
+      native: see `is_native`.
+
+    Returns:
+      The destination, in host memory if the jitted function's `out_shardings` say so.
+
+    Raises:
+      InputError: if the gradient does not fit there.
+    """
+    _check_piece("destination", destination, offset, gradient.size)
+    if is_native(destination.dtype, gradient.dtype, native=native):
+        return targets.gradient_store(destination, gradient, offset, accumulate)
+    return twins.gradient_store(destination, gradient, offset, accumulate)
+
+
+def dha_matmul_gradient(
+    destination: jax.Array,
+    x: jax.Array,
+    dy: jax.Array,
+    *,
+    transpose: bool = False,
+    offset: int = 0,
+    accumulate: bool = False,
+    round_to: Any = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+    native: bool | None = None,
+) -> jax.Array:
+    """Writes the gradient of a weight, `x.T @ dy`, into host memory panel by panel; it is never whole on the device.
+
+    Args:
+      destination: any array in host memory.
+      x: `[.., k]` on the device.
+      dy: `[.., n]` on the device, with the same leading dimensions and dtype.
+      transpose: whether to store `dy.T @ x`, of shape `[n, k]`, in place of `[k, n]`.
+      offset: element of the destination that the first one goes to.
+      accumulate: whether to add to what is there.
+      round_to: dtype through which the product is rounded before it is cast to the destination's; None for none.
+      scratch_bytes: device memory through which panels pass, at most.
+      native: see `is_native`.
+
+    Returns:
+      The destination, as `gradient_store` does.
+
+    Raises:
+      InputError: if shapes or dtypes do not fit.
+    """
+    if x.ndim == 0 or dy.ndim == 0 or x.shape[:-1] != dy.shape[:-1] or x.dtype != dy.dtype:
+        raise InputError(
+            f"x and dy must have the same dtype and leading dimensions, got {x.dtype}{list(x.shape)} and "
+            f"{dy.dtype}{list(dy.shape)}"
+        )
+    shape = ProductShape(x.shape[-1], dy.shape[-1], transpose, offset)
+    _check_piece("destination", destination, offset, shape.k * shape.n)
+    if is_native(destination.dtype, x.dtype, native=native):
+        return targets.dha_matmul_gradient(destination, x, dy, shape, accumulate, round_to, scratch_bytes)
+    made = twins.product(x, dy, transpose, jnp.dtype(np.float32)).astype(round_to or np.float32)
+    return twins.gradient_store(destination, made, offset, accumulate)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(shape: GatherShape, native: bool, table: jax.Array, indices: jax.Array) -> jax.Array:
+    return (targets if native else twins).dha_gather(table, indices, shape)
+
+
+def _gather_forward(shape: GatherShape, native: bool, table: jax.Array, indices: jax.Array) -> Any:
+    return _gather(shape, native, table, indices), (table, indices)
+
+
+def _gather_backward(shape: GatherShape, native: bool, residuals: Any, rows: jax.Array) -> Any:
+    table, indices = residuals
+    places, sums = sum_repeated(indices.ravel(), rows.reshape(indices.size, shape.columns), shape.rows)
+    store = targets.row_store if native else twins.row_store
+    return _like(store(_zeros_like(table), places, sums, shape), table), None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def sum_repeated(indices: jax.Array, rows: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Adds up rows with the same index, on the device.
+
+    Args:
+      indices: `[m]`, of which those outside `[0, num_rows)` are left out.
+      rows: `[m, columns]`.
+      num_rows: rows of the table.
+
+    Returns:
+      Indices `[m]`, each at most once, filled up with `num_rows`, and their sums `[m, columns]` in the dtype of `rows`
+      (added in fp32).
+    """
+    indices = jnp.where((indices >= 0) & (indices < num_rows), indices, num_rows).astype(np.int32)
+    places, numbers = jnp.unique(indices, size=indices.size, fill_value=num_rows, return_inverse=True)
+    sums = jax.ops.segment_sum(rows.astype(jnp.float32), numbers.ravel(), num_segments=indices.size)
+    return places, sums.astype(rows.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """What a product does not differentiate in."""
+
+    shape: ProductShape
+    out_dtype: np.dtype
+    method: str
+    scratch_bytes: int
+    native: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(settings: _Product, x: jax.Array, w: jax.Array) -> jax.Array:
+    if settings.native:
+        return targets.dha_matmul(x, w, settings.shape, settings.out_dtype, settings.method, settings.scratch_bytes)
+    return twins.dha_matmul(x, w, settings.shape, settings.out_dtype)
+
+
+def _matmul_forward(settings: _Product, x: jax.Array, w: jax.Array) -> Any:
+    return _matmul(settings, x, w), (x, w)
+
+
+def _matmul_backward(settings: _Product, residuals: Any, dy: jax.Array) -> Any:
+    (x, w), shape = residuals, settings.shape
+    dy = dy.astype(x.dtype)
+    turned = ProductShape(shape.n, shape.k, not shape.transpose, shape.offset)
+    dx = _matmul(dataclasses.replace(settings, shape=turned, out_dtype=np.dtype(x.dtype)), dy, w)
+    dw = dha_matmul_gradient(
+        _zeros_like(w),
+        x,
+        dy,
+        transpose=shape.transpose,
+        offset=shape.offset,
+        round_to=x.dtype,
+        scratch_bytes=settings.scratch_bytes,
+        native=settings.native,
+    )
+    return dx, _like(dw, w)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _read(shapes: Any, offsets: Any, native: bool, vector: jax.Array) -> list[jax.Array]:
+    if native:
+        return targets.dha_read(vector, offsets, shapes)
+    return [twins.part(vector, offset, shape) for offset, shape in zip(offsets, shapes, strict=True)]
+
+
+def _read_forward(shapes: Any, offsets: Any, native: bool, vector: jax.Array) -> Any:
+    return _read(shapes, offsets, native, vector), vector
+
+
+def _read_backward(shapes: Any, offsets: Any, native: bool, vector: jax.Array, gradients: Any) -> Any:
+    stored = _zeros_like(vector)
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        stored = gradient_store(stored, gradient, offset=offset, accumulate=True, native=native)
+    return (_like(stored, vector),)
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+def _zeros_like(host: jax.Array) -> jax.Array:
+    return twins.to_host(jnp.zeros(host.shape, host.dtype))
+
+
+def _like(result: jax.Array, host: jax.Array) -> jax.Array:
+    """A result of the memory space that the parameter's type names, as the type of a cotangent must be."""
+    return jax.device_put(result, jax.typeof(host).memory_space)
+
+
+def _matrix(name: str, array: jax.Array) -> tuple[int, int]:
+    if array.ndim != 2:
+        raise InputError(f"{name} must be a matrix, or shape= must say which piece is one, got {list(array.shape)}")
+    return array.shape[0], array.shape[1]
+
+
+def _check_piece(name: str, array: jax.Array, offset: int, size: int) -> None:
+    if not 0 <= offset <= array.size - size:
+        raise InputError(
+            f"{name} has {array.size} elements {list(array.shape)}; {size} from element {offset} on are not there"
+        )

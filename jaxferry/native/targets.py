@@ -1,0 +1,146 @@
+"""The custom calls of the native library as JAX functions; `xla_ffi/README.md` says what each takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.native.shapes import GatherShape, ProductShape
+
+METHODS = ("auto", "staged", "direct")
+"""How `dha_matmul` reads its weight: chosen by size, panels through the scratch, or from within the kernel."""
+
+_ROUND_TO = {np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
+
+
+def _struct(like: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(like.shape, like.dtype)
+
+
+def _scratch(slice_bytes: int, num_slices: int, limit_bytes: int) -> jax.Array:
+    """Two panels of slices, as large as the limit allows but no larger than there are slices."""
+    padding = 512
+    least, most = 2 * (slice_bytes + padding), 2 * (slice_bytes * num_slices + padding)
+    result = jax.ShapeDtypeStruct((max(least, min(limit_bytes, most)),), np.uint8)
+    made: jax.Array = jax.ffi.ffi_call("jaxferry_scratch", result)()
+    return made
+
+
+def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.Array:
+    """`[.., columns]`: rows of a host table."""
+    result = jax.ShapeDtypeStruct((*indices.shape, shape.columns), table.dtype)
+    call = jax.ffi.ffi_call("jaxferry_dha_gather", result)
+    gathered: jax.Array = call(
+        table,
+        indices.astype(np.int32),
+        offset=np.int64(shape.offset),
+        rows=np.int64(shape.rows),
+        columns=np.int64(shape.columns),
+    )
+    return gathered
+
+
+def dha_matmul(
+    x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: Any, method: str, scratch_bytes: int
+) -> jax.Array:
+    """`[.., n]`: the product of x with a host weight."""
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], shape.n), out_dtype)
+    # A weight of another dtype is staged as it is, then cast.
+    item_bytes = w.dtype.itemsize + (x.dtype.itemsize if w.dtype != x.dtype else 0)
+    made: jax.Array = jax.ffi.ffi_call("jaxferry_dha_matmul", result)(
+        x,
+        w,
+        _scratch(shape.k * item_bytes, shape.n, scratch_bytes),
+        offset=np.int64(shape.offset),
+        k=np.int64(shape.k),
+        n=np.int64(shape.n),
+        transpose=np.int64(shape.transpose),
+        method=np.int64(METHODS.index(method)),
+    )
+    return made
+
+
+def dha_read(vector: jax.Array, offsets: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
+    """Device copies of pieces of a host array."""
+    results = [jax.ShapeDtypeStruct(tuple(shape), vector.dtype) for shape in shapes]
+    return list(jax.ffi.ffi_call("jaxferry_dha_read", results)(vector, offsets=np.asarray(offsets, np.int64)))
+
+
+def gradient_store(destination: jax.Array, gradient: jax.Array, offset: int, accumulate: bool) -> jax.Array:
+    """The destination after the gradient was written into it."""
+    call = jax.ffi.ffi_call("jaxferry_gradient_store", _struct(destination), input_output_aliases={0: 0})
+    stored: jax.Array = call(destination, gradient, offset=np.int64(offset), accumulate=np.int64(accumulate))
+    return stored
+
+
+def dha_matmul_gradient(
+    destination: jax.Array,
+    x: jax.Array,
+    dy: jax.Array,
+    shape: ProductShape,
+    accumulate: bool,
+    round_to: Any,
+    scratch_bytes: int,
+) -> jax.Array:
+    """The destination after the product was written into it."""
+    call = jax.ffi.ffi_call("jaxferry_dha_matmul_gradient", _struct(destination), input_output_aliases={0: 0})
+    num_rows, row = (shape.n, shape.k) if shape.transpose else (shape.k, shape.n)
+    stored: jax.Array = call(
+        destination,
+        x,
+        dy,
+        _scratch(4 * row, num_rows, scratch_bytes),
+        offset=np.int64(shape.offset),
+        k=np.int64(shape.k),
+        n=np.int64(shape.n),
+        transpose=np.int64(shape.transpose),
+        accumulate=np.int64(accumulate),
+        round_to=np.int64(0 if round_to is None else _ROUND_TO.get(np.dtype(round_to), 0)),
+    )
+    return stored
+
+
+def row_store(destination: jax.Array, indices: jax.Array, rows: jax.Array, shape: GatherShape) -> jax.Array:
+    """The destination after rows were added to those at the indices; indices out of range add nothing."""
+    call = jax.ffi.ffi_call("jaxferry_row_store", _struct(destination), input_output_aliases={0: 0})
+    stored: jax.Array = call(
+        destination,
+        indices.astype(np.int32),
+        rows,
+        offset=np.int64(shape.offset),
+        rows=np.int64(shape.rows),
+        columns=np.int64(shape.columns),
+    )
+    return stored
+
+
+def ferry_load(
+    vectors: Sequence[jax.Array], into: Sequence[jax.Array], numbers: Sequence[int], offsets: Sequence[int]
+) -> list[jax.Array]:
+    """The arrays `into`, into which copies from the host vectors are on their way."""
+    aliases = {len(vectors) + i: i for i in range(len(into))}
+    call = jax.ffi.ffi_call("jaxferry_ferry_load", [_struct(a) for a in into], input_output_aliases=aliases)
+    return list(call(*vectors, *into, vectors=np.asarray(numbers, np.int64), offsets=np.asarray(offsets, np.int64)))
+
+
+def ferry_store(
+    arrays: Sequence[jax.Array], destination: jax.Array, offsets: Sequence[int], accumulate: bool
+) -> jax.Array:
+    """The host vector, into which copies of the arrays are on their way."""
+    aliases = {len(arrays): 0}
+    call = jax.ffi.ffi_call("jaxferry_ferry_store", _struct(destination), input_output_aliases=aliases)
+    stored: jax.Array = call(
+        *arrays, destination, offsets=np.asarray(offsets, np.int64), accumulate=np.int64(accumulate)
+    )
+    return stored
+
+
+def ferry_wait(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, once every copy into or out of them has ended."""
+    aliases = {i: i for i in range(len(arrays))}
+    call = jax.ffi.ffi_call("jaxferry_ferry_wait", [_struct(a) for a in arrays], input_output_aliases=aliases)
+    return list(call(*arrays))

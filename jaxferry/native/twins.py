@@ -1,0 +1,70 @@
+"""What each native operation computes, in plain JAX: the definition that it is tested against, and its replacement.
+
+Host arrays are moved to the device whole before anything is computed with them, and results back, by `device_put`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxferry.native.shapes import GatherShape, ProductShape
+
+
+def to_device(array: jax.Array) -> jax.Array:
+    """A device copy of a host array, inside a jitted function."""
+    return jax.device_put(array, jax.memory.Space.Device)
+
+
+def to_host(array: jax.Array) -> jax.Array:
+    """A host copy of a device array, inside a jitted function."""
+    return jax.device_put(array, jax.memory.Space.Host)
+
+
+def part(vector: jax.Array, offset: int, shape: Sequence[int]) -> jax.Array:
+    """A contiguous piece of a host array in the shape that it has."""
+    size = math.prod(shape)
+    return jax.lax.slice(to_device(vector).ravel(), (offset,), (offset + size,)).reshape(tuple(shape))
+
+
+def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.Array:
+    """Rows of a table; NaN for indices that lie outside."""
+    rows = part(table, shape.offset, (shape.rows, shape.columns))
+    return rows.at[indices].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def dha_matmul(x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: jnp.dtype) -> jax.Array:
+    """`x @ w` or `x @ w.T`, with the weight in the dtype of x."""
+    matrix = part(w, shape.offset, shape.weight_shape).astype(x.dtype)
+    contracted = 1 if shape.transpose else 0
+    numbers = (((x.ndim - 1,), (contracted,)), ((), ()))
+    return jax.lax.dot_general(x, matrix, numbers, preferred_element_type=out_dtype)
+
+
+def gradient_store(destination: jax.Array, gradient: jax.Array, offset: int, accumulate: bool) -> jax.Array:
+    """The destination with a piece of it replaced, or added to."""
+    known, flat = to_device(destination), gradient.ravel()
+    if accumulate:
+        before = jax.lax.slice(known.ravel(), (offset,), (offset + flat.size,))
+        flat = before.astype(jnp.float32) + flat.astype(jnp.float32)
+    written = jax.lax.dynamic_update_slice(known.ravel(), flat.astype(known.dtype), (offset,))
+    return to_host(written.reshape(known.shape))
+
+
+def product(x: jax.Array, dy: jax.Array, transpose: bool, out_dtype: jnp.dtype) -> jax.Array:
+    """`x.T @ dy` (or `dy.T @ x`) over all leading dimensions."""
+    leading = tuple(range(x.ndim - 1))
+    first, second = (dy, x) if transpose else (x, dy)
+    return jax.lax.dot_general(first, second, ((leading, leading), ((), ())), preferred_element_type=out_dtype)
+
+
+def row_store(destination: jax.Array, indices: jax.Array, rows: jax.Array, shape: GatherShape) -> jax.Array:
+    """The destination with rows added to those at the indices, each of which occurs once."""
+    known = to_device(destination).ravel()
+    table = part(destination, shape.offset, (shape.rows, shape.columns)).astype(jnp.float32)
+    table = table.at[indices].add(rows.astype(jnp.float32), mode="drop", wrap_negative_indices=False)
+    written = jax.lax.dynamic_update_slice(known, table.astype(known.dtype).ravel(), (shape.offset,))
+    return to_host(written.reshape(destination.shape))

@@ -1,0 +1,256 @@
+"""Programs that read a layer's parameters in host memory: the rewrite behind Direct Host Access (MemFerry, III).
+
+Equations that read parameters become operations on the layer's flat vectors: lookups `dha_gather`, products
+`dha_matmul`, all others read a device copy that `dha_read` makes. What only reorders or casts a parameter on its way
+there (a transpose, a reshape, a cast to the compute dtype) is folded into the operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxferry.native import operations, twins
+from jaxferry.native.shapes import GatherShape, ProductShape
+from jaxferry.partition import views
+from jaxferry.partition.graph import Equation, Graph, evaluate, trace
+from jaxferry.partition.layout import Layer, Leaf
+from jaxferry.partition.views import Matrix, View
+
+Vectors = Sequence[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reference:
+    """A value that is a parameter, reordered and perhaps cast.
+
+    Attributes:
+      leaf: index of the parameter in its layer.
+      view: how it is reordered.
+      dtype: what it is cast to.
+    """
+
+    leaf: int
+    view: View
+    dtype: np.dtype
+
+
+Operation = Callable[[Vectors, dict[int, Any]], jax.Array]
+"""Computes an equation's result from the layer's vectors and the values so far."""
+
+
+def read_in_place(
+    function: Callable[..., Any], layer: Layer, arguments: Sequence[Any], native: bool
+) -> Callable[..., Any]:
+    """The same function of the layer's vectors in host memory in place of its parameters.
+
+    Without the native operations the program itself loads the whole layer, and computes what it would compute anyway.
+
+    Args:
+      function: `(weights, *others)`; `weights` are the layer's parameters on the device.
+      layer: how they lie in the vectors.
+      arguments: shape structs of the function's arguments.
+      native: whether the operations are those of the native library.
+
+    Returns:
+      `(vectors, *others)`, with the same results.
+    """
+    if not native:
+        return lambda vectors, *others: function(layer.unpack([twins.to_device(v) for v in vectors]), *others)
+    graph = trace(function, arguments[0], tuple(arguments[1:]), {})
+    rewrite = _Rewrite(graph, layer)
+    dense = sorted(rewrite.dense_leaves)
+
+    def run(vectors: Vectors, *others: Any) -> Any:
+        values = {**graph.constants, **dict(zip(graph.batch, jax.tree.leaves(others), strict=True))}
+        read = _read([layer.leaves[i] for i in dense], vectors)
+        values |= {graph.parameters[i]: array for i, array in zip(dense, read, strict=True)}
+        for equation in graph.equations:
+            operation = rewrite.operations.get(id(equation))
+            if operation is not None:
+                values[equation.outputs[0]] = operation(vectors, values)
+            elif id(equation) not in rewrite.folded:
+                evaluate([equation], values)
+        results = [values[atom] if isinstance(atom, int) else atom.val for atom in graph.outputs]
+        return jax.tree.unflatten(graph.out_tree, results)
+
+    return run
+
+
+def _read(leaves: Sequence[Leaf], vectors: Vectors) -> list[jax.Array]:
+    """Device copies of parameters, with one operation for each vector."""
+    found: dict[int, jax.Array] = {}
+    for number, vector in enumerate(vectors):
+        chosen = [leaf for leaf in leaves if leaf.vector == number]
+        if chosen:
+            shapes, offsets = [leaf.shape for leaf in chosen], [leaf.offset for leaf in chosen]
+            arrays = operations.dha_read(vector, shapes, offsets, native=True)
+            found |= {leaf.index: array for leaf, array in zip(chosen, arrays, strict=True)}
+    return [found[leaf.index] for leaf in leaves]
+
+
+class _Rewrite:
+    """What becomes of each equation.
+
+    Attributes:
+      operations: by the equation's identity, what is done in its place.
+      folded: equations that are part of an operation.
+      dense_leaves: parameters of which a device copy is read.
+    """
+
+    def __init__(self, graph: Graph, layer: Layer) -> None:
+        self._graph, self._layer = graph, layer
+        self.dense_leaves: set[int] = set()
+        while True:
+            # A parameter that is read whole for one equation is there for all others too.
+            known = set(self.dense_leaves)
+            self.operations: dict[int, Operation] = {}
+            self.folded: set[int] = set()
+            self._find()
+            if self.dense_leaves == known:
+                break
+
+    def _find(self) -> None:
+        references = {
+            value: _Reference(i, View.of(leaf.shape), leaf.dtype)
+            for i, (value, leaf) in enumerate(zip(self._graph.parameters, self._layer.leaves, strict=True))
+            if i not in self.dense_leaves
+        }
+        whole = {atom for atom in self._graph.outputs if isinstance(atom, int)}
+        for equation in self._graph.equations:
+            if references.keys().isdisjoint(equation.reads):
+                continue
+            followed = self._follow(equation, references)
+            if followed is not None:
+                references[equation.outputs[0]] = followed
+                self.folded.add(id(equation))
+                continue
+            operation = self._operation(equation, references)
+            if operation is None:
+                whole.update(equation.reads)
+            else:
+                self.operations[id(equation)] = operation
+        self.dense_leaves |= {references[value].leaf for value in whole if value in references}
+
+    def _follow(self, equation: Equation, references: Mapping[int, _Reference]) -> _Reference | None:
+        """The reference that an equation makes of one, if it only reorders, or casts what was not cast before."""
+        atom = equation.inputs[0]
+        if len(equation.inputs) != 1 or not isinstance(atom, int):
+            return None
+        reference = references[atom]
+        view = views.apply(equation, reference.view)
+        dtype = np.dtype(self._graph.avals[equation.outputs[0]].dtype)
+        is_cast_twice = dtype != reference.dtype != self._layer.leaves[reference.leaf].dtype
+        if view is None or is_cast_twice or dtype not in operations.DTYPES:
+            return None
+        return _Reference(reference.leaf, view, dtype)
+
+    def _operation(self, equation: Equation, references: Mapping[int, _Reference]) -> Operation | None:
+        if equation.primitive.name == "dot_general":
+            return self._product(equation, references)
+        if equation.primitive.name == "gather":
+            return self._lookup(equation, references)
+        return None
+
+    def _lookup(self, equation: Equation, references: Mapping[int, _Reference]) -> Operation | None:
+        """A gather of whole rows of a table in storage order."""
+        table, indices = equation.inputs
+        reference = references.get(table) if isinstance(table, int) else None
+        if not isinstance(table, int) or reference is None or indices in references:
+            return None
+        leaf, params = self._layer.leaves[reference.leaf], equation.params
+        aval, out = self._graph.avals[table], self._graph.avals[equation.outputs[0]]
+        if aval.ndim != 2 or list(reference.view.pieces) != sorted(reference.view.pieces):
+            return None
+        rows, columns = aval.shape
+        numbers = params["dimension_numbers"]
+        is_of_rows = (
+            tuple(params["slice_sizes"]) == (1, columns)
+            and numbers.collapsed_slice_dims == (0,)
+            and numbers.start_index_map == (0,)
+            and not numbers.operand_batching_dims
+            and tuple(numbers.offset_dims) == (out.ndim - 1,)
+            and (params["fill_value"] is None or np.isnan(params["fill_value"]))
+        )
+        if not is_of_rows:
+            return None
+        shape = GatherShape(rows, columns, leaf.offset)
+        clips = params["mode"] == lax.GatherScatterMode.CLIP
+
+        def lookup(vectors: Vectors, values: dict[int, Any]) -> jax.Array:
+            places = (values[indices] if isinstance(indices, int) else jnp.asarray(indices.val))[..., 0]
+            places = jnp.clip(places, 0, rows - 1) if clips else places
+            found = operations.dha_gather(vectors[leaf.vector], places, shape=shape, native=True)
+            return found.astype(reference.dtype)
+
+        return lookup
+
+    def _product(self, equation: Equation, references: Mapping[int, _Reference]) -> Operation | None:
+        """A product of a reference with another value, summed over the rows or the columns of a stored matrix."""
+        atoms = equation.inputs
+        avals: list[Any] = [self._graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in atoms]
+        found = [references.get(atom) if isinstance(atom, int) else None for atom in atoms]
+        dims = views.dot_dims(equation, (avals[0].ndim, avals[1].ndim))
+        side = 0 if found[0] is not None else 1
+        reference, other = found[side], atoms[1 - side]
+        is_mixed = avals[0].dtype != avals[1].dtype
+        if reference is None or found[1 - side] is not None or dims is None or is_mixed:
+            return None
+        summed, free = dims
+        matrix = views.as_matrix(reference.view, summed[side])
+        if matrix is None:
+            return None
+        operand = _Operand(reference, matrix, summed[side], free[side], summed[1 - side], free[1 - side])
+        leaf, out = self._layer.leaves[reference.leaf], self._graph.avals[equation.outputs[0]]
+        shape = ProductShape(views.size_of(matrix.summed), views.size_of(matrix.free), matrix.transpose, leaf.offset)
+
+        def product(vectors: Vectors, values: dict[int, Any]) -> jax.Array:
+            x = operand.arrange(values[other] if isinstance(other, int) else jnp.asarray(other.val))
+            y = operations.dha_matmul(
+                x.astype(reference.dtype), vectors[leaf.vector], shape=shape, out_dtype=out.dtype, native=True
+            )
+            return operand.restore(y, is_first=side == 0).astype(out.dtype)
+
+        return product
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operand:
+    """How the other operand of a product is brought into rows of a matrix, and the result back.
+
+    Attributes:
+      reference: the weight.
+      matrix: as what it is stored.
+      summed, free: its dimensions.
+      other_summed, other_free: those of the other operand.
+    """
+
+    reference: _Reference
+    matrix: Matrix
+    summed: tuple[int, ...]
+    free: tuple[int, ...]
+    other_summed: tuple[int, ...]
+    other_free: tuple[int, ...]
+
+    def arrange(self, x: jax.Array) -> jax.Array:
+        """`[*free, k]`, with k in storage order."""
+        kept = [x.shape[d] for d in self.other_free]
+        pieces = [piece for d in self.summed for piece in self.reference.view.dims[d]]
+        return views.reorder(x.transpose((*self.other_free, *self.other_summed)), kept, pieces, self.matrix.summed)
+
+    def restore(self, y: jax.Array, is_first: bool) -> jax.Array:
+        """From `[*other_free, n]`, with n in storage order, to what the product's result is."""
+        kept = y.shape[:-1]
+        dims = [self.reference.view.dims[d] for d in self.free]
+        y = views.reorder(y, kept, self.matrix.free, [piece for dim in dims for piece in dim])
+        y = y.reshape((*kept, *(math.prod(size for _, size in dim) for dim in dims)))
+        if not is_first:
+            return y
+        return y.transpose((*range(len(kept), y.ndim), *range(len(kept))))

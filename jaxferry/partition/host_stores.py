@@ -1,0 +1,184 @@
+"""Programs that write a layer's gradient to host memory themselves (GO; MemFerry, section V).
+
+A gradient that is a product, `x.T @ dy` up to casts, transposes and reshapes, is computed panel by panel on its way to
+the host, so that it is never whole on the device; others are stored when they are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.native import operations, twins
+from jaxferry.partition import views
+from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, live_equations, trace
+from jaxferry.partition.layout import Layer, Leaf
+from jaxferry.partition.views import Piece, View
+
+FUSED_BYTES = 2**20
+"""Gradients below this size are computed by XLA and stored then: a product of its own would gain nothing."""
+
+
+def store_in_place(
+    function: Callable[..., Any],
+    layer: Layer,
+    arguments: Sequence[Any],
+    *,
+    accumulate: bool,
+    native: bool,
+    fused_bytes: int | None = None,
+) -> Callable[..., tuple[list[jax.Array], list[jax.Array] | None, Any]]:
+    """A function that stores gradients in place of returning them.
+
+    Args:
+      function: `(*arguments) -> (gradients, rest)`; `gradients` are arrays, those of the layer's parameters.
+      layer: how they lie in its vectors.
+      arguments: shape structs of the function's arguments.
+      accumulate: whether gradients are added to what the vectors hold.
+      native: whether the operations are those of the native library. Without it the vectors are packed on the device.
+      fused_bytes: the least size of a gradient that is computed panel by panel, by default `FUSED_BYTES`.
+
+    Returns:
+      `(destinations, *arguments) -> (vectors, gradients, rest)`; `destinations` are the layer's vectors in host memory,
+      to be given away, `vectors` what became of them. `gradients` are those on the device, or None if there are others.
+    """
+    graph = trace(lambda given: function(*given), list(arguments), (), {})
+    gradients, rest = jax.tree.unflatten(graph.out_tree, graph.outputs)
+    products: dict[int, _Product] = {}
+    for i, leaf in enumerate(layer.leaves) if native else ():
+        found = _find_product(graph, gradients[i], leaf, FUSED_BYTES if fused_bytes is None else fused_bytes)
+        products |= {} if found is None else {i: found}
+    dense = [gradient for i, gradient in enumerate(gradients) if i not in products]
+    needed = [*jax.tree.leaves(rest), *dense, *(atom for p in products.values() for atom in (p.x, p.dy))]
+    equations = live_equations(graph.equations, needed)
+    made_at = {value: i for i, equation in enumerate(graph.equations) for value in equation.outputs}
+    order = sorted(range(len(gradients)), key=lambda i: made_at.get(gradients[i], -1))
+
+    def run(destinations: Sequence[jax.Array], *given: Any) -> Any:
+        values = dict(graph.constants)
+        values |= zip(graph.parameters, jax.tree.leaves(list(given)), strict=True)
+        evaluate(equations, values)
+
+        def value(atom: Any) -> Any:
+            return values[atom] if isinstance(atom, int) else atom.val
+
+        kept = [value(gradient) for gradient in dense]
+        others = jax.tree.map(value, rest)
+        if not native:
+            return _packed(layer, kept, destinations if accumulate else None), kept, others
+        vectors = list(destinations)
+        for i in order:
+            leaf = layer.leaves[i]
+            if i in products:
+                stored = products[i].store(vectors[leaf.vector], value, leaf, accumulate)
+            else:
+                stored = operations.gradient_store(
+                    vectors[leaf.vector], value(gradients[i]), offset=leaf.offset, accumulate=accumulate, native=True
+                )
+            vectors[leaf.vector] = stored
+        return vectors, None if products else kept, others
+
+    return run
+
+
+def _packed(layer: Layer, gradients: Sequence[jax.Array], onto: Sequence[jax.Array] | None) -> list[jax.Array]:
+    """Host vectors of gradients that are packed on the device, or of their sums with what the host has."""
+    packed = layer.pack(gradients)
+    if onto is not None:
+        packed = tuple(twins.to_device(known) + vector for known, vector in zip(onto, packed, strict=True))
+    return [twins.to_host(vector) for vector in packed]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A gradient that is a product: `x` summed with `dy` over all dimensions that they share.
+
+    Attributes:
+      x, dy: the operands; the pieces of x come first in the parameter.
+      summed: of each operand the dimensions that are summed over, in the same order.
+      free: of each operand the others.
+      pieces: of each operand what its free dimensions consist of.
+      order: of each operand how the parameter orders them.
+      dtype: what XLA's product would be rounded to.
+    """
+
+    x: Atom
+    dy: Atom
+    summed: tuple[tuple[int, ...], tuple[int, ...]]
+    free: tuple[tuple[int, ...], tuple[int, ...]]
+    pieces: tuple[tuple[Piece, ...], tuple[Piece, ...]]
+    order: tuple[tuple[Piece, ...], tuple[Piece, ...]]
+    dtype: np.dtype
+
+    def store(self, vector: jax.Array, value: Callable[[Any], Any], leaf: Leaf, accumulate: bool) -> jax.Array:
+        """The vector with the product written where the parameter lies."""
+        x, dy = (self._rows(value(atom), side) for side, atom in enumerate((self.x, self.dy)))
+        return operations.dha_matmul_gradient(
+            vector, x, dy, offset=leaf.offset, accumulate=accumulate, round_to=self.dtype, native=True
+        )
+
+    def _rows(self, array: jax.Array, side: int) -> jax.Array:
+        """An operand as a matrix, with what is summed over first."""
+        kept = [array.shape[d] for d in self.summed[side]]
+        moved = array.transpose((*self.summed[side], *self.free[side]))
+        flat = views.reorder(moved, kept, self.pieces[side], self.order[side])
+        return flat.reshape((-1, flat.shape[-1]))
+
+
+def _find_product(graph: Graph, gradient: Any, leaf: Leaf, fused_bytes: int) -> _Product | None:
+    """The product that a gradient is, if nobody else reads it and it is large."""
+    if not isinstance(gradient, int) or leaf.size * leaf.dtype.itemsize < fused_bytes:
+        return None
+    made_by = {value: equation for equation in graph.equations for value in equation.outputs}
+    readers: dict[int, int] = {}
+    for atom in (*(v for equation in graph.equations for v in equation.reads), *graph.outputs):
+        if isinstance(atom, int):
+            readers[atom] = readers.get(atom, 0) + 1
+    chain: list[Equation] = []
+    value = gradient
+    while value in made_by and readers[value] == 1 and made_by[value].primitive.name != "dot_general":
+        equation = made_by[value]
+        if len(equation.inputs) != 1 or not isinstance(equation.inputs[0], int):
+            return None
+        chain.append(equation)
+        value = equation.inputs[0]
+    dot = made_by.get(value)
+    if dot is None or readers[value] != 1 or dot.primitive.name != "dot_general":
+        return None
+    dtypes = [np.dtype(graph.avals[v].dtype) for v in (value, *(e.outputs[0] for e in reversed(chain)))]
+    if len(set(dtypes)) > 2 or not all(dtype in operations.DTYPES for dtype in dtypes):
+        return None
+    view: View | None = View.of(graph.avals[value].shape)
+    for equation in reversed(chain):
+        view = None if view is None else views.apply(equation, view)
+    return None if view is None else _arrange(graph, dot, view, dtypes[0])
+
+
+def _arrange(graph: Graph, dot: Equation, view: View, dtype: np.dtype) -> _Product | None:
+    """A product in the order of the parameter; None if that mixes the operands' dimensions."""
+    first, second = dot.inputs
+    if not isinstance(first, int) or not isinstance(second, int):
+        return None
+    dims = views.dot_dims(dot, (graph.avals[first].ndim, graph.avals[second].ndim))
+    if dims is None:
+        return None
+    summed, free = dims
+    ordered = view.pieces
+    of_first = [piece for piece in ordered if piece[0][0] < len(free[0])]
+    sides = [0, 1] if list(ordered[: len(of_first)]) == of_first else [1, 0]
+    atoms, orders = (first, second), (of_first, [piece for piece in ordered if piece[0][0] >= len(free[0])])
+    if [piece for side in sides for piece in orders[side]] != list(ordered):
+        return None
+    return _Product(
+        atoms[sides[0]],
+        atoms[sides[1]],
+        (summed[sides[0]], summed[sides[1]]),
+        (free[sides[0]], free[sides[1]]),
+        (tuple(sorted(orders[sides[0]])), tuple(sorted(orders[sides[1]]))),
+        (tuple(orders[sides[0]]), tuple(orders[sides[1]])),
+        dtype,
+    )

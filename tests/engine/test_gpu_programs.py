@@ -1,0 +1,145 @@
+"""The programs of a training step, compiled for an H200 on a machine that has none."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import model as gpt2
+from jaxferry.engine import (
+    Kind,
+    Source,
+    Target,
+    derivatives_of,
+    lower,
+    make_placement,
+    shadow_model,
+    trace_program,
+)
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.native import operations
+from jaxferry.partition import host_stores, partition
+from native.compile_for_gpu import compile_lowered, host_compute, instructions, text
+from native.cuda_library import cuda_library
+
+CONFIG = gpt2.Config(num_layers=2, num_heads=4, channels=256, max_length=128, vocab_size=4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A partitioned GPT-2 in bfloat16; everything is shapes."""
+
+    parts: object
+    derivatives: dict
+
+    def uses(self, mode, place):
+        """The distinct programs of a step."""
+        num = len(self.parts.segments)
+        table = shadow_model(self.parts, self.derivatives, [mode] * num, [place] * num)
+        return list(dict.fromkeys(table))
+
+    def compile(self, use, native=True):
+        traced = trace_program(self.parts, self.derivatives, make_placement(), use, native)
+        return compile_lowered(lower(traced, "cuda"))
+
+    def layer(self, use):
+        return self.parts.layers[self.derivatives[use.program].segment.layer]
+
+
+def make_model(config):
+    params = jax.eval_shape(gpt2.make_init(config), jax.random.key(0))
+    batch = {"tokens": jax.ShapeDtypeStruct((2, config.max_length + 1), np.int32)}
+    parts = partition(gpt2.make_loss(config), params, (batch,), compute_dtype=jnp.bfloat16)
+    return Model(parts, derivatives_of(parts, "none"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    cuda_library()
+    return make_model(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def direct(model):
+    """Every program of a step in which all layers are DHA and all gradients GO, by what it sees."""
+    with pytest.MonkeyPatch.context() as patch:
+        # The gradients of this small model are below what is computed by panels otherwise.
+        patch.setattr(host_stores, "FUSED_BYTES", 2**16)
+        return {use: model.compile(use) for use in model.uses(Mode.DHA, GradientPlace.HOST)}
+
+
+def readers(executable, value):
+    return [i for i in instructions(executable) if value in i.operands]
+
+
+def test_programs_read_host_memory_by_operations_alone_and_copy_nothing_of_it(direct):
+    seen = set()
+    for use, executable in direct.items():
+        for parameter in (i for i in instructions(executable) if i.opcode == "parameter" and i.is_on_host):
+            found = {reader.target for reader in readers(executable, parameter.name)}
+            assert found and all(target and target.startswith("jaxferry_") for target in found), (use, found)
+            seen |= found
+        assert not host_compute(executable)
+    assert seen >= {"jaxferry_dha_gather", "jaxferry_dha_matmul", "jaxferry_dha_read"}
+
+
+def test_every_program_that_should_read_host_memory_does(direct):
+    for use, executable in direct.items():
+        on_host = [i for i in instructions(executable) if i.opcode == "parameter" and i.is_on_host]
+        expected = (use.reads is Source.HOST) + (use.writes is not Target.DEVICE)
+        assert len(on_host) == expected, use
+
+
+def test_backwards_return_the_gradient_vector_that_they_were_given(direct):
+    written = [use for use in direct if use.kind is not Kind.FORWARD and use.writes is not Target.DEVICE]
+    assert {use.kind for use in written} == {Kind.LOSS, Kind.BACKWARD}
+    for use in written:
+        stats = direct[use].get_compiled_memory_stats()
+        first = text(direct[use]).splitlines()[0]
+        assert "{0}: (0, {}, may-alias)" in first or "{}: (0, {}, may-alias)" in first, first
+        stores = [i for i in instructions(direct[use]) if i.is_on_host and i.opcode == "custom-call"]
+        assert stores and all(i.target in ("jaxferry_gradient_store", "jaxferry_dha_matmul_gradient") for i in stores)
+        assert stats.host_alias_size_in_bytes == stats.host_output_size_in_bytes > 0
+        assert stats.host_temp_size_in_bytes == 0
+
+
+def test_gradients_of_products_are_never_whole_on_the_device(direct, model):
+    (use,) = [u for u in direct if u.kind is Kind.LOSS]
+    table = model.layer(use).leaves[0].shape
+    assert any(i.target == "jaxferry_dha_matmul_gradient" for i in instructions(direct[use]))
+    made = [i for i in instructions(direct[use]) if f"[{table[0]},{table[1]}]" in i.type]
+    assert made == []
+
+
+def test_a_loaded_layer_is_an_ordinary_argument_and_its_gradient_an_ordinary_result(model):
+    for use in model.uses(Mode.GFGB, GradientPlace.DEVICE):
+        executable = model.compile(use)
+        assert "S(5)" not in text(executable)
+        assert executable.get_compiled_memory_stats().host_argument_size_in_bytes == 0
+
+
+def test_without_the_library_programs_copy_the_layer_themselves_and_compute_nothing_on_the_host(model):
+    for use in model.uses(Mode.DHA, GradientPlace.HOST):
+        executable = model.compile(use, native=False)
+        assert not host_compute(executable)
+        copied = {i.opcode for i in instructions(executable)}
+        if use.reads is Source.HOST:
+            assert "copy-start" in copied
+            assert executable.get_compiled_memory_stats().temp_size_in_bytes >= model.layer(use).num_bytes
+
+
+def test_reading_in_place_needs_less_device_memory_than_loading():
+    cuda_library()
+    model = make_model(dataclasses.replace(CONFIG, vocab_size=50257))
+    (use,) = [u for u in model.uses(Mode.DHA, GradientPlace.HOST) if u.kind is Kind.LOSS]
+    loaded = dataclasses.replace(use, reads=Source.DEVICE, writes=Target.DEVICE)
+    there, here = (model.compile(u).get_compiled_memory_stats() for u in (loaded, use))
+    size = model.layer(use).num_bytes
+
+    def total(stats):
+        return stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+
+    # Neither the table nor its gradient, but for the panels' scratch.
+    assert total(there) - total(here) >= 2 * size - operations.SCRATCH_BYTES

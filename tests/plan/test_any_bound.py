@@ -1,0 +1,52 @@
+"""The bound on any plan, against all plans of few layers."""
+
+import itertools
+
+import hypothesis
+import numpy as np
+from hypothesis import given
+
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
+from jaxferry.plan.registry import policies
+from jaxferry.planning import make_plan
+from jaxferry.profiling.records import Profile
+from jaxferry.simulate.report import simulate
+from profiles import planned, profiles, transformer, with_modes
+
+many = hypothesis.settings(derandomize=True, deadline=None, max_examples=300)
+
+
+@many
+@given(planned(max_layers=5))
+def test_no_plan_is_below_the_bound(case):
+    profile, plan = case
+    assert simulate(profile, plan).steady_step_s >= any_plan_lower_bound_s(profile) * (1 - 1e-12)
+
+
+@hypothesis.settings(derandomize=True, deadline=None, max_examples=15)
+@given(profiles(max_layers=2))
+def test_no_plan_of_two_layers_is_below_the_bound(profile):
+    bound_s = any_plan_lower_bound_s(profile)
+    choices = list(itertools.product(Mode, GradientPlace))
+    for chosen in itertools.product(choices, repeat=len(profile.layers)):
+        plan = with_modes(profile, [mode for mode, _ in chosen], [place for _, place in chosen])
+        assert simulate(profile, plan).steady_step_s >= bound_s * (1 - 1e-12)
+
+
+def test_it_is_near_the_best_plans_of_transformers():
+    gaps = []
+    for seed in range(2):
+        profile = transformer(14, seed)
+        bound_s = any_plan_lower_bound_s(profile)
+        times = [make_plan(profile, name).predicted.steady_step_s for name in policies()]
+        assert min(times) >= bound_s * (1 - 1e-12)
+        gaps.append(min(times) / bound_s - 1)
+    assert np.mean(gaps) < 0.1
+
+
+def test_layers_without_cost_are_bounded_by_nothing():
+    free = {key: 0 for key, value in transformer(3).layers[0].to_json().items() if not isinstance(value, str)}
+    layers = [free | {"name": f"l{index}"} for index in range(3)]
+    profile = Profile.from_json({"format": "jaxferry.profile/1", "machine": {}, "layers": layers})
+    assert any_plan_lower_bound_s(profile) == 0
