@@ -98,6 +98,15 @@ def test_nvcc_alone_builds_the_library_where_there_is_no_cmake(tmp_path):
     assert "libjaxferry_cuda.so" in dry.stderr
 
 
+def test_where_one_way_to_build_fails_the_next_one_is_tried(tmp_path, monkeypatch):
+    made = tmp_path / "made"
+    monkeypatch.setattr(build, "ways", lambda folder: [[["false"], ["touch", tmp_path / "wrong"]], [["touch", made]]])
+    monkeypatch.setattr(sys, "argv", ["build.py", str(tmp_path / "build")])
+    build.main()
+    assert made.exists()
+    assert not (tmp_path / "wrong").exists()
+
+
 def test_the_benchmarks_of_links_import_without_a_gpu():
     assert link_rates.ROWS[0] == 1
     assert link_rates.ROWS[-1] == 16384

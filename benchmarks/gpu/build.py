@@ -1,6 +1,6 @@
 """Builds the CUDA library on a machine without a network. Usage: build.py FOLDER; prints the library's path.
 
-By CMake where there is one, else by nvcc alone, for the GPU that is there.
+By CMake, or where there is none or it fails by nvcc alone, for the GPU that is there.
 """
 
 import pathlib
@@ -68,25 +68,36 @@ def gpu_architecture():
     return digits if digits.isdigit() else None
 
 
-def commands(folder):
+def ways(folder):
+    """The ways to build here, the best one first: a list of commands each."""
     architecture = gpu_architecture()
     cmake, nvcc = find_tool("cmake"), find_tool("nvcc")
+    found = []
     if cmake:
-        return cmake_commands(cmake, find_tool("ninja"), folder, architecture)
+        found.append(cmake_commands(cmake, find_tool("ninja"), folder, architecture))
     if nvcc:
-        return nvcc_commands(nvcc, folder, architecture)
-    sys.exit(
-        "build.py: there is neither cmake nor nvcc; install the CUDA toolkit, or `pip install cmake nvidia-cuda-nvcc`"
-    )
+        found.append(nvcc_commands(nvcc, folder, architecture))
+    return found
+
+
+def run_all(commands):
+    """Runs commands until one fails; whether none did."""
+    for command in commands:
+        status = subprocess.run([str(part) for part in command], stdout=sys.stderr).returncode
+        if status != 0:
+            print(f"build.py: {command[0]} failed with status {status}", file=sys.stderr)
+            return False
+    return True
 
 
 def main():
     folder = pathlib.Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for command in commands(folder):
-        finished = subprocess.run([str(part) for part in command], stdout=sys.stderr)
-        if finished.returncode != 0:
-            sys.exit(f"build.py: {command[0]} failed with status {finished.returncode}")
+    found = ways(folder)
+    if not found:
+        sys.exit("build.py: there is neither cmake nor nvcc; install the CUDA toolkit")
+    if not any(run_all(commands) for commands in found):
+        sys.exit("build.py: the CUDA library cannot be built")
     print(folder / "libjaxferry_cuda.so")
 
 
