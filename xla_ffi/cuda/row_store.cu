@@ -12,8 +12,7 @@ void LaunchRowStore(const RowStore& call, cudaStream_t stream) {
   const bool is_aligned =
       reinterpret_cast<uintptr_t>(call.destination) % kVectorBytes == 0 && row_bytes % kVectorBytes == 0;
   const int64_t row_items = is_aligned ? row_bytes / kVectorBytes : call.columns;
-  constexpr int64_t kStretch = kConvertUnroll * kWarpSize;
-  const int64_t tasks = call.num_indices * ((row_items + kStretch - 1) / kStretch);
+  const int64_t tasks = call.num_indices * ((row_items + kRowStretch - 1) / kRowStretch);
   const int64_t num_blocks = NumBlocks(tasks, kRowStoreThreads / kWarpSize, kBlocksOfDevice);
   Launch("the kernel that adds rows", RowStoreKernel<kTo, kFrom>, num_blocks, kRowStoreThreads, stream, call,
          is_aligned);

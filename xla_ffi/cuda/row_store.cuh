@@ -11,47 +11,63 @@ namespace jaxferry::cuda {
 
 inline constexpr int kRowStoreThreads = 256;
 
-// A warp takes a stretch of a row at a time, in vectors of the destination where all its rows are aligned, else in
-// numbers; all reads of host memory are under way before the first is used. No index occurs twice: no two warps meet.
+inline constexpr int kRowStretch = kConvertUnroll * kWarpSize;
+
+// Adds a stretch of a row, this thread's items from `begin` on: vectors of the destination where all its rows are
+// aligned, else numbers. All reads of host memory are under way before the first is used.
+template <Dtype kTo, Dtype kFrom>
+__device__ __forceinline__ void AddVectors(uint4* destination, const BitsOf<kFrom>* added, int64_t begin, int64_t end,
+                                           const ConvertArguments& adding) {
+  const bool is_added_aligned = IsAligned(added);
+  uint4 old[kConvertUnroll];
+#pragma unroll
+  for (int u = 0; u < kConvertUnroll; ++u) {
+    const int64_t i = begin + u * kWarpSize;
+    old[u] = i < end ? destination[i] : make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int u = 0; u < kConvertUnroll; ++u) {
+    const int64_t i = begin + u * kWarpSize;
+    if (i >= end) continue;
+    destination[i] = ConvertVector<kTo, kFrom>(added + i * kVector<kTo>, is_added_aligned, old[u], adding);
+  }
+}
+
+template <Dtype kTo, Dtype kFrom>
+__device__ __forceinline__ void AddNumbers(BitsOf<kTo>* destination, const BitsOf<kFrom>* added, int64_t begin,
+                                           int64_t end, const ConvertArguments& adding) {
+  BitsOf<kTo> old[kConvertUnroll];
+#pragma unroll
+  for (int u = 0; u < kConvertUnroll; ++u) {
+    const int64_t i = begin + u * kWarpSize;
+    old[u] = i < end ? destination[i] : BitsOf<kTo>{0};
+  }
+#pragma unroll
+  for (int u = 0; u < kConvertUnroll; ++u) {
+    const int64_t i = begin + u * kWarpSize;
+    if (i < end) destination[i] = ConvertOne<kTo, kFrom>(added[i], old[u], adding);
+  }
+}
+
+// A warp takes a stretch of a row at a time. No index occurs twice, so no two warps meet.
 template <Dtype kTo, Dtype kFrom>
 __global__ void __launch_bounds__(kRowStoreThreads) RowStoreKernel(RowStore call, bool is_aligned) {
-  constexpr int kStretch = kConvertUnroll * kWarpSize;
   const ConvertArguments adding = {nullptr, nullptr, 0, true, Dtype::kFloat32};
-  const int64_t item = is_aligned ? kVector<kTo> : 1;
-  const int64_t row_items = call.columns / item;
-  const int64_t stretches = (row_items + kStretch - 1) / kStretch;
+  const int64_t row_items = is_aligned ? call.columns / kVector<kTo> : call.columns;
+  const int64_t stretches = (row_items + kRowStretch - 1) / kRowStretch;
   const int64_t num_warps = int64_t{gridDim.x} * blockDim.x / kWarpSize;
   int64_t task = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarpSize;
   for (; task < call.num_indices * stretches; task += num_warps) {
     const int64_t row = task / stretches;
-    const int64_t begin = (task - row * stretches) * kStretch + threadIdx.x % kWarpSize;
+    const int64_t begin = (task - row * stretches) * kRowStretch + threadIdx.x % kWarpSize;
     const int64_t index = call.indices[row];
     if (index < 0 || index >= call.rows) continue;
     auto* destination = static_cast<BitsOf<kTo>*>(call.destination) + index * call.columns;
     const auto* added = static_cast<const BitsOf<kFrom>*>(call.added) + row * call.columns;
-    const bool is_added_aligned = IsAligned(added);
-    uint4 old[kConvertUnroll];
-#pragma unroll
-    for (int u = 0; u < kConvertUnroll; ++u) {
-      const int64_t i = begin + u * kWarpSize;
-      old[u] = make_uint4(0, 0, 0, 0);
-      if (i >= row_items) continue;
-      if (is_aligned) {
-        old[u] = reinterpret_cast<const uint4*>(destination)[i];
-      } else {
-        old[u].x = destination[i];
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kConvertUnroll; ++u) {
-      const int64_t i = begin + u * kWarpSize;
-      if (i >= row_items) continue;
-      if (is_aligned) {
-        const uint4 sum = ConvertVector<kTo, kFrom>(added + i * item, is_added_aligned, old[u], adding);
-        reinterpret_cast<uint4*>(destination)[i] = sum;
-      } else {
-        destination[i] = ConvertOne<kTo, kFrom>(added[i], static_cast<BitsOf<kTo>>(old[u].x), adding);
-      }
+    if (is_aligned) {
+      AddVectors<kTo, kFrom>(reinterpret_cast<uint4*>(destination), added, begin, row_items, adding);
+    } else {
+      AddNumbers<kTo, kFrom>(destination, added, begin, row_items, adding);
     }
   }
 }
