@@ -1,0 +1,44 @@
+"""The build backend: scikit-build-core, but without CMake where there is none to be had.
+
+`pip install` fetches CMake for itself; with `--no-build-isolation` it takes what is there.
+"""
+
+import importlib.util
+import os
+import shutil
+from typing import Any
+
+import scikit_build_core.build
+from scikit_build_core.build import (
+    build_sdist,
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    get_requires_for_build_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+]
+
+
+def build_wheel(directory: str, settings: dict[str, Any] | None = None, metadata: str | None = None) -> str:
+    """See PEP 517."""
+    _choose()
+    return scikit_build_core.build.build_wheel(directory, settings, metadata)
+
+
+def build_editable(directory: str, settings: dict[str, Any] | None = None, metadata: str | None = None) -> str:
+    """See PEP 660."""
+    _choose()
+    return scikit_build_core.build.build_editable(directory, settings, metadata)
+
+
+def _choose() -> None:
+    # pyproject.toml says what the variable does.
+    if shutil.which("cmake") is None and importlib.util.find_spec("cmake") is None:
+        os.environ.setdefault("JAXFERRY_PURE", "1")
