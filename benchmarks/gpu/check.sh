@@ -11,7 +11,9 @@ python=${PYTHON:-python3}
 output=${1:-benchmarks/results/gpu}
 mkdir -p "$output" || exit 1
 output=$(cd "$output" && pwd)
-rm -f "$output"/*.json "$output"/*.log
+for name in build tests link_rates overlap criteria summary jax; do
+  rm -f "$output/$name.json" "$output/$name.log"
+done
 export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$PWD/tests"
 # All stages together end before nine minutes are over.
 deadline=$((SECONDS + 525))
@@ -48,9 +50,9 @@ timeout 60 "$python" -c 'import jax; jax.devices("cuda")' 2>"$output/jax.log" ||
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
 library=$build/libjaxferry_cuda.so
-if stage build 150 "$python" benchmarks/gpu/build.py "$build"; then
+if stage build 120 "$python" benchmarks/gpu/build.py "$build"; then
   export JAXFERRY_CHECK_LIBRARY=$library
-  stage tests 150 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_operations.py
+  stage tests 240 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_operations.py
   stage link_rates 120 "$python" benchmarks/gpu/link_rates.py "$library" "$output/link_rates.json"
   stage overlap 45 "$python" benchmarks/gpu/overlap.py "$library" "$output/overlap.json"
   stage criteria 90 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_link_rates.py

@@ -21,16 +21,17 @@ def read_stages(lines):
     return stages
 
 
-def collect(folder):
-    """The JSON files that the stages left, by name; one that was cut short says so."""
+def collect(folder, stages):
+    """The JSON files that stages left, by their names; one that was cut short says so."""
     found = {}
-    for path in sorted(folder.glob("*.json")):
-        if path.stem == "summary":
+    for name in stages:
+        path = folder / f"{name}.json"
+        if not path.is_file():
             continue
         try:
-            found[path.stem] = json.loads(path.read_text())
+            found[name] = json.loads(path.read_text())
         except ValueError:
-            found[path.stem] = {"error": "not complete"}
+            found[name] = {"error": "not complete"}
     return found
 
 
@@ -38,7 +39,7 @@ def main():
     folder = pathlib.Path(sys.argv[1])
     stages = read_stages(sys.stdin)
     passed = bool(stages) and all(stage["outcome"] == "passed" for stage in stages)
-    summary = {"passed": passed, "stages": stages, "results": collect(folder)}
+    summary = {"passed": passed, "stages": stages, "results": collect(folder, [each["stage"] for each in stages])}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     for stage in stages:
         print(f"{stage['stage']:12} {stage['outcome']:14} {stage['seconds']:6.0f} s")
