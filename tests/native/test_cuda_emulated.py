@@ -1,9 +1,11 @@
 """The CUDA library's own code, kernels and orders of streams, on an emulated device."""
 
 import ctypes
+import re
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from native.operations_suite import CopySuite, FerrySuite, ProductSuite
 def library(tmp_path_factory):
     library = emulated_cuda.build(tmp_path_factory.mktemp("emulated"))
     library.emulation_num_queued.restype = ctypes.c_long
+    library.emulation_fail.restype = ctypes.c_long
     return library
 
 
@@ -93,6 +96,52 @@ class TestProducts(ProductSuite):
         fill_later(library, scratch, 7)
         found = operations.matmul(*operands, (16, 200), transpose=True, scratch=scratch)
         check_product(found, x, vector.reshape(200, 16).T, "float32", 2.0**-18)
+
+
+class TestFailures:
+    """Whichever call of CUDA fails, the operation says so in one line, leaves nothing queued, and works again."""
+
+    def check(self, library, run, message):
+        num_failed = 0
+        while True:
+            library.emulation_fail(ctypes.c_long(num_failed))
+            try:
+                result = jax.block_until_ready(run())
+            except jax.errors.JaxRuntimeError as error:
+                text = str(error)
+            else:
+                break
+            finally:
+                library.emulation_fail(ctypes.c_long(-1))
+            assert re.search(message, text), text
+            assert library.emulation_num_queued() == 0
+            num_failed += 1
+        assert num_failed > 3
+        return result
+
+    @pytest.mark.parametrize("transpose", [False, True])
+    def test_of_a_product(self, operations, library, transpose):
+        x, vector = numbers(1, (20, 16), "bfloat16"), numbers(2, 16 * 100)
+        operands = operations.device(x), operations.host(vector), (16, 100)
+        found = self.check(
+            library,
+            lambda: operations.matmul(*operands, method=1, transpose=transpose, scratch_bytes=4096),
+            r"dha_matmul: .* failed: invalid value \(x bfloat16\[20,16\], w float32\[1600\], scratch uint8\[4096\]",
+        )
+        w = vector.astype(x.dtype).reshape((100, 16)).T if transpose else vector.astype(x.dtype).reshape((16, 100))
+        check_product(found, x, w, "bfloat16", 2.0**-18)
+
+    def test_of_a_gradient(self, operations, library):
+        x, dy = numbers(1, (20, 16), "bfloat16"), numbers(2, (20, 40), "bfloat16")
+        operands = operations.device(x), operations.device(dy)
+        found = self.check(
+            library,
+            lambda: operations.matmul_gradient(
+                operations.host(np.zeros(640, np.float32)), *operands, scratch_bytes=2048
+            ),
+            r"dha_matmul_gradient: .* failed: invalid value \(destination float32\[640\], x bfloat16\[20,16\]",
+        )
+        check_product(np.asarray(found).reshape(16, 40), x.T, dy, "float32", 2.0**-18)
 
 
 class TestFerry(FerrySuite):
