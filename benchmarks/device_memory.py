@@ -11,9 +11,9 @@ The base of those figures is DeepSpeed, where the gradients of the whole model g
 gradients leave layer by layer under every policy, so `zero-offload` itself is below DeepSpeed by just that.
 
 Found at 128 tokens: MemFerry 28 % (GPT-2-medium) and 23 % (BERT-base) below DeepSpeed, GO-MemFerry 34 % and 27 %.
-Against `zero-offload` in this engine MemFerry saves 1 % of GPT-2-medium (the paper: 1.4 %), as its plan leaves out only
-what is slow to load: lookups, whose table the tied head needs on the device all the same, and vectors. GO-MemFerry saves
-one layer's gradient and the panels of the largest; 42 % would need more gradients on the device to begin with. At full
+Against `zero-offload` in this engine MemFerry saves 1 % of GPT-2-medium (the paper: 1.4 %), as its plan leaves out just
+what is slow to load: lookups, whose table the tied head needs on the device all the same, and vectors. GO-MemFerry
+saves one layer's gradient; 42 % would need more gradients on the device to begin with. At full
 length activations are nearly all that there is.
 """
 
@@ -40,6 +40,7 @@ import measure
 import model as gpt2
 from jaxferry.choice import choose_plan
 from jaxferry.engine import (
+    TRANSPORTS,
     derivatives_of,
     lower,
     make_placement,
@@ -90,7 +91,7 @@ def measure_policy(parts, derivatives, policy, reserve_factor, temporary_bytes):
             stats = compile_lowered(lower(traced, "cuda")).get_compiled_memory_stats()
             temporary_bytes[use] = stats.temp_size_in_bytes
     script = make_script(parts, derivatives, plan.modes, gradients, plan.loads is Loads.BULK)
-    peak = peak_bytes(parts, derivatives, plan.modes, script, temporary_bytes)
+    peak = peak_bytes(parts, derivatives, plan.modes, script, temporary_bytes, TRANSPORTS["ferry"].lag)
     return {
         "policy": policy,
         "peak_bytes": peak.total,

@@ -367,14 +367,14 @@ class TrainStep:
         plan = self._plan(parts)
         loads_first, gradients = plan.loads is Loads.BULK, [layer.gradient for layer in plan.layers]
         programs = Programs(parts, derivatives, self._placement, native=self._transport == "ferry")
+        transport = make_transport(self._transport, self._placement, parts.layers)
+        budget, limits = options.memory_budget_bytes, (programs.temporary_bytes, loads_first, transport.lag)
         modes, fitted = None, list(plan.modes)
         # What programs need beside their arguments is known once they are compiled, and which are, once modes are.
         while fitted != modes:
             modes = fitted
             programs.require(shadow_model(parts, derivatives, modes, gradients))
-            temporary_bytes = programs.temporary_bytes
-            budget = options.memory_budget_bytes
-            fitted = fit_modes(parts, derivatives, plan.modes, gradients, budget, temporary_bytes, loads_first)
+            fitted = fit_modes(parts, derivatives, plan.modes, gradients, budget, *limits)
         executor = Executor(
             parts,
             programs,
@@ -382,12 +382,12 @@ class TrainStep:
             resident_layers(parts, modes),
             self._host_optimizer(),
             self._placement,
-            make_transport(self._transport, self._placement, parts.layers),
+            transport,
             loads_first=loads_first,
             updates_last=options.clip_norm is not None or plan.updates is Updates.AFTER_ALL,
             skip_nonfinite=options.skip_nonfinite,
         )
-        peak = peak_of(parts, derivatives, modes, gradients, temporary_bytes, loads_first)
+        peak = peak_of(parts, derivatives, modes, gradients, *limits)
         return Prepared(parts, plan, tuple(modes), peak, programs.num_executables, executor)
 
     def _plan(self, parts: Partition) -> Plan:

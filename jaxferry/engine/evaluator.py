@@ -10,7 +10,7 @@ import jax
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import compile_evaluation, make_prelude
 from jaxferry.engine.state import TrainState
-from jaxferry.engine.transfers import Transport
+from jaxferry.engine.transfers import DeviceLayer, Transport
 from jaxferry.partition import Partition
 
 
@@ -39,23 +39,30 @@ class Evaluator:
         if self._prelude is not None:
             values |= zip(partition.prelude_outputs, self._prelude(leaves), strict=True)
         layers = [segment.layer for segment in partition.segments]
-        held = {layers[0]: state.resident.get(layers[0]) or transfers.load(layers[0], state.vectors[layers[0]])}
-        for place, segment in enumerate(partition.segments):
-            for layer in layers[place + 1 : place + 2]:
-                if layer not in held:
-                    held[layer] = state.resident.get(layer) or transfers.load(layer, state.vectors[layer])
-            outputs, extras = self._programs[segment.program](
-                held[segment.layer].parameters(),
-                [values[v] for v in segment.inputs],
-                [values[v] for v in segment.passive],
-            )
-            values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
-            if segment.layer not in layers[place + 1 : place + 2]:
-                done = held.pop(segment.layer)
-                if segment.layer not in state.resident:
-                    transfers.drop(done)
-            for value in {*segment.inputs, *segment.passive}:
-                if self._last_reader[value] == place and value not in partition.aux:
-                    values.pop(value, None)
+        held: dict[int, DeviceLayer] = {}
+        try:
+            for place, segment in enumerate(partition.segments):
+                for layer in layers[place : place + 2]:
+                    if layer not in held:
+                        held[layer] = state.resident.get(layer) or transfers.load(layer, state.vectors[layer])
+                outputs, extras = self._programs[segment.program](
+                    held[segment.layer].parameters(),
+                    [values[v] for v in segment.inputs],
+                    [values[v] for v in segment.passive],
+                )
+                values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
+                if segment.layer not in layers[place + 1 : place + 2]:
+                    self._drop(held.pop(segment.layer), state)
+                for value in {*segment.inputs, *segment.passive}:
+                    if self._last_reader[value] == place and value not in partition.aux:
+                        values.pop(value, None)
+        finally:
+            for done in held.values():
+                self._drop(done, state)
+            transfers.abandon(state.resident.values())
         aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
         return values[partition.loss], aux
+
+    def _drop(self, held: DeviceLayer, state: TrainState) -> None:
+        if held.layer not in state.resident:
+            self._transfers.drop(held)

@@ -125,7 +125,7 @@ class Executor:
             with deferred_interrupts():
                 return self._finish(state, flight)
         finally:
-            self._release(flight)
+            self._release(state, flight)
 
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
@@ -289,7 +289,7 @@ class Executor:
                 self._transfers.drop(state.resident.pop(layer))
                 state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
 
-    def _release(self, flight: _Flight) -> None:
+    def _release(self, state: TrainState, flight: _Flight) -> None:
         """Frees what an exception left behind."""
         while flight.landing:
             layer = flight.landing.popleft()
@@ -298,6 +298,7 @@ class Executor:
         for layer in list(flight.held):
             if layer not in self._resident:
                 self._transfers.drop(flight.held.pop(layer))
+        self._transfers.abandon(state.resident.values())
 
 
 def _distinct(units: Iterable[Unit]) -> list[Unit]:

@@ -7,12 +7,13 @@ on the device. The buffers of a dropped layer are used again by the next one of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport, Vectors
 from jaxferry.native import targets
@@ -20,13 +21,18 @@ from jaxferry.partition import Gradient, Layer, RowGradient
 
 
 class Ferry(Transport):
-    """Copies by `ferry_load`, `ferry_store` and `ferry_wait`."""
+    """Copies by `ferry_load`, `ferry_store` and `ferry_wait`.
+
+    A wait holds up the programs that are issued after it, so a gradient is gathered one program after its store.
+    """
+
+    lag = 1
 
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         super().__init__(placement, layers)
-        # On a GPU a wait holds up all programs that are issued after it, on a CPU only those that need its results.
-        self.lag = 0 if placement.is_cpu else 1
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
+        # Copies that nobody has waited for, with what they read: JAX knows nothing of them, so both must stay alive.
+        self._under_way: dict[int, tuple[DeviceLayer, Vectors]] = {}
 
     def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
         """See `Transport.store`."""
@@ -53,8 +59,24 @@ class Ferry(Transport):
         if not free:
             self._clear()
             free.append(self._program("buffers", layer)())
-        arrays = self._program("load", layer)(vectors, free.pop())
-        return DeviceLayer(layer, size, arrays, self._program("arrived", layer))
+        load, wait = self._program("load", layer), self._program("arrived", layer)
+
+        def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            arrived: Sequence[jax.Array] = wait(arrays)
+            del self._under_way[id(held)]
+            return arrived
+
+        with deferred_interrupts():
+            held = DeviceLayer(layer, size, load(vectors, free.pop()), arrive)
+            self._under_way[id(held)] = (held, vectors)
+        return held
+
+    def abandon(self, kept: Iterable[DeviceLayer]) -> None:
+        """See `Transport.abandon`."""
+        known = {id(held) for held in kept}
+        for held, _ in list(self._under_way.values()):
+            if id(held) not in known:
+                self.drop(held)
 
     def _drop(self, held: DeviceLayer) -> None:
         # A copy that nobody has waited for may still be writing.

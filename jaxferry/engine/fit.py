@@ -19,10 +19,11 @@ def peak_of(
     gradients: Sequence[GradientPlace],
     temporary_bytes: Mapping[Use, int],
     loads_first: bool = False,
+    lag: int = 0,
 ) -> Peak:
     """The most device memory that a step under these modes needs."""
     script = make_script(partition, derivatives, modes, gradients, loads_first)
-    return peak_bytes(partition, derivatives, modes, script, temporary_bytes)
+    return peak_bytes(partition, derivatives, modes, script, temporary_bytes, lag)
 
 
 def fit_modes(
@@ -33,6 +34,7 @@ def fit_modes(
     budget_bytes: int | None,
     temporary_bytes: Mapping[Use, int],
     loads_first: bool = False,
+    lag: int = 0,
 ) -> list[Mode]:
     """Turns as few segments as needed into RELOAD, first to last, until the step fits.
 
@@ -47,7 +49,7 @@ def fit_modes(
         return fitted
 
     def peak(candidate: Sequence[Mode]) -> int:
-        return peak_of(partition, derivatives, candidate, gradients, temporary_bytes, loads_first).total
+        return peak_of(partition, derivatives, candidate, gradients, temporary_bytes, loads_first, lag).total
 
     reload = [mode if mode is Mode.DHA else Mode.RELOAD for mode in fitted]
     smallest = peak(reload)

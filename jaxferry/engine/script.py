@@ -151,6 +151,7 @@ def peak_bytes(
     modes: Sequence[Mode],
     script: Sequence[Event],
     temporary_bytes: Mapping[Use, int],
+    lag: int = 0,
 ) -> Peak:
     """Adds up what is held at each event.
 
@@ -160,6 +161,7 @@ def peak_bytes(
       modes: the mode of each segment.
       script: the events of a step under these modes.
       temporary_bytes: device memory that each program needs beside its arguments and results; none if not there.
+      lag: how many further programs a gradient stays on the device for, until its store has ended.
     """
     graph = partition.graph
     sizes = [layer.num_bytes for layer in partition.layers]
@@ -167,20 +169,20 @@ def peak_bytes(
     other = sum(graph.num_bytes(v) for v in (*graph.batch, *graph.constants, *partition.prelude_outputs))
     peak_parameters = peak_held = peak_total = parameters
     cotangents: dict[int, int] = {}
+    gradients: list[int] = []
     for event in script:
         segment = partition.segments[event.segment]
         parameters += sum(sizes[layer] for layer in event.loads)
-        gradient = 0
         if event.kind is not Kind.BACKWARD:
             other += sum(graph.num_bytes(v) for v in (*segment.outputs, *segment.extras))
         if event.kind is Kind.FORWARD:
             other += derivatives[segment.program].saved_bytes
         if event.kind is not Kind.FORWARD:
             # What a program that writes host memory holds of a gradient is among its temporaries.
-            gradient = sizes[segment.layer] if event.use.writes is Target.DEVICE else 0
+            gradients.append(sizes[segment.layer] if event.use.writes is Target.DEVICE else 0)
             cotangents |= {v: graph.num_bytes(v) for v in segment.inputs}
         peak_parameters = max(peak_parameters, parameters)
-        held = parameters + other + gradient + sum(cotangents.values())
+        held = parameters + other + sum(gradients[-1 - lag :]) + sum(cotangents.values())
         peak_held = max(peak_held, held)
         peak_total = max(peak_total, held + temporary_bytes.get(event.use, 0))
         parameters -= sum(sizes[layer] for layer in event.drops)

@@ -9,7 +9,7 @@ native library's own queues, `ferry.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -98,6 +98,9 @@ class Transport:
         """Frees a device copy once the programs that were given it have run."""
         self.device_bytes -= held.num_bytes
         self._drop(held)
+
+    def abandon(self, kept: Iterable[DeviceLayer]) -> None:
+        """Drops what was loaded and lost by an interrupt before anybody knew of it: all but `kept`."""
 
     def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
         """Starts the copy of a layer's gradients to the host, and frees theirs when it has ended.

@@ -11,7 +11,7 @@ from jaxferry.errors import InputError
 from jaxferry.native.library import is_available, status
 from jaxferry.partition import Layer
 
-TRANSPORTS = ("ferry", "device_put")
+TRANSPORTS: dict[str, type[Transport]] = {"ferry": Ferry, "device_put": DevicePut}
 
 
 def choose_transport(name: str | None, placement: Placement) -> str:
@@ -31,4 +31,4 @@ def choose_transport(name: str | None, placement: Placement) -> str:
 
 def make_transport(name: str, placement: Placement, layers: Sequence[Layer]) -> Transport:
     """A transport for these layers; `name` as `choose_transport` gives it."""
-    return (Ferry if name == "ferry" else DevicePut)(placement, layers)
+    return TRANSPORTS[name](placement, layers)

@@ -203,3 +203,35 @@ def test_random_delays_of_copies_change_no_bit(task):
 def test_an_unknown_transport_is_named(task):
     with pytest.raises(InputError, match="transport must be one of ferry, device_put, got 'bus'"):
         jaxferry.train_step(task.loss_fn, optax.sgd(0.1), transport="bus")
+
+
+@pytest.mark.parametrize("after", [1, 3, 6])
+def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, task, monkeypatch):
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), plan=plan_of(task, [Mode.RELOAD]))
+    expected, losses = train(step, task, 4)
+    state = step.init(task.params)
+    transport = step.prepare(task.batch)._executor._transfers
+    original, count = transport.load, itertools.count(1)
+
+    def interrupted(layer, vectors):
+        held = original(layer, vectors)
+        if next(count) == after:
+            raise KeyboardInterrupt
+        return held
+
+    emulator = library("cpu")
+    emulator.set_delay(0.01, 3)
+    try:
+        monkeypatch.setattr(transport, "load", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(state, task.batch)
+        monkeypatch.setattr(transport, "load", original)
+        assert transport.device_bytes == 0 and not transport._under_way
+        others = []
+        for _ in range(4):
+            state, metrics = step(state, task.batch)
+            others.append(float(metrics["loss"]))
+    finally:
+        emulator.set_delay(0.0, 0)
+    assert others == losses
+    assert_same_bits(state.params, expected.params)
