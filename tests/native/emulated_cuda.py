@@ -23,6 +23,7 @@ TARGETS = (
     "dha_read",
     "gradient_store",
     "dha_matmul_gradient",
+    "row_store",
     "ferry_load",
     "ferry_store",
     "ferry_wait",

@@ -78,6 +78,10 @@ class Operations:
         run = self.compile("gradient_store", destination, "pinned_host", {0: 0}, **attributes)
         return run(destination, gradient)
 
+    def add_rows(self, destination, indices, rows, offset, num_rows):
+        attributes = {"offset": offset, "rows": num_rows, "columns": rows.shape[-1]}
+        return self.compile("row_store", destination, "pinned_host", {0: 0}, **attributes)(destination, indices, rows)
+
     def matmul_gradient(
         self, destination, x, dy, *, offset=0, transpose=False, accumulate=False, round_to=None, scratch_bytes=1 << 16
     ):

@@ -60,6 +60,24 @@ class CopySuite:
         assert found.unsafe_buffer_pointer() == address
         assert found.sharding.memory_kind == "pinned_host"
 
+    @ALL
+    @pytest.mark.parametrize("kind", list(DTYPES))
+    @pytest.mark.parametrize(("rows", "columns", "offset"), [(9, 64, 8), (6, 33, 3), (5, 2056, 16)])
+    def test_rows_are_added_where_their_indices_say(self, operations, dtype, kind, rows, columns, offset):
+        before = numbers(20, offset + rows * columns + 5, dtype)
+        indices, added = np.array([rows - 1, -1, 0, rows, 2], np.int32), numbers(21, (5, columns), kind)
+        destination = operations.host(before)
+        address = destination.unsafe_buffer_pointer()
+        found = operations.add_rows(destination, operations.device(indices), operations.device(added), offset, rows)
+        table = before[offset : offset + rows * columns].reshape(rows, columns).copy()
+        for index, row in zip(indices, added):
+            if 0 <= index < rows:
+                table[index] = (table[index].astype(np.float32) + row.astype(np.float32)).astype(before.dtype)
+        expected = before.copy()
+        expected[offset : offset + rows * columns] = table.reshape(-1)
+        check_same(found, expected)
+        assert found.unsafe_buffer_pointer() == address
+
 
 class ProductSuite:
     @ALL

@@ -1,12 +1,15 @@
 """The CUDA library's own code, kernels and orders of streams, on an emulated device."""
 
 import ctypes
+import re
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 
+from benchmarks.gpu import link_rates, overlap
 from native import emulated_cuda
 from native.native_operations import check_product, numbers
 from native.operations_suite import CopySuite, FerrySuite, ProductSuite
@@ -16,6 +19,7 @@ from native.operations_suite import CopySuite, FerrySuite, ProductSuite
 def library(tmp_path_factory):
     library = emulated_cuda.build(tmp_path_factory.mktemp("emulated"))
     library.emulation_num_queued.restype = ctypes.c_long
+    library.emulation_fail.restype = ctypes.c_long
     return library
 
 
@@ -46,15 +50,20 @@ def test_panels_fit_into_the_scratch_and_cover_every_slice(library, total, slice
         assert num_slices % 128 == 0
 
 
+def fill_later(library, array, value):
+    array.block_until_ready()
+    address = ctypes.c_void_p(array.unsafe_buffer_pointer())
+    library.emulation_fill_later(address, ctypes.c_size_t(array.nbytes), value)
+
+
 @pytest.fixture(scope="module")
 def operations(library):
     return emulated_cuda.register(library)
 
 
-def fill_later(library, array, value):
-    array.block_until_ready()
-    address = ctypes.c_void_p(array.unsafe_buffer_pointer())
-    library.emulation_fill_later(address, ctypes.c_size_t(array.nbytes), value)
+@pytest.fixture(scope="module")
+def bench(operations):
+    return link_rates.Bench(operations, mib=1, k=2048)
 
 
 class TestCopies(CopySuite):
@@ -89,6 +98,52 @@ class TestProducts(ProductSuite):
         check_product(found, x, vector.reshape(200, 16).T, "float32", 2.0**-18)
 
 
+class TestFailures:
+    """Whichever call of CUDA fails, the operation says so in one line, leaves nothing queued, and works again."""
+
+    def check(self, library, run, message):
+        num_failed = 0
+        while True:
+            library.emulation_fail(ctypes.c_long(num_failed))
+            try:
+                result = jax.block_until_ready(run())
+            except jax.errors.JaxRuntimeError as error:
+                text = str(error)
+            else:
+                break
+            finally:
+                library.emulation_fail(ctypes.c_long(-1))
+            assert re.search(message, text), text
+            assert library.emulation_num_queued() == 0
+            num_failed += 1
+        assert num_failed > 3
+        return result
+
+    @pytest.mark.parametrize("transpose", [False, True])
+    def test_of_a_product(self, operations, library, transpose):
+        x, vector = numbers(1, (20, 16), "bfloat16"), numbers(2, 16 * 100)
+        operands = operations.device(x), operations.host(vector), (16, 100)
+        found = self.check(
+            library,
+            lambda: operations.matmul(*operands, method=1, transpose=transpose, scratch_bytes=4096),
+            r"dha_matmul: .* failed: invalid value \(x bfloat16\[20,16\], w float32\[1600\], scratch uint8\[4096\]",
+        )
+        w = vector.astype(x.dtype).reshape((100, 16)).T if transpose else vector.astype(x.dtype).reshape((16, 100))
+        check_product(found, x, w, "bfloat16", 2.0**-18)
+
+    def test_of_a_gradient(self, operations, library):
+        x, dy = numbers(1, (20, 16), "bfloat16"), numbers(2, (20, 40), "bfloat16")
+        operands = operations.device(x), operations.device(dy)
+        found = self.check(
+            library,
+            lambda: operations.matmul_gradient(
+                operations.host(np.zeros(640, np.float32)), *operands, scratch_bytes=2048
+            ),
+            r"dha_matmul_gradient: .* failed: invalid value \(destination float32\[640\], x bfloat16\[20,16\]",
+        )
+        check_product(np.asarray(found).reshape(16, 40), x.T, dy, "float32", 2.0**-18)
+
+
 class TestFerry(FerrySuite):
     @pytest.mark.parametrize("seed", range(10))
     def test_copies_start_after_what_the_program_did_before(self, operations, library, seed):
@@ -112,3 +167,18 @@ class TestFerry(FerrySuite):
         assert late > 0
         library.emulation_synchronize()
         assert library.emulation_num_queued() == 0
+
+
+class TestBenchmarks:
+    """That the benchmarks of a real link run; what they find here means nothing."""
+
+    def test_each_operation_is_measured(self, bench):
+        rates = [bench.matmul(3, False), bench.matmul(3, True, 1), bench.matmul_gradient(2), bench.gather(10)]
+        rates += [bench.device_put(), *(bench.store(*dtypes, True) for dtypes in link_rates.STORES)]
+        assert all(rate.seconds > 0 and rate.plain_s > 0 for rate in rates)
+        assert rates[0].num_bytes == 1 << 20
+
+    def test_overlap_is_measured(self, bench, monkeypatch):
+        monkeypatch.setattr(overlap, "SIDE", 128)
+        found = [overlap.of_ferry(bench), overlap.of_device_put(bench, True), overlap.of_device_put(bench, False)]
+        assert all(each.both_s > 0 for each in found)

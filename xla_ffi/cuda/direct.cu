@@ -8,6 +8,9 @@ namespace {
 
 constexpr int kFewRows = 4;
 constexpr int kMostRows = 16;
+// A block has 16 KiB under way, a fast link some 128 KiB: what it carries in a microsecond or two.
+constexpr int64_t kEnoughBlocks = 8;
+constexpr int64_t kSmallBytes = int64_t{256} << 10;
 
 int64_t PitchBytes(const Matmul& call) { return (call.transpose ? call.k : call.n) * ItemSize(call.w_dtype); }
 
@@ -15,31 +18,39 @@ bool IsAligned16(const Matmul& call) {
   return PitchBytes(call) % kVectorBytes == 0 && reinterpret_cast<uintptr_t>(call.w) % kVectorBytes == 0;
 }
 
-template <Dtype kDtype, int kRows>
+template <Dtype kDtype, int kRows, bool kAligned>
 void LaunchDirect(const DirectArguments& arguments, bool transpose, cudaStream_t stream) {
   const char* what = "the kernel that multiplies with host memory";
   const int64_t per_block = transpose ? kWeightRowsOfBlock : kColumnsOfBlock<kDtype>;
   const int64_t num_blocks = (arguments.n + per_block - 1) / per_block;
   if (transpose) {
-    Launch(what, DirectRows<kDtype, kRows>, num_blocks, kDirectThreads, stream, arguments);
+    Launch(what, DirectRows<kDtype, kRows, kAligned>, num_blocks, kDirectThreads, stream, arguments);
   } else {
-    Launch(what, DirectColumns<kDtype, kRows>, num_blocks, kDirectThreads, stream, arguments);
+    Launch(what, DirectColumns<kDtype, kRows, kAligned>, num_blocks, kDirectThreads, stream, arguments);
   }
 }
 
 template <Dtype kDtype>
-void LaunchDirectOf(const DirectArguments& arguments, bool transpose, cudaStream_t stream) {
-  if (arguments.m <= kFewRows) {
-    LaunchDirect<kDtype, kFewRows>(arguments, transpose, stream);
+void LaunchDirectOf(const DirectArguments& arguments, bool transpose, bool is_aligned, cudaStream_t stream) {
+  if (!is_aligned) {
+    LaunchDirect<kDtype, kMostRows, false>(arguments, transpose, stream);
+  } else if (arguments.m <= kFewRows) {
+    LaunchDirect<kDtype, kFewRows, true>(arguments, transpose, stream);
   } else {
-    LaunchDirect<kDtype, kMostRows>(arguments, transpose, stream);
+    LaunchDirect<kDtype, kMostRows, true>(arguments, transpose, stream);
   }
 }
 
 }  // namespace
 
-// Rows that are not aligned are read number by number: right, but no way to fill a link.
-bool CanMultiplyDirectly(const Matmul& call) { return call.m <= kMostRows && IsAligned16(call); }
+// Rows that are not aligned are read number by number, and few blocks have few reads under way: right, but no way to
+// fill a link. What is small is there before a copy engine has started.
+bool IsBestDirectly(const Matmul& call) {
+  const int64_t num_vectors = kVectorBytes / ItemSize(call.w_dtype);
+  const int64_t per_block = call.transpose ? kWeightRowsOfBlock : kColumnLanes * num_vectors;
+  const bool is_small = call.k * call.n * ItemSize(call.w_dtype) <= kSmallBytes;
+  return call.m <= kMostRows && IsAligned16(call) && (is_small || call.n >= kEnoughBlocks * per_block);
+}
 
 void DirectMatmul(const Matmul& call, cudaStream_t stream) {
   if (call.m > kMostRows) {
@@ -50,15 +61,16 @@ void DirectMatmul(const Matmul& call, cudaStream_t stream) {
   // float32 holds every 16-bit weight.
   const bool is_exact = call.x_dtype == call.w_dtype || call.x_dtype == Dtype::kFloat32;
   const Dtype round_to = is_exact ? Dtype::kFloat32 : call.x_dtype;
-  const DirectArguments arguments = {call.x, call.w,       call.y,       call.m,   call.k,
-                                     call.n, call.x_dtype, call.y_dtype, round_to, IsAligned16(call)};
+  const DirectArguments arguments = {call.x, call.w,       call.y,       call.m,  call.k,
+                                     call.n, call.x_dtype, call.y_dtype, round_to};
+  const bool is_aligned = IsAligned16(call);
   switch (call.w_dtype) {
     case Dtype::kFloat32:
-      return LaunchDirectOf<Dtype::kFloat32>(arguments, call.transpose, stream);
+      return LaunchDirectOf<Dtype::kFloat32>(arguments, call.transpose, is_aligned, stream);
     case Dtype::kBfloat16:
-      return LaunchDirectOf<Dtype::kBfloat16>(arguments, call.transpose, stream);
+      return LaunchDirectOf<Dtype::kBfloat16>(arguments, call.transpose, is_aligned, stream);
     case Dtype::kFloat16:
-      return LaunchDirectOf<Dtype::kFloat16>(arguments, call.transpose, stream);
+      return LaunchDirectOf<Dtype::kFloat16>(arguments, call.transpose, is_aligned, stream);
   }
 }
 

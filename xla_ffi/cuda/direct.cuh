@@ -25,9 +25,19 @@ struct DirectArguments {
   Dtype x_dtype, y_dtype;
   // What the weight is rounded to before it is multiplied: the dtype of x, or float32 where that holds every weight.
   Dtype round_to;
-  // Whether each row of the weight begins at a multiple of sixteen bytes.
-  bool is_aligned;
 };
+
+// `count` numbers from `data` on, zeros after them. kAligned: every row of the weight begins at a multiple of sixteen
+// bytes, so that a vector lies inside it or outside. Kernels of their own: a choice between ways to load, made where a
+// vector is loaded, would have the thread wait for each before it asks for the next one.
+template <Dtype kDtype, bool kAligned>
+__device__ __forceinline__ uint4 LoadWeights(const BitsOf<kDtype>* data, int64_t count) {
+  if constexpr (kAligned) {
+    return count > 0 ? *reinterpret_cast<const uint4*>(data) : make_uint4(0, 0, 0, 0);
+  } else {
+    return LoadVector<kDtype>(data, count, false);
+  }
+}
 
 // DirectColumns: eight lanes read 128 bytes of a row of the weight; the other lanes and warps the rows below it.
 inline constexpr int kColumnLanes = 8;
@@ -46,7 +56,7 @@ __device__ __forceinline__ void UnpackWeight(uint4 packed, Dtype round_to, float
 }
 
 // Rows [begin, begin + 32 u) of the weight, this thread's row and columns of each 32; zeros below the last row.
-template <Dtype kDtype>
+template <Dtype kDtype, bool kAligned>
 __device__ __forceinline__ void LoadColumns(const DirectArguments& a, int64_t begin, int64_t column,
                                             uint4 (&vectors)[kDirectUnroll]) {
   const auto* w = static_cast<const BitsOf<kDtype>*>(a.w);
@@ -54,7 +64,7 @@ __device__ __forceinline__ void LoadColumns(const DirectArguments& a, int64_t be
   for (int u = 0; u < kDirectUnroll; ++u) {
     const int64_t row = begin + u * kRowsAtOnce + threadIdx.x / kColumnLanes;
     const int64_t count = row < a.k ? a.n - column : 0;
-    vectors[u] = count > 0 ? LoadVector<kDtype>(w + row * a.n + column, count, a.is_aligned) : make_uint4(0, 0, 0, 0);
+    vectors[u] = LoadWeights<kDtype, kAligned>(w + row * a.n + column, count);
   }
 }
 
@@ -97,19 +107,19 @@ __device__ __forceinline__ void SumColumns(const DirectArguments& a, int64_t fir
 }
 
 // y[m, n] = x[m, k] @ w[k, n], for m <= kRows. A block for each kColumnsOfBlock columns.
-template <Dtype kDtype, int kRows>
+template <Dtype kDtype, int kRows, bool kAligned>
 __global__ void __launch_bounds__(kDirectThreads) DirectColumns(DirectArguments a) {
   __shared__ __align__(16) float tile[kColumnsTile][kRows];
   const int64_t first_column = int64_t{blockIdx.x} * kColumnsOfBlock<kDtype>;
   const int64_t column = first_column + threadIdx.x % kColumnLanes * kVector<kDtype>;
   float partial[kRows][kVector<kDtype>] = {};
   uint4 next[kDirectUnroll];
-  LoadColumns<kDtype>(a, 0, column, next);
+  LoadColumns<kDtype, kAligned>(a, 0, column, next);
   for (int64_t begin = 0; begin < a.k; begin += kColumnsTile) {
     uint4 vectors[kDirectUnroll];
 #pragma unroll
     for (int u = 0; u < kDirectUnroll; ++u) vectors[u] = next[u];
-    LoadColumns<kDtype>(a, begin + kColumnsTile, column, next);
+    LoadColumns<kDtype, kAligned>(a, begin + kColumnsTile, column, next);
     __syncthreads();
     LoadTransposed<kRows>(a, begin, tile);
     __syncthreads();
@@ -134,7 +144,7 @@ inline constexpr int kWeightRowsOfBlock = kDirectWarps * kDirectUnroll;
 template <Dtype kDtype>
 inline constexpr int kRowsTile = kWarpSize * kVector<kDtype>;
 
-template <Dtype kDtype>
+template <Dtype kDtype, bool kAligned>
 __device__ __forceinline__ void LoadRows(const DirectArguments& a, int64_t first_row, int64_t begin,
                                          uint4 (&vectors)[kDirectUnroll]) {
   const auto* w = static_cast<const BitsOf<kDtype>*>(a.w);
@@ -143,7 +153,7 @@ __device__ __forceinline__ void LoadRows(const DirectArguments& a, int64_t first
   for (int u = 0; u < kDirectUnroll; ++u) {
     const int64_t row = first_row + u;
     const int64_t count = row < a.n ? a.k - column : 0;
-    vectors[u] = count > 0 ? LoadVector<kDtype>(w + row * a.k + column, count, a.is_aligned) : make_uint4(0, 0, 0, 0);
+    vectors[u] = LoadWeights<kDtype, kAligned>(w + row * a.k + column, count);
   }
 }
 
@@ -184,19 +194,19 @@ __device__ __forceinline__ void SumRows(const DirectArguments& a, int64_t first_
 }
 
 // y[m, n] = x[m, k] @ w[n, k].T, for m <= kRows. A block for each kWeightRowsOfBlock rows of the weight.
-template <Dtype kDtype, int kRows>
+template <Dtype kDtype, int kRows, bool kAligned>
 __global__ void __launch_bounds__(kDirectThreads) DirectRows(DirectArguments a) {
   __shared__ __align__(16) float tile[kRows][kVector<kDtype> / 4][kWarpSize][4];
   const int lane = threadIdx.x % kWarpSize;
   const int64_t first_row = int64_t{blockIdx.x} * kWeightRowsOfBlock + threadIdx.x / kWarpSize * kDirectUnroll;
   float partial[kRows][kDirectUnroll] = {};
   uint4 next[kDirectUnroll];
-  LoadRows<kDtype>(a, first_row, 0, next);
+  LoadRows<kDtype, kAligned>(a, first_row, 0, next);
   for (int64_t begin = 0; begin < a.k; begin += kRowsTile<kDtype>) {
     float weights[kDirectUnroll][kVector<kDtype>];
 #pragma unroll
     for (int u = 0; u < kDirectUnroll; ++u) UnpackWeight<kDtype>(next[u], a.round_to, weights[u]);
-    LoadRows<kDtype>(a, first_row, begin + kRowsTile<kDtype>, next);
+    LoadRows<kDtype, kAligned>(a, first_row, begin + kRowsTile<kDtype>, next);
     __syncthreads();
     LoadInFours<kDtype, kRows>(a, begin, tile);
     __syncthreads();

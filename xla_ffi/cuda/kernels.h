@@ -16,7 +16,7 @@ void AddRows(const RowStore& call, cudaStream_t stream);
 
 // Products by kernels that read the weight in host memory themselves.
 void DirectMatmul(const Matmul& call, cudaStream_t stream);
-bool CanMultiplyDirectly(const Matmul& call);
+bool IsBestDirectly(const Matmul& call);
 
 // Copies that a kernel makes together, for those that are too small for a copy engine.
 void CopyTogether(const Copies& copies, cudaStream_t stream);

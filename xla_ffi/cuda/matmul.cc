@@ -97,8 +97,7 @@ void MultiplyByPanels(Device& device, const Matmul& call, cudaStream_t stream) {
 
 void RunMatmul(Device& device, const Matmul& call, cudaStream_t stream) {
   if (call.m == 0 || call.n == 0) return;
-  const bool is_direct =
-      call.method == Method::kDirect || (call.method == Method::kBySize && CanMultiplyDirectly(call));
+  const bool is_direct = call.method == Method::kDirect || (call.method == Method::kBySize && IsBestDirectly(call));
   if (is_direct) return DirectMatmul(call, stream);
   MultiplyByPanels(device, call, stream);
 }

@@ -1,25 +1,32 @@
-// Adds rows, such as the gradient of a lookup, to those of a table in host memory.
 #include "cuda/kernels.h"
 #include "cuda/launch.h"
-#include "cuda/numbers.cuh"
+#include "cuda/row_store.cuh"
 
 namespace jaxferry::cuda {
 
 namespace {
 
-constexpr int kThreads = 256;
+template <Dtype kTo, Dtype kFrom>
+void LaunchRowStore(const RowStore& call, cudaStream_t stream) {
+  const int64_t row_bytes = call.columns * ItemSize(kTo);
+  const bool is_aligned =
+      reinterpret_cast<uintptr_t>(call.destination) % kVectorBytes == 0 && row_bytes % kVectorBytes == 0;
+  const int64_t row_items = is_aligned ? row_bytes / kVectorBytes : call.columns;
+  const int64_t tasks = call.num_indices * ((row_items + kRowStretch - 1) / kRowStretch);
+  const int64_t num_blocks = NumBlocks(tasks, kRowStoreThreads / kWarpSize, kBlocksOfDevice);
+  Launch("the kernel that adds rows", RowStoreKernel<kTo, kFrom>, num_blocks, kRowStoreThreads, stream, call,
+         is_aligned);
+}
 
-// Neighbouring threads take neighbouring columns. No index occurs twice, so no two threads meet.
-__global__ void __launch_bounds__(kThreads) RowStoreKernel(RowStore call) {
-  const int64_t size = call.num_indices * call.columns;
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < size; i += stride) {
-    const int64_t row = i / call.columns;
-    const int64_t index = call.indices[row];
-    if (index < 0 || index >= call.rows) continue;
-    const int64_t place = index * call.columns + (i - row * call.columns);
-    const float before = LoadNumber(call.destination, call.destination_dtype, place);
-    StoreNumber(call.destination, call.destination_dtype, place, before + LoadNumber(call.added, call.dtype, i));
+template <Dtype kTo>
+void LaunchRowStoreTo(const RowStore& call, cudaStream_t stream) {
+  switch (call.dtype) {
+    case Dtype::kFloat32:
+      return LaunchRowStore<kTo, Dtype::kFloat32>(call, stream);
+    case Dtype::kBfloat16:
+      return LaunchRowStore<kTo, Dtype::kBfloat16>(call, stream);
+    case Dtype::kFloat16:
+      return LaunchRowStore<kTo, Dtype::kFloat16>(call, stream);
   }
 }
 
@@ -27,8 +34,14 @@ __global__ void __launch_bounds__(kThreads) RowStoreKernel(RowStore call) {
 
 void AddRows(const RowStore& call, cudaStream_t stream) {
   if (call.num_indices == 0 || call.columns == 0) return;
-  const int64_t num_blocks = NumBlocks(call.num_indices * call.columns, kThreads, kBlocksOfDevice);
-  Launch("the kernel that adds rows", RowStoreKernel, num_blocks, kThreads, stream, call);
+  switch (call.destination_dtype) {
+    case Dtype::kFloat32:
+      return LaunchRowStoreTo<Dtype::kFloat32>(call, stream);
+    case Dtype::kBfloat16:
+      return LaunchRowStoreTo<Dtype::kBfloat16>(call, stream);
+    case Dtype::kFloat16:
+      return LaunchRowStoreTo<Dtype::kFloat16>(call, stream);
+  }
 }
 
 }  // namespace jaxferry::cuda

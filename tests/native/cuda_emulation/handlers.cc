@@ -14,10 +14,8 @@ void DrainProgram();
 static XLA_FFI_Error* Call(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), XLA_FFI_CallFrame* frame) {
   const auto lock = Lock();
   XLA_FFI_Error* error = handler(frame);
-  // XLA asks each handler what it is before it calls it: nothing runs then.
-  const XLA_FFI_Extension_Base* extension = frame->extension_start;
-  const bool is_question = extension != nullptr && extension->type == XLA_FFI_Extension_Metadata;
-  if (!is_question) DrainProgram();
+  // XLA asks each handler what it is, without results, before it calls it: nothing runs then.
+  if (frame->rets.size > 0) DrainProgram();
   return error;
 }
 
@@ -34,6 +32,7 @@ EMULATE(dha_matmul)
 EMULATE(dha_read)
 EMULATE(gradient_store)
 EMULATE(dha_matmul_gradient)
+EMULATE(row_store)
 EMULATE(ferry_load)
 EMULATE(ferry_store)
 EMULATE(ferry_wait)

@@ -33,6 +33,8 @@ std::vector<EmulatedStream*> streams;
 // The number of one that seldom runs while another can.
 size_t slow = 0;
 std::mt19937 random_numbers(0);
+// How many calls succeed before one fails; none does where it is negative.
+long calls_to_failure = -1;
 std::mutex calls;
 
 [[noreturn]] void Die(const char* message) {
@@ -75,6 +77,8 @@ void Push(EmulatedStream* stream, Work work) {
 
 namespace emulation {
 
+bool Fails() { return calls_to_failure >= 0 && calls_to_failure-- == 0; }
+
 void Enqueue(cudaStream_t stream, std::function<void()> work) { Push(stream, {std::move(work), nullptr}); }
 
 void EnqueueLast(cudaStream_t stream, std::function<void()> work) {
@@ -99,6 +103,12 @@ void DrainProgram() { Drain(ProgramStream()); }
 extern "C" __attribute__((visibility("default"))) void emulation_seed(unsigned seed) {
   random_numbers.seed(seed);
   slow = seed;
+}
+
+// The call after `num_calls` ones fails. Returns how many were left of the former number.
+extern "C" __attribute__((visibility("default"))) long emulation_fail(long num_calls) {
+  const auto lock = emulation::Lock();
+  return std::exchange(calls_to_failure, num_calls);
 }
 
 extern "C" __attribute__((visibility("default"))) long emulation_num_queued() {
@@ -147,11 +157,13 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (emulation::Fails()) return cudaErrorInvalidValue;
   Push(stream, {nullptr, event->has_run});
   return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  if (emulation::Fails()) return cudaErrorInvalidValue;
   *event = new EmulatedEvent;
   return cudaSuccess;
 }
@@ -160,6 +172,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  if (emulation::Fails()) return cudaErrorInvalidValue;
   auto has_run = std::make_shared<bool>(false);
   event->has_run = has_run;
   Push(stream, {[has_run] { *has_run = true; }, nullptr});
@@ -168,12 +181,13 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventQuery(cudaEvent_t event) { return *event->has_run ? cudaSuccess : cudaErrorNotReady; }
 
 cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  if (emulation::Fails()) return cudaErrorInvalidValue;
   emulation::Enqueue(stream, [=] { std::memcpy(destination, source, bytes); });
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy2DAsync(void* destination, size_t destination_pitch, const void* source, size_t source_pitch,
                               size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {
-  if (width > destination_pitch || width > source_pitch) return cudaErrorInvalidValue;
+  if (emulation::Fails() || width > destination_pitch || width > source_pitch) return cudaErrorInvalidValue;
   emulation::Enqueue(stream, [=] {
     for (size_t row = 0; row < height; ++row) {
       std::memcpy(static_cast<char*>(destination) + row * destination_pitch,
@@ -183,7 +197,7 @@ cudaError_t cudaMemcpy2DAsync(void* destination, size_t destination_pitch, const
   return cudaSuccess;
 }
 cudaError_t cudaMemset2DAsync(void* data, size_t pitch, int value, size_t width, size_t height, cudaStream_t stream) {
-  if (width > pitch) return cudaErrorInvalidValue;
+  if (emulation::Fails() || width > pitch) return cudaErrorInvalidValue;
   emulation::Enqueue(stream, [=] {
     for (size_t row = 0; row < height; ++row) std::memset(static_cast<char*>(data) + row * pitch, value, width);
   });

@@ -17,6 +17,7 @@
 #include "cuda/gather.cu"
 #include "cuda/library.cc"
 #include "cuda/matmul_handlers.cc"
+#include "cuda/row_store.cu"
 #include "handlers.cc"
 #include "runtime.cc"
 #include "threads.cc"

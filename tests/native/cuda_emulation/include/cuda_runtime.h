@@ -47,7 +47,7 @@ struct cudaLaunchConfig_t {
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments... arguments) {
-  if (config->gridDim.x == 0 || config->blockDim.x == 0) return cudaErrorInvalidValue;
+  if (config->gridDim.x == 0 || config->blockDim.x == 0 || emulation::Fails()) return cudaErrorInvalidValue;
   const unsigned num_blocks = config->gridDim.x;
   const unsigned num_threads = config->blockDim.x;
   emulation::Enqueue(config->stream,

@@ -44,6 +44,8 @@ cudaError_t cudaMemset2DAsync(void* data, size_t pitch, int value, size_t width,
 
 namespace emulation {
 
+// Whether a call is to fail because a test wants it to (`emulation_fail`).
+bool Fails();
 // Work for a stream; runs when it is at the head of the queue and somebody drains.
 void Enqueue(cudaStream_t stream, std::function<void()> work);
 // Likewise, and nothing runs meanwhile.

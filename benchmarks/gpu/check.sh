@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Builds the CUDA library on a machine with a GPU, runs the tests that need one, and measures what only one can show.
+#
+#   benchmarks/gpu/check.sh [OUTPUT_DIR]          PYTHON=python3: one with JAX for CUDA, pytest and hypothesis
+#
+# Needs no network and takes less than nine minutes: each stage has its own limit, and one that fails stops no other but
+# those that need what it makes. Exit status 0 if all passed.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-python3}
+output=${1:-benchmarks/results/gpu}
+mkdir -p "$output" || exit 1
+output=$(cd "$output" && pwd)
+for name in build tests link_rates overlap criteria summary jax; do
+  rm -f "$output/$name.json" "$output/$name.log"
+done
+export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$PWD/tests"
+# All stages together end before nine minutes are over.
+deadline=$((SECONDS + 525))
+stages=""
+
+fail() {
+  echo "check.sh: $1" >&2
+  exit 1
+}
+
+# stage NAME LIMIT_S COMMAND...: runs the command with its output shown and kept in NAME.log.
+stage() {
+  local name=$1 limit=$2 start=$SECONDS status
+  shift 2
+  local left=$((deadline - SECONDS))
+  if [ "$left" -lt "$limit" ]; then limit=$left; fi
+  echo "== $name (at most $limit s)"
+  if [ "$limit" -gt 0 ]; then
+    timeout --kill-after=5 "$limit" "$@" 2>&1 | tee "$output/$name.log"
+    status=${PIPESTATUS[0]}
+  else
+    status=124
+  fi
+  stages+="$name"$'\t'"$status"$'\t'"$((SECONDS - start))"$'\n'
+  return "$status"
+}
+
+command -v "$python" >/dev/null || fail "there is no $python; name a Python with JAX for CUDA by PYTHON=..."
+command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1 ||
+  fail "there is no NVIDIA GPU here (nvidia-smi finds none); the tests that need none run with \`make test\`"
+timeout 60 "$python" -c 'import jax; jax.devices("cuda")' 2>"$output/jax.log" ||
+  fail "$python has no JAX that sees the GPU: $(tail -n 1 "$output/jax.log")"
+
+build=$(mktemp -d)
+trap 'rm -rf "$build"' EXIT
+library=$build/libjaxferry_cuda.so
+if stage build 120 "$python" benchmarks/gpu/build.py "$build"; then
+  export JAXFERRY_CHECK_LIBRARY=$library
+  stage tests 240 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_operations.py
+  stage link_rates 120 "$python" benchmarks/gpu/link_rates.py "$library" "$output/link_rates.json"
+  stage overlap 45 "$python" benchmarks/gpu/overlap.py "$library" "$output/overlap.json"
+  stage criteria 90 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_link_rates.py
+  # Timings of whole training steps go here, as a stage of their own.
+fi
+printf '%s' "$stages" | "$python" benchmarks/gpu/summary.py "$output"

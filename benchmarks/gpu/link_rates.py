@@ -1,0 +1,167 @@
+"""Link rates of the operations against a plain copy of pinned memory. Usage: link_rates.py LIBRARY OUTPUT.json [MIB]"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.gpu.rates import Rate, median_seconds
+from benchmarks.measure import machine
+from native import gpu_library
+from native.native_operations import DTYPES
+
+ROWS = (1, 16, 64, 512, 4096, 16384)
+STORES = (("bfloat16", "bfloat16"), ("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"))
+DEFAULT_MIB = 512
+SCRATCH_BYTES = 64 << 20
+
+
+class Bench:
+    """Arrays of a few hundred MiB in both memories, and what is measured with them."""
+
+    def __init__(self, operations, mib=DEFAULT_MIB, k=8192):
+        self.operations = operations
+        self.k = k
+        self.n = mib * (1 << 20) // 2 // self.k
+        self.num_bytes = 2 * self.k * self.n
+        self.weight = self.make((self.k * self.n,), "pinned_host")
+        self.scratch = operations.scratch(SCRATCH_BYTES)
+        self.loaded = [self.make((self.k * self.n,), "device")]
+        self._stored = self.make((self.k * self.n,), "pinned_host")
+        self._load = self._plain_load()
+        self._store = self._plain_store()
+
+    def make(self, shape, kind, dtype=jnp.bfloat16):
+        return jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=self.operations.memories[kind])()
+
+    def _plain_load(self):
+        load = self.operations.compile("ferry_load", tuple(self.loaded), aliases={1: 0}, vectors=[0], offsets=[0])
+        wait = self.operations.compile("ferry_wait", tuple(self.loaded), aliases={0: 0})
+        return lambda array: wait(*load(self.weight, array))
+
+    def _plain_store(self):
+        like = self._stored
+        store = self.operations.compile("ferry_store", like, "pinned_host", {1: 0}, offsets=[0], accumulate=0)
+        wait = self.operations.compile("ferry_wait", (like,), ("pinned_host",), {0: 0})
+        return lambda array, vector: wait(store(array, vector))[0]
+
+    def run_load(self):
+        """A plain copy of the weight to the device: one cudaMemcpyAsync on a stream."""
+        self.loaded = list(self._load(*self.loaded))
+        jax.block_until_ready(self.loaded)
+
+    def run_store(self):
+        """A plain copy of as many bytes to the host."""
+        self._stored = self._store(self.loaded[0], self._stored)
+        jax.block_until_ready(self._stored)
+
+    def matmul(self, rows, transpose, method=0):
+        """x @ w, or x @ w.T, with the weight in host memory."""
+        like = jax.ShapeDtypeStruct((rows, self.n), jnp.bfloat16)
+        attributes = {"offset": 0, "k": self.k, "n": self.n, "transpose": int(transpose), "method": method}
+        run = self.operations.compile("dha_matmul", like, **attributes)
+        x = self.make((rows, self.k), "device")
+        shape = (self.n, self.k) if transpose else (self.k, self.n)
+        on_device = self.loaded[0].reshape(shape)
+        product = jax.jit(lambda x, w: x @ (w.T if transpose else w))
+        seconds = median_seconds(
+            {
+                "operation": lambda: run(x, self.weight, self.scratch).block_until_ready(),
+                "compute": lambda: product(x, on_device).block_until_ready(),
+                "plain": self.run_load,
+            }
+        )
+        name = f"dha_matmul rows={rows} transpose={int(transpose)} method={method}"
+        return Rate(name, self.num_bytes, seconds["operation"], seconds["plain"], seconds["compute"])
+
+    def store(self, dtype, destination_dtype, accumulate=False):
+        """A gradient of the dtype into a host vector of another; the destination's bytes cross the link."""
+        item_size = jnp.dtype(DTYPES[destination_dtype]).itemsize
+        shape = (self.num_bytes // item_size,)
+        destination = self.make(shape, "pinned_host", DTYPES[destination_dtype])
+        gradient = self.make(shape, "device", DTYPES[dtype])
+        attributes = {"offset": 0, "accumulate": int(accumulate)}
+        run = self.operations.compile("gradient_store", destination, "pinned_host", {0: 0}, **attributes)
+        held = [destination]
+        del destination
+
+        def operate():
+            held[0] = run(held[0], gradient)
+            held[0].block_until_ready()
+
+        seconds = median_seconds({"operation": operate, "plain": self.run_store})
+        name = f"gradient_store {dtype} to {destination_dtype} accumulate={int(accumulate)}"
+        return Rate(name, self.num_bytes, seconds["operation"], seconds["plain"])
+
+    def matmul_gradient(self, rows):
+        """x.T @ dy into a host vector of bfloat16."""
+        attributes = {"offset": 0, "k": self.k, "n": self.n, "transpose": 0, "accumulate": 0, "round_to": 1}
+        run = self.operations.compile("dha_matmul_gradient", self.weight, "pinned_host", {0: 0}, **attributes)
+        x, dy = self.make((rows, self.k), "device"), self.make((rows, self.n), "device")
+        product = jax.jit(lambda x, dy: x.T @ dy)
+        held = [self.make((self.k * self.n,), "pinned_host")]
+
+        def operate():
+            held[0] = run(held[0], x, dy, self.scratch)
+            held[0].block_until_ready()
+
+        functions = {"operation": operate, "compute": lambda: product(x, dy).block_until_ready()}
+        seconds = median_seconds(functions | {"plain": self.run_store})
+        name = f"dha_matmul_gradient rows={rows}"
+        return Rate(name, self.num_bytes, seconds["operation"], seconds["plain"], seconds["compute"])
+
+    def device_put(self):
+        """JAX's own eager copy of the weight to the device."""
+        to_device = self.operations.memories["device"]
+        functions = {
+            "operation": lambda: jax.device_put(self.weight, to_device).block_until_ready(),
+            "plain": self.run_load,
+        }
+        seconds = median_seconds(functions)
+        return Rate("eager device_put to the device", self.num_bytes, seconds["operation"], seconds["plain"])
+
+    def gather(self, rows=4096):
+        """That many rows of the weight, taken for a table of as many columns as it has."""
+        indices = self.operations.device(jnp.arange(rows, dtype=jnp.int32) * 7 % self.n)
+        like = jax.ShapeDtypeStruct((rows, self.k), jnp.bfloat16)
+        run = self.operations.compile("dha_gather", like, offset=0, rows=self.n, columns=self.k)
+        functions = {"operation": lambda: run(self.weight, indices).block_until_ready(), "plain": self.run_load}
+        seconds = median_seconds(functions)
+        num_bytes = 2 * rows * self.k
+        return Rate(
+            f"dha_gather rows={rows}", num_bytes, seconds["operation"], seconds["plain"] * num_bytes / self.num_bytes
+        )
+
+
+def measure_all(bench):
+    yield bench.device_put()
+    yield bench.gather()
+    for rows in ROWS:
+        for transpose in (False, True):
+            yield bench.matmul(rows, transpose)
+    # Which method is the better one, and up to how many rows.
+    for rows in (1, 4, 16):
+        for method in (1, 2):
+            yield bench.matmul(rows, False, method)
+    for dtype, destination in STORES:
+        for accumulate in (False, True):
+            yield bench.store(dtype, destination, accumulate)
+    for rows in ROWS:
+        yield bench.matmul_gradient(rows)
+
+
+def main():
+    library, output = map(pathlib.Path, sys.argv[1:3])
+    mib = int(sys.argv[3]) if len(sys.argv) > 3 else DEFAULT_MIB
+    rates = []
+    for rate in measure_all(Bench(gpu_library.register(library), mib)):
+        rates.append(rate.to_json())
+        print(f"{rate.name:60} {rate.bytes_per_s / 1e9:8.2f} GB/s  {rate.share:5.2f} of what is possible", flush=True)
+        # After each, so that a stage that runs out of time leaves what it has.
+        output.write_text(json.dumps({"machine": machine(), "rates": rates}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
