@@ -9,17 +9,20 @@ import tempfile
 
 import jax
 
-from jaxferry.native.library import TARGETS
+from jaxferry.native.library import TARGETS, is_available
 from native import cuda_build
 
 
 @functools.cache
 def cuda_library():
-    """Path and functions of the library, built once with whatever nvcc there is; its targets are registered."""
+    """Path and functions of the library, built once with whatever nvcc there is.
+
+    Its targets are registered, unless the package has a CUDA library of its own: XLA takes each name once.
+    """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxferry-cuda-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = cuda_build.build(folder)
     functions = ctypes.CDLL(str(path))
-    for name in TARGETS:
+    for name in () if is_available("cuda") else TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(functions, name)), platform="CUDA")
     return path, functions
