@@ -245,7 +245,7 @@ def test_states_and_steps_may_be_forgotten_while_copies_are_under_way(modes, tas
     _, losses = run(task, plan)
     emulator.set_delay(0.005, 5)
     try:
-        for _ in range(8):
+        for _ in range(3):
             step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), plan=plan)
             state, metrics = step(step.init(task.params), task.batch)
             value = step.evaluate(state, task.batch)
