@@ -186,7 +186,8 @@ class _Rewrite:
 
         def lookup(vectors: Vectors, values: dict[int, Any]) -> jax.Array:
             places = (values[indices] if isinstance(indices, int) else jnp.asarray(indices.val))[..., 0]
-            places = jnp.clip(places, 0, rows - 1) if clips else places
+            # A small dtype may not hold the number of rows.
+            places = jnp.clip(places.astype(np.int32), 0, rows - 1) if clips else places
             found = operations.dha_gather(vectors[leaf.vector], places, shape=shape, native=True)
             return found.astype(reference.dtype)
 

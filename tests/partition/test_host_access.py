@@ -187,6 +187,15 @@ def test_lookups_out_of_range_follow_their_mode(mode, calls):
     assert calls == {"dha_gather": 1}
 
 
+def test_indices_of_a_small_dtype_find_their_rows_in_a_large_table(calls):
+    indices = jnp.array([0, 100, 127], jnp.int8)
+    case = case_of(lambda w, x: jnp.take(w[0], indices, axis=0, mode="clip") * x, [(1000, 3)], (3, 3))
+    arguments = (case.weights, *case.others)
+    forward = read_in_place(case.derivative.forward, case.layer, arguments, native=True)
+    assert_equal(forward(case.vectors, *case.others), case.derivative.forward(*arguments))
+    assert calls == {"dha_gather": 1}
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("name", ["linen", "nnx"])
