@@ -307,7 +307,7 @@ class TrainStep:
         names = path_names(self._params)
         expected = dict(zip(names, jax.tree.leaves(self._params), strict=True))
         checkpoint.check_matches("model", saved.params, expected)
-        checkpoint.check_matches("optimizer", saved.optimizer, self._host_optimizer().state_shapes())
+        checkpoint.check_matches("optimizer", saved.optimizer, self._host_optimizer().state_shapes(), check_dtypes=True)
         where = self._placement.host
         optimizer = {name: jax.device_put(leaf, where, may_alias=False) for name, leaf in saved.optimizer.items()}
         return self._new_state(layers, self._masters([saved.params[name] for name in names]), optimizer, saved.step)
@@ -444,9 +444,14 @@ def _leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     return jax.tree.leaves((args, _split(kwargs)[0]))
 
 
+def _is_weak(leaf: Any) -> bool:
+    """Whether a leaf takes the dtype of what it is combined with, as Python's numbers do."""
+    return isinstance(leaf, int | float | complex) or bool(getattr(leaf, "weak_type", False))
+
+
 def _structure(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a partition depends on: the tree, the shapes and dtypes of its leaves, and the flags."""
+    """What a partition depends on: the tree, the shapes and dtypes (weak or not) of its leaves, and the flags."""
     arrays, flags = _split(kwargs)
     leaves, structure = jax.tree.flatten((args, arrays))
-    kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves)
+    kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf), _is_weak(leaf)) for leaf in leaves)
     return structure, kinds, tuple(sorted(flags.items(), key=repr))

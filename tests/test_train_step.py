@@ -373,8 +373,62 @@ def test_a_plan_for_another_model_is_refused(gpt):
         step(step.init(gpt.params), gpt.batch)
 
 
-def test_a_failure_between_updates_marks_the_state(gpt, monkeypatch, tmp_path):
-    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+def test_layers_with_different_derivative_rules_share_no_program():
+    def scaled(factor):
+        function = jax.custom_jvp(jnp.tanh)
+        function.defjvp(lambda primals, tangents: (jnp.tanh(primals[0]), factor * tangents[0]))
+        return function
+
+    rules = [scaled(factor) for factor in (1.0, 2.0, 3.0, 3.0)]
+    params = {f"l_{i}": {"d": {"w": np.eye(4, dtype=np.float32) * 0.5}} for i in range(4)}
+
+    def loss_fn(params, x):
+        for i, rule in enumerate(rules):
+            x = rule(x @ params[f"l_{i}"]["d"]["w"])
+        return jnp.mean(x**2)
+
+    x = jnp.ones((2, 4))
+    step = jaxferry.train_step(loss_fn, optax.sgd(1.0))
+    state, _ = step(step.init(params), x)
+    for name, gradient in jax.grad(loss_fn)(params, x).items():
+        actual = params[name]["d"]["w"] - state.params[name]["d"]["w"]
+        np.testing.assert_allclose(actual, gradient["d"]["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_python_number_and_an_array_of_its_dtype_are_different_arguments():
+    params = {"a": {"w": np.ones((4, 4), jnp.bfloat16)}}
+
+    def loss_fn(params, x, scale):
+        return jnp.mean(((x @ params["a"]["w"]) * scale).astype(jnp.float32) ** 2)
+
+    x = jnp.full((2, 4), 1.1, jnp.bfloat16)
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.0))
+    state = step.init(params)
+    for scale in (0.3, np.float32(0.3), 0.3):
+        state, metrics = step(state, x, scale)
+        assert float(metrics["loss"]) == float(jax.jit(loss_fn)(params, x, scale))
+
+
+def test_a_checkpoint_with_other_dtypes_of_the_optimizer_is_refused(gpt, tmp_path):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adam(1e-3, mu_dtype=jnp.bfloat16))
+    step.save(step.init(gpt.params), tmp_path / "saved")
+    with pytest.raises(jaxferry.CheckpointError, match="is bfloat16 in the checkpoint and float32 in the optimizer"):
+        jaxferry.train_step(gpt.loss_fn, optax.adam(1e-3)).restore(tmp_path / "saved", gpt.params)
+
+
+def test_a_plan_that_fits_needs_no_reloading(gpt):
+    plan = plan_of(gpt, [Mode.DHA])
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), plan=plan)
+    step.init(gpt.params)
+    budget = step.prepare(gpt.batch).peak.total
+    fitted = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), plan=plan, memory_budget=budget)
+    fitted.init(gpt.params)
+    assert set(fitted.prepare(gpt.batch).modes) == {Mode.DHA}
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"skip_nonfinite": True}])
+def test_a_failure_between_updates_marks_the_state(gpt, monkeypatch, tmp_path, options):
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), **options)
     state, _ = train(step, gpt, 1)
     executor = step.prepare(gpt.batch)._executor
     update, count = executor._update, itertools.count()

@@ -123,8 +123,8 @@ def load(path: str | pathlib.Path) -> Checkpoint:
     return Checkpoint(about["step"], params, about["dtypes"], about["dictionary_paths"], optimizer)
 
 
-def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Checks names and shapes of saved leaves.
+def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any], check_dtypes: bool = False) -> None:
+    """Checks names and shapes of saved leaves, and dtypes if asked to.
 
     Raises:
       CheckpointError: if they differ; it names the first that does.
@@ -138,6 +138,11 @@ def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, An
             raise CheckpointError(
                 f"the checkpoint does not match the {what}: {name} has shape {tuple(saved[name].shape)} in the "
                 f"checkpoint and {tuple(expected[name].shape)} in the {what}"
+            )
+        if check_dtypes and saved[name].dtype != expected[name].dtype:
+            raise CheckpointError(
+                f"the checkpoint does not match the {what}: {name} is {saved[name].dtype} in the checkpoint and "
+                f"{expected[name].dtype} in the {what}"
             )
 
 

@@ -151,6 +151,7 @@ class Executor:
         is_finite = None
         no_norm = jnp.float32(0)
         updates_last = self._updates_last or self._optimizer.is_joint
+        is_updating = False
         try:
             for place, event in enumerate(self._script):
                 if event.kind is Kind.FORWARD:
@@ -162,17 +163,19 @@ class Executor:
                 if is_finite is None and (event.kind is Kind.BACKWARD or is_last):
                     is_finite = bool(np.isfinite(np.asarray(flight.values[self.partition.loss])))
                 while is_finite and complete and not updates_last:
+                    is_updating = True
                     self._update(pending.pop(complete.pop(0)), state, flight, no_norm)
             norm = self._total([flight.norms[layer] for layer in sorted(flight.norms)])
             if self._skip_nonfinite:
                 is_finite = is_finite and bool(np.isfinite(np.asarray(norm)))
             # The next forward needs the first layers first.
             for unit in _distinct(pending[layer] for layer in sorted(pending)) if is_finite else ():
+                is_updating = True
                 self._update(unit, state, flight, norm)
             # A step that is skipped on purpose counts as well: the data goes on.
             state.step += is_finite or self._skip_nonfinite
         except Exception as error:
-            if len(pending) < len(state.layers):
+            if is_updating:
                 state.damage = f"step {state.step} failed: {error}"
             raise
         partition, values = self.partition, flight.values

@@ -51,6 +51,8 @@ def fit_modes(
     def peak(candidate: Sequence[Mode]) -> int:
         return peak_of(partition, derivatives, candidate, gradients, temporary_bytes, loads_first, lag).total
 
+    if peak(fitted) <= budget_bytes:
+        return fitted
     reload = [mode if mode is Mode.DHA else Mode.RELOAD for mode in fitted]
     smallest = peak(reload)
     if smallest > budget_bytes:

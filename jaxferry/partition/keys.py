@@ -91,7 +91,8 @@ class Canonical:
             array = np.asarray(value)
             return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
         text = repr(value)
-        if " at 0x" in text or "WrappedFun" in text:
+        is_function = hasattr(value, "call_wrapped") or (callable(value) and not isinstance(value, type))
+        if is_function or " at 0x" in text:
             self.is_opaque = True
             return text, id(value)
         return text
