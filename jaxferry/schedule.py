@@ -24,11 +24,11 @@ Rules (the machine model; MemFerry, section IV-B):
   the host. One copy on the device while one is held: GFGB and DFGB hold it from the load to the backward, RELOAD in
   the forward and in the backward, RESIDENT always. A layer that finds its group's copy held
   loads nothing and uses that one; the copy goes when its last holder's backward has ended.
-- **Programs** (`ProgramFacts`, only where they are known): what the engine's programs add to this model. The last layer's
-  forward and backward are one program, for which one copy serves. A copy that a backward does not read is not loaded
-  for it. A backward waits until all but the last `GRADIENT_SLOTS` gradients before it have left the device. One that adds
-  to a gradient in host memory waits until that has arrived. The host takes of the updates that could start the one whose
-  parameters the next forward needs first, not the first in the list.
+- **Programs** (`ProgramFacts`, only where they are known): what the engine's programs add to this model. The last
+  layer's forward and backward are one program, for which one copy serves. A copy that a backward does not read is not
+  loaded for it. A backward waits until all but the last `GRADIENT_SLOTS` gradients before it have left the device. One
+  that adds to a gradient in host memory waits until that has arrived. Of the updates that could start, the host takes
+  the one whose parameters the next forward needs first, not the first in the list.
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, start not before the previous step's
   update of these parameters; a forward on a RESIDENT copy not before its refresh.
 

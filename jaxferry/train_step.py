@@ -32,12 +32,14 @@ from jaxferry.engine import (
     choose_transport,
     derivatives_of,
     fit_modes,
+    lower_plan,
+    make_lanes,
     make_placement,
     make_script,
     make_transport,
     masters_from_arrays,
     masters_layer_by_layer,
-    peak_of,
+    peak_bytes,
     resident_layers,
     shadow_model,
 )
@@ -45,9 +47,10 @@ from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, NonFiniteError, StateError
 from jaxferry.modes import Mode
 from jaxferry.partition import REMAT, Layer, Partition, layers_by_path, partition
-from jaxferry.plan.records import Loads, Plan, Updates
+from jaxferry.plan.records import Plan, Updates
 from jaxferry.plan.registry import make_policy
 from jaxferry.profiling.records import Profile
+from jaxferry.schedule import Schedule
 from jaxferry.units import parse_bytes
 
 
@@ -164,6 +167,7 @@ class TrainStep:
         self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
         self._placement = make_placement(device)
         self._transport = choose_transport(transport, self._placement)
+        self._lanes = make_lanes(self._placement)
         self._params: Any = None
         self._optimizer: HostOptimizer | None = None
         self._layers: tuple[Layer, ...] | None = None
@@ -264,6 +268,7 @@ class TrainStep:
             transport = make_transport(self._transport, self._placement, parts.layers)
             self._evaluators[key] = Evaluator(parts, self._placement, transport)
         evaluator = self._evaluators[key]
+        state.settle()
         state.arrange(evaluator.partition.layers)
         state.fill()
         loss, aux = evaluator.run(state, _leaves(args, kwargs))
@@ -364,33 +369,45 @@ class TrainStep:
         parts = self._partition(args, kwargs)
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
-        plan = self._plan(parts)
-        loads_first, gradients = plan.loads is Loads.BULK, [layer.gradient for layer in plan.layers]
+        self._host_optimizer().check_parts(parts.layers)
+        plan, profile = self._plan(parts)
+        if options.clip_norm is not None or options.skip_nonfinite or self._host_optimizer().is_joint:
+            plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
+        gradients = [layer.gradient for layer in plan.layers]
         programs = Programs(parts, derivatives, self._placement, native=self._transport == "ferry")
         transport = make_transport(self._transport, self._placement, parts.layers)
-        budget, limits = options.memory_budget_bytes, (programs.temporary_bytes, loads_first, transport.lag)
+
+        def lowered(modes: Sequence[Mode]) -> Schedule:
+            layers = [dataclasses.replace(layer, mode=mode) for layer, mode in zip(plan.layers, modes, strict=True)]
+            return lower_plan(parts, derivatives, dataclasses.replace(plan, layers=tuple(layers)), profile)
+
+        def peak_of(modes: Sequence[Mode]) -> Peak:
+            script = make_script(parts, derivatives, modes, gradients)
+            needs = (programs.temporary_bytes, transport.staging_bytes)
+            return peak_bytes(parts, derivatives, lowered(modes), script, modes, *needs)
+
         modes, fitted = None, list(plan.modes)
         # What programs need beside their arguments is known once they are compiled, and which are, once modes are.
         while fitted != modes:
             modes = fitted
             programs.require(shadow_model(parts, derivatives, modes, gradients))
-            fitted = fit_modes(parts, derivatives, plan.modes, gradients, budget, *limits)
+            fitted = fit_modes(parts, plan.modes, options.memory_budget_bytes, peak_of)
         executor = Executor(
             parts,
             programs,
-            make_script(parts, derivatives, modes, gradients, loads_first),
+            lowered(modes),
+            make_script(parts, derivatives, modes, gradients),
             resident_layers(parts, modes),
             self._host_optimizer(),
             self._placement,
             transport,
-            loads_first=loads_first,
-            updates_last=options.clip_norm is not None or plan.updates is Updates.AFTER_ALL,
+            self._lanes,
+            clips=options.clip_norm is not None,
             skip_nonfinite=options.skip_nonfinite,
         )
-        peak = peak_of(parts, derivatives, modes, gradients, *limits)
-        return Prepared(parts, plan, tuple(modes), peak, programs.num_executables, executor)
+        return Prepared(parts, plan, tuple(modes), peak_of(modes), programs.num_executables, executor)
 
-    def _plan(self, parts: Partition) -> Plan:
+    def _plan(self, parts: Partition) -> tuple[Plan, Profile | None]:
         options = self._options
         return choose_plan(
             parts,
