@@ -227,7 +227,8 @@ class Executor:
         result = StepResult(
             values[partition.loss], aux, norm, is_applied, flight.finite, self._transfers.peak_device_bytes
         )
-        flight.values = {partition.loss: result.loss}
+        # What is left of it is kept until its updates have ended.
+        flight.values, flight.finite, flight.device_norms, flight.norms = {partition.loss: result.loss}, [], {}, {}
         return result
 
     def _judge(self, flight: _Flight) -> tuple[bool, jax.Array]:

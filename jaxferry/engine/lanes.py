@@ -114,6 +114,7 @@ class Work:
             self.is_stopped = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._num_threads == 0)
+            self._action = _nothing
 
     def commit(self) -> bool:
         """Asks for leave to do what cannot be undone; False if the work has stopped."""
@@ -154,6 +155,8 @@ class Work:
             for later in self.list.waiting_next[index]:
                 self._successor._missing[later] -= 1
                 self._successor._offer(later)
+        if not any(self._num_left.values()):
+            self._action = _nothing
         self._changed.notify_all()
 
     def _take(self, lanes: Sequence[Lane]) -> int | None:
@@ -215,6 +218,11 @@ class Work:
             while work is not None:
                 work.is_stopped, work = True, work._successor
             self._changed.notify_all()
+
+
+def _nothing(index: int) -> bool:
+    """The action of work that is done: what its own one refers to is free to go."""
+    return True
 
 
 class Lanes:
