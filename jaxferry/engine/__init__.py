@@ -3,7 +3,7 @@
 Placement   where arrays live          Programs    what runs on the device
 script      what happens in which order HostOptimizer what runs on the host
 TrainState  what outlives a step       Executor    carries out the tasks of a step
-Lanes       the threads that it has
+Lanes       the threads that it has    Recorder    when each task started and ended
 """
 
 from jaxferry.engine import checkpoint
@@ -14,6 +14,7 @@ from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.programs import Programs, derivatives_of, lower, trace_program
+from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.script import Event, Peak, lower_plan, make_script, peak_bytes
 from jaxferry.engine.shadow import Kind, Source, Target, Use, resident_layers, shadow_model
 from jaxferry.engine.state import TrainState
@@ -29,6 +30,7 @@ __all__ = [
     "Peak",
     "Placement",
     "Programs",
+    "Recorder",
     "Source",
     "StepResult",
     "Target",

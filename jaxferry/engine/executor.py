@@ -27,6 +27,7 @@ from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Lanes, TaskList, Work
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs, squared_norm
+from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.script import Event, programs_of
 from jaxferry.engine.shadow import Kind, Source, Target
 from jaxferry.engine.state import TrainState, UnderWay, task_error, to_pinned
@@ -123,6 +124,7 @@ class Executor:
       lanes: the threads that run the tasks.
       clips: whether updates need the global norm; the schedule has them after all gradients then.
       skip_nonfinite: whether a step is skipped whose loss or gradients are not finite; likewise.
+      recorder: what remembers when tasks started and ended; None for nothing.
     """
 
     def __init__(
@@ -138,12 +140,13 @@ class Executor:
         lanes: Lanes,
         clips: bool = False,
         skip_nonfinite: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self.partition, self.programs, self.schedule = partition, programs, schedule
         self._script, self._resident = list(script), frozenset(resident)
         self._optimizer, self._placement = optimizer, placement
         self._clips, self._skip_nonfinite = clips, skip_nonfinite
-        self._transfers, self._lanes = transport, lanes
+        self._transfers, self._lanes, self._recorder = transport, lanes, recorder
         self._tasks = TaskList(schedule)
         self._places = programs_of(schedule)
         self._drops = _drops(schedule, self._places)
@@ -176,6 +179,8 @@ class Executor:
             work.wait(lanes, lambda: bool(interrupts))
             if work.is_over(lanes) and not work.is_stopped and work.failure is None:
                 state.in_flight = UnderWay(work, self._lanes)
+                if self._recorder is not None:
+                    self._recorder.add(work)
                 return self._finish(state, flight)
             if work.is_committed:
                 # What is left is tried again when the state is next used.

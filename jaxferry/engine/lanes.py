@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxferry.schedule import Lane, Run, Schedule
+from jaxferry.schedule import Lane, Schedule
 
 Action = Callable[[int], bool]
 """Does the task of an index. False if it has not ended yet: then somebody calls `Work.end` later."""
@@ -67,6 +67,9 @@ class Work:
       list: the tasks.
       failure: the first failure, or None.
       is_stopped: whether no further task is started.
+      begin_s: when it was made.
+      starts_s: when each task started, all by the clock of `time.perf_counter`.
+      ends_s: when each task ended.
       is_committed: whether something has been done that cannot be undone, so that all of it must be.
     """
 
@@ -126,11 +129,6 @@ class Work:
         """Notes that a task has ended whose action returned False."""
         with self._changed:
             self._end(index)
-
-    def recorded(self) -> Run:
-        """When each task started and ended, in seconds from the start of this run."""
-        starts = tuple(start - self.begin_s for start in self.starts_s)
-        return Run(self.list.schedule, starts, tuple(end - self.begin_s for end in self.ends_s))
 
     def _follow(self, previous: Work) -> None:
         """Waits for those tasks of the run before that have not ended."""

@@ -16,9 +16,11 @@ import optax
 import pytest
 
 import jaxferry
+from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.schedule import Kind
+from jaxferry.simulate.trace import chrome_trace
 from planned import assert_same_bits
 
 
@@ -175,3 +177,30 @@ def test_memory_is_flat_over_many_steps():
     for _ in range(100):
         state, _ = step(state, batch)
     assert live() == before
+
+
+@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
+def test_the_last_steps_are_recorded_task_by_task(threads, monkeypatch):
+    if threads != "lanes":
+        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    loss_fn, params, batch = network(random.Random(2))
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=3)
+    state = step.init(params)
+    assert step.recorded() is None
+    began_s = time.perf_counter()
+    for _ in range(5):
+        state, _ = step(state, batch)
+    state.block_until_ready()
+    took_s = time.perf_counter() - began_s
+    run = step.recorded()
+    assert run.schedule.steps == 3 and {task.kind for task in run.schedule.tasks} >= {Kind.LOAD, Kind.UPDATE}
+    for index, (task, start, end) in enumerate(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)):
+        assert 0 <= start <= end <= took_s
+        assert all(run.ends_s[earlier] <= start for earlier in task.after), index
+    names = {event["name"] for event in chrome_trace(run)["traceEvents"]}
+    assert {task.name for task in run.schedule.tasks} < names
+    silent = jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=0)
+    silent(silent.init(params), batch)
+    assert silent.recorded() is None
+    with pytest.raises(jaxferry.InputError, match="record_steps"):
+        jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=-1)
