@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -45,14 +44,13 @@ from jaxferry.engine import (
     shadow_model,
 )
 from jaxferry.engine.subtree import path_names
-from jaxferry.errors import InputError, NonFiniteError, StateError
+from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.modes import Mode
-from jaxferry.partition import REMAT, Layer, Partition, layers_by_path, partition
+from jaxferry.options import Options, read_options
+from jaxferry.partition import Layer, Partition, layers_by_path, partition
 from jaxferry.plan.records import Plan, Updates
-from jaxferry.plan.registry import make_policy
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Run, Schedule
-from jaxferry.units import parse_bytes
 
 
 def train_step(
@@ -104,38 +102,19 @@ def train_step(
         raise InputError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InputError(f"optimizer must be an Optax GradientTransformation, got {optimizer!r}")
-    if reserve_factor is not None and not 0 <= reserve_factor <= 1:
-        raise InputError(f"reserve_factor must lie in [0, 1], got {reserve_factor}")
-    if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
-        raise InputError(f"clip_norm must be a positive number or None, got {clip_norm}")
-    if remat not in REMAT:
-        raise InputError(f"remat must be one of {', '.join(REMAT)}, got {remat!r}")
-    if not isinstance(record_steps, int) or record_steps < 0:
-        raise InputError(f"record_steps must be a number of steps, 0 or more, got {record_steps!r}")
-    if plan is not None and policy is not None:
-        raise InputError(f"plan and policy exclude each other, got both (policy {policy!r})")
-    budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
-    loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    known = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
-    if policy is not None:
-        make_policy(policy)
-    options = _Options(budget, reserve_factor, clip_norm, compute_dtype, loaded, policy, known, remat, skip_nonfinite)
-    return TrainStep(loss_fn, optimizer, options, device, transport, record_steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The checked arguments of `train_step`."""
-
-    memory_budget_bytes: int | None
-    reserve_factor: float | None
-    clip_norm: float | None
-    compute_dtype: Any
-    plan: Plan | None
-    policy: str | None
-    profile: Profile | None
-    remat: str
-    skip_nonfinite: bool
+    options = read_options(
+        memory_budget=memory_budget,
+        reserve_factor=reserve_factor,
+        clip_norm=clip_norm,
+        compute_dtype=compute_dtype,
+        plan=plan,
+        policy=policy,
+        profile=profile,
+        remat=remat,
+        skip_nonfinite=skip_nonfinite,
+        record_steps=record_steps,
+    )
+    return TrainStep(loss_fn, optimizer, options, device, transport)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,16 +146,15 @@ class TrainStep:
         self,
         loss_fn: Callable[..., Any],
         optimizer: optax.GradientTransformation,
-        options: _Options,
+        options: Options,
         device: jax.Device | None,
         transport: str | None = None,
-        record_steps: int = 0,
     ) -> None:
         self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
         self._placement = make_placement(device)
         self._transport = choose_transport(transport, self._placement)
         self._lanes = make_lanes(self._placement)
-        self._recorder = Recorder(record_steps) if record_steps else None
+        self._recorder = Recorder(options.record_steps) if options.record_steps else None
         self._params: Any = None
         self._optimizer: HostOptimizer | None = None
         self._layers: tuple[Layer, ...] | None = None
@@ -325,7 +303,16 @@ class TrainStep:
         """
         saved = checkpoint.load(os.fspath(path))
         known = params if params is not None else self._params
-        layers = self._adopt(saved.dictionary() if known is None else known)
+        before = dict(vars(self))
+        try:
+            return self._restored(saved, saved.dictionary() if known is None else known)
+        except JaxFerryError:
+            # A state that is being trained goes on with the model that it has.
+            vars(self).update(before)
+            raise
+
+    def _restored(self, saved: checkpoint.Checkpoint, params: Any) -> TrainState:
+        layers = self._adopt(params)
         names = path_names(self._params)
         expected = dict(zip(names, jax.tree.leaves(self._params), strict=True))
         checkpoint.check_matches("model", saved.params, expected)
