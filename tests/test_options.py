@@ -7,7 +7,6 @@ import pytest
 
 import jaxferry
 
-
 NOTHING: dict[str, int] = {}
 
 
