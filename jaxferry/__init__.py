@@ -15,6 +15,7 @@ from jaxferry.errors import (
     StateError,
 )
 from jaxferry.modes import GradientPlace, Mode
+from jaxferry.optimizers import adam, adamw, lion, sgd
 from jaxferry.train_step import TrainState, TrainStep, train_step
 
 __version__ = "0.1.0"
@@ -31,5 +32,9 @@ __all__ = [
     "StateError",
     "TrainState",
     "TrainStep",
+    "adam",
+    "adamw",
+    "lion",
+    "sgd",
     "train_step",
 ]

@@ -1,8 +1,9 @@
 """The optimizer step on the CPU backend: one donated jitted update for each layer, shared by equal layers.
 
-    gradient vectors --clip--> optax update --> master, state (in place), compute copy (in place)
+    gradient vectors --unscale, clip--> optax update --> master, state (in place), compute copy (in place)
 
-Masters and state are leaves of the model's own tree; gradients and the compute copy are flat vectors.
+Where the optimizer is one of `jaxferry.optimizers` and the native library is there, all of it is one operation of that
+(`fused.py`), else one program of XLA's. Masters and state are leaves of the model's own tree; gradients and the compute copy are flat vectors.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxferry.engine.fused import clip_factor, fused_rule, fused_update
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.separable import WholeUpdate, init_content, part_content
 from jaxferry.engine.subtree import path_names, select, subtree
@@ -135,10 +137,11 @@ class HostOptimizer:
     def compile_updates(self, units: Sequence[Unit], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
         """Makes the compiled update of every unit in `unit.programs`; equal units share it.
 
-        It maps `(masters, state, vectors, gradients, norm)` to `(masters, state, vectors)`. `vectors` and `gradients`
-        hold the flat vectors of each layer of the unit, `gradients` an empty tuple for a layer that no segment reads.
-        The first three arguments are donated. The old `vectors` only lend their memory; where the CPU backend cannot
-        reach pinned memory they are empty tuples.
+        It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
+        `gradients` hold the flat vectors of each layer of the unit, `gradients` an empty tuple for a layer that no
+        segment reads. Gradients are divided by `scale` before anything else; `norm` is the global norm after that. Both
+        are fp32 scalars. The first three arguments are donated. The old `vectors` only lend their memory; where the CPU
+        backend cannot reach pinned memory they are empty tuples.
         """
         lowered: dict[Any, Any] = {}
         wanted = []
@@ -161,16 +164,25 @@ class HostOptimizer:
         state_tree = jax.tree.structure(self.abstract_state(unit.leaves))
         unit_layers = [layers[i] for i in unit.layers]
 
-        def part(leaves: Mapping[int, Any]) -> Any:
-            return subtree(self._tree, leaves)
+        rule = fused_rule(self._optimizer, self.abstract_state(unit.leaves), unit_layers, reads)
 
-        def update(masters: Any, state: Any, vectors: Any, gradients: Any, norm: jax.Array) -> Any:
+        def part(leaves: Sequence[Any]) -> Any:
+            return subtree(self._tree, dict(zip(unit.leaves, leaves, strict=True)))
+
+        def update(masters: Any, state: Any, vectors: Any, gradients: Any, norm: jax.Array, scale: jax.Array) -> Any:
             # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
             host = (masters, state, vectors, gradients)
             masters, state, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
-            by_leaf = self._clipped(_by_leaf(unit_layers, gradients), norm)
-            params = part(dict(zip(unit.leaves, masters, strict=True)))
-            updates, state = self._optimizer.update(part(by_leaf), jax.tree.unflatten(state_tree, state), params)
+            params, state = part(masters), jax.tree.unflatten(state_tree, state)
+            if rule is not None:
+                copies = [into or layer.vectors for layer, into in zip(unit_layers, vectors, strict=True)]
+                clip = clip_factor(norm, self._clip_norm)
+                params, state, packed = fused_update(
+                    rule, unit_layers, params, state, copies, gradients, clip, scale
+                )
+                return jax.tree.leaves(params), jax.tree.leaves(state), packed
+            by_leaf = self._clipped(_by_leaf(unit_layers, gradients, scale), norm)
+            updates, state = self._optimizer.update(part([by_leaf[i] for i in unit.leaves]), state, params)
             masters = jax.tree.leaves(optax.apply_updates(params, updates))
             by_leaf = dict(zip(unit.leaves, masters, strict=True))
             packed = [
@@ -195,7 +207,7 @@ class HostOptimizer:
             [struct(s, place.host) for s in unit.state],
             vectors,
             gradients,
-            jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute),
+            *[jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)] * 2,
         )
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
@@ -209,10 +221,11 @@ class HostOptimizer:
         }
 
 
-def _by_leaf(layers: Sequence[Layer], gradients: Sequence[Any]) -> dict[int, jax.Array]:
-    """Gradients by leaf index in the master dtypes; zeros for a layer that has none."""
+def _by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array) -> dict[int, jax.Array]:
+    """Gradients by leaf index in the master dtypes, divided by the scale; zeros for a layer that has none."""
     found: dict[int, jax.Array] = {}
     for layer, vectors in zip(layers, gradients, strict=True):
         arrays = layer.unpack(vectors) if vectors else [jnp.zeros(leaf.shape) for leaf in layer.leaves]
-        found |= {leaf.index: a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)}
+        wide = [a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)]
+        found |= {leaf.index: a / scale.astype(a.dtype) for leaf, a in zip(layer.leaves, wide, strict=True)}
     return found

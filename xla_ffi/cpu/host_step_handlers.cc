@@ -32,7 +32,7 @@ struct StepOperands {
 // Names the parameter or vector that an error is about; only then, for that allocates.
 ffi::Error Numbered(const ffi::Error& error, const char* name, size_t i) {
   if (error.success()) return error;
-  return ffi::Error(error.errc(), error.message() + " (" + name + " " + std::to_string(i) + ")");
+  return ffi::Error::InvalidArgument(error.message() + " (" + name + " " + std::to_string(i) + ")");
 }
 
 ffi::Error CheckCounts(StepOperands& operands, Integers vectors, Integers offsets, Integers decays) {

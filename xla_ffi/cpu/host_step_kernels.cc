@@ -7,7 +7,7 @@ namespace jaxferry {
 
 namespace {
 
-std::atomic<Simd> limit{Simd::kAvx512Bf16};
+std::atomic<Simd> simd_limit{Simd::kAvx512Bf16};
 
 Simd FindSimd() {
 #ifdef JAXFERRY_HAS_AVX
@@ -27,9 +27,9 @@ Simd BestSimd() {
   return simd;
 }
 
-Simd CurrentSimd() { return std::min(limit.load(), BestSimd()); }
+Simd CurrentSimd() { return std::min(simd_limit.load(), BestSimd()); }
 
-void SetSimd(Simd simd) { limit.store(simd); }
+void SetSimd(Simd simd) { simd_limit.store(simd); }
 
 StepKernel CurrentStepKernel() {
   switch (CurrentSimd()) {

@@ -11,13 +11,13 @@ namespace jaxferry {
 namespace {
 
 // Never destroyed, and left behind by a forked child, as the ferry's queues are: ferry.cc says why.
-std::atomic<HostThreads*> instance{nullptr};
+std::atomic<HostThreads*> host_threads{nullptr};
 
-struct StopAtExit {
-  ~StopAtExit() {
-    if (HostThreads* threads = instance.load()) threads->Stop();
+struct StopHostThreadsAtExit {
+  ~StopHostThreadsAtExit() {
+    if (HostThreads* threads = host_threads.load()) threads->Stop();
   }
-} stop_threads_at_exit;
+} stop_host_threads_at_exit;
 
 std::atomic<int64_t> chosen_threads{0};
 
@@ -34,12 +34,12 @@ int64_t DefaultThreads() {
 
 HostThreads& HostThreads::Get() {
   static const bool is_made = [] {
-    instance.store(new HostThreads);
-    pthread_atfork(nullptr, nullptr, [] { instance.store(new HostThreads); });
+    host_threads.store(new HostThreads);
+    pthread_atfork(nullptr, nullptr, [] { host_threads.store(new HostThreads); });
     return true;
   }();
   static_cast<void>(is_made);
-  return *instance.load();
+  return *host_threads.load();
 }
 
 int64_t HostThreads::NumThreads() {
