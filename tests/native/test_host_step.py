@@ -1,6 +1,7 @@
 """The host step against NumPy, operation by operation: every rule, dtype, instruction set and number of threads."""
 
 import functools
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,6 @@ import pytest
 
 from jaxferry.native.host_step import FACTORS, KINDS, NUM_MOMENTS, StepPart, StepRule, host_step
 from jaxferry.native.library import SIMD
-from native_calls import call
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
 CHUNK = 1 << 15
@@ -306,10 +306,8 @@ def test_a_missing_argument_is_an_error(steps):
 
 def test_the_number_of_threads_comes_from_the_environment_and_can_be_set(steps):
     code = "from jaxferry.native import library; print(library('cpu').set_host_threads(0))"
-    environment = {"JAXFERRY_HOST_THREADS": "3"}
-    import os
-
-    result = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
+    environment = os.environ | {"JAXFERRY_HOST_THREADS": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert result.stdout.split() == ["3"]
     assert steps.set_host_threads(5) == 5
     assert steps.set_host_threads(0) >= 1
