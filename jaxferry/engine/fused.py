@@ -1,6 +1,6 @@
 """The update of a unit as one native operation: what `host_optimizer.py` compiles where the optimizer says its rule.
 
-    factors (from counts, norm, scale)  +  gradient vectors, masters, moments, compute copy  --host_step-->  in place
+factors (from counts, norm, scale)  +  gradient vectors, masters, moments, compute copy  --host_step-->  in place
 """
 
 from __future__ import annotations

@@ -177,9 +177,7 @@ class HostOptimizer:
             if rule is not None:
                 copies = [into or layer.vectors for layer, into in zip(unit_layers, vectors, strict=True)]
                 clip = clip_factor(norm, self._clip_norm)
-                params, state, packed = fused_update(
-                    rule, unit_layers, params, state, copies, gradients, clip, scale
-                )
+                params, state, packed = fused_update(rule, unit_layers, params, state, copies, gradients, clip, scale)
                 return jax.tree.leaves(params), jax.tree.leaves(state), packed
             by_leaf = self._clipped(_by_leaf(unit_layers, gradients, scale), norm)
             updates, state = self._optimizer.update(part([by_leaf[i] for i in unit.leaves]), state, params)

@@ -171,7 +171,9 @@ def test_a_scale_of_one_changes_no_bit_and_another_divides_first(which, dtype):
     def run(scale, factor, clip_norm=None):
         updater = Updater.make(PAIRS["adamw"][which], dtype, clip_norm)
         for number in range(3):
-            gradients = jax.tree.map(lambda g: (g.astype(np.float32) * factor).astype(dtype), gradients_at(number, dtype))
+            gradients = jax.tree.map(
+                lambda g: (g.astype(np.float32) * factor).astype(dtype), gradients_at(number, dtype)
+            )
             updater.step(gradients, 2.0, scale)
         return updater.unit.masters
 
