@@ -205,7 +205,7 @@ def _program_key(graph: Graph, segment: Segment) -> str:
     content = canonical.equations(segment.equations, inputs, outputs, graph.avals)
     if canonical.is_opaque:
         derived = joint_graph(graph, segment)
-        content = Canonical().equations(
+        content = Canonical(is_derived=True).equations(
             derived.equations, (*derived.parameters, *derived.batch, *derived.constants), derived.outputs, derived.avals
         )
         content = (content, [np.asarray(constant).tobytes() for constant in derived.constants.values()])

@@ -7,7 +7,9 @@ programs, in which such rules have been resolved.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,12 +22,17 @@ from jaxferry.partition.graph import Equation, type_of_aval
 class Canonical:
     """Collects what a program is made of, as nested tuples without names or addresses.
 
+    Args:
+      is_derived: whether the program is one whose derivative has been taken: rules that it still holds are those of
+        values that have none, and say nothing.
+
     Attributes:
       is_opaque: whether a part could be compared only by identity.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_derived: bool = False) -> None:
         self.is_opaque = False
+        self._is_derived = is_derived
 
     def digest(self, content: Any) -> str:
         """A short hash of the content."""
@@ -49,9 +56,7 @@ class Canonical:
             operands = [read(atom) for atom in equation.inputs]
             names |= {value: len(names) + i for i, value in enumerate(equation.outputs)}
             kinds = [str(avals[value]) for value in equation.outputs]
-            body.append(
-                (equation.primitive.name, self._params(equation.params), operands, kinds, str(equation.context))
-            )
+            body.append((equation.primitive.name, self._params(equation), operands, kinds, str(equation.context)))
         return [str(avals[value]) for value in inputs], body, [read(atom) for atom in outputs]
 
     def jaxpr(self, jaxpr: core.Jaxpr, constants: Sequence[Any] = ()) -> Any:
@@ -68,15 +73,18 @@ class Canonical:
             operands = [read(atom) for atom in eqn.invars]
             names |= {variable: len(names) + i for i, variable in enumerate(eqn.outvars)}
             kinds = [str(variable.aval) for variable in eqn.outvars]
-            body.append((eqn.primitive.name, self._params(eqn.params), operands, kinds))
+            body.append((eqn.primitive.name, self._params(eqn), operands, kinds))
         kinds = [str(variable.aval) for variable in (*jaxpr.constvars, *jaxpr.invars)]
         return kinds, body, [read(atom) for atom in jaxpr.outvars], [self._value(value) for value in constants]
 
     def _literal(self, literal: core.Literal) -> Any:
         return str(literal.aval), self._value(literal.val)
 
-    def _params(self, params: Any) -> Any:
-        return [(name, self._value(value)) for name, value in sorted(params.items())]
+    def _params(self, equation: Any) -> Any:
+        params = sorted(equation.params.items())
+        if self._is_derived and equation.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
+            params = [(name, value) for name, value in params if hasattr(value, "jaxpr") or hasattr(value, "eqns")]
+        return [(name, self._value(value)) for name, value in params]
 
     def _value(self, value: Any) -> Any:
         if hasattr(value, "eqns"):
@@ -91,7 +99,7 @@ class Canonical:
             array = np.asarray(value)
             return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
         text = repr(value)
-        is_function = hasattr(value, "call_wrapped") or (callable(value) and not isinstance(value, type))
+        is_function = hasattr(value, "call_wrapped") or inspect.isroutine(value) or isinstance(value, functools.partial)
         if is_function or " at 0x" in text:
             self.is_opaque = True
             return text, id(value)
