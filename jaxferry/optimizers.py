@@ -113,6 +113,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     rule: HostRule | None
 
     def __new__(cls, init: Any, update: Any, rule: HostRule | None = None) -> FusedTransformation:
+        """Makes one of Optax's functions, and the rule that says what they do."""
         made: FusedTransformation = super().__new__(cls, init, update)
         made.rule = rule
         return made

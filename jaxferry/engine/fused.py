@@ -5,6 +5,7 @@ factors (from counts, norm, scale)  +  gradient vectors, masters, moments, compu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,5 +85,5 @@ def fused_update(
         [vector for vectors in copies for vector in vectors],
     )
     state = rule.advance(state, [jax.tree.unflatten(tree, moment) for moment in moments])
-    by_layer = [tuple(packed[start:end]) for start, end in zip(starts[:-1], starts[1:], strict=True)]
+    by_layer = [tuple(packed[start:end]) for start, end in itertools.pairwise(starts)]
     return jax.tree.unflatten(tree, masters), state, by_layer

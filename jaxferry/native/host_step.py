@@ -1,4 +1,4 @@
-"""A step of an optimizer on host memory in one pass, by the CPU's library: see `xla_ffi/README.md`, `jaxferry_host_step`."""
+"""An optimizer's step on host memory in one pass: the operation `jaxferry_host_step` (`xla_ffi/README.md`)."""
 
 from __future__ import annotations
 
