@@ -18,6 +18,7 @@ LAYERS = (
     ("units", "modes"),
     ("records",),
     ("native",),
+    ("optimizers",),
     ("partition",),
     ("profiling",),
     ("plan.records",),

@@ -417,7 +417,8 @@ class Executor:
         ]
         vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
         program = unit.programs[tuple(bool(used) for used in gradients)]
-        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm)
+        scale = jnp.float32(1)
+        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm, scale)
         for layer, vector, used in zip(unit.layers, packed, gradients, strict=True):
             state.vectors[layer] = to_pinned(vector, self._placement)
         jax.block_until_ready((unit.masters, unit.state, [state.vectors[layer] for layer in unit.layers]))
