@@ -32,6 +32,7 @@ class Options:
     remat: str
     skip_nonfinite: bool
     record_steps: int
+    accumulate: int
 
 
 def read_options(
@@ -46,6 +47,7 @@ def read_options(
     remat: Any,
     skip_nonfinite: Any,
     record_steps: Any,
+    accumulate: Any,
 ) -> Options:
     """Checks the arguments of `train_step`; reads plan and profile where they are files.
 
@@ -60,8 +62,10 @@ def read_options(
         raise InputError(f"remat must be one of {', '.join(REMAT)}, got {remat!r}")
     if not isinstance(skip_nonfinite, bool):
         raise InputError(f"skip_nonfinite must be True or False, got {skip_nonfinite!r}")
-    if isinstance(record_steps, bool) or not isinstance(record_steps, int) or record_steps < 0:
+    if not (_is_whole(record_steps) and record_steps >= 0):
         raise InputError(f"record_steps must be a number of steps, 0 or more, got {record_steps!r}")
+    if not (_is_whole(accumulate) and accumulate >= 1):
+        raise InputError(f"accumulate must be a number of micro-batches, 1 or more, got {accumulate!r}")
     if plan is not None and policy is not None:
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r})")
     if policy is not None:
@@ -77,7 +81,12 @@ def read_options(
         remat=remat,
         skip_nonfinite=skip_nonfinite,
         record_steps=record_steps,
+        accumulate=accumulate,
     )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:

@@ -32,6 +32,7 @@ from jaxferry.engine import (
     choose_transport,
     derivatives_of,
     fit_modes,
+    kept_layers,
     lower_plan,
     make_lanes,
     make_placement,
@@ -39,6 +40,7 @@ from jaxferry.engine import (
     make_transport,
     masters_from_arrays,
     masters_layer_by_layer,
+    onto_sums,
     peak_bytes,
     resident_layers,
     shadow_model,
@@ -60,6 +62,7 @@ def train_step(
     memory_budget: int | str | None = None,
     reserve_factor: float | None = None,
     clip_norm: float | None = None,
+    accumulate: int = 1,
     compute_dtype: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     policy: str | None = None,
@@ -81,6 +84,9 @@ def train_step(
       reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device until a transfer takes them;
         None for the policy's default, most often 1.
       clip_norm: global norm that gradients are clipped to, exactly; None clips nothing.
+      accumulate: number of steps (micro-batches) whose mean gradient one update takes, as `optax.MultiSteps` does. Sums
+        are in the gradients' dtype; they stay on the device where the plan lets gradients stay there and they fit into
+        the budget, else they are added up in host memory.
       compute_dtype: dtype in which the device sees the parameters, such as `jnp.bfloat16`; None leaves their own.
       plan: a plan, or the path of its JSON file, in place of a policy.
       policy: name of the policy that chooses the plan, such as `"exact"`, `"memferry"` or `"auto"`; None loads each
@@ -113,6 +119,7 @@ def train_step(
         remat=remat,
         skip_nonfinite=skip_nonfinite,
         record_steps=record_steps,
+        accumulate=accumulate,
     )
     return TrainStep(loss_fn, optimizer, options, device, transport)
 
@@ -194,9 +201,9 @@ class TrainStep:
             are handed through as they are; each combination is compiled once.
 
         Returns:
-          The state, and metrics: `loss`; `grad_norm` (before clipping); `skipped` (whether `skip_nonfinite` left the
-          state as it was); `aux` (what the loss function returned beside the loss, if anything);
-          `device_param_bytes_peak` (bytes).
+          The state, and metrics: `loss`; `grad_norm` (of the mean gradient before clipping; with `accumulate` only for
+          the last micro-batch before an update); `skipped` (whether `skip_nonfinite` left the state as it was); `aux`
+          (what the loss function returned beside the loss, if anything); `device_param_bytes_peak` (bytes).
 
         Raises:
           NonFiniteError: if the loss is not finite, unless `skip_nonfinite`; the state is that before the step.
@@ -282,7 +289,7 @@ class TrainStep:
         """
         self._check(state)
         saved = checkpoint.Checkpoint(
-            step=state.step,
+            step=state.updated_step,
             params=dict(zip(path_names(self._params), map(np.asarray, state.masters()), strict=True)),
             dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(self._params)],
             dictionary_paths=checkpoint.dictionary_paths(self._params),
@@ -385,17 +392,25 @@ class TrainStep:
             layers = [dataclasses.replace(layer, mode=mode) for layer, mode in zip(plan.layers, modes, strict=True)]
             return lower_plan(parts, derivatives, dataclasses.replace(plan, layers=tuple(layers)), profile)
 
+        budget = options.memory_budget_bytes
+        kept = kept_layers(parts, derivatives, gradients) if options.accumulate > 1 else []
+
         def peak_of(modes: Sequence[Mode]) -> Peak:
             script = make_script(parts, derivatives, modes, gradients)
-            needs = (programs.temporary_bytes, transport.staging_bytes)
+            other_bytes = transport.staging_bytes + sum(parts.layers[layer].num_bytes for layer in kept)
+            needs = (programs.temporary_bytes, other_bytes)
             return peak_bytes(parts, derivatives, lowered(modes), script, modes, *needs)
 
         modes, fitted = None, list(plan.modes)
         # What programs need beside their arguments is known once they are compiled, and which are, once modes are.
         while fitted != modes:
             modes = fitted
-            programs.require(shadow_model(parts, derivatives, modes, gradients))
-            fitted = fit_modes(parts, plan.modes, options.memory_budget_bytes, peak_of)
+            uses = shadow_model(parts, derivatives, modes, gradients)
+            programs.require(uses if options.accumulate == 1 else [*uses, *onto_sums(uses)])
+            # Sums that stay save transfers that are hidden anyway, so they go before any layer is loaded twice.
+            while kept and budget is not None and peak_of(plan.modes).total > budget:
+                kept.pop()
+            fitted = fit_modes(parts, plan.modes, budget, peak_of)
         schedule = lowered(modes)
         executor = Executor(
             parts,
@@ -410,6 +425,8 @@ class TrainStep:
             clips=options.clip_norm is not None,
             skip_nonfinite=options.skip_nonfinite,
             recorder=self._recorder,
+            accumulate=options.accumulate,
+            kept=kept,
         )
         return Prepared(parts, plan, tuple(modes), peak_of(modes), programs.num_executables, schedule, executor)
 
@@ -447,11 +464,12 @@ class TrainStep:
             )
         metrics: dict[str, Any] = {
             "loss": result.loss,
-            "grad_norm": result.grad_norm,
             "device_param_bytes_peak": result.device_param_bytes_peak,
         }
         if self._options.skip_nonfinite:
-            metrics["skipped"] = not result.is_applied
+            metrics["skipped"] = not result.is_finite
+        if result.grad_norm is not None:
+            metrics["grad_norm"] = result.grad_norm
         if parts.aux_tree is not None:
             metrics["aux"] = jax.tree.unflatten(parts.aux_tree, result.aux)
         return metrics
