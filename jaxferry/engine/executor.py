@@ -343,12 +343,14 @@ class Executor:
         if flight.num_arrived[layer] < self._num_uses[layer] or not flight.is_last:
             return
         norm = flight.device_norms[layer]
-        if self._num_uses[layer] == 1 and self._accumulate == 1 and norm is not None:
+        is_whole = self._num_uses[layer] == 1 and self._accumulate == 1 and norm is not None
+        if is_whole and not self._clips:
             known: Future[jax.Array] = Future()
             known.set_result(jax.device_put(norm, self._placement.host_compute))
             flight.norms[layer] = known
         else:
-            # Lookups, several uses or micro-batches, products written by panels: it is whole on the host alone.
+            # Lookups, several uses or micro-batches, products written by panels: it is whole on the host alone. Where
+            # the norm changes the update it is always taken there, so that every plan has the same bits.
             vectors = self._transfers.gather(layer, flight.gradients[layer])
             flight.norms[layer] = self._norm_thread.submit(self._norm_of, vectors)
 
