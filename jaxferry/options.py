@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxferry.engine.loss_scale import LossScale
 from jaxferry.errors import InputError
 from jaxferry.partition import REMAT
 from jaxferry.plan.records import Plan
@@ -33,6 +34,7 @@ class Options:
     skip_nonfinite: bool
     record_steps: int
     accumulate: int
+    loss_scale: LossScale | None
 
 
 def read_options(
@@ -48,6 +50,7 @@ def read_options(
     skip_nonfinite: Any,
     record_steps: Any,
     accumulate: Any,
+    loss_scale: Any,
 ) -> Options:
     """Checks the arguments of `train_step`; reads plan and profile where they are files.
 
@@ -82,6 +85,7 @@ def read_options(
         skip_nonfinite=skip_nonfinite,
         record_steps=record_steps,
         accumulate=accumulate,
+        loss_scale=_read_loss_scale(loss_scale, compute_dtype),
     )
 
 
@@ -103,6 +107,16 @@ def _read_dtype(value: Any) -> Any:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise InputError(f"compute_dtype must be a floating dtype such as jnp.bfloat16, or None, got {value!r}")
     return dtype
+
+
+def _read_loss_scale(value: Any, compute_dtype: Any) -> LossScale | None:
+    if value is None:
+        return LossScale() if _read_dtype(compute_dtype) == jnp.float16 else None
+    if value == "dynamic":
+        return LossScale()
+    if not (_is_number(value) and math.isfinite(value) and value > 0):
+        raise InputError(f'loss_scale must be "dynamic", a positive number or None, got {value!r}')
+    return None if value == 1 else LossScale(float(value), is_dynamic=False)
 
 
 def _read_record(kind: Any, value: Any, name: str) -> Any:

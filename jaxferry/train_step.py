@@ -15,14 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxferry.choice import choose_plan
 from jaxferry.engine import (
+    UNSCALED,
     Evaluator,
     Executor,
     HostOptimizer,
+    LossScale,
     Peak,
     Programs,
     Recorder,
@@ -64,6 +67,7 @@ def train_step(
     clip_norm: float | None = None,
     accumulate: int = 1,
     compute_dtype: Any = None,
+    loss_scale: float | str | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     policy: str | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
@@ -87,7 +91,10 @@ def train_step(
       accumulate: number of steps (micro-batches) whose mean gradient one update takes, as `optax.MultiSteps` does. Sums
         are in the gradients' dtype; they stay on the device where the plan lets gradients stay there and they fit into
         the budget, else they are added up in host memory.
-      compute_dtype: dtype in which the device sees the parameters, such as `jnp.bfloat16`; None leaves their own.
+      compute_dtype: dtype in which the device sees the parameters, such as `jnp.float16`. By default `bfloat16` on
+        accelerators for models in float32, else the parameters' own.
+      loss_scale: what the loss is multiplied by before its backward, and gradients are divided by in the update:
+        `"dynamic"` (the default for `float16`) halves it where gradients overflow, and leaves out that update.
       plan: a plan, or the path of its JSON file, in place of a policy.
       policy: name of the policy that chooses the plan, such as `"exact"`, `"memferry"` or `"auto"`; None loads each
         layer once and keeps it until its backward, as long as the memory budget lets it.
@@ -120,6 +127,7 @@ def train_step(
         skip_nonfinite=skip_nonfinite,
         record_steps=record_steps,
         accumulate=accumulate,
+        loss_scale=loss_scale,
     )
     return TrainStep(loss_fn, optimizer, options, device, transport)
 
@@ -294,6 +302,7 @@ class TrainStep:
             dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(self._params)],
             dictionary_paths=checkpoint.dictionary_paths(self._params),
             optimizer=state.optimizer_state(),
+            loss_scale=[state.loss_scale.value, state.loss_scale.num_finite] if state.loss_scale.is_dynamic else None,
         )
         checkpoint.save(saved, os.fspath(path))
 
@@ -326,11 +335,15 @@ class TrainStep:
         checkpoint.check_matches("optimizer", saved.optimizer, self._host_optimizer().state_shapes(), check_dtypes=True)
         where = self._placement.host
         optimizer = {name: jax.device_put(leaf, where, may_alias=False) for name, leaf in saved.optimizer.items()}
-        return self._new_state(layers, self._masters([saved.params[name] for name in names]), optimizer, saved.step)
+        state = self._new_state(layers, self._masters([saved.params[name] for name in names]), optimizer, saved.step)
+        if saved.loss_scale is not None and state.loss_scale.is_dynamic:
+            value, num_finite = saved.loss_scale
+            state.loss_scale = LossScale(float(value), num_finite=int(num_finite))
+        return state
 
     def _adopt(self, params: Any) -> tuple[Layer, ...]:
         """Remembers the model's tree; returns the layers that its paths suggest."""
-        layers = layers_by_path(params, self._options.compute_dtype)
+        layers = layers_by_path(params, self._compute_dtype(params))
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         if self._optimizer is None or self._params != abstract:
             self._params, self._prepared, self._evaluators, self._layers = abstract, {}, {}, None
@@ -340,6 +353,11 @@ class TrainStep:
             self._optimizer = HostOptimizer(self._optax, tree, masters, self._placement, self._options.clip_norm)
             self._optimizer.check_parts(layers)
         return layers
+
+    def _compute_dtype(self, params: Any) -> Any:
+        is_single = all(np.dtype(leaf.dtype) == np.float32 for leaf in jax.tree.leaves(params))
+        by_default = jnp.bfloat16 if self._placement.platform != "cpu" and is_single else None
+        return by_default if self._options.compute_dtype is None else self._options.compute_dtype
 
     def _host_optimizer(self) -> HostOptimizer:
         if self._optimizer is None:
@@ -358,7 +376,8 @@ class TrainStep:
         step: int = 0,
     ) -> TrainState:
         tree = jax.tree.structure(self._params)
-        return TrainState(tree, self._host_optimizer(), self._placement, layers, masters, optimizer, step)
+        scale = self._options.loss_scale or UNSCALED
+        return TrainState(tree, self._host_optimizer(), self._placement, layers, masters, optimizer, step, scale)
 
     def _check(self, state: TrainState) -> None:
         if not isinstance(state, TrainState):
@@ -370,7 +389,7 @@ class TrainStep:
     def _partition(self, args: Any, kwargs: Mapping[str, Any]) -> Partition:
         """The partition for these arguments; the first decides on the layers, the others keep them where they can."""
         arrays, flags = _split(kwargs)
-        loss_fn, dtype = functools.partial(self._loss_fn, **flags), self._options.compute_dtype
+        loss_fn, dtype = functools.partial(self._loss_fn, **flags), self._compute_dtype(self._params)
         parts = partition(loss_fn, self._params, args, arrays, compute_dtype=dtype, layers=self._layers)
         self._layers = self._layers or parts.layers
         return parts
@@ -382,10 +401,13 @@ class TrainStep:
         derivatives = derivatives_of(parts, options.remat)
         self._host_optimizer().check_parts(parts.layers)
         plan, profile = self._plan(parts)
-        if options.clip_norm is not None or options.skip_nonfinite or self._host_optimizer().is_joint:
+        is_adapted = options.loss_scale is not None and options.loss_scale.is_dynamic
+        needs_all = options.clip_norm is not None or options.skip_nonfinite or is_adapted
+        if needs_all or self._host_optimizer().is_joint:
             plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
         gradients = [layer.gradient for layer in plan.layers]
-        programs = Programs(parts, derivatives, self._placement, native=self._transport == "ferry")
+        is_native, is_scaled = self._transport == "ferry", options.loss_scale is not None
+        programs = Programs(parts, derivatives, self._placement, is_native, is_scaled)
         transport = make_transport(self._transport, self._placement, parts.layers)
 
         def lowered(modes: Sequence[Mode]) -> Schedule:
@@ -424,6 +446,7 @@ class TrainStep:
             self._lanes,
             clips=options.clip_norm is not None,
             skip_nonfinite=options.skip_nonfinite,
+            checks_gradients=is_adapted,
             recorder=self._recorder,
             accumulate=options.accumulate,
             kept=kept,
@@ -453,12 +476,17 @@ class TrainStep:
 
     def _metrics(self, number: int, parts: Partition, result: StepResult) -> dict[str, Any]:
         loss = np.asarray(result.loss)
-        if not np.isfinite(loss) and not self._options.skip_nonfinite:
+        is_lost = not result.is_finite and not self._options.skip_nonfinite
+        scale = self._options.loss_scale
+        if is_lost and scale is not None and scale.is_dynamic and result.loss_scale > 1:
+            is_lost = False  # the next one is smaller
+        if is_lost:
             finite = [bool(flag) for flag in result.finite]
             layer = parts.segments[finite.index(False)].name if False in finite else None
             raise NonFiniteError(
-                f"the loss of step {number} is {loss}; the first layer with a non-finite output is {layer!r}; the "
-                "state is that before the step (skip_nonfinite=True skips such steps)",
+                f"the loss of step {number} is {loss}{', a gradient is not finite' if np.isfinite(loss) else ''}; the "
+                f"first layer with a non-finite output is {layer!r}; the state is that before the step "
+                "(skip_nonfinite=True skips such steps)",
                 number,
                 layer,
             )
@@ -466,7 +494,9 @@ class TrainStep:
             "loss": result.loss,
             "device_param_bytes_peak": result.device_param_bytes_peak,
         }
-        if self._options.skip_nonfinite:
+        if scale is not None:
+            metrics["loss_scale"] = result.loss_scale
+        if self._options.skip_nonfinite or (scale is not None and scale.is_dynamic):
             metrics["skipped"] = not result.is_finite
         if result.grad_norm is not None:
             metrics["grad_norm"] = result.grad_norm

@@ -13,6 +13,7 @@ from jaxferry.engine.fit import fit_modes
 from jaxferry.engine.flight import StepResult
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
+from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.programs import Programs, derivatives_of, lower, trace_program
 from jaxferry.engine.recorder import Recorder
@@ -23,11 +24,13 @@ from jaxferry.engine.transports import TRANSPORTS, choose_transport, make_transp
 
 __all__ = [
     "TRANSPORTS",
+    "UNSCALED",
     "Evaluator",
     "Event",
     "Executor",
     "HostOptimizer",
     "Kind",
+    "LossScale",
     "Peak",
     "Placement",
     "Programs",

@@ -51,6 +51,7 @@ class Executor:
       lanes: the threads that run the tasks.
       clips: whether updates need the global norm; the schedule has them after all gradients then.
       skip_nonfinite: whether a step is skipped whose loss or gradients are not finite; likewise.
+      checks_gradients: whether an update is left out whose gradients are not finite; likewise.
       recorder: what remembers when tasks started and ended; None for nothing.
       accumulate: of how many micro-batches each update takes the mean gradient.
       kept: layers whose gradients are added up on the device; those of the others, in host memory.
@@ -69,6 +70,7 @@ class Executor:
         lanes: Lanes,
         clips: bool = False,
         skip_nonfinite: bool = False,
+        checks_gradients: bool = False,
         recorder: Recorder | None = None,
         accumulate: int = 1,
         kept: Iterable[int] = (),
@@ -77,6 +79,7 @@ class Executor:
         self._script, self._resident = list(script), frozenset(resident)
         self._optimizer, self._placement = optimizer, placement
         self._clips, self._skip_nonfinite = clips, skip_nonfinite
+        self._checks_gradients = skip_nonfinite or checks_gradients
         self._transfers, self._lanes, self._recorder = transport, lanes, recorder
         self._accumulate, self._kept = accumulate, frozenset(kept)
         self._tasks = TaskList(schedule)
@@ -90,7 +93,6 @@ class Executor:
         self._total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
         self._norm_thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")
         self._no_norm = jax.device_put(np.float32(0), placement.host_compute)
-        self._scale = jax.device_put(np.float32(accumulate), placement.host_compute)
 
     def step(self, state: TrainState, batch: Sequence[Any]) -> StepResult:
         """Takes one step, which updates `state`; its updates may still be under way.
@@ -153,13 +155,21 @@ class Executor:
                 self._transfers.drop(state.resident.pop(layer))
             else:
                 state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
-        return Flight(values, state, is_last=state.accumulated.num_batches == self._accumulate - 1)
+        flight = Flight(values, state, is_last=state.accumulated.num_batches == self._accumulate - 1)
+        scale = state.loss_scale.value
+        flight.scale = jax.device_put(np.float32(scale * self._accumulate), self._placement.host_compute)
+        if self.programs.is_scaled:
+            flight.seed = (jax.device_put(np.float32(scale), self._placement.device),)
+        return flight
 
     def _finish(self, state: TrainState, flight: Flight) -> StepResult:
         """Counts the step and collects its results."""
         is_finite, norm = flight.judged(self._judge)
+        scale = state.loss_scale
+        if flight.is_last:
+            state.loss_scale = scale.after(is_finite)
         # A step that is skipped on purpose counts as well: the data goes on.
-        if is_finite or self._skip_nonfinite:
+        if is_finite or self._skip_nonfinite or (scale.is_dynamic and not scale.is_least):
             state.step += 1
             state.accumulated = self._accumulated(state, flight, is_finite)
         else:
@@ -168,7 +178,7 @@ class Executor:
         aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
         is_applied = is_finite and flight.is_last
         loss, peak = values[partition.loss], self._transfers.peak_device_bytes
-        result = StepResult(loss, aux, norm, is_finite, is_applied, flight.finite, peak)
+        result = StepResult(loss, aux, norm, is_finite, is_applied, scale.value, flight.finite, peak)
         # What is left of it is kept until its updates have ended.
         flight.values, flight.finite, flight.device_norms, flight.norms = {partition.loss: loss}, [], {}, {}
         return result
@@ -183,8 +193,8 @@ class Executor:
         is_finite = self._is_finite(flight)
         if not flight.is_last:
             return is_finite, None
-        norm = self._total([flight.norms[layer].result() for layer in sorted(flight.norms)], self._scale)
-        if self._skip_nonfinite:
+        norm = self._total([flight.norms[layer].result() for layer in sorted(flight.norms)], flight.scale)
+        if self._checks_gradients:
             is_finite = is_finite and bool(np.isfinite(np.asarray(norm)))
         return is_finite, norm
 
@@ -236,7 +246,7 @@ class Executor:
                 ended = [outputs, extras, saved, finite]
             else:
                 destinations = self._destinations(event, segment.layer, flight)
-                gradients, rest, norm = self.programs[event.use](*destinations, *arguments)
+                gradients, rest, norm = self.programs[event.use](*destinations, *arguments, *flight.seed)
                 outputs, extras, finite, cotangents = rest
                 self._receive(event, segment, flight, gradients, cotangents, norm)
                 ended = [gradients, rest]
@@ -359,7 +369,7 @@ class Executor:
         if not flight.is_last:
             return
         norm: jax.Array | None = self._no_norm
-        if self._clips or self._skip_nonfinite:
+        if self._clips or self._checks_gradients:
             is_finite, norm = flight.judged(self._judge)
         else:
             is_finite = self._is_finite(flight)
@@ -381,7 +391,7 @@ class Executor:
         ]
         vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
         program = unit.programs[tuple(bool(used) for used in gradients)]
-        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm, self._scale)
+        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm, flight.scale)
         for layer, vector, used in zip(unit.layers, packed, gradients, strict=True):
             state.vectors[layer] = to_pinned(vector, self._placement)
         jax.block_until_ready((unit.masters, unit.state, [state.vectors[layer] for layer in unit.layers]))

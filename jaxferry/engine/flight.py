@@ -27,6 +27,7 @@ class StepResult:
         is not the last one before an update.
       is_finite: whether the loss (and, where steps are to be skipped for them, all gradients) are finite.
       is_applied: whether the state was updated.
+      loss_scale: what the loss was multiplied by for the backward.
       finite: for each segment, whether its outputs are finite; boolean scalars on the device.
       device_param_bytes_peak: the most bytes of parameters that were on the device at a time.
     """
@@ -36,6 +37,7 @@ class StepResult:
     grad_norm: jax.Array | None
     is_finite: bool
     is_applied: bool
+    loss_scale: float
     finite: list[jax.Array]
     device_param_bytes_peak: int
 
@@ -53,6 +55,8 @@ class Flight:
       leaving: gradients on the device, by segment.
       sums: those of layers that are added up on the device, with those of earlier micro-batches.
       is_last: whether this is the last micro-batch before an update.
+      scale: what gradients are to be divided by, in host memory.
+      seed: what the loss is multiplied by, on the device; nothing if it is not.
       was_finite: whether all losses of earlier micro-batches were finite.
       gradients: by layer, in host memory or on their way.
       landing: transfers that have been issued and not waited for: their task, and the layer.
@@ -66,6 +70,8 @@ class Flight:
     """
 
     work: Work
+    scale: jax.Array
+    seed: tuple[jax.Array, ...] = ()
 
     def __init__(self, values: dict[int, Any], state: TrainState, is_last: bool = True) -> None:
         self.values = values

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.lanes import Lanes, Work
+from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.subtree import path_names
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
@@ -77,6 +78,7 @@ class TrainState:
       damage: what went wrong if a failure left the state between two steps, else None.
       in_flight: the last step, while its updates are under way.
       accumulated: what micro-batches have left for the next update.
+      loss_scale: what the loss is multiplied by for the backward.
     """
 
     def __init__(
@@ -88,8 +90,9 @@ class TrainState:
         masters: Sequence[jax.Array],
         state: Mapping[str, jax.Array] | None = None,
         step: int = 0,
+        loss_scale: LossScale = UNSCALED,
     ) -> None:
-        self.step = step
+        self.step, self.loss_scale = step, loss_scale
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.vectors: list[Vectors] = []
         self._is_arranged = False
