@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxferry.choice import choose_plan
+from jaxferry.choice import choose_plan, needs_times
 from jaxferry.engine import (
     Evaluator,
     Executor,
@@ -37,6 +37,7 @@ from jaxferry.engine import (
     make_transport,
     masters_from_arrays,
     masters_layer_by_layer,
+    measure_profile,
     peak_of,
     resident_layers,
     shadow_model,
@@ -47,8 +48,12 @@ from jaxferry.modes import Mode
 from jaxferry.partition import REMAT, Layer, Partition, layers_by_path, partition
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.registry import make_policy
+from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.units import parse_bytes
+
+MEASURE, ESTIMATE = "measure", "estimate"
+"""Words for `profile=`; a file of such a name is `./measure`."""
 
 
 def train_step(
@@ -82,7 +87,9 @@ def train_step(
       plan: a plan, or the path of its JSON file, in place of a policy.
       policy: name of the policy that chooses the plan, such as `"exact"`, `"memferry"` or `"auto"`; None loads each
         layer once and keeps it until its backward, as long as the memory budget lets it.
-      profile: what the policy plans with, or the path of its JSON file; None estimates one from the segments.
+      profile: what the policy plans with, or the path of its JSON file. None measures one on the device for policies
+        that plan with times, and keeps what was measured in the user's cache folder (`JAXFERRY_CACHE_DIR` names
+        another, or "off"). `"measure"` does so for any policy; `"estimate"` runs nothing, and takes the roofline.
       remat: `"none"`, or `"full"` to compute each segment's forward again in its backward.
       skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
         non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
@@ -108,7 +115,8 @@ def train_step(
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r})")
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    known = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
+    given = profile is None or isinstance(profile, Profile) or profile in (MEASURE, ESTIMATE)
+    known = profile if given else Profile.load(profile)
     if policy is not None:
         make_policy(policy)
     options = _Options(budget, reserve_factor, clip_norm, compute_dtype, loaded, policy, known, remat, skip_nonfinite)
@@ -125,7 +133,7 @@ class _Options:
     compute_dtype: Any
     plan: Plan | None
     policy: str | None
-    profile: Profile | None
+    profile: Profile | str | None
     remat: str
     skip_nonfinite: bool
 
@@ -231,6 +239,21 @@ class TrainStep:
         if key not in self._prepared:
             self._prepared[key] = self._prepare(args, kwargs)
         return self._prepared[key]
+
+    def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
+        """Measures what each layer costs on the device, as a policy plans with it; to be saved, or looked at.
+
+        What is in the cache (`JAXFERRY_CACHE_DIR`) is not measured again.
+
+        Args:
+          params: the model's tree of parameters; shapes are enough.
+          *args: as the step is called with; arrays or shape structs.
+          **kwargs: likewise.
+        """
+        self._adopt(params)
+        parts = self._partition(args, kwargs)
+        derivatives = derivatives_of(parts, self._options.remat)
+        return self._measured(parts, Programs(parts, derivatives, self._placement, native=self._transport == "ferry"))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
         """Compiles the host updates too, so that the first step takes no longer than the next.
@@ -364,9 +387,9 @@ class TrainStep:
         parts = self._partition(args, kwargs)
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
-        plan = self._plan(parts)
-        loads_first, gradients = plan.loads is Loads.BULK, [layer.gradient for layer in plan.layers]
         programs = Programs(parts, derivatives, self._placement, native=self._transport == "ferry")
+        plan = self._plan(parts, programs)
+        loads_first, gradients = plan.loads is Loads.BULK, [layer.gradient for layer in plan.layers]
         transport = make_transport(self._transport, self._placement, parts.layers)
         budget, limits = options.memory_budget_bytes, (programs.temporary_bytes, loads_first, transport.lag)
         modes, fitted = None, list(plan.modes)
@@ -375,6 +398,7 @@ class TrainStep:
             modes = fitted
             programs.require(shadow_model(parts, derivatives, modes, gradients))
             fitted = fit_modes(parts, derivatives, plan.modes, gradients, budget, *limits)
+        programs.keep(shadow_model(parts, derivatives, modes, gradients))
         executor = Executor(
             parts,
             programs,
@@ -390,18 +414,34 @@ class TrainStep:
         peak = peak_of(parts, derivatives, modes, gradients, *limits)
         return Prepared(parts, plan, tuple(modes), peak, programs.num_executables, executor)
 
-    def _plan(self, parts: Partition) -> Plan:
+    def _plan(self, parts: Partition, programs: Programs) -> Plan:
         options = self._options
+        profile = options.profile
+        if profile == MEASURE or (profile is None and needs_times(options.policy)):
+            profile = self._measured(parts, programs)
         return choose_plan(
             parts,
             plan=options.plan,
             policy=options.policy,
-            profile=options.profile,
+            profile=profile if isinstance(profile, Profile) else None,
             device_kind=self._placement.device_kind,
             reserve_factor=options.reserve_factor,
             memory_budget_bytes=options.memory_budget_bytes,
             remat=options.remat,
         )
+
+    def _measured(self, parts: Partition, programs: Programs) -> Profile:
+        self._host_optimizer().check_parts(parts.layers)
+        with progress_bar("measuring") as progress:
+            return measure_profile(
+                parts,
+                programs,
+                self._host_optimizer(),
+                self._placement,
+                self._transport,
+                remat=self._options.remat,
+                progress=progress,
+            )
 
     def _warn_of_unread(self, parts: Partition) -> None:
         if parts.unread_leaves and not self._has_warned:

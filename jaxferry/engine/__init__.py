@@ -11,6 +11,7 @@ from jaxferry.engine.executor import Executor, StepResult
 from jaxferry.engine.fit import fit_modes, peak_of
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
+from jaxferry.engine.measure import measure_profile
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.programs import Programs, derivatives_of, lower, trace_program
 from jaxferry.engine.script import Event, Peak, make_script, peak_bytes
@@ -43,6 +44,7 @@ __all__ = [
     "make_transport",
     "masters_from_arrays",
     "masters_layer_by_layer",
+    "measure_profile",
     "peak_bytes",
     "peak_of",
     "resident_layers",
