@@ -115,12 +115,18 @@ def train_step(
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r})")
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    given = profile is None or isinstance(profile, Profile) or profile in (MEASURE, ESTIMATE)
-    known = profile if given else Profile.load(profile)
+    known = _read_profile(profile)
     if policy is not None:
         make_policy(policy)
     options = _Options(budget, reserve_factor, clip_norm, compute_dtype, loaded, policy, known, remat, skip_nonfinite)
     return TrainStep(loss_fn, optimizer, options, device, transport)
+
+
+def _read_profile(profile: Profile | str | os.PathLike[str] | None) -> Profile | str | None:
+    """A profile, or one of the words that stand for one, or None."""
+    if profile is None or isinstance(profile, Profile):
+        return profile
+    return str(profile) if profile in (MEASURE, ESTIMATE) else Profile.load(profile)
 
 
 @dataclasses.dataclass(frozen=True)

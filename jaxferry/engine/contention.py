@@ -99,7 +99,7 @@ def contention_subjects(
         def time(effort: Effort) -> float:
             arguments = ProgramArguments(programs, compute, placement)(1)[0]
             with _repeated(lambda: programs[compute](*arguments)), contextlib.closing(make()) as move:
-                return median_s(move.finish, lambda _: [move.begin()], effort)
+                return median_s(move.finish, move.begun, effort)
 
         return time
 
@@ -148,6 +148,11 @@ class _Move:
             under_way = self._issue()
             if self._runs_by_itself:
                 jax.block_until_ready(under_way)
+
+    def begun(self, num_calls: int) -> list[None]:
+        """Begins it for a timer, which times one at a time."""
+        self.begin()
+        return [None]
 
     def finish(self, begun: None) -> Any:
         """Returns when it has ended."""

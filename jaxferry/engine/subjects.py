@@ -91,10 +91,13 @@ class ProgramArguments:
     """
 
     def __init__(self, programs: Programs, use: Use, placement: Placement) -> None:
-        leaves, self._tree = jax.tree.flatten(programs.lowered(use).args_info[0])
-        self._leaves = leaves
+        arguments = programs.lowered(use).args_info[0]
+        leaves, self._tree = jax.tree.flatten(arguments)
+        self._leaves, on_host = leaves, _arguments_on_host(use)
         self._where = [
-            placement.pinned if place in self._on_host(use) else placement.device for place in self._places()
+            placement.pinned if number in on_host else placement.device
+            for number, argument in enumerate(arguments)
+            for _ in jax.tree.leaves(argument)
         ]
         self._kept = [
             None if leaf.donated else sample(leaf, where) for leaf, where in zip(leaves, self._where, strict=True)
@@ -115,14 +118,11 @@ class ProgramArguments:
         made: tuple[Any, ...] = jax.tree.unflatten(self._tree, arrays)
         return made
 
-    def _places(self) -> list[int]:
-        """Of each leaf the number of the argument that it belongs to."""
-        arguments = self._tree.children()
-        return [number for number, tree in enumerate(arguments) for _ in range(tree.num_leaves)]
 
-    def _on_host(self, use: Use) -> set[int]:
-        destinations = 0 if use.writes is Target.DEVICE else 1
-        return set(range(destinations)) | ({destinations} if use.reads is Source.HOST else set())
+def _arguments_on_host(use: Use) -> set[int]:
+    """The numbers of a program's arguments that are vectors in host memory."""
+    destinations = 0 if use.writes is Target.DEVICE else 1
+    return set(range(destinations)) | ({destinations} if use.reads is Source.HOST else set())
 
 
 def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:

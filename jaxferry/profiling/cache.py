@@ -59,8 +59,9 @@ class MeasurementCache:
         if not isinstance(document, dict) or document.get("format") != MEASUREMENT_FORMAT or document.get("key") != key:
             return None
         seconds = document.get("seconds")
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        return float(seconds) if is_number and math.isfinite(seconds) and seconds >= 0 else None
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            return None
+        return float(seconds) if math.isfinite(seconds) and seconds >= 0 else None
 
     def put(self, content: str, seconds: float) -> None:
         """Keeps the seconds measured for this content, if the folder can be written."""
@@ -83,7 +84,7 @@ class MeasurementCache:
 
 
 def cache_directory() -> pathlib.Path | None:
-    """The folder of the cache: `JAXFERRY_CACHE_DIR`, else `jaxferry` in the user's cache folder; None if it is "off"."""
+    """The folder of the cache: `JAXFERRY_CACHE_DIR` (None if that is "off"), else `jaxferry` in the user's cache."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return None if chosen == OFF else pathlib.Path(chosen).expanduser()

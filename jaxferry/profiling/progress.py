@@ -21,8 +21,8 @@ def progress_bar(what: str, console: Console | None = None) -> Iterator[Report]:
       console: where to show it in place of standard error.
     """
     console = console or Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    columns = (*columns, TextColumn("{task.fields[part]}", style="dim"))
+    words = TextColumn("{task.description}"), TextColumn("{task.fields[part]}", style="dim")
+    columns = words[0], BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), words[1]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None, part="")
 
