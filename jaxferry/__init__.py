@@ -13,6 +13,7 @@ from jaxferry.errors import (
     NonFiniteError,
     PartitionError,
     StateError,
+    TaskError,
 )
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.train_step import TrainState, TrainStep, train_step
@@ -29,6 +30,7 @@ __all__ = [
     "NonFiniteError",
     "PartitionError",
     "StateError",
+    "TaskError",
     "TrainState",
     "TrainStep",
     "train_step",

@@ -26,6 +26,7 @@ LAYERS = (
     ("plan",),
     ("planning",),
     ("choice",),
+    ("options",),
     ("engine",),
     ("train_step",),
     ("report",),
