@@ -30,8 +30,8 @@ FACTS = (
     "offload_bytes_per_s",
     "offload_bytes_per_s_while_computing",
 )
-TIMES = ("load_s", "offload_s", "update_s", "forward_s", "forward_dha_s")
-TIMES += ("backward_s", "backward_dha_s", "backward_go_s")
+BACKWARDS = ("backward_s", "backward_dha_s", "backward_go_s")
+TIMES = ("load_s", "offload_s", "update_s", "forward_s", "forward_dha_s", *BACKWARDS)
 
 
 class Setting:
@@ -189,7 +189,7 @@ def test_the_last_segment_s_forward_and_backward_add_up_to_its_one_program(table
     assert layer.forward_s + layer.backward_s == 2.0
     assert layer.forward_dha_s + layer.backward_dha_s == 3.0
     assert layer.forward_s + layer.backward_go_s == 4.0
-    assert min(layer.backward_s, layer.backward_dha_s, layer.backward_go_s) >= 0
+    assert min(getattr(layer, name) for name in BACKWARDS) >= 0
     assert layer.forward_s == min(forward_s, 2.0)
 
 
