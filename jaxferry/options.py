@@ -18,6 +18,9 @@ from jaxferry.plan.registry import make_policy
 from jaxferry.profiling.records import Profile
 from jaxferry.units import parse_bytes
 
+MEASURE, ESTIMATE = "measure", "estimate"
+"""What may be said in place of a profile; a file of such a name is `./measure`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -29,7 +32,7 @@ class Options:
     compute_dtype: Any
     plan: Plan | None
     policy: str | None
-    profile: Profile | None
+    profile: Profile | str | None
     remat: str
     skip_nonfinite: bool
     record_steps: int
@@ -80,7 +83,7 @@ def read_options(
         compute_dtype=_read_dtype(compute_dtype),
         plan=_read_record(Plan, plan, "plan"),
         policy=policy,
-        profile=_read_record(Profile, profile, "profile"),
+        profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
         remat=remat,
         skip_nonfinite=skip_nonfinite,
         record_steps=record_steps,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxferry.choice import choose_plan
+from jaxferry.choice import choose_plan, needs_times
 from jaxferry.engine import (
     UNSCALED,
     Evaluator,
@@ -43,6 +43,7 @@ from jaxferry.engine import (
     make_transport,
     masters_from_arrays,
     masters_layer_by_layer,
+    measure_profile,
     onto_sums,
     peak_bytes,
     resident_layers,
@@ -51,9 +52,10 @@ from jaxferry.engine import (
 from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.modes import Mode
-from jaxferry.options import Options, read_options
+from jaxferry.options import MEASURE, Options, read_options
 from jaxferry.partition import Layer, Partition, layers_by_path, partition
 from jaxferry.plan.records import Plan, Updates
+from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Run, Schedule
 
@@ -98,7 +100,9 @@ def train_step(
       plan: a plan, or the path of its JSON file, in place of a policy.
       policy: name of the policy that chooses the plan, such as `"exact"`, `"memferry"` or `"auto"`; None loads each
         layer once and keeps it until its backward, as long as the memory budget lets it.
-      profile: what the policy plans with, or the path of its JSON file; None estimates one from the segments.
+      profile: what the policy plans with, or the path of its JSON file. None measures one on the device for policies
+        that plan with times, and keeps what was measured in the user's cache folder (`JAXFERRY_CACHE_DIR` names
+        another, or "off"). `"measure"` does so for any policy; `"estimate"` runs nothing, and takes the roofline.
       remat: `"none"`, or `"full"` to compute each segment's forward again in its backward.
       skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
         non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
@@ -237,6 +241,22 @@ class TrainStep:
         if key not in self._prepared:
             self._prepared[key] = self._prepare(args, kwargs)
         return self._prepared[key]
+
+    def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
+        """Measures what each layer costs on the device, as a policy plans with it; to be saved, or looked at.
+
+        What is in the cache (`JAXFERRY_CACHE_DIR`) is not measured again.
+
+        Args:
+          params: the model's tree of parameters; shapes are enough.
+          *args: as the step is called with; arrays or shape structs.
+          **kwargs: likewise.
+        """
+        self._adopt(params)
+        parts = self._partition(args, kwargs)
+        derivatives = derivatives_of(parts, self._options.remat)
+        self._host_optimizer().check_parts(parts.layers)
+        return self._measured(parts, Programs(parts, derivatives, self._placement, native=self._transport == "ferry"))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
         """Compiles the host updates too, so that the first step takes no longer than the next.
@@ -400,14 +420,14 @@ class TrainStep:
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
         self._host_optimizer().check_parts(parts.layers)
-        plan, profile = self._plan(parts)
+        is_native, is_scaled = self._transport == "ferry", options.loss_scale is not None
+        programs = Programs(parts, derivatives, self._placement, is_native, is_scaled)
+        plan, profile = self._plan(parts, programs)
         is_adapted = options.loss_scale is not None and options.loss_scale.is_dynamic
         needs_all = options.clip_norm is not None or options.skip_nonfinite or is_adapted
         if needs_all or self._host_optimizer().is_joint:
             plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
         gradients = [layer.gradient for layer in plan.layers]
-        is_native, is_scaled = self._transport == "ferry", options.loss_scale is not None
-        programs = Programs(parts, derivatives, self._placement, is_native, is_scaled)
         transport = make_transport(self._transport, self._placement, parts.layers)
 
         def lowered(modes: Sequence[Mode]) -> Schedule:
@@ -428,11 +448,13 @@ class TrainStep:
         while fitted != modes:
             modes = fitted
             uses = shadow_model(parts, derivatives, modes, gradients)
-            programs.require(uses if options.accumulate == 1 else [*uses, *onto_sums(uses)])
+            uses += onto_sums(uses) if options.accumulate > 1 else []
+            programs.require(uses)
             # Sums that stay save transfers that are hidden anyway, so they go before any layer is loaded twice.
             while kept and budget is not None and peak_of(plan.modes).total > budget:
                 kept.pop()
             fitted = fit_modes(parts, plan.modes, budget, peak_of)
+        programs.keep(uses)
         schedule = lowered(modes)
         executor = Executor(
             parts,
@@ -453,18 +475,33 @@ class TrainStep:
         )
         return Prepared(parts, plan, tuple(modes), peak_of(modes), programs.num_executables, schedule, executor)
 
-    def _plan(self, parts: Partition) -> tuple[Plan, Profile | None]:
+    def _plan(self, parts: Partition, programs: Programs) -> tuple[Plan, Profile | None]:
         options = self._options
+        profile = options.profile
+        if profile == MEASURE or (profile is None and needs_times(options.policy)):
+            profile = self._measured(parts, programs)
         return choose_plan(
             parts,
             plan=options.plan,
             policy=options.policy,
-            profile=options.profile,
+            profile=profile if isinstance(profile, Profile) else None,
             device_kind=self._placement.device_kind,
             reserve_factor=options.reserve_factor,
             memory_budget_bytes=options.memory_budget_bytes,
             remat=options.remat,
         )
+
+    def _measured(self, parts: Partition, programs: Programs) -> Profile:
+        with progress_bar("measuring") as progress:
+            return measure_profile(
+                parts,
+                programs,
+                self._host_optimizer(),
+                self._placement,
+                self._transport,
+                remat=self._options.remat,
+                progress=progress,
+            )
 
     def _warn_of_unread(self, parts: Partition) -> None:
         if parts.unread_leaves and not self._has_warned:

@@ -151,8 +151,7 @@ class HostOptimizer:
         for unit in units:
             reads = tuple(is_read[layer] for layer in unit.layers)
             if reads not in unit.programs:
-                layouts = tuple(layers[i].layout for i in unit.layers)
-                key = (self._whole.content(unit.leaves) or unit.leaves, layouts, reads)
+                key = self.update_key(unit, layers, is_read)
                 wanted.append((unit, reads, key))
                 if key not in self._programs and key not in lowered:
                     lowered[key] = self._lower(unit, layers, reads)
@@ -161,6 +160,16 @@ class HostOptimizer:
             self._programs |= zip(lowered, compiled, strict=True)
         for unit, reads, key in wanted:
             unit.programs[reads] = self._programs[key]
+
+    def update_key(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
+        """What the update of a unit depends on: units with equal keys share it."""
+        layouts = tuple(layers[i].layout for i in unit.layers)
+        return (self._whole.content(unit.leaves) or unit.leaves, layouts, tuple(is_read[i] for i in unit.layers))
+
+    def update_text(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
+        """The update of a unit as XLA is given it; masters and state may be shapes."""
+        text: str = self._lower(unit, layers, tuple(is_read[i] for i in unit.layers)).as_text()
+        return text
 
     def _lower(self, unit: Unit, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
         place, unit_layers = self._placement, [layers[i] for i in unit.layers]

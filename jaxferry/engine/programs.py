@@ -65,11 +65,24 @@ class Programs:
         self.temporary_bytes: dict[Use, int] = {}
         self._maker = _Maker(partition, derivatives, placement, native, is_scaled)
         self._compiled: dict[Use, Compiled] = {}
+        self._lowered: dict[Use, Any] = {}
+
+    def lowered(self, use: Use) -> Any:
+        """The program of a use before XLA compiles it (`jax.stages.Lowered`)."""
+        if use not in self._lowered:
+            self._lowered[use] = lower(self._maker.trace(use))
+        return self._lowered[use]
+
+    def keep(self, uses: Iterable[Use]) -> None:
+        """Forgets all programs but these."""
+        kept = set(uses)
+        self._lowered = {}
+        self._compiled = {use: program for use, program in self._compiled.items() if use in kept}
 
     def require(self, uses: Iterable[Use]) -> None:
         """Compiles the programs that are not there yet."""
         missing = [use for use in dict.fromkeys(uses) if use not in self._compiled]
-        lowered = [lower(self._maker.trace(use)) for use in missing]
+        lowered = [self.lowered(use) for use in missing]
         with ThreadPoolExecutor() as pool:
             compiled = list(pool.map(lambda program: program.compile(), lowered))
         self._compiled |= zip(missing, compiled, strict=True)

@@ -75,11 +75,18 @@ class LibraryStatus:
 
 
 class NativeLibrary:
-    """A loaded library: its functions that are no operations."""
+    """A loaded library: its functions that are no operations.
+
+    Attributes:
+      platform: XLA's name of its platform.
+      emulated: what the emulated link was set to and is not what memory does: bytes a second by direction, `delay` in
+        seconds. Whoever remembers times has to tell them apart by it.
+    """
 
     def __init__(self, platform: str, functions: ctypes.CDLL):
         self.platform = platform
         self._functions = functions
+        self.emulated: dict[str, float] = {}
 
     def synchronize(self) -> None:
         """Returns when no copy is queued or under way, in either direction."""
@@ -112,6 +119,7 @@ class NativeLibrary:
         self._functions.jaxferry_ferry_set_bandwidth(
             ctypes.c_int(DIRECTIONS.index(direction)), ctypes.c_double(bytes_per_s)
         )
+        self._remember(direction, bytes_per_s)
 
     def set_delay(self, seconds: float, seed: int = 0) -> None:
         """Has each copy wait for a random time of up to `seconds` before it starts; 0 for none. For tests.
@@ -124,6 +132,12 @@ class NativeLibrary:
         if not seconds >= 0:
             raise InputError(f"seconds must be 0 (no delays) or more, got {seconds}")
         self._functions.jaxferry_ferry_set_delay(ctypes.c_double(seconds), ctypes.c_uint(seed))
+        self._remember("delay", seconds)
+
+    def _remember(self, name: str, value: float) -> None:
+        self.emulated.pop(name, None)
+        if value:
+            self.emulated[name] = float(value)
 
     def set_host_threads(self, count: int) -> int:
         """Sets how many threads share a host step, its caller among them; returns how many do.
