@@ -40,9 +40,9 @@ import measure
 import model as gpt2
 from jaxferry.choice import choose_plan
 from jaxferry.engine import (
-    TRANSPORTS,
     derivatives_of,
     lower,
+    lower_plan,
     make_placement,
     make_script,
     peak_bytes,
@@ -50,7 +50,6 @@ from jaxferry.engine import (
     trace_program,
 )
 from jaxferry.partition import partition
-from jaxferry.plan.records import Loads
 from native.compile_for_gpu import compile_lowered
 from native.cuda_library import cuda_library
 
@@ -74,7 +73,7 @@ def models():
 
 def measure_policy(parts, derivatives, policy, reserve_factor, temporary_bytes):
     """The row of one policy; `temporary_bytes` remembers what programs were found to need."""
-    plan = choose_plan(
+    plan, profile = choose_plan(
         parts,
         plan=None,
         policy=policy,
@@ -90,8 +89,9 @@ def measure_policy(parts, derivatives, policy, reserve_factor, temporary_bytes):
             traced = trace_program(parts, derivatives, placement, use, native=True)
             stats = compile_lowered(lower(traced, "cuda")).get_compiled_memory_stats()
             temporary_bytes[use] = stats.temp_size_in_bytes
-    script = make_script(parts, derivatives, plan.modes, gradients, plan.loads is Loads.BULK)
-    peak = peak_bytes(parts, derivatives, plan.modes, script, temporary_bytes, TRANSPORTS["ferry"].lag)
+    script = make_script(parts, derivatives, plan.modes, gradients)
+    schedule = lower_plan(parts, derivatives, plan, profile)
+    peak = peak_bytes(parts, derivatives, schedule, script, plan.modes, temporary_bytes)
     return {
         "policy": policy,
         "peak_bytes": peak.total,

@@ -13,6 +13,7 @@ from jaxferry.errors import (
     NonFiniteError,
     PartitionError,
     StateError,
+    TaskError,
 )
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.optimizers import adam, adamw, lion, sgd
@@ -30,6 +31,7 @@ __all__ = [
     "NonFiniteError",
     "PartitionError",
     "StateError",
+    "TaskError",
     "TrainState",
     "TrainStep",
     "adam",

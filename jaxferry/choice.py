@@ -29,8 +29,8 @@ def choose_plan(
     reserve_factor: float | None,
     memory_budget_bytes: int | None,
     remat: str,
-) -> Plan:
-    """Chooses the modes of the segments.
+) -> tuple[Plan, Profile | None]:
+    """Chooses the modes of the segments; returns the plan, and the profile that it was made with, if there is one.
 
     Args:
       parts: the segments.
@@ -50,21 +50,21 @@ def choose_plan(
     names = [segment.name for segment in parts.segments]
     if plan is not None:
         _check_names("plan", [layer.name for layer in plan.layers], names)
-        return plan
+        return plan, profile
     if policy is None and reserve_factor is not None and reserve_factor < 1:
         policy = "native-overlapped"
     if policy is None:
         layers = tuple(LayerPlan(name, Mode.GFGB) for name in names)
-        return Plan("native-overlapped", 1.0, layers)
+        return Plan("native-overlapped", 1.0, layers), profile
     if profile is None:
         machine = _machine_of(device_kind)
         profile = estimate_profile(partition_costs(parts, remat), MACHINES[machine], {"device": device_kind})
     _check_names("profile", [layer.name for layer in profile.layers], names)
     options: dict[str, Any] = {"reserve_factor": reserve_factor}
     try:
-        return make_plan(profile, policy, memory_budget_bytes=memory_budget_bytes, **options)
+        return make_plan(profile, policy, memory_budget_bytes=memory_budget_bytes, **options), profile
     except BudgetError as error:
-        return make_plan(profile, policy, memory_budget_bytes=error.smallest_bytes, **options)
+        return make_plan(profile, policy, memory_budget_bytes=error.smallest_bytes, **options), profile
 
 
 def _machine_of(device_kind: str) -> str:

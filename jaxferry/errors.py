@@ -50,5 +50,17 @@ class StateError(JaxFerryError):
     """A training state is used where it does not belong, or a failure left it between two steps."""
 
 
+class TaskError(JaxFerryError, RuntimeError):
+    """A task of a training step failed: a transfer, a program, an update.
+
+    Attributes:
+      layer: whose task it was.
+    """
+
+    def __init__(self, message: str, layer: str):
+        super().__init__(message)
+        self.layer = layer
+
+
 class NativeError(JaxFerryError):
     """A native library cannot be built, or one is asked for that cannot be used."""

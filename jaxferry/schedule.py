@@ -24,6 +24,11 @@ Rules (the machine model; MemFerry, section IV-B):
   the host. One copy on the device while one is held: GFGB and DFGB hold it from the load to the backward, RELOAD in
   the forward and in the backward, RESIDENT always. A layer that finds its group's copy held
   loads nothing and uses that one; the copy goes when its last holder's backward has ended.
+- **Programs** (`ProgramFacts`, only where they are known): what the engine's programs add to this model. The last
+  layer's forward and backward are one program, for which one copy serves. A copy that a backward does not read is not
+  loaded for it. A backward waits until all but the last `GRADIENT_SLOTS` gradients before it have left the device. One
+  that adds to a gradient in host memory waits until that has arrived. Of the updates that could start, the host takes
+  the one whose parameters the next forward needs first, not the first in the list.
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, start not before the previous step's
   update of these parameters; a forward on a RESIDENT copy not before its refresh.
 
@@ -83,6 +88,8 @@ class Task:
       end_bytes: device memory freed as it ends.
       host_start_bytes: host memory for a gradient taken as it starts.
       host_end_bytes: host memory for gradients given back as it ends.
+      copy: of a forward or backward, the load whose copy of the parameters it reads; None if it reads host memory, a
+        RESIDENT copy, or nothing.
       step: the step in a chain, counted from 0.
     """
 
@@ -98,7 +105,13 @@ class Task:
     end_bytes: int = 0
     host_start_bytes: int = 0
     host_end_bytes: int = 0
+    copy: int | None = None
     step: int = 0
+
+    @property
+    def need(self) -> tuple[int, int]:
+        """Of an update: the less, the sooner a forward needs the parameters."""
+        return self.step, self.layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,21 +122,61 @@ class Schedule:
       tasks: in an order in which they can be dispatched: every task follows what it waits for.
       resident_bytes: device memory held all the time, by RESIDENT copies.
       steps: the number of steps in `tasks`.
+      updates_by_need: whether the host takes the update whose parameters are needed first, not the first in the list.
     """
 
     tasks: tuple[Task, ...]
     resident_bytes: int
     steps: int = 1
+    updates_by_need: bool = False
 
 
-def schedule_step(profile: Profile, plan: Plan) -> Schedule:
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """When each task of a schedule started and ended, predicted or measured, in seconds from the first step's start.
+
+    Attributes:
+      schedule: what ran.
+      starts_s: start of each task.
+      ends_s: end of each task.
+    """
+
+    schedule: Schedule
+    starts_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+
+
+GRADIENT_SLOTS = 2
+"""How many gradients may wait on the device for their transfer while the next one is computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramFacts:
+    """What is known of a model's programs beyond their times.
+
+    Attributes:
+      reads_back: for each layer, whether its backward reads the parameters (that of a lookup does not).
+      sends_rows: for each layer, whether its gradient leaves as the rows of lookups, which no program writes to host
+        memory itself.
+    """
+
+    reads_back: tuple[bool, ...]
+    sends_rows: tuple[bool, ...]
+
+
+def schedule_step(profile: Profile, plan: Plan, programs: ProgramFacts | None = None) -> Schedule:
     """The tasks of one step of a plan.
+
+    Args:
+      profile: the layers.
+      plan: their modes.
+      programs: what the engine's programs add to the machine model; None for the model alone.
 
     Raises:
       InputError: if the plan is for another profile.
     """
     plan.check_profile(profile)
-    return _StepBuilder(profile, plan).build()
+    return _StepBuilder(profile, plan, programs).build()
 
 
 def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
@@ -142,11 +195,12 @@ def repeat(step: Schedule, steps: int) -> Schedule:
                 task,
                 after=tuple(index + offset for index in task.after)
                 + tuple(index + offset - size for index in task.after_previous),
+                copy=None if task.copy is None else task.copy + offset,
                 step=number,
             )
             for task in step.tasks
         ]
-    return Schedule(tuple(tasks), step.resident_bytes, steps)
+    return dataclasses.replace(step, tasks=tuple(tasks), steps=steps)
 
 
 @dataclasses.dataclass
@@ -160,10 +214,18 @@ class _Copy:
 class _StepBuilder:
     """Emits the tasks of one step in the order of dispatch."""
 
-    def __init__(self, profile: Profile, plan: Plan):
-        self.profile, self.plan = profile, plan
+    def __init__(self, profile: Profile, plan: Plan, programs: ProgramFacts | None = None):
+        self.profile, self.plan, self.programs = profile, plan, programs
         self.layers = profile.layers
-        self.modes, self.gradients = plan.modes, plan.gradients
+        self.modes, self.gradients = list(plan.modes), list(plan.gradients)
+        last = len(self.layers) - 1
+        if programs is not None:
+            # Nothing can be loaded within the program of the last layer, nothing need be for one that reads nothing.
+            for layer, mode in enumerate(self.modes):
+                if mode is Mode.DFGB and (layer == last or not programs.reads_back[layer]):
+                    self.modes[layer] = Mode.DHA
+                if programs.sends_rows[layer]:
+                    self.gradients[layer] = GradientPlace.DEVICE
         self.tasks: list[Task] = []
         self.forwards: list[int] = []
         self.arrivals: dict[int, int] = {}
@@ -172,6 +234,8 @@ class _StepBuilder:
         self.held: dict[int, _Copy] = {}
         self.copies: list[_Copy] = []
         self.reload_uses: list[int] = []
+        self.forward_copy: _Copy | None = None
+        self.loss_copy: _Copy | None = None
         self.resident = {
             group
             for group, members in enumerate(profile.groups)
@@ -203,7 +267,8 @@ class _StepBuilder:
         self.free_copies()
         self.wait_for_previous()
         groups = self.profile.groups
-        return Schedule(tuple(self.tasks), sum(self.layers[groups[group][0]].param_bytes for group in self.resident))
+        resident_bytes = sum(self.layers[groups[group][0]].param_bytes for group in self.resident)
+        return Schedule(tuple(self.tasks), resident_bytes, updates_by_need=self.programs is not None)
 
     def emit(self, kind: Kind, lane: Lane, layer: int, duration: tuple[str, float], after: tuple[int, ...] = ()) -> int:
         name = f"{kind.value} {self.layers[layer].name}"
@@ -243,6 +308,7 @@ class _StepBuilder:
         key = "forward_dha_s" if by_dha else "forward_s"
         after = barrier if copy is None else tuple(sorted({copy.load, *barrier}))
         task = self.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
+        self.tasks[task] = dataclasses.replace(self.tasks[task], copy=None if copy is None else copy.load)
         self.add_bytes(task, start_bytes=profile.activation_bytes)
         self.forwards.append(task)
         if by_dha:
@@ -253,6 +319,7 @@ class _StepBuilder:
             copy.last_use = task
             if mode is Mode.RELOAD and group not in self.held:
                 self.reload_uses.append(task)
+                self.forward_copy = copy
         if profile.inter_forward_s > 0:
             duration = ("inter_forward_s", profile.inter_forward_s)
             self.emit(Kind.INTER_FORWARD, Lane.GPU, layer, duration, (task,))
@@ -268,6 +335,11 @@ class _StepBuilder:
             return None
         if mode is not Mode.RELOAD or self.still_held(layer, group):
             return self.held[group]
+        if self.programs is not None and layer == len(self.layers) - 1:
+            self.loss_copy = self.forward_copy
+            return self.loss_copy
+        if self.programs is not None and not self.programs.reads_back[layer]:
+            return None
         return self.load(Kind.RELOAD, layer, tuple(sorted({self.forwards[layer], *self.free_slot()})))
 
     def still_held(self, layer: int, group: int) -> bool:
@@ -283,11 +355,15 @@ class _StepBuilder:
         by_dha, to_host = mode is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
         key = f"backward{'_dha' if by_dha else ''}{'_go' if to_host else ''}_s"
         duration = (key, profile.backward_for(by_dha, to_host))
-        task = self.emit(Kind.BACKWARD, Lane.GPU, layer, duration, () if copy is None else (copy.load,))
+        after = self.room_for_gradient(layer) if copy is None else (copy.load, *self.room_for_gradient(layer))
+        task = self.emit(Kind.BACKWARD, Lane.GPU, layer, duration, tuple(sorted({*after})))
+        self.tasks[task] = dataclasses.replace(self.tasks[task], copy=None if copy is None else copy.load)
         self.add_bytes(task, end_bytes=profile.activation_bytes)
         if copy is not None:
             copy.last_use = task
-            if copy is not self.held.get(group):
+            if copy is self.loss_copy:
+                self.reload_uses[-1] = task
+            elif copy is not self.held.get(group):
                 self.reload_uses.append(task)
         self.arrivals[layer] = task if to_host else self.offload(layer, task)
         if to_host:
@@ -295,6 +371,17 @@ class _StepBuilder:
         if self.plan.updates is Updates.OVERLAPPED:
             members = self.profile.groups[group]
             self.update(layer, tuple(self.arrivals[other] for other in members if other in self.arrivals))
+
+    def room_for_gradient(self, layer: int) -> tuple[int, ...]:
+        """What a backward waits for before it may write its gradient."""
+        if self.programs is None:
+            return ()
+        arrivals = list(self.arrivals.items())
+        waits = {task for _, task in arrivals[: len(arrivals) - GRADIENT_SLOTS]}
+        if self.gradients[layer] is GradientPlace.HOST:
+            members = self.profile.groups[self.profile.group_of[layer]]
+            waits |= {task for other, task in arrivals if other in members}
+        return tuple(task for task in waits if self.tasks[task].kind is Kind.OFFLOAD)
 
     def offload(self, layer: int, backward: int) -> int:
         profile = self.layers[layer]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,29 +25,32 @@ from jaxferry.engine import (
     HostOptimizer,
     Peak,
     Programs,
+    Recorder,
     StepResult,
     TrainState,
     checkpoint,
     choose_transport,
     derivatives_of,
     fit_modes,
+    lower_plan,
+    make_lanes,
     make_placement,
     make_script,
     make_transport,
     masters_from_arrays,
     masters_layer_by_layer,
-    peak_of,
+    peak_bytes,
     resident_layers,
     shadow_model,
 )
 from jaxferry.engine.subtree import path_names
-from jaxferry.errors import InputError, NonFiniteError, StateError
+from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.modes import Mode
-from jaxferry.partition import REMAT, Layer, Partition, layers_by_path, partition
-from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.registry import make_policy
+from jaxferry.options import Options, read_options
+from jaxferry.partition import Layer, Partition, layers_by_path, partition
+from jaxferry.plan.records import Plan, Updates
 from jaxferry.profiling.records import Profile
-from jaxferry.units import parse_bytes
+from jaxferry.schedule import Run, Schedule
 
 
 def train_step(
@@ -66,6 +68,7 @@ def train_step(
     skip_nonfinite: bool = False,
     device: jax.Device | None = None,
     transport: str | None = None,
+    record_steps: int = 8,
 ) -> TrainStep:
     """Makes a training step whose parameters and optimizer state live in host memory.
 
@@ -90,6 +93,7 @@ def train_step(
       transport: `"ferry"`: the native library moves layers and gradients on queues of its own, and computes in host
         memory (the default where it is built). `"device_put"`: plain JAX does both by copies, with the same results but
         for the order in which products in host memory are summed.
+      record_steps: of how many of the last steps `TrainStep.recorded` tells the times of all tasks; 0 records nothing.
 
     Raises:
       InputError: if an argument is not acceptable.
@@ -98,36 +102,19 @@ def train_step(
         raise InputError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InputError(f"optimizer must be an Optax GradientTransformation, got {optimizer!r}")
-    if reserve_factor is not None and not 0 <= reserve_factor <= 1:
-        raise InputError(f"reserve_factor must lie in [0, 1], got {reserve_factor}")
-    if clip_norm is not None and not (math.isfinite(clip_norm) and clip_norm > 0):
-        raise InputError(f"clip_norm must be a positive number or None, got {clip_norm}")
-    if remat not in REMAT:
-        raise InputError(f"remat must be one of {', '.join(REMAT)}, got {remat!r}")
-    if plan is not None and policy is not None:
-        raise InputError(f"plan and policy exclude each other, got both (policy {policy!r})")
-    budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
-    loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    known = profile if profile is None or isinstance(profile, Profile) else Profile.load(profile)
-    if policy is not None:
-        make_policy(policy)
-    options = _Options(budget, reserve_factor, clip_norm, compute_dtype, loaded, policy, known, remat, skip_nonfinite)
+    options = read_options(
+        memory_budget=memory_budget,
+        reserve_factor=reserve_factor,
+        clip_norm=clip_norm,
+        compute_dtype=compute_dtype,
+        plan=plan,
+        policy=policy,
+        profile=profile,
+        remat=remat,
+        skip_nonfinite=skip_nonfinite,
+        record_steps=record_steps,
+    )
     return TrainStep(loss_fn, optimizer, options, device, transport)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The checked arguments of `train_step`."""
-
-    memory_budget_bytes: int | None
-    reserve_factor: float | None
-    clip_norm: float | None
-    compute_dtype: Any
-    plan: Plan | None
-    policy: str | None
-    profile: Profile | None
-    remat: str
-    skip_nonfinite: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +127,7 @@ class Prepared:
       modes: the mode of each segment: the plan's, but for what the memory budget turned into RELOAD.
       peak: the most device memory that a step needs.
       num_executables: number of programs compiled for the device.
+      schedule: the tasks of a step, as they are run; how long each is expected to take is known if there was a profile.
     """
 
     partition: Partition
@@ -147,6 +135,7 @@ class Prepared:
     modes: tuple[Mode, ...]
     peak: Peak
     num_executables: int
+    schedule: Schedule
     _executor: Executor = dataclasses.field(repr=False)
 
 
@@ -157,13 +146,15 @@ class TrainStep:
         self,
         loss_fn: Callable[..., Any],
         optimizer: optax.GradientTransformation,
-        options: _Options,
+        options: Options,
         device: jax.Device | None,
         transport: str | None = None,
     ) -> None:
         self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
         self._placement = make_placement(device)
         self._transport = choose_transport(transport, self._placement)
+        self._lanes = make_lanes(self._placement)
+        self._recorder = Recorder(options.record_steps) if options.record_steps else None
         self._params: Any = None
         self._optimizer: HostOptimizer | None = None
         self._layers: tuple[Layer, ...] | None = None
@@ -264,11 +255,20 @@ class TrainStep:
             transport = make_transport(self._transport, self._placement, parts.layers)
             self._evaluators[key] = Evaluator(parts, self._placement, transport)
         evaluator = self._evaluators[key]
+        state.settle()
         state.arrange(evaluator.partition.layers)
         state.fill()
         loss, aux = evaluator.run(state, _leaves(args, kwargs))
         tree = evaluator.partition.aux_tree
         return loss if tree is None else (loss, jax.tree.unflatten(tree, aux))
+
+    def recorded(self) -> Run | None:
+        """When each task of the last steps started and ended, in seconds from the start of the first of them.
+
+        `jaxferry.simulate.trace.chrome_trace` makes of it a document for Perfetto, as it does of what was predicted.
+        None if no step has ended, or `record_steps` is 0. Steps whose updates are under way are left out.
+        """
+        return None if self._recorder is None else self._recorder.run()
 
     def save(self, state: TrainState, path: str | os.PathLike[str]) -> None:
         """Saves parameters, optimizer state and step number as an Orbax checkpoint; waits for updates in flight.
@@ -303,7 +303,16 @@ class TrainStep:
         """
         saved = checkpoint.load(os.fspath(path))
         known = params if params is not None else self._params
-        layers = self._adopt(saved.dictionary() if known is None else known)
+        before = dict(vars(self))
+        try:
+            return self._restored(saved, saved.dictionary() if known is None else known)
+        except JaxFerryError:
+            # A state that is being trained goes on with the model that it has.
+            vars(self).update(before)
+            raise
+
+    def _restored(self, saved: checkpoint.Checkpoint, params: Any) -> TrainState:
+        layers = self._adopt(params)
         names = path_names(self._params)
         expected = dict(zip(names, jax.tree.leaves(self._params), strict=True))
         checkpoint.check_matches("model", saved.params, expected)
@@ -364,33 +373,47 @@ class TrainStep:
         parts = self._partition(args, kwargs)
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
-        plan = self._plan(parts)
-        loads_first, gradients = plan.loads is Loads.BULK, [layer.gradient for layer in plan.layers]
+        self._host_optimizer().check_parts(parts.layers)
+        plan, profile = self._plan(parts)
+        if options.clip_norm is not None or options.skip_nonfinite or self._host_optimizer().is_joint:
+            plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
+        gradients = [layer.gradient for layer in plan.layers]
         programs = Programs(parts, derivatives, self._placement, native=self._transport == "ferry")
         transport = make_transport(self._transport, self._placement, parts.layers)
-        budget, limits = options.memory_budget_bytes, (programs.temporary_bytes, loads_first, transport.lag)
+
+        def lowered(modes: Sequence[Mode]) -> Schedule:
+            layers = [dataclasses.replace(layer, mode=mode) for layer, mode in zip(plan.layers, modes, strict=True)]
+            return lower_plan(parts, derivatives, dataclasses.replace(plan, layers=tuple(layers)), profile)
+
+        def peak_of(modes: Sequence[Mode]) -> Peak:
+            script = make_script(parts, derivatives, modes, gradients)
+            needs = (programs.temporary_bytes, transport.staging_bytes)
+            return peak_bytes(parts, derivatives, lowered(modes), script, modes, *needs)
+
         modes, fitted = None, list(plan.modes)
         # What programs need beside their arguments is known once they are compiled, and which are, once modes are.
         while fitted != modes:
             modes = fitted
             programs.require(shadow_model(parts, derivatives, modes, gradients))
-            fitted = fit_modes(parts, derivatives, plan.modes, gradients, budget, *limits)
+            fitted = fit_modes(parts, plan.modes, options.memory_budget_bytes, peak_of)
+        schedule = lowered(modes)
         executor = Executor(
             parts,
             programs,
-            make_script(parts, derivatives, modes, gradients, loads_first),
+            schedule,
+            make_script(parts, derivatives, modes, gradients),
             resident_layers(parts, modes),
             self._host_optimizer(),
             self._placement,
             transport,
-            loads_first=loads_first,
-            updates_last=options.clip_norm is not None or plan.updates is Updates.AFTER_ALL,
+            self._lanes,
+            clips=options.clip_norm is not None,
             skip_nonfinite=options.skip_nonfinite,
+            recorder=self._recorder,
         )
-        peak = peak_of(parts, derivatives, modes, gradients, *limits)
-        return Prepared(parts, plan, tuple(modes), peak, programs.num_executables, executor)
+        return Prepared(parts, plan, tuple(modes), peak_of(modes), programs.num_executables, schedule, executor)
 
-    def _plan(self, parts: Partition) -> Plan:
+    def _plan(self, parts: Partition) -> tuple[Plan, Profile | None]:
         options = self._options
         return choose_plan(
             parts,

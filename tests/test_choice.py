@@ -32,7 +32,7 @@ def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy)
     profile = estimate_profile(partition_costs(parts, "none"), MACHINES["h200-pcie5"])
     with pytest.raises(BudgetError) as caught:
         make_plan(profile, policy, memory_budget_bytes=1)
-    plan = choose_plan(
+    plan, _ = choose_plan(
         parts,
         plan=None,
         policy=policy,

@@ -27,6 +27,7 @@ LAYERS = (
     ("plan",),
     ("planning",),
     ("choice",),
+    ("options",),
     ("engine",),
     ("train_step",),
     ("report",),

@@ -426,20 +426,50 @@ def test_a_plan_that_fits_needs_no_reloading(gpt):
     assert set(fitted.prepare(gpt.batch).modes) == {Mode.DHA}
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"skip_nonfinite": True}])
-def test_a_failure_between_updates_marks_the_state(gpt, monkeypatch, tmp_path, options):
-    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), **options)
-    state, _ = train(step, gpt, 1)
-    executor = step.prepare(gpt.batch)._executor
-    update, count = executor._update, itertools.count()
+def fail(monkeypatch, owner, name, after, times=1):
+    """Makes a method raise at its calls from number `after` on, that many times."""
+    method, count = getattr(owner, name), itertools.count()
 
     def failing(*args):
-        if next(count) == 2:
+        if after <= next(count) < after + times:
             raise RuntimeError("the host ran out of memory")
-        update(*args)
+        return method(*args)
 
-    monkeypatch.setattr(executor, "_update", failing)
-    with pytest.raises(RuntimeError):
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"skip_nonfinite": True}])
+@pytest.mark.parametrize("name", ["_run", "_offload", "_update"])
+@pytest.mark.parametrize("after", [0, 2, 6])
+def test_a_failure_in_a_worker_surfaces_with_its_layer_and_leaves_a_state_that_can_be_saved(
+    gpt, monkeypatch, tmp_path, name, after, options
+):
+    expected = [train(jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), **options), gpt, n)[0].params for n in (1, 2, 3)]
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), **options)
+    state, _ = train(step, gpt, 1)
+    state.block_until_ready()
+    names = {segment.name for segment in step.prepare(gpt.batch).partition.segments}
+    fail(monkeypatch, step.prepare(gpt.batch)._executor, name, after)
+    with pytest.raises(jaxferry.TaskError, match="ran out of memory") as caught:
+        step(state, gpt.batch)
+        step(state, gpt.batch)
+    assert caught.value.layer in names
+    step.save(state, tmp_path / "saved")
+    assert_same_bits(state.params, expected[state.step - 1])
+    restored = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), **options).restore(tmp_path / "saved")
+    assert_same_bits(restored.params, state.params)
+    while state.step < 3:
+        state, _ = step(state, gpt.batch)
+    assert_same_bits(state.params, expected[2])
+
+
+def test_an_update_that_fails_again_marks_the_state(gpt, monkeypatch, tmp_path):
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    state, _ = train(step, gpt, 1)
+    state.block_until_ready()
+    fail(monkeypatch, step.prepare(gpt.batch)._executor, "_update", after=2, times=100)
+    with pytest.raises(jaxferry.TaskError):
+        step(state, gpt.batch)
         step(state, gpt.batch)
     for use in (lambda: step(state, gpt.batch), lambda: state.params, lambda: step.save(state, tmp_path / "saved")):
         with pytest.raises(jaxferry.StateError, match="ran out of memory"):

@@ -2,18 +2,20 @@
 
 Placement   where arrays live          Programs    what runs on the device
 script      what happens in which order HostOptimizer what runs on the host
-TrainState  what outlives a step       Executor    issues a step
+TrainState  what outlives a step       Executor    carries out the tasks of a step
+Lanes       the threads that it has    Recorder    when each task started and ended
 """
 
 from jaxferry.engine import checkpoint
 from jaxferry.engine.evaluator import Evaluator
-from jaxferry.engine.executor import Executor, StepResult
-from jaxferry.engine.fit import fit_modes, peak_of
+from jaxferry.engine.executor import Executor, StepResult, make_lanes
+from jaxferry.engine.fit import fit_modes
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.programs import Programs, derivatives_of, lower, trace_program
-from jaxferry.engine.script import Event, Peak, make_script, peak_bytes
+from jaxferry.engine.recorder import Recorder
+from jaxferry.engine.script import Event, Peak, lower_plan, make_script, peak_bytes
 from jaxferry.engine.shadow import Kind, Source, Target, Use, resident_layers, shadow_model
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.transports import TRANSPORTS, choose_transport, make_transport
@@ -28,6 +30,7 @@ __all__ = [
     "Peak",
     "Placement",
     "Programs",
+    "Recorder",
     "Source",
     "StepResult",
     "Target",
@@ -38,13 +41,14 @@ __all__ = [
     "derivatives_of",
     "fit_modes",
     "lower",
+    "lower_plan",
+    "make_lanes",
     "make_placement",
     "make_script",
     "make_transport",
     "masters_from_arrays",
     "masters_layer_by_layer",
     "peak_bytes",
-    "peak_of",
     "resident_layers",
     "shadow_model",
     "trace_program",

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.errors import CheckpointError
 
 _FORMAT = "jaxferry.checkpoint/1"
@@ -80,21 +81,20 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
         "optimizer_keys": {name: str(jax.random.key_impl(checkpoint.optimizer[name])) for name in keys},
     }
     arrays = {
-        "params": {str(i): np.asarray(leaf) for i, leaf in enumerate(checkpoint.params.values())},
-        "optimizer": {str(i): _plain(leaf) for i, leaf in enumerate(checkpoint.optimizer.values())},
+        "params": _filled({str(i): np.asarray(leaf) for i, leaf in enumerate(checkpoint.params.values())}),
+        "optimizer": _filled({str(i): _plain(leaf) for i, leaf in enumerate(checkpoint.optimizer.values())}),
     }
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             saved = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about))
             checkpointer.save(fresh, saved)
-        if target.exists():
+        with deferred_interrupts():
             old = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-            target.rename(old)
+            if target.exists():
+                target.rename(old)
             fresh.rename(target)
-            shutil.rmtree(old)
-        else:
-            fresh.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -111,16 +111,19 @@ def load(path: str | pathlib.Path) -> Checkpoint:
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             about = checkpointer.restore(source, ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-            wanted = {part: _empty(about[part]) for part in ("params", "optimizer")}
+            if about["format"] != _FORMAT:
+                raise CheckpointError(f"{path} has format {about['format']!r}, this package reads {_FORMAT!r}")
+            empty = {part: _empty(about[part]) for part in ("params", "optimizer")}
+            wanted = {part: _filled(leaves) for part, leaves in empty.items()}
             restore = ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
-            arrays = checkpointer.restore(source, restore)["arrays"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
-    optimizer = _named(about["optimizer"], arrays["optimizer"])
-    for name, kind in about["optimizer_keys"].items():
-        optimizer[name] = jax.random.wrap_key_data(optimizer[name], impl=kind)
-    params = _named(about["params"], arrays["params"])
-    return Checkpoint(about["step"], params, about["dtypes"], about["dictionary_paths"], optimizer)
+            read = checkpointer.restore(source, restore)["arrays"]
+        params, optimizer = (_named(about[part], {**empty[part], **read[part]}) for part in ("params", "optimizer"))
+        for name, kind in about["optimizer_keys"].items():
+            optimizer[name] = jax.random.wrap_key_data(optimizer[name], impl=kind)
+        return Checkpoint(about["step"], params, about["dtypes"], about["dictionary_paths"], optimizer)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = str(error).splitlines()[0][:200] if str(error) else ""
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {what}") from error
 
 
 def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any], check_dtypes: bool = False) -> None:
@@ -185,6 +188,11 @@ def _describe(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _empty(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {str(i): np.empty(leaf["shape"], jax.numpy.dtype(leaf["dtype"])) for i, leaf in enumerate(described)}
+
+
+def _filled(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those that have elements; Orbax takes no others."""
+    return {name: array for name, array in arrays.items() if array.size}
 
 
 def _named(described: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]) -> dict[str, Any]:

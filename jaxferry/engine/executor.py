@@ -1,18 +1,21 @@
-"""Runs a training step.
+"""Runs a training step: carries out the tasks of the schedule, on the lanes that they belong to.
 
     pinned host vectors --load--> device --forward--> values, residuals --loss, backward--> gradient
            ^                                                                                   | store
            +---- update (CPU backend): clip, Optax, cast <------------------ host gradient <---+
 
-Python only issues work: loads, programs, stores and updates are asynchronous, and an update starts by itself when its
-gradient has arrived. The order is the script's; every device buffer is deleted as soon as its last reader is issued.
+A step returns when its gradients are on the host. Its updates go on meanwhile, and a load of the next step waits for
+just the update that it needs. Every device buffer is deleted as soon as its last reader has been issued.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,13 +24,17 @@ import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.interrupts import deferred_interrupts
+from jaxferry.engine.lanes import Lanes, TaskList, Work
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs, squared_norm
-from jaxferry.engine.script import Event
+from jaxferry.engine.recorder import Recorder
+from jaxferry.engine.script import Event, programs_of
 from jaxferry.engine.shadow import Kind, Source, Target
-from jaxferry.engine.state import TrainState, to_pinned
+from jaxferry.engine.state import TrainState, UnderWay, task_error, to_pinned
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport
 from jaxferry.partition import Partition, Segment
+from jaxferry.schedule import Kind as TaskKind
+from jaxferry.schedule import Lane, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,84 +59,155 @@ class StepResult:
     device_param_bytes_peak: int
 
 
-@dataclasses.dataclass
 class _Flight:
-    """What is alive within one step."""
+    """What is alive within one step.
 
-    values: dict[int, Any]
-    held: dict[int, DeviceLayer]
-    saved: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-    cotangents: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
-    gradients: dict[int, HostGradient] = dataclasses.field(default_factory=dict)
-    landing: collections.deque[int] = dataclasses.field(default_factory=collections.deque)
-    arrived: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
-    norms: dict[int, jax.Array | None] = dataclasses.field(default_factory=dict)
-    finite: list[jax.Array] = dataclasses.field(default_factory=list)
+    Attributes:
+      work: what runs the step's tasks.
+      values: of the step's equations between programs, by number.
+      units: what updates each layer.
+      copies: what has been loaded, by the task that did.
+      saved: residuals, by segment.
+      cotangents: by number of the value.
+      leaving: gradients on the device, by segment.
+      gradients: by layer, in host memory or on their way.
+      landing: transfers that have been issued and not waited for: their task, and the layer.
+      num_arrived: how many gradients of each layer are in host memory.
+      device_norms: squared norm of the last gradient of each layer, where the program computed it.
+      norms: squared norm of each layer's whole gradient.
+      finite: for each segment, whether its outputs are finite.
+      num_programs: how many programs have been issued.
+      num_updates: how many update tasks have been done.
+      updated: units that have been updated.
+    """
+
+    work: Work
+
+    def __init__(self, values: dict[int, Any], state: TrainState) -> None:
+        self.values = values
+        self.units = {layer: unit for unit in state.units for layer in unit.layers}
+        self.copies: dict[int, DeviceLayer] = {}
+        self.saved: dict[int, list[Any]] = {}
+        self.cotangents: dict[int, jax.Array] = {}
+        self.leaving: dict[int, Any] = {}
+        self.gradients: dict[int, HostGradient] = {}
+        self.landing: collections.deque[tuple[int, int]] = collections.deque()
+        self.num_arrived: collections.Counter[int] = collections.Counter()
+        self.device_norms: dict[int, jax.Array | None] = {}
+        self.norms: dict[int, Future[jax.Array]] = {}
+        self.finite: list[jax.Array] = []
+        self.num_programs = self.num_updates = 0
+        self.updated: set[int] = set()
+        self._verdict: tuple[bool, jax.Array] | None = None
+        self._lock = threading.Lock()
+
+    def judged(self, judge: Callable[[_Flight], tuple[bool, jax.Array]]) -> tuple[bool, jax.Array]:
+        """What `judge` says, asked once, whichever thread comes first."""
+        with self._lock:
+            if self._verdict is None:
+                self._verdict = judge(self)
+            return self._verdict
 
 
 class Executor:
-    """Steps of one partition under one assignment of modes.
+    """Steps of one partition under one schedule.
 
     Args:
       partition: the segments.
       programs: their compiled programs.
-      script: the events of a step.
+      schedule: the tasks of a step.
+      script: its programs, in order.
       resident: layers whose device copy outlives the step.
       optimizer: the host optimizer.
       placement: where arrays live.
       transport: what moves layers and gradients.
-      loads_first: whether the first forward waits for all loads (the plan's `loads: "bulk"`).
-      updates_last: whether updates wait for the last gradient: for the global norm, or by the plan's wish.
-      skip_nonfinite: whether a step is skipped whose loss or gradients are not finite; its updates wait for the last
-        gradient likewise.
+      lanes: the threads that run the tasks.
+      clips: whether updates need the global norm; the schedule has them after all gradients then.
+      skip_nonfinite: whether a step is skipped whose loss or gradients are not finite; likewise.
+      recorder: what remembers when tasks started and ended; None for nothing.
     """
 
     def __init__(
         self,
         partition: Partition,
         programs: Programs,
+        schedule: Schedule,
         script: Sequence[Event],
         resident: Iterable[int],
         optimizer: HostOptimizer,
         placement: Placement,
         transport: Transport,
-        loads_first: bool = False,
-        updates_last: bool = False,
+        lanes: Lanes,
+        clips: bool = False,
         skip_nonfinite: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
-        self.partition, self.programs = partition, programs
+        self.partition, self.programs, self.schedule = partition, programs, schedule
         self._script, self._resident = list(script), frozenset(resident)
         self._optimizer, self._placement = optimizer, placement
-        self._skip_nonfinite = skip_nonfinite
-        self._loads_first, self._updates_last = loads_first, updates_last or skip_nonfinite
-        self._transfers = transport
+        self._clips, self._skip_nonfinite = clips, skip_nonfinite
+        self._transfers, self._lanes, self._recorder = transport, lanes, recorder
+        self._tasks = TaskList(schedule)
+        self._places = programs_of(schedule)
+        self._drops = _drops(schedule, self._places)
+        self._num_update_tasks = sum(task.kind is TaskKind.UPDATE for task in schedule.tasks)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
         self._add = jax.jit(jnp.add, donate_argnums=0)
         self._norm_of = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
         self._total = jax.jit(lambda norms: jnp.sqrt(sum(norms, start=jnp.float32(0))))
+        self._norm_thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")
+        self._no_norm = jax.device_put(np.float32(0), placement.host_compute)
 
     def step(self, state: TrainState, batch: Sequence[Any]) -> StepResult:
-        """Issues one step, which updates `state`; the results may still be on their way.
+        """Takes one step, which updates `state`; its updates may still be under way.
 
         Args:
           state: arranged in the partition's layers.
           batch: the leaves of the loss function's further arguments, on any memory of the device.
+
+        Raises:
+          TaskError: if a task fails, of this step or of the one before.
         """
-        flight = self._begin(state, batch)
-        self._transfers.reset_peak()
-        try:
-            for event in self._script:
-                if event.kind is Kind.FORWARD:
-                    self._run(event, state, flight)
-            with deferred_interrupts():
+        with deferred_interrupts() as interrupts:
+            previous = self._previous(state)
+            flight = self._begin(state, batch)
+            self._transfers.reset_peak()
+            lanes = (Lane.GPU, Lane.D2H)
+            flight.work = work = self._lanes.make(self._tasks, functools.partial(self._act, state, flight), previous)
+            self._lanes.submit(work)
+            work.wait(lanes, lambda: bool(interrupts))
+            if work.is_over(lanes) and not work.is_stopped and work.failure is None:
+                state.in_flight = UnderWay(work, self._lanes)
+                if self._recorder is not None:
+                    self._recorder.add(work)
                 return self._finish(state, flight)
-        finally:
-            self._release(state, flight)
+            if work.is_committed:
+                # What is left is tried again when the state is next used.
+                finish = functools.partial(self._finish, state, flight)
+                state.in_flight = UnderWay(work, self._lanes, finish)
+            else:
+                work.stop()
+                self._release(state, flight)
+            state.report()
+            if work.failure is not None:
+                raise task_error(work) from work.failure.error
+        raise KeyboardInterrupt
 
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
         self._optimizer.compile_updates(state.units, state.layers, [uses > 0 for uses in self._num_uses])
+
+    def _previous(self, state: TrainState) -> Work | None:
+        """The work whose updates this step's loads wait for; anything else under way is waited for here."""
+        state.report()
+        known = state.in_flight
+        if known is None or known.work.is_over():
+            return None
+        if known.work.list is self._tasks and state.resident.keys() == self._resident:
+            return known.work
+        state.settle()
+        return None
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> _Flight:
         graph = self.partition.graph
@@ -142,80 +220,98 @@ class Executor:
                 self._transfers.drop(state.resident.pop(layer))
             else:
                 state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
-        return _Flight(values, dict(state.resident))
+        return _Flight(values, state)
 
     def _finish(self, state: TrainState, flight: _Flight) -> StepResult:
-        """Everything from the first gradient on: once an update is issued, all of them must be."""
-        pending = {layer: unit for unit in state.units for layer in unit.layers}
-        complete: list[int] = []
-        is_finite = None
-        no_norm = jnp.float32(0)
-        updates_last = self._updates_last or self._optimizer.is_joint
-        is_updating = False
-        try:
-            for place, event in enumerate(self._script):
-                if event.kind is Kind.FORWARD:
-                    continue
-                self._run(event, state, flight)
-                is_last = place == len(self._script) - 1
-                complete += self._landed(flight, 0 if is_last else self._transfers.lag)
-                # The first backward is issued before the loss is looked at, so the device has work meanwhile.
-                if is_finite is None and (event.kind is Kind.BACKWARD or is_last):
-                    is_finite = bool(np.isfinite(np.asarray(flight.values[self.partition.loss])))
-                while is_finite and complete and not updates_last:
-                    is_updating = True
-                    self._update(pending.pop(complete.pop(0)), state, flight, no_norm)
-            norm = self._total([flight.norms[layer] for layer in sorted(flight.norms)])
-            if self._skip_nonfinite:
-                is_finite = is_finite and bool(np.isfinite(np.asarray(norm)))
-            # The next forward needs the first layers first.
-            for unit in _distinct(pending[layer] for layer in sorted(pending)) if is_finite else ():
-                is_updating = True
-                self._update(unit, state, flight, norm)
-            # A step that is skipped on purpose counts as well: the data goes on.
-            state.step += is_finite or self._skip_nonfinite
-        except Exception as error:
-            if is_updating:
-                state.damage = f"step {state.step} failed: {error}"
-            raise
+        """Counts the step and collects its results."""
+        is_applied, norm = flight.judged(self._judge)
+        # A step that is skipped on purpose counts as well: the data goes on.
+        state.step += is_applied or self._skip_nonfinite
         partition, values = self.partition, flight.values
         aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
-        peak = self._transfers.peak_device_bytes
-        return StepResult(values[partition.loss], aux, norm, bool(is_finite), flight.finite, peak)
+        result = StepResult(
+            values[partition.loss], aux, norm, is_applied, flight.finite, self._transfers.peak_device_bytes
+        )
+        # What is left of it is kept until its updates have ended.
+        flight.values, flight.finite, flight.device_norms, flight.norms = {partition.loss: result.loss}, [], {}, {}
+        return result
 
-    def _run(self, event: Event, state: TrainState, flight: _Flight) -> None:
-        """Issues the loads of one event, its program, and everything that ends with it."""
-        for layer in event.loads:
-            flight.held[layer] = self._transfers.load(layer, state.vectors[layer])
-        if self._loads_first and event is self._script[0]:
-            jax.block_until_ready([held.parameters() for held in flight.held.values()])
+    def _judge(self, flight: _Flight) -> tuple[bool, jax.Array]:
+        """Whether the step is to be applied, and the global norm of its gradients."""
+        is_finite = self._is_finite(flight)
+        norm = self._total([flight.norms[layer].result() for layer in sorted(flight.norms)])
+        if self._skip_nonfinite:
+            is_finite = is_finite and bool(np.isfinite(np.asarray(norm)))
+        return is_finite, norm
+
+    def _is_finite(self, flight: _Flight) -> bool:
+        return bool(np.isfinite(np.asarray(flight.values[self.partition.loss])))
+
+    def _act(self, state: TrainState, flight: _Flight, index: int) -> bool:
+        """Does one task; see `lanes.Action`."""
+        task = self._tasks.tasks[index]
+        layer = self.partition.segments[task.layer].layer
+        if task.kind in (TaskKind.LOAD, TaskKind.RELOAD):
+            flight.copies[index] = self._arrived(self._transfers.load(layer, state.vectors[layer]))
+        elif task.kind is TaskKind.REFRESH:
+            self._transfers.drop(state.resident[layer])
+            state.resident[layer] = self._arrived(self._transfers.load(layer, state.vectors[layer]))
+        elif index in self._places:
+            self._run(index, state, flight)
+        elif task.kind is TaskKind.OFFLOAD:
+            return self._offload(index, layer, flight)
+        elif task.kind is TaskKind.UPDATE:
+            self._update_group(layer, state, flight)
+        return True
+
+    def _arrived(self, held: DeviceLayer) -> DeviceLayer:
+        """Waits for a copy, where the lanes do what they issue."""
+        if self._placement.is_cpu:
+            jax.block_until_ready(held.parameters())
+        return held
+
+    def _run(self, index: int, state: TrainState, flight: _Flight) -> None:
+        """Runs a program, and frees what ends with it."""
+        event = self._script[self._places[index]]
         segment, values = self.partition.segments[event.segment], flight.values
         if event.kind is Kind.BACKWARD:
-            self._backward(event, state, flight)
+            ended = self._backward(index, event, state, flight)
         else:
             arguments = (
-                self._weights(event, segment.layer, state, flight),
+                self._weights(index, event, state, flight),
                 [values[v] for v in segment.inputs],
                 [values[v] for v in segment.passive],
             )
             if event.kind is Kind.FORWARD:
                 outputs, extras, saved, finite = self.programs[event.use](*arguments)
                 flight.saved[event.segment] = saved
+                ended = [outputs, extras, saved, finite]
             else:
                 destinations = self._destinations(event, segment.layer, flight)
                 gradients, rest, norm = self.programs[event.use](*destinations, *arguments)
                 outputs, extras, finite, cotangents = rest
                 self._receive(event, segment, flight, gradients, cotangents, norm)
+                ended = [gradients, rest]
             values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
             flight.finite.append(finite)
-        for layer in event.drops:
-            self._transfers.drop(flight.held.pop(layer))
+        flight.num_programs += 1
+        if self._placement.is_cpu:
+            jax.block_until_ready(ended)
+        else:
+            self._land(flight)
+        if event.use.writes is not Target.DEVICE:
+            self._note_arrival(segment.layer, flight)
+        for copy in self._drops.get(index, ()):
+            self._transfers.drop(flight.copies.pop(copy))
         for value in event.frees:
             values.pop(value).delete()
 
-    def _weights(self, event: Event, layer: int, state: TrainState, flight: _Flight) -> Sequence[jax.Array]:
+    def _weights(self, index: int, event: Event, state: TrainState, flight: _Flight) -> Sequence[jax.Array]:
         """What a program reads its layer's parameters from."""
-        return list(state.vectors[layer]) if event.use.reads is Source.HOST else flight.held[layer].parameters()
+        layer, copy = self.partition.segments[event.segment].layer, self._tasks.tasks[index].copy
+        if event.use.reads is Source.HOST:
+            return list(state.vectors[layer])
+        return (state.resident[layer] if copy is None else flight.copies[copy]).parameters()
 
     def _destinations(self, event: Event, layer: int, flight: _Flight) -> list[Sequence[jax.Array]]:
         """The vectors that a program writes its gradient into, if it does."""
@@ -223,63 +319,100 @@ class Executor:
             return []
         return [list(self._transfers.destinations(layer, flight.gradients.get(layer)))]
 
-    def _backward(self, event: Event, state: TrainState, flight: _Flight) -> None:
+    def _backward(self, index: int, event: Event, state: TrainState, flight: _Flight) -> Any:
         segment, values = self.partition.segments[event.segment], flight.values
         derivative = self.programs.derivatives[segment.program]
         gradients, cotangents, norm = self.programs[event.use](
             *self._destinations(event, segment.layer, flight),
-            self._weights(event, segment.layer, state, flight) if derivative.reads_weights else [],
+            self._weights(index, event, state, flight) if derivative.reads_weights else [],
             [values[segment.inputs[i]] for i in derivative.inputs_read],
             [values[segment.passive[i]] for i in derivative.passive_read],
             [values[segment.outputs[i]] for i in derivative.outputs_read],
-            flight.saved.pop(event.segment),
-            [flight.cotangents.pop(v) if v in flight.cotangents else self._zeros(v) for v in segment.outputs],
+            flight.saved[event.segment],
+            [flight.cotangents[v] if v in flight.cotangents else self._zeros(v) for v in segment.outputs],
         )
+        del flight.saved[event.segment]
+        for value in segment.outputs:
+            flight.cotangents.pop(value, None)
         self._receive(event, segment, flight, gradients, cotangents, norm)
+        return gradients, cotangents, norm
 
     def _receive(
         self, event: Event, segment: Segment, flight: _Flight, gradients: Any, cotangents: Any, norm: jax.Array | None
     ) -> None:
-        """Sends gradients to the host if they are not there, and adds cotangents to those from later segments."""
+        """Adds cotangents to those from later segments, and keeps gradients for their way to the host."""
         for value, cotangent in zip(segment.inputs, cotangents, strict=True):
             known = flight.cotangents.get(value)
             flight.cotangents[value] = cotangent if known is None else self._add(known, cotangent)
-        layer = segment.layer
+        flight.device_norms[segment.layer] = norm
         if event.use.writes is Target.DEVICE:
-            flight.gradients[layer] = self._transfers.store(layer, gradients, flight.gradients.get(layer))
+            flight.leaving[event.segment] = gradients
         else:
-            flight.gradients[layer] = self._transfers.written(gradients)
-        flight.arrived[layer] += 1
-        flight.norms[layer] = norm
-        flight.landing.append(layer)
+            flight.gradients[segment.layer] = self._transfers.written(gradients)
 
     def _zeros(self, value: int) -> jax.Array:
         """The cotangent of an output that only the caller reads."""
         aval = self.partition.graph.avals[value]
         return jnp.zeros(aval.shape, aval.dtype, device=self._placement.device)
 
-    def _landed(self, flight: _Flight, lag: int) -> list[int]:
-        """Gathers gradients but for the last `lag` ones; returns the layers whose whole gradient is known then."""
-        complete = []
-        while len(flight.landing) > lag:
-            layer = flight.landing.popleft()
-            self._transfers.gather(layer, flight.gradients[layer])
-            if flight.arrived[layer] == self._num_uses[layer] and layer not in flight.landing:
-                flight.norms[layer] = self._squared_norm(layer, flight)
-                complete.append(layer)
-        return complete
+    def _offload(self, index: int, layer: int, flight: _Flight) -> bool:
+        segment = self._tasks.tasks[index].layer
+        stored = self._transfers.store(layer, flight.leaving[segment], flight.gradients.get(layer))
+        del flight.leaving[segment]
+        flight.gradients[layer] = stored
+        if self._placement.is_cpu:
+            jax.block_until_ready(self._transfers.gather(layer, stored))
+            self._note_arrival(layer, flight)
+            return True
+        # To wait for it holds up what is issued next, so that comes after the next program.
+        flight.landing.append((index, layer))
+        if flight.num_programs == len(self._script):
+            self._land(flight)
+        return False
 
-    def _squared_norm(self, layer: int, flight: _Flight) -> jax.Array:
-        """Of the layer's whole gradient, which may be whole on the host only: lookups, several uses, products."""
-        norm = flight.norms[layer]
+    def _land(self, flight: _Flight) -> None:
+        """Issues the waits for all transfers that are under way."""
+        while flight.landing:
+            index, layer = flight.landing.popleft()
+            self._transfers.gather(layer, flight.gradients[layer])
+            self._note_arrival(layer, flight)
+            flight.work.end(index)
+
+    def _note_arrival(self, layer: int, flight: _Flight) -> None:
+        """Starts computing the norm of a layer's gradient once all of it is in host memory."""
+        flight.num_arrived[layer] += 1
+        if flight.num_arrived[layer] < self._num_uses[layer]:
+            return
+        norm = flight.device_norms[layer]
         if self._num_uses[layer] == 1 and norm is not None:
-            return jax.device_put(norm, self._placement.host_compute)
-        return self._norm_of(self._transfers.gather(layer, flight.gradients[layer]))
+            known: Future[jax.Array] = Future()
+            known.set_result(jax.device_put(norm, self._placement.host_compute))
+            flight.norms[layer] = known
+        else:
+            # Lookups, several uses, products that went to the host by panels: it is whole on the host alone.
+            vectors = self._transfers.gather(layer, flight.gradients[layer])
+            flight.norms[layer] = self._norm_thread.submit(self._norm_of, vectors)
+
+    def _update_group(self, layer: int, state: TrainState, flight: _Flight) -> None:
+        """Updates the unit of a layer; with the last one, also those of layers that no segment reads."""
+        if self._clips or self._skip_nonfinite:
+            is_applied, norm = flight.judged(self._judge)
+        else:
+            is_applied, norm = self._is_finite(flight), self._no_norm
+        if not is_applied or not flight.work.commit():
+            return
+        units = [flight.units[layer]]
+        if flight.num_updates == self._num_update_tasks - 1:
+            units += flight.units.values()
+        for unit in units:
+            if id(unit) not in flight.updated:
+                self._update(unit, state, flight, norm)
+                flight.updated.add(id(unit))
+        flight.num_updates += 1
 
     def _update(self, unit: Unit, state: TrainState, flight: _Flight, norm: jax.Array) -> None:
-        """Issues the update of a unit; what it reads may still be on its way."""
         gradients = [
-            self._transfers.gather(layer, flight.gradients.pop(layer)) if layer in flight.gradients else ()
+            self._transfers.gather(layer, flight.gradients[layer]) if layer in flight.gradients else ()
             for layer in unit.layers
         ]
         vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
@@ -288,22 +421,39 @@ class Executor:
         unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm, scale)
         for layer, vector, used in zip(unit.layers, packed, gradients, strict=True):
             state.vectors[layer] = to_pinned(vector, self._placement)
+        jax.block_until_ready((unit.masters, unit.state, [state.vectors[layer] for layer in unit.layers]))
+        for layer, used in zip(unit.layers, gradients, strict=True):
+            flight.gradients.pop(layer, None)
             self._transfers.recycle(layer, used)
-            if layer in state.resident:
-                self._transfers.drop(state.resident.pop(layer))
-                state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
 
     def _release(self, state: TrainState, flight: _Flight) -> None:
-        """Frees what an exception left behind."""
-        while flight.landing:
-            layer = flight.landing.popleft()
-            if layer in flight.gradients:
-                self._transfers.gather(layer, flight.gradients[layer])
-        for layer in list(flight.held):
-            if layer not in self._resident:
-                self._transfers.drop(flight.held.pop(layer))
+        """Frees what a step has left behind that has not changed the state."""
+        self._land(flight)
+        for held in flight.copies.values():
+            self._transfers.drop(held)
+        flight.copies = {}
         self._transfers.abandon(state.resident.values())
 
 
-def _distinct(units: Iterable[Unit]) -> list[Unit]:
-    return list({id(unit): unit for unit in units}.values())
+def make_lanes(placement: Placement) -> Lanes:
+    """The threads of a training step.
+
+    Where the device is a CPU, a thread does the work of its lane. An accelerator does it by itself in the order of
+    issue, so one thread issues for all lanes but the host's: transfers first, since they overlap what comes after.
+    """
+    if placement.is_cpu:
+        return Lanes()
+    return Lanes([(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)])
+
+
+def _drops(schedule: Schedule, places: Mapping[int, int]) -> dict[int, list[int]]:
+    """For each task that runs a program, the loads whose copies nothing reads after it."""
+    loss = max((index for index in places if schedule.tasks[index].kind is TaskKind.FORWARD), default=None)
+    last_use: dict[int, int] = {}
+    for index, task in enumerate(schedule.tasks):
+        if task.copy is not None:
+            last_use[task.copy] = index if index in places or loss is None else loss
+    drops: dict[int, list[int]] = {}
+    for copy, index in last_use.items():
+        drops.setdefault(index, []).append(copy)
+    return drops

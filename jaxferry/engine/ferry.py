@@ -22,12 +22,7 @@ from jaxferry.partition import Gradient, Layer, RowGradient
 
 
 class Ferry(Transport):
-    """Copies by `ferry_load`, `ferry_store` and `ferry_wait`.
-
-    A wait holds up the programs that are issued after it, so a gradient is gathered one program after its store.
-    """
-
-    lag = 1
+    """Copies by `ferry_load`, `ferry_store` and `ferry_wait`."""
 
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         super().__init__(placement, layers)

@@ -55,9 +55,11 @@ def make_placement(device: Any = None) -> Placement:
     """Placement for one `jax.Device`, by default JAX's first.
 
     Raises:
-      InputError: if the device has no pinned host memory, or the CPU backend is switched off.
+      InputError: if that is no device, if it has no pinned host memory, or if the CPU backend is switched off.
     """
-    chosen: Any = device or jax.devices()[0]
+    chosen: Any = jax.devices()[0] if device is None else device
+    if not isinstance(chosen, jax.Device):
+        raise InputError(f"device must be one of jax.devices(), or None for the first of them, got {device!r}")
     try:
         cpu = chosen if chosen.platform == "cpu" else jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

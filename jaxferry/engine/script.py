@@ -1,20 +1,25 @@
-"""What happens in a step, in order: which program runs, what is loaded before it, what is dropped after it.
+"""What happens in a step: the plan lowered to tasks, and for each of its programs what it is given and what it frees.
 
     forward 0 .. S-2 | loss (forward and backward of segment S-1) | backward S-2 .. 0
 
-Everything is known before the first step: the moment at which a layer is loaded and dropped follows from its mode, the
-moment at which a value is freed from its last reader. So the executor never waits for Python's collector, and the most
-memory that a step can need is a sum over this list.
+Everything is known before the first step: a layer is loaded and dropped as the schedule says, a value is freed after
+its last reader. So the executor never waits for Python's collector, and the most memory that a step can need is a sum
+over this list.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jaxferry.engine.shadow import Kind, Span, Target, Use, places, resident_layers, shadow_model, spans
+from jaxferry.engine.shadow import Kind, Use, places, resident_layers, shadow_model
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import Derivative, Partition
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.schedule import Kind as TaskKind
+from jaxferry.schedule import Lane, ProgramFacts, Schedule, schedule_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,15 +29,11 @@ class Event:
     Attributes:
       segment: the segment.
       use: which of its programs, and where that reads parameters and writes gradients.
-      loads: layers whose load is issued before this program, in order.
-      drops: layers whose device copy is deleted after it.
       frees: values that nobody reads after it.
     """
 
     segment: int
     use: Use
-    loads: tuple[int, ...] = ()
-    drops: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
 
     @property
@@ -46,63 +47,58 @@ def make_script(
     derivatives: Mapping[int, Derivative],
     modes: Sequence[Mode],
     gradients: Sequence[GradientPlace],
-    loads_first: bool = False,
 ) -> list[Event]:
-    """The events of a training step.
+    """The programs of a training step, in order.
 
     Args:
       partition: the segments.
       derivatives: by program number; what each backward reads.
       modes: the mode of each segment.
       gradients: where each segment's gradient goes.
-      loads_first: whether the forward's loads are all issued at the start; else each one program ahead of its use. The
-        loads of DFGB layers follow those of the forward.
     """
-    order = places(len(partition.segments))
     uses = shadow_model(partition, derivatives, modes, gradients)
-    events = [Event(segment, use) for (_, segment), use in zip(order, uses, strict=True)]
-    loads, drops = _loads_and_drops(partition, derivatives, modes, loads_first)
+    events = [Event(segment, use) for (_, segment), use in zip(places(len(partition.segments)), uses, strict=True)]
     frees = _frees(partition, derivatives, events)
-    return [
-        dataclasses.replace(
-            event,
-            loads=tuple(layer for _, layer in sorted(loads.get(place, []))),
-            drops=tuple(drops.get(place, ())),
-            frees=tuple(frees.get(place, ())),
-        )
-        for place, event in enumerate(events)
-    ]
+    return [dataclasses.replace(event, frees=tuple(frees.get(place, ()))) for place, event in enumerate(events)]
 
 
-def _loads_and_drops(
-    partition: Partition, derivatives: Mapping[int, Derivative], modes: Sequence[Mode], loads_first: bool
-) -> tuple[dict[int, list[tuple[int, int]]], dict[int, list[int]]]:
-    """By place: the loads (with the place of their use, in whose order they are issued), and the layers dropped."""
-    last = len(partition.segments) - 1
-    # Each span with the place from which on the layer has no other copy.
-    held: list[tuple[int, Span, int]] = []
-    for layer in range(len(partition.layers)):
-        free = 0
-        for span in spans(layer, partition, derivatives, modes):
-            held.append((layer, span, free))
-            free = span.last + 1
-    loads: dict[int, list[tuple[int, int]]] = {}
-    drops: dict[int, list[int]] = {}
+def lower_plan(
+    partition: Partition, derivatives: Mapping[int, Derivative], plan: Plan, profile: Profile | None = None
+) -> Schedule:
+    """The tasks of a step of a plan, as the engine runs them.
 
-    def add(layer: int, span: Span, issued: int) -> None:
-        loads.setdefault(issued, []).append((span.first, layer))
-        drops.setdefault(span.last, []).append(layer)
+    Args:
+      partition: the segments.
+      derivatives: by program number.
+      plan: their modes and gradients, in order.
+      profile: how long each task is expected to take; None if that is not known, then the tasks take no time.
+    """
+    of_segments = [derivatives[segment.program] for segment in partition.segments]
+    facts = ProgramFacts(
+        reads_back=tuple(derivative.reads_weights for derivative in of_segments),
+        sends_rows=tuple(derivative.has_rows for derivative in of_segments),
+    )
+    return schedule_step(profile or _without_times(partition), plan, facts)
 
-    for layer, span, free in held:
-        if not span.issued:
-            early = 0 if loads_first and span.first <= last else span.first - 1
-            add(layer, span, max(free, early))
-    # A link is first in, first out: what the forward waits for goes before what the backward will want.
-    forward_done = max((place for place, found in loads.items() if any(use <= last for use, _ in found)), default=0)
-    for layer, span, free in held:
-        if span.issued:
-            add(layer, span, min(max(span.issued, forward_done, free), span.first))
-    return loads, drops
+
+def _without_times(partition: Partition) -> Profile:
+    times = {field.name: 0.0 for field in dataclasses.fields(LayerProfile) if field.name.endswith("_s")}
+    layers = []
+    for segment in partition.segments:
+        layer = partition.layers[segment.layer]
+        facts: dict[str, Any] = {"param_bytes": layer.num_bytes, "grad_bytes": layer.num_bytes, **times}
+        layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
+    return Profile({}, tuple(layers))
+
+
+def programs_of(schedule: Schedule) -> dict[int, int]:
+    """For each task that runs a program, its place in the script.
+
+    The last segment's program is that of its forward task; its backward task has nothing left to do.
+    """
+    forwards = [i for i, task in enumerate(schedule.tasks) if task.kind is TaskKind.FORWARD]
+    backwards = [i for i, task in enumerate(schedule.tasks) if task.kind is TaskKind.BACKWARD]
+    return {task: place for place, task in enumerate([*forwards, *backwards[1:]])}
 
 
 def _frees(
@@ -148,46 +144,80 @@ class Peak:
 def peak_bytes(
     partition: Partition,
     derivatives: Mapping[int, Derivative],
-    modes: Sequence[Mode],
+    schedule: Schedule,
     script: Sequence[Event],
+    modes: Sequence[Mode],
     temporary_bytes: Mapping[Use, int],
-    lag: int = 0,
+    staging_bytes: int = 0,
 ) -> Peak:
-    """Adds up what is held at each event.
+    """Adds up the most that can be held at each program, however long the transfers take.
 
     Args:
       partition: the segments.
       derivatives: by program number.
+      schedule: the tasks of a step.
+      script: its programs.
       modes: the mode of each segment.
-      script: the events of a step under these modes.
       temporary_bytes: device memory that each program needs beside its arguments and results; none if not there.
-      lag: how many further programs a gradient stays on the device for, until its store has ended.
+      staging_bytes: device memory that the transport needs beside what it moves.
     """
     graph = partition.graph
-    sizes = [layer.num_bytes for layer in partition.layers]
-    parameters = sum(sizes[layer] for layer in resident_layers(partition, modes))
+    resident = sum(partition.layers[layer].num_bytes for layer in resident_layers(partition, modes))
+    sizes = [partition.layers[segment.layer].num_bytes for segment in partition.segments]
+    copies, gradients = _held_by_transfers(schedule, len(script), sizes)
     other = sum(graph.num_bytes(v) for v in (*graph.batch, *graph.constants, *partition.prelude_outputs))
-    peak_parameters = peak_held = peak_total = parameters
+    peak_parameters = peak_held = peak_total = resident
     cotangents: dict[int, int] = {}
-    gradients: list[int] = []
-    for event in script:
+    for place, event in enumerate(script):
         segment = partition.segments[event.segment]
-        parameters += sum(sizes[layer] for layer in event.loads)
         if event.kind is not Kind.BACKWARD:
             other += sum(graph.num_bytes(v) for v in (*segment.outputs, *segment.extras))
         if event.kind is Kind.FORWARD:
             other += derivatives[segment.program].saved_bytes
-        if event.kind is not Kind.FORWARD:
-            # What a program that writes host memory holds of a gradient is among its temporaries.
-            gradients.append(sizes[segment.layer] if event.use.writes is Target.DEVICE else 0)
+        else:
             cotangents |= {v: graph.num_bytes(v) for v in segment.inputs}
+        parameters = resident + copies[place]
+        held = parameters + other + gradients[place] + sum(cotangents.values()) + staging_bytes
         peak_parameters = max(peak_parameters, parameters)
-        held = parameters + other + sum(gradients[-1 - lag :]) + sum(cotangents.values())
         peak_held = max(peak_held, held)
         peak_total = max(peak_total, held + temporary_bytes.get(event.use, 0))
-        parameters -= sum(sizes[layer] for layer in event.drops)
         other -= sum(graph.num_bytes(v) for v in event.frees)
         if event.kind is Kind.BACKWARD:
             other -= derivatives[segment.program].saved_bytes
             cotangents = {v: n for v, n in cotangents.items() if v not in segment.outputs}
     return Peak(peak_parameters, peak_held, peak_total)
+
+
+def _held_by_transfers(schedule: Schedule, num_places: int, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """At each place of the script, the most bytes of copies of parameters, and of gradients, that there can be.
+
+    A copy may be there as soon as the last program has ended that its load waits for. A gradient may be there until the
+    first program that waits for its transfer, or for one behind it.
+    """
+    tasks, places, loss_place = schedule.tasks, programs_of(schedule), (num_places - 1) // 2
+    last_program: list[int] = []
+    before: dict[Lane, int] = {}
+    last_use: dict[int, int] = {}
+    first_waiter: dict[int, int] = {}
+    for index, task in enumerate(tasks):
+        waits = [*task.after, *([before[task.lane]] if task.lane in before else [])]
+        before[task.lane] = index
+        if task.lane is not Lane.GPU:
+            last_program.append(max((last_program[earlier] for earlier in waits), default=-1))
+            continue
+        place = places.get(index, loss_place)
+        last_program.append(place)
+        for earlier in task.after:
+            first_waiter.setdefault(earlier, place)
+        if task.copy is not None:
+            last_use[task.copy] = place
+    copies, gradients = [0] * num_places, [0] * num_places
+    for copy, last in last_use.items():
+        for place in range(last_program[copy] + 1, last + 1):
+            copies[place] += sizes[tasks[copy].layer]
+    free_from = num_places
+    for index in reversed([i for i, task in enumerate(tasks) if task.kind is TaskKind.OFFLOAD]):
+        free_from = min(free_from, first_waiter.get(index, free_from))
+        for place in range(last_program[index], free_from):
+            gradients[place] += sizes[tasks[index].layer]
+    return copies, gradients

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from jaxferry.engine.subtree import path_names, subtree
+from jaxferry.errors import InputError
 from jaxferry.partition.graph import Equation, Graph, trace
-from jaxferry.partition.keys import Canonical
+from jaxferry.partition.keys import Canonical, bytes_of
 
 _SHARED = -1
 
@@ -86,7 +86,14 @@ def trace_update(optimizer: optax.GradientTransformation, params: Any, state: An
     def update(gradients: Any, params: Any, state: Any) -> Any:
         return optimizer.update(gradients, state, params)
 
-    return trace(update, params, (params, state), {})
+    try:
+        return trace(update, params, (params, state), {})
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise InputError(
+            f"the optimizer needs more than gradients, state and parameters: {error}; use one that does not, or wrap it"
+        ) from error
 
 
 def part_content(
@@ -116,7 +123,7 @@ def _content(graph: Graph, made_by: Mapping[int, Equation], inputs: Sequence[int
     constants = [value for value in graph.constants if value in read]
     canonical = Canonical()
     content = canonical.equations(equations, (*inputs, *constants), outputs, graph.avals)
-    held = [np.asarray(graph.constants[value]).tobytes() for value in constants]
+    held = [bytes_of(graph.constants[value]) for value in constants]
     return None if canonical.is_opaque else canonical.digest((content, held))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,39 @@ import jax
 import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.lanes import Lanes, Work
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.subtree import path_names
 from jaxferry.engine.transfers import DeviceLayer, Vectors
-from jaxferry.errors import StateError
+from jaxferry.errors import StateError, TaskError
 from jaxferry.partition import Layer
+
+
+@dataclasses.dataclass
+class UnderWay:
+    """A step whose updates have not all ended, or which failed.
+
+    Attributes:
+      work: what is under way.
+      lanes: what does it.
+      finish: called once it is done, if the step had not returned before.
+      is_reported: whether its failure has been raised.
+    """
+
+    work: Work
+    lanes: Lanes
+    finish: Callable[[], Any] | None = None
+    is_reported: bool = False
+
+
+def task_error(work: Work) -> TaskError:
+    """The error for a failure, with the layer."""
+    if work.failure is None:
+        raise ValueError("nothing has failed")
+    task, error = work.list.tasks[work.failure.index], work.failure.error
+    layer = task.name.removeprefix(f"{task.kind.value} ")
+    is_lost = " (it is tried again when the state is next used or saved)" if work.is_committed else ""
+    return TaskError(f"the {task.kind.value} of layer {layer!r} failed: {error}{is_lost}", layer)
 
 
 class TrainState:
@@ -29,6 +58,7 @@ class TrainState:
       resident: device copies of RESIDENT layers, by layer.
       optimizer: what updates it.
       damage: what went wrong if a failure left the state between two steps, else None.
+      in_flight: the last step, while its updates are under way.
     """
 
     def __init__(
@@ -47,13 +77,13 @@ class TrainState:
         self._is_arranged = False
         self.resident: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
+        self.in_flight: UnderWay | None = None
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
         self.units = self._make_units(list(masters), None if state is None else dict(state))
 
     @property
     def params(self) -> Any:
         """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates."""
-        self.check()
         return jax.tree.unflatten(self._tree, [np.array(master) for master in self.masters()])
 
     def check(self) -> None:
@@ -61,18 +91,53 @@ class TrainState:
         if self.damage is not None:
             raise StateError(f"this state lies between two steps, because {self.damage}: restore a checkpoint")
 
+    def report(self) -> None:
+        """Raises what failed in the last step, once; the next call tries that again.
+
+        Raises:
+          TaskError: the first time.
+          StateError: if what failed fails again.
+        """
+        self.check()
+        known = self.in_flight
+        if known is None or known.work.failure is None:
+            return
+        if not known.is_reported:
+            known.is_reported = True
+            raise task_error(known.work) from known.work.failure.error
+        known.lanes.resume(known.work)
+        known.work.wait()
+        if known.work.failure is not None:
+            self.damage = f"{task_error(known.work)}"
+            self.check()
+        self._put_down(known)
+
+    def settle(self) -> None:
+        """Waits until every update in flight has ended; raises as `report` does."""
+        if self.in_flight is not None:
+            self.in_flight.work.wait()
+        self.report()
+        if self.in_flight is not None:
+            self._put_down(self.in_flight)
+
+    def _put_down(self, known: UnderWay) -> None:
+        self.in_flight = None
+        if known.finish is not None:
+            known.finish()
+
     def masters(self) -> list[jax.Array]:
         """The master parameters in the order of the flattened tree."""
+        self.settle()
         by_leaf = {leaf: master for u in self.units for leaf, master in zip(u.leaves, u.masters, strict=True)}
         return [by_leaf[leaf] for leaf in range(len(by_leaf))]
 
     def optimizer_state(self) -> dict[str, jax.Array]:
         """The leaves of the optimizer's state by path; what all layers have alike (a count) is there once."""
+        self.settle()
         return {name: leaf for unit in self.units for name, leaf in zip(unit.state_names, unit.state, strict=True)}
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the state in these layers; does nothing if it is so already."""
-        self.check()
         if self.layers == tuple(layers) and self._is_arranged:
             return
         masters, state = self.masters(), self.optimizer_state()
@@ -93,6 +158,7 @@ class TrainState:
 
     def block_until_ready(self) -> None:
         """Waits until every update in flight has ended."""
+        self.settle()
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.units])
 
     def _make_units(self, masters: list[jax.Array], state: dict[str, jax.Array] | None) -> list[Unit]:

@@ -9,6 +9,7 @@ native library's own queues, `ferry.py`).
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -68,20 +69,19 @@ class Transport:
       layers: the layers.
 
     Attributes:
-      lag: how many programs should be issued between a store and the gathering of its gradient, so that the device does
-        not wait for it.
+      staging_bytes: device memory that transfers need beside what is moved.
       device_bytes: bytes of parameters on the device now.
       peak_device_bytes: the most that they have been since `reset_peak`.
     """
-
-    lag = 0
 
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         self._placement, self._layers = placement, list(layers)
         self._programs: dict[Any, Any] = {}
         self._spare: dict[int, list[Vectors]] = {}
+        self._lock = threading.Lock()
         self.device_bytes = 0
         self.peak_device_bytes = 0
+        self.staging_bytes = 0
 
     def reset_peak(self) -> None:
         """Starts a new measurement of the peak."""
@@ -90,14 +90,18 @@ class Transport:
     def load(self, layer: int, vectors: Vectors) -> DeviceLayer:
         """Starts the copy of a layer's parameters from pinned memory into device buffers."""
         size = sum(v.nbytes for v in vectors)
-        self.device_bytes += size
-        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+        self._count(size)
         return self._load(layer, size, vectors)
 
     def drop(self, held: DeviceLayer) -> None:
         """Frees a device copy once the programs that were given it have run."""
-        self.device_bytes -= held.num_bytes
         self._drop(held)
+        self._count(-held.num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.device_bytes += num_bytes
+            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
     def abandon(self, kept: Iterable[DeviceLayer]) -> None:
         """Drops what was loaded and lost by an interrupt before anybody knew of it: all but `kept`."""

@@ -16,7 +16,7 @@ from jaxferry.partition.dataflow import Dataflow, analyse
 from jaxferry.partition.derivative import joint_graph
 from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.groups import Group, group_leaves, leaf_paths
-from jaxferry.partition.keys import Canonical
+from jaxferry.partition.keys import Canonical, bytes_of
 from jaxferry.partition.layout import Layer, make_layer
 from jaxferry.partition.segments import Partition, Segment, build_segments, prelude_with_views
 
@@ -208,7 +208,7 @@ def _program_key(graph: Graph, segment: Segment) -> str:
         content = Canonical(is_derived=True).equations(
             derived.equations, (*derived.parameters, *derived.batch, *derived.constants), derived.outputs, derived.avals
         )
-        content = (content, [np.asarray(constant).tobytes() for constant in derived.constants.values()])
+        content = (content, [bytes_of(constant) for constant in derived.constants.values()])
     return canonical.digest((roles, content))
 
 

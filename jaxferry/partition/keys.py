@@ -13,10 +13,17 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core
 
 from jaxferry.partition.graph import Equation, type_of_aval
+
+
+def bytes_of(array: Any) -> bytes:
+    """The content of a constant; of PRNG keys, that of their data."""
+    is_key = hasattr(array, "dtype") and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else array).tobytes()
 
 
 class Canonical:
@@ -96,8 +103,7 @@ class Canonical:
         if isinstance(value, dict):
             return [(repr(key), self._value(item)) for key, item in value.items()]
         if hasattr(value, "__array__") and hasattr(value, "shape"):
-            array = np.asarray(value)
-            return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
+            return str(value.dtype), value.shape, hashlib.sha256(bytes_of(value)).hexdigest()
         text = repr(value)
         is_function = hasattr(value, "call_wrapped") or inspect.isroutine(value) or isinstance(value, functools.partial)
         if is_function or " at 0x" in text:

@@ -1,32 +1,25 @@
 """The machine: runs a list of tasks on four lanes, exactly and without fitted constants.
 
-A task starts when its lane is free and everything that it waits for has ended; lanes work in the order of the list.
+A task starts when its lane is free and everything that it waits for has ended; lanes work in the order of the list, but
+for a host that takes updates by need (`Schedule.updates_by_need`).
 """
 
-import dataclasses
+import heapq
 
 import numpy as np
 
-from jaxferry.schedule import Kind, Lane, Schedule, Task
+from jaxferry.schedule import Kind, Lane, Run, Schedule, Task, repeat
 
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """When each task of a schedule starts and ends, in seconds from the first step's start.
-
-    Attributes:
-      schedule: what ran.
-      starts_s: start of each task.
-      ends_s: end of each task.
-    """
-
-    schedule: Schedule
-    starts_s: tuple[float, ...]
-    ends_s: tuple[float, ...]
+_STEPS_BY_NEED = (8, 24)
+"""Where the order of updates follows from the times, the steady step is the mean between these steps of a chain."""
 
 
 def run(schedule: Schedule) -> Run:
     """Runs all tasks."""
+    return _run_by_need(schedule) if schedule.updates_by_need else _run_in_order(schedule)
+
+
+def _run_in_order(schedule: Schedule) -> Run:
     free = dict.fromkeys(Lane, 0.0)
     starts: list[float] = []
     ends: list[float] = []
@@ -38,6 +31,49 @@ def run(schedule: Schedule) -> Run:
         ends.append(start + task.duration_s)
         free[task.lane] = ends[-1]
     return Run(schedule, tuple(starts), tuple(ends))
+
+
+def _run_by_need(schedule: Schedule) -> Run:
+    """Event by event, since which update comes next depends on what could start when the host is free."""
+    tasks = schedule.tasks
+    waiting: list[list[int]] = [[] for _ in tasks]
+    missing = [0] * len(tasks)
+    queues: dict[Lane, list[int]] = {lane: [] for lane in Lane}
+    before: dict[Lane, int] = {}
+    for index, task in enumerate(tasks):
+        after = set(task.after)
+        if task.lane is not Lane.HOST and task.lane in before:
+            after.add(before[task.lane])
+        before[task.lane] = index
+        missing[index] = len(after)
+        for earlier in after:
+            waiting[earlier].append(index)
+        if not after:
+            heapq.heappush(queues[task.lane], index)
+    starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
+    is_free = dict.fromkeys(Lane, True)
+    events: list[tuple[float, int]] = []
+    by_need: list[tuple[tuple[int, int], int]] = [(tasks[i].need, i) for i in queues[Lane.HOST]]
+    now = 0.0
+    while True:
+        for lane in Lane:
+            queue: list = by_need if lane is Lane.HOST else queues[lane]
+            if is_free[lane] and queue:
+                index = heapq.heappop(queue)[1] if lane is Lane.HOST else heapq.heappop(queue)
+                starts[index], ends[index], is_free[lane] = now, now + tasks[index].duration_s, False
+                heapq.heappush(events, (ends[index], index))
+        if not events:
+            return Run(schedule, tuple(starts), tuple(ends))
+        now = events[0][0]
+        while events and events[0][0] == now:
+            done = heapq.heappop(events)[1]
+            is_free[tasks[done].lane] = True
+            for later in waiting[done]:
+                missing[later] -= 1
+                if missing[later] == 0 and tasks[later].lane is Lane.HOST:
+                    heapq.heappush(by_need, (tasks[later].need, later))
+                elif missing[later] == 0:
+                    heapq.heappush(queues[tasks[later].lane], later)
 
 
 def forward_s(of: Run) -> float:
@@ -104,6 +140,14 @@ def steady_step_s(step: Schedule) -> float:
     ends of the previous step by a max-plus linear map. The period of its powers is its largest cycle mean, which
     Karp's theorem gives exactly, whatever the transient of the chain and however many steps its cycle spans.
     """
+    if step.updates_by_need:
+        first, last = _STEPS_BY_NEED
+        chain = run(repeat(step, last))
+        ends = [0.0] * last
+        for task, end in zip(chain.schedule.tasks, chain.ends_s, strict=True):
+            if task.lane is Lane.GPU:
+                ends[task.step] = max(ends[task.step], end)
+        return (ends[last - 1] - ends[first - 1]) / (last - first)
     matrix = _boundary_matrix(step.tasks)
     size = len(matrix)
     walks = np.zeros((size + 1, size))

@@ -68,7 +68,11 @@ def simulate(profile: Profile, plan: Plan) -> Simulation:
     Raises:
       InputError: if the plan is for another profile.
     """
-    step = schedule_step(profile, plan)
+    return simulate_schedule(profile, schedule_step(profile, plan))
+
+
+def simulate_schedule(profile: Profile, step: Schedule) -> Simulation:
+    """As `simulate`, for the tasks of one step."""
     first = machine.run(step)
     chain = machine.run(repeat(step, CHAIN_STEPS))
     return Simulation(

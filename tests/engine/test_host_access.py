@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import itertools
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -217,7 +218,7 @@ def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, task,
     def interrupted(layer, vectors):
         held = original(layer, vectors)
         if next(count) == after:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return held
 
     emulator = library("cpu")

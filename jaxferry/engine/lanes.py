@@ -1,0 +1,263 @@
+"""Threads that run lists of tasks: every lane in its order, every task as soon as what it waits for has ended.
+
+    H2D   load load load ...            a thread for each lane, or one for several lanes whose work is only
+    GPU   forward forward ...           issued by it and done by the device in the order of issue
+    D2H          offload ...
+    host            update update ...   of the updates that could start, the one needed first
+
+It knows nothing of what a task does: that is an action given with the list. Lists follow each other as steps do: a task
+may wait for tasks of the list before (`Task.after_previous`), so the end of one step overlaps the start of the next.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxferry.schedule import Lane, Schedule
+
+Action = Callable[[int], bool]
+"""Does the task of an index. False if it has not ended yet: then somebody calls `Work.end` later."""
+
+ALL_LANES = tuple(Lane)
+ONE_EACH = [(lane,) for lane in Lane]
+_POLL_S = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What went wrong in a task.
+
+    Attributes:
+      index: the task.
+      error: what its action raised.
+    """
+
+    index: int
+    error: BaseException
+
+
+class TaskList:
+    """The tasks of one step with who waits for whom; made once, run often."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.tasks = schedule, schedule.tasks
+        count = len(self.tasks)
+        self.waiting: list[list[int]] = [[] for _ in range(count)]
+        self.waiting_next: list[list[int]] = [[] for _ in range(count)]
+        self.num_waits = [len(set(task.after)) for task in self.tasks]
+        self.by_lane: dict[Lane, list[int]] = {lane: [] for lane in Lane}
+        for index, task in enumerate(self.tasks):
+            self.by_lane[task.lane].append(index)
+            for earlier in set(task.after):
+                self.waiting[earlier].append(index)
+            for earlier in set(task.after_previous):
+                self.waiting_next[earlier].append(index)
+
+
+class Work:
+    """One run of a task list; made by `Lanes.make`.
+
+    Attributes:
+      list: the tasks.
+      failure: the first failure, or None.
+      is_stopped: whether no further task is started.
+      begin_s: when it was made.
+      starts_s: when each task started, all by the clock of `time.perf_counter`.
+      ends_s: when each task ended.
+      is_committed: whether something has been done that cannot be undone, so that all of it must be.
+    """
+
+    def __init__(self, tasks: TaskList, action: Action, previous: Work | None, changed: threading.Condition) -> None:
+        self.list, self._action, self._changed = tasks, action, changed
+        self.failure: Failure | None = None
+        self.is_stopped = self.is_committed = False
+        count = len(tasks.tasks)
+        self._missing = list(tasks.num_waits)
+        self._is_done = [False] * count
+        self._num_left = collections.Counter(task.lane for task in tasks.tasks)
+        self._next = dict.fromkeys(Lane, 0)
+        self._ready_updates: list[tuple[tuple[int, int], int]] = []
+        self._successor: Work | None = None
+        self._num_threads = 0
+        self.begin_s = time.perf_counter()
+        self.starts_s, self.ends_s = [0.0] * count, [0.0] * count
+        if previous is not None:
+            self._follow(previous)
+        for index in tasks.by_lane[Lane.HOST]:
+            self._offer(index)
+
+    def wait(self, lanes: Sequence[Lane] = ALL_LANES, should_stop: Callable[[], bool] | None = None) -> None:
+        """Returns when all tasks of these lanes have ended, or the work has stopped.
+
+        Args:
+          lanes: the lanes.
+          should_stop: looked at meanwhile; once it says so, no further task is started, unless the work is committed.
+        """
+        with self._changed:
+            while not self.is_over(lanes):
+                self._changed.wait(None if should_stop is None else _POLL_S)
+                if should_stop is not None and not self.is_committed and should_stop():
+                    self.is_stopped = True
+                    self._changed.notify_all()
+
+    def is_over(self, lanes: Sequence[Lane] = ALL_LANES) -> bool:
+        """Whether nothing in these lanes is left to be done, or everything has stopped."""
+        has_ended = all(self._num_left[lane] == 0 for lane in lanes)
+        return has_ended or ((self.is_stopped or self.failure is not None) and self._num_threads == 0)
+
+    def stop(self) -> None:
+        """Starts no further task, and returns when those that are under way have ended."""
+        with self._changed:
+            self.is_stopped = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._num_threads == 0)
+            self._action = _nothing
+
+    def commit(self) -> bool:
+        """Asks for leave to do what cannot be undone; False if the work has stopped."""
+        with self._changed:
+            self.is_committed |= not self.is_stopped
+            return self.is_committed
+
+    def end(self, index: int) -> None:
+        """Notes that a task has ended whose action returned False."""
+        with self._changed:
+            self._end(index)
+
+    def _follow(self, previous: Work) -> None:
+        """Waits for those tasks of the run before that have not ended."""
+        previous._successor = self
+        for index, task in enumerate(self.list.tasks):
+            self._missing[index] += sum(not previous._is_done[earlier] for earlier in set(task.after_previous))
+
+    def _offer(self, index: int) -> None:
+        task = self.list.tasks[index]
+        if self._missing[index] == 0 and task.lane is Lane.HOST:
+            need = task.need if self.list.schedule.updates_by_need else (0, index)
+            heapq.heappush(self._ready_updates, (need, index))
+
+    def _end(self, index: int) -> None:
+        self.ends_s[index] = time.perf_counter()
+        self._is_done[index] = True
+        self._num_left[self.list.tasks[index].lane] -= 1
+        for later in self.list.waiting[index]:
+            self._missing[later] -= 1
+            self._offer(later)
+        if self._successor is not None:
+            for later in self.list.waiting_next[index]:
+                self._successor._missing[later] -= 1
+                self._successor._offer(later)
+        if not any(self._num_left.values()):
+            self._action = _nothing
+        self._changed.notify_all()
+
+    def _take(self, lanes: Sequence[Lane]) -> int | None:
+        """A task that may start now, of the first of these lanes that has one; None if there is none."""
+        for lane in lanes:
+            if lane is Lane.HOST and self._ready_updates:
+                return heapq.heappop(self._ready_updates)[1]
+            order = self.list.by_lane[lane]
+            place = self._next[lane]
+            if lane is not Lane.HOST and place < len(order) and self._missing[order[place]] == 0:
+                self._next[lane] += 1
+                return order[place]
+        return None
+
+    def _give_back(self, index: int) -> None:
+        """Undoes `_take`."""
+        lane = self.list.tasks[index].lane
+        if lane is Lane.HOST:
+            self._offer(index)
+        else:
+            self._next[lane] -= 1
+
+    def _has_left(self, lanes: Sequence[Lane]) -> bool:
+        if Lane.HOST in lanes:
+            return self._num_left[Lane.HOST] > 0
+        return any(self._next[lane] < len(self.list.by_lane[lane]) for lane in lanes)
+
+    def do(self, lanes: Sequence[Lane]) -> None:
+        """Does the tasks of these lanes; the body of a thread."""
+        try:
+            while (index := self._next_task(lanes)) is not None:
+                self.starts_s[index] = time.perf_counter()
+                try:
+                    has_ended = self._action(index)
+                except BaseException as error:
+                    self._fail(index, error)
+                    raise
+                if has_ended:
+                    self.end(index)
+        finally:
+            with self._changed:
+                self._num_threads -= 1
+                self._changed.notify_all()
+
+    def _next_task(self, lanes: Sequence[Lane]) -> int | None:
+        with self._changed:
+            while self._has_left(lanes) and not self.is_stopped and self.failure is None:
+                index = self._take(lanes)
+                if index is not None:
+                    return index
+                self._changed.wait()
+        return None
+
+    def _fail(self, index: int, error: BaseException) -> None:
+        with self._changed:
+            self._give_back(index)
+            self.failure = self.failure or Failure(index, error)
+            work: Work | None = self._successor
+            while work is not None:
+                work.is_stopped, work = True, work._successor
+            self._changed.notify_all()
+
+
+def _nothing(index: int) -> bool:
+    """The action of work that is done: what its own one refers to is free to go."""
+    return True
+
+
+class Lanes:
+    """The threads that run task lists.
+
+    Args:
+      threads: the lanes that each thread runs. Where it has several, the first one goes first.
+    """
+
+    def __init__(self, threads: Sequence[Sequence[Lane]] = ONE_EACH) -> None:
+        self._lanes = [tuple(lanes) for lanes in threads]
+        self._changed = threading.Condition()
+        # Python waits for them at its end, so that no update is cut off.
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"jaxferry {'+'.join(lanes)}") for lanes in self._lanes
+        ]
+
+    def make(self, tasks: TaskList, action: Action, previous: Work | None = None) -> Work:
+        """Prepares a run of a list of tasks; `submit` starts it.
+
+        Args:
+          tasks: the list.
+          action: does one of them.
+          previous: the run of the same list whose tasks `after_previous` means; None if nothing of it is under way.
+        """
+        with self._changed:
+            return Work(tasks, action, previous, self._changed)
+
+    def resume(self, work: Work) -> None:
+        """Goes on with work that has failed, from the task that did."""
+        with self._changed:
+            work.failure = None
+        self.submit(work)
+
+    def submit(self, work: Work) -> None:
+        """Has the threads do what is left of some work."""
+        with self._changed:
+            work._num_threads += len(self._lanes)
+        for thread, lanes in zip(self._threads, self._lanes, strict=True):
+            thread.submit(work.do, lanes)

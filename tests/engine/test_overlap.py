@@ -1,0 +1,206 @@
+"""Steps that overlap: whatever the plan, the sizes and the delays, the bits are those of one task after the other."""
+
+import gc
+import itertools
+import pathlib
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.engine.placement import Placement
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.schedule import Kind
+from jaxferry.simulate.trace import chrome_trace
+from planned import assert_same_bits
+
+
+def network(draw):
+    """A multi-layer perceptron with random sizes, whose first table is used again at the end."""
+    widths = [draw.randint(3, 40) for _ in range(draw.randint(2, 5))]
+    generator = np.random.default_rng(draw.randint(0, 99))
+    sizes = [*itertools.pairwise([8, *widths]), (widths[-1], 8)]
+    params = {f"l{i}": {"w": generator.normal(size=size).astype(np.float32) * 0.3} for i, size in enumerate(sizes)}
+    params["table"] = {"w": generator.normal(size=(11, 8)).astype(np.float32)}
+
+    def loss_fn(params, tokens):
+        x = params["table"]["w"][tokens]
+        for i in range(len(sizes)):
+            x = jnp.tanh(x @ params[f"l{i}"]["w"])
+        return jnp.mean((x @ params["table"]["w"].T) ** 2)
+
+    return loss_fn, params, np.arange(6) % 11
+
+
+def random_plan(draw, step, batch, modes):
+    names = [segment.name for segment in step.prepare(batch).partition.segments]
+    places = tuple(GradientPlace)
+    return Plan("any", 1.0, tuple(LayerPlan(name, draw.choice(modes), draw.choice(places)) for name in names))
+
+
+class Serial:
+    """Runs the tasks of a step one after the other, in the thread that asks for them."""
+
+    def __init__(self, step, state, batch):
+        self._executor, self._state, self._batch = step._arranged(state, (batch,), {})._executor, state, batch
+        state.fill()
+
+    def commit(self):
+        return True
+
+    def step(self):
+        flight = self._executor._begin(self._state, [self._batch])
+        flight.work = self
+        for index in range(len(self._executor.schedule.tasks)):
+            assert self._executor._act(self._state, flight, index)
+        return float(self._executor._finish(self._state, flight).loss)
+
+
+def delayed(executor, draw, longest_s):
+    """Makes each task of the executor take up to so much longer."""
+    act = executor._act
+
+    def slow(*args):
+        time.sleep(draw.random() * longest_s)
+        return act(*args)
+
+    executor._act = slow
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, clip_norm):
+    draw = random.Random(seed)
+    loss_fn, params, batch = network(draw)
+    modes = [mode for mode in Mode if mode not in (Mode.DHA, Mode.DFGB)] if seed % 2 else [Mode.DHA, Mode.DFGB]
+
+    def make(plan):
+        return jaxferry.train_step(loss_fn, optax.adam(1e-2), plan=plan, clip_norm=clip_norm)
+
+    first = make(None)
+    first.init(params)
+    plan = random_plan(draw, first, batch, modes)
+    step, other = make(plan), make(plan)
+    state, serial = step.init(params), other.init(params)
+    delayed(step.prepare(batch)._executor, draw, 2e-3)
+    losses = [step(state, batch)[1]["loss"] for _ in range(20)]
+    one_by_one = Serial(other, serial, batch)
+    assert [float(loss) for loss in losses] == [one_by_one.step() for _ in range(20)]
+    assert_same_bits(state.params, serial.params)
+    assert_same_bits(list(state.optimizer_state().values()), list(serial.optimizer_state().values()))
+
+
+def test_an_update_runs_into_the_next_step_and_everything_that_reads_it_waits(tmp_path):
+    draw = random.Random(3)
+    loss_fn, params, batch = network(draw)
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    state = step.init(params)
+    state, _ = step(state, batch)
+    expected_params, expected_loss = state.params, step.evaluate(state, batch)
+    executor = step.prepare(batch)._executor
+    act = executor._act
+
+    def slow(state, flight, index):
+        if executor.schedule.tasks[index].kind is Kind.UPDATE:
+            time.sleep(0.02)
+        return act(state, flight, index)
+
+    executor._act = slow
+    for read in ("params", "save", "evaluate", "optimizer_state"):
+        state = step.init(params)
+        state, _ = step(state, batch)
+        assert not state.in_flight.work.is_over()
+        if read == "params":
+            assert_same_bits(state.params, expected_params)
+        elif read == "save":
+            step.save(state, tmp_path / "saved")
+            assert_same_bits(step.restore(tmp_path / "saved").params, expected_params)
+        elif read == "evaluate":
+            assert float(step.evaluate(state, batch)) == float(expected_loss)
+        else:
+            state.optimizer_state()
+        assert state.in_flight is None or state.in_flight.work.is_over()
+
+
+LEAVING = """
+import time, jax.numpy as jnp, numpy as np, optax, jaxferry
+from jaxferry.schedule import Kind
+loss = lambda params, x: jnp.mean((x @ params["a"]["w"] @ params["b"]["w"]) ** 2)
+params = {name: {"w": np.eye(4, dtype=np.float32)} for name in "ab"}
+step = jaxferry.train_step(loss, optax.sgd(0.1))
+state = step.init(params)
+executor = step.prepare(jnp.ones((2, 4)))._executor
+act = executor._act
+def slow(state, flight, index):
+    is_update = executor.schedule.tasks[index].kind is Kind.UPDATE
+    time.sleep(0.3 * is_update)
+    done = act(state, flight, index)
+    if is_update: print("updated", flush=True)
+    return done
+executor._act = slow
+step(state, jnp.ones((2, 4)))
+print("leaving", flush=True)
+"""
+
+
+def test_leaving_the_process_waits_for_updates_that_are_under_way():
+    root = pathlib.Path(jaxferry.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=120, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split().count("updated") == 2
+    assert done.stdout.split()[-1] == "updated"
+
+
+def test_memory_is_flat_over_many_steps():
+    """A soak in short; `benchmarks/soak.py` takes 2,000 steps and counts the host's memory as well."""
+    loss_fn, params, batch = network(random.Random(1))
+    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), clip_norm=1.0)
+    state = step.init(params)
+
+    def live():
+        state.block_until_ready()
+        gc.collect()
+        return len(jax.live_arrays()), sum(a.nbytes for a in jax.live_arrays()), threading.active_count()
+
+    for _ in range(10):
+        state, _ = step(state, batch)
+    before = live()
+    for _ in range(100):
+        state, _ = step(state, batch)
+    assert live() == before
+
+
+@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
+def test_the_last_steps_are_recorded_task_by_task(threads, monkeypatch):
+    if threads != "lanes":
+        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    loss_fn, params, batch = network(random.Random(2))
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=3)
+    state = step.init(params)
+    assert step.recorded() is None
+    began_s = time.perf_counter()
+    for _ in range(5):
+        state, _ = step(state, batch)
+    state.block_until_ready()
+    took_s = time.perf_counter() - began_s
+    run = step.recorded()
+    assert run.schedule.steps == 3 and {task.kind for task in run.schedule.tasks} >= {Kind.LOAD, Kind.UPDATE}
+    for index, (task, start, end) in enumerate(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)):
+        assert 0 <= start <= end <= took_s
+        assert all(run.ends_s[earlier] <= start for earlier in task.after), index
+    names = {event["name"] for event in chrome_trace(run)["traceEvents"]}
+    assert {task.name for task in run.schedule.tasks} < names
+    silent = jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=0)
+    silent(silent.init(params), batch)
+    assert silent.recorded() is None
+    with pytest.raises(jaxferry.InputError, match="record_steps"):
+        jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=-1)

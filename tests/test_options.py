@@ -1,0 +1,44 @@
+"""Arguments of `train_step` that are not acceptable: one line that names the argument and its value."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+
+NOTHING: dict[str, int] = {}
+
+
+def train(optimizer=None, **options):
+    step = jaxferry.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optimizer or optax.sgd(0.1), **options)
+    return step(step.init({"w": np.eye(4, dtype=np.float32)}), jnp.ones((2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("compute_dtype", value) for value in ("int32", "foo", 3)),
+        *(("reserve_factor", value) for value in ("0.5", -0.1, 1.1, float("nan"), True)),
+        *(("clip_norm", value) for value in ("1", 0, -1.0, float("inf"), True)),
+        *((name, value) for name in ("plan", "profile") for value in (NOTHING, 1)),
+        *(("remat", value) for value in ("some", 3)),
+        *(("skip_nonfinite", value) for value in (1, "yes")),
+        *(("record_steps", value) for value in (-1, 1.5, True)),
+        *(("memory_budget", value) for value in (1.5, "8 apples", -1)),
+        ("policy", "best"),
+        ("device", "cpu"),
+        ("transport", "bus"),
+    ],
+)
+def test_an_argument_that_is_not_acceptable_is_named_with_its_value(name, value):
+    with pytest.raises(jaxferry.InputError) as caught:
+        train(**{name: value})
+    message = str(caught.value)
+    assert name in message and str(value) in message and len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("optimizer", [optax.polyak_sgd(1.0), optax.lbfgs(), optax.contrib.reduce_on_plateau()])
+def test_an_optimizer_that_needs_the_loss_is_refused_with_what_it_needs(optimizer):
+    with pytest.raises(jaxferry.InputError, match=r"needs more than gradients, state and parameters: .*'value'"):
+        train(optimizer)
