@@ -27,6 +27,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else DeepSpeed's threads wait at full speed, on others' time
 
 import jax
 import jax.numpy as jnp

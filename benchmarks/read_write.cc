@@ -1,6 +1,6 @@
 // The memory's limit for a host step: a plain loop that reads and writes what AdamW must, and computes nothing of note.
-// For each parameter it reads and writes three fp32 arrays, reads one of 16 bits and writes another: 28 bytes, and 2 more
-// as the cache fetches what is only written.
+// For each parameter it reads and writes three fp32 arrays, reads one of 16 bits and writes another: 28 bytes, and 2
+// more as the cache fetches what is only written.
 //
 // host_step.py compiles and loads it.
 #include <algorithm>

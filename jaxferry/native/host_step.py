@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxferry.native.library import library
+
 KINDS = ("adam", "nadam", "lion", "sgd", "momentum", "nesterov")
 """The rules that the library knows, in its numbering."""
 
@@ -75,7 +77,11 @@ def host_step(
 
     Returns:
       Masters, moments and copies, in the memory of those that were given.
+
+    Raises:
+      NativeError: if the CPU's library cannot be used.
     """
+    library("cpu")
     given = [copy for copy in copies if isinstance(copy, jax.Array)]
     updated = [*masters, *(array for moment in moments for array in moment)]
     structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (*updated, *copies)]

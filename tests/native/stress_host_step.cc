@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -137,6 +138,27 @@ void TestEveryChunkIsDoneOnce() {
   }
 }
 
+// Whoever calls: XLA's threads take them for zero by themselves, and threads that those start do.
+void TestSubnormalNumbersAreZero() {
+  HostThreads::SetNumThreads(2);
+  Layer layer(Dtype::kFloat32, {4 * kLarge}, 1);
+  const float subnormal = 1e-39f;
+  std::memset(layer.gradient.data(), 0, layer.gradient.size());
+  for (std::vector<float>* array : {&layer.masters[0], &layer.first[0], &layer.second[0]}) {
+    std::fill(array->begin(), array->end(), subnormal);
+  }
+  for (int simd = 0; simd <= static_cast<int>(BestSimd()); ++simd) {
+    SetSimd(static_cast<Simd>(simd));
+    Layer stepped = layer;
+    stepped.Step(StepRule::kAdam);
+    for (const std::vector<float>* array : {&stepped.masters[0], &stepped.first[0], &stepped.second[0]}) {
+      EXPECT(std::count(array->begin(), array->end(), 0.0f) == static_cast<int64_t>(array->size()));
+    }
+  }
+  volatile float still_there = subnormal;
+  EXPECT(still_there * 0.5f > 0);  // and the caller does as before
+}
+
 // Thread sanitizer lets no forked child start threads.
 void TestAForkedChildHasThreadsOfItsOwn() {
 #ifndef __SANITIZE_THREAD__
@@ -159,5 +181,6 @@ void TestHostStep() {
   TestEveryKernelAndNumberOfThreadsGivesTheSameBits();
   TestManyCallersAtOnceDoTheirOwnWork();
   TestEveryChunkIsDoneOnce();
+  TestSubnormalNumbersAreZero();
   TestAForkedChildHasThreadsOfItsOwn();
 }

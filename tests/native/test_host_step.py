@@ -168,6 +168,15 @@ def test_zeros_subnormals_huge_numbers_infinities_and_nan_are_treated_alike(step
     assert_same_bits(run_one(kind, *arrays, numbers=numbers), expected_of(kind, *arrays, numbers=numbers))
 
 
+def test_subnormal_numbers_are_zero_on_every_thread(steps):
+    steps.set_host_threads(4)
+    numbers = NUMBERS | {"unscale": 1.0, "clip": 1.0}
+    gradient, master, *moments = [np.full(64 * CHUNK, x, np.float32) for x in (0.0, 1e-39, 1e-39, 1e-39)]
+    assert master.all()
+    for result in run_one("adam", gradient, master, moments, np.ones_like(master), numbers=numbers):
+        assert not result.any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_instruction_set_and_number_of_threads_gives_the_same_bits(steps, kind, dtype):
@@ -221,15 +230,18 @@ def test_all_is_updated_where_it_lies_and_needs_no_memory(steps):
             rule_of("adam"), [StepPart(0, 0, True)], factors, [gradient], [master], [[m] for m in moments], [copy]
         )
 
-    given = [jax.device_put(x, host, may_alias=False) for x in (gradient, master, *moments, copy)]
+    gradient, *given = [jax.device_put(x, host, may_alias=False) for x in (gradient, master, *moments, copy)]
     factors = jnp.ones(len(FACTORS))
-    addresses = [x.unsafe_buffer_pointer() for x in given[1:]]
-    compiled = step.lower(factors, *given[:2], given[2:4], given[4]).compile()
+    compiled = step.lower(factors, gradient, given[0], given[1:3], given[3]).compile()
     stats = compiled.memory_analysis()
     assert stats.alias_size_in_bytes == size * (4 + 4 + 4 + 2)
     assert stats.temp_size_in_bytes < 1000
-    results = jax.tree.leaves(compiled(factors, *given[:2], given[2:4], given[4]))
-    assert [x.unsafe_buffer_pointer() for x in results] == addresses
+    addresses = []
+    for _ in range(3):
+        results = compiled(factors, gradient, given[0], given[1:3], given[3])
+        given = jax.block_until_ready(jax.tree.leaves(results))
+        addresses.append([x.unsafe_buffer_pointer() for x in given])
+    assert addresses[1:] == addresses[:-1]
 
 
 def test_copies_are_made_where_none_are_given(steps):

@@ -1,5 +1,5 @@
-// Conversions of one number by its bits: to nearest, ties to even; NaN stays NaN. No subnormal float appears on the way,
-// so they are the same where threads take those for zero, as XLA's do. No XLA types.
+// Conversions of one number by its bits: to nearest, ties to even; NaN stays NaN. No subnormal float appears on the
+// way, so they are the same where threads take those for zero, as XLA's do. No XLA types.
 #ifndef JAXFERRY_CPU_BITS_H_
 #define JAXFERRY_CPU_BITS_H_
 

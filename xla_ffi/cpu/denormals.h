@@ -1,5 +1,5 @@
-// Has this thread take subnormal numbers for zero and round to nearest, as XLA's threads do, for as long as an object of
-// the class lives: results depend on no thread's mood, and a moment that fades away costs no more than another.
+// Has this thread take subnormal numbers for zero and round to nearest, as XLA's threads do, for as long as an object
+// of the class lives: results depend on no thread's mood, and a moment that fades away costs no more than another.
 #ifndef JAXFERRY_CPU_DENORMALS_H_
 #define JAXFERRY_CPU_DENORMALS_H_
 

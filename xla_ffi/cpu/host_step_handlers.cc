@@ -63,7 +63,8 @@ ffi::Error CheckFactors(ffi::AnyBuffer factors) {
   if (factors.element_type() == ffi::DataType::F32 && factors.element_count() == kNumStepFactors) {
     return ffi::Error::Success();
   }
-  return Invalid(kHostStep, "factors must be float32[" + std::to_string(kNumStepFactors) + "], got " + Describe(factors));
+  return Invalid(kHostStep,
+                 "factors must be float32[" + std::to_string(kNumStepFactors) + "], got " + Describe(factors));
 }
 
 ffi::Error CheckVector(const StepOperands& operands, size_t i) {

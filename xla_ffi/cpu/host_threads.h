@@ -22,8 +22,8 @@ class HostThreads {
   // That of the process; a child that was forked gets one of its own.
   static HostThreads& Get();
 
-  // Calls `work(job, chunk)` once for each chunk in [0, num_chunks), on the caller and on idle threads, and returns when
-  // all have ended.
+  // Calls `work(job, chunk)` once for each chunk in [0, num_chunks), on the caller and on idle threads, and returns
+  // when all have ended.
   void Run(Work work, const void* job, int64_t num_chunks);
 
   // Ends the threads: jobs that come, or are under way, are done by their callers alone.
