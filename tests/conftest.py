@@ -28,3 +28,8 @@ os.environ["JAXFERRY_CACHE_DIR"] = os.path.join(_CACHE, "jaxferry")
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("deterministic")
+
+
+def pytest_make_parametrize_id(val):
+    """Functions are named, not addressed: processes that share the tests among them must agree on the names."""
+    return getattr(val, "__name__", None) if callable(val) else None
