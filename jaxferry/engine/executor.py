@@ -158,6 +158,7 @@ class Executor:
         self._total = jax.jit(lambda norms: jnp.sqrt(sum(norms, start=jnp.float32(0))))
         self._norm_thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")
         self._no_norm = jax.device_put(np.float32(0), placement.host_compute)
+        self._no_scale = jax.device_put(np.float32(1), placement.host_compute)
 
     def step(self, state: TrainState, batch: Sequence[Any]) -> StepResult:
         """Takes one step, which updates `state`; its updates may still be under way.
@@ -417,8 +418,8 @@ class Executor:
         ]
         vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
         program = unit.programs[tuple(bool(used) for used in gradients)]
-        scale = jnp.float32(1)
-        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm, scale)
+        given = (unit.masters, unit.state, vectors, gradients, norm, self._no_scale)
+        unit.masters, unit.state, packed = program(*given)
         for layer, vector, used in zip(unit.layers, packed, gradients, strict=True):
             state.vectors[layer] = to_pinned(vector, self._placement)
         jax.block_until_ready((unit.masters, unit.state, [state.vectors[layer] for layer in unit.layers]))
