@@ -31,6 +31,10 @@ MEASUREMENT_FORMAT = "jaxferry.measurement/1"
 """Another number here makes every older measurement one that is not found."""
 
 
+_LARGEST = 10_000
+"""Characters of a file that one measurement is ever written to."""
+
+
 class MeasurementCache:
     """Seconds by what was measured.
 
@@ -53,7 +57,10 @@ class MeasurementCache:
             return None
         key = self._key(content)
         try:
-            document = json.loads(self._path(key).read_text(encoding="utf-8"))
+            with self._path(key).open(encoding="utf-8") as file:
+                text = file.read(_LARGEST + 1)
+            # Deep nesting can end the process, so what is too long is not even parsed.
+            document = None if len(text) > _LARGEST else json.loads(text)
         except (OSError, ValueError, RecursionError):
             return None
         if not isinstance(document, dict) or document.get("format") != MEASUREMENT_FORMAT or document.get("key") != key:
