@@ -7,6 +7,8 @@
 PYTHON ?= $(shell tools/pythons | head -n 1)
 VENV ?= .venv
 ARGS ?=
+# Processes that share the tests; each takes some 2 GB of memory.
+JOBS ?= 2
 
 # On a machine with an NVIDIA GPU the example runs there.
 TRAIN_EXTRAS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo examples,cuda13 || echo examples)
@@ -24,7 +26,7 @@ train: install-train
 	@$(VENV)/bin/python examples/gpt2/train.py $(ARGS)
 
 test: install-test
-	@$(VENV)/bin/python -m pytest $(ARGS)
+	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 sanitize:
 	@tools/sanitize $(ARGS)

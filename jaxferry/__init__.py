@@ -16,6 +16,7 @@ from jaxferry.errors import (
     TaskError,
 )
 from jaxferry.modes import GradientPlace, Mode
+from jaxferry.optimizers import adam, adamw, lion, sgd
 from jaxferry.train_step import TrainState, TrainStep, train_step
 
 __version__ = "0.1.0"
@@ -33,5 +34,9 @@ __all__ = [
     "TaskError",
     "TrainState",
     "TrainStep",
+    "adam",
+    "adamw",
+    "lion",
+    "sgd",
     "train_step",
 ]

@@ -18,6 +18,13 @@ from jaxferry.profiling.segment_costs import partition_costs
 DEFAULT_MACHINE = "h200-pcie5"
 """What a profile is estimated for where the device is none of the known GPUs (a CPU, for one)."""
 
+_WITHOUT_TIMES = ("zero-offload", "native-offload", "native-overlapped", "l2l")
+
+
+def needs_times(policy: str | None) -> bool:
+    """Whether what a policy chooses depends on a profile's times; that of the baselines does not."""
+    return policy is not None and policy not in _WITHOUT_TIMES
+
 
 def choose_plan(
     parts: Partition,

@@ -10,12 +10,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxferry.engine.loss_scale import LossScale
 from jaxferry.errors import InputError
 from jaxferry.partition import REMAT
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy
 from jaxferry.profiling.records import Profile
 from jaxferry.units import parse_bytes
+
+MEASURE, ESTIMATE = "measure", "estimate"
+"""What may be said in place of a profile; a file of such a name is `./measure`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +32,12 @@ class Options:
     compute_dtype: Any
     plan: Plan | None
     policy: str | None
-    profile: Profile | None
+    profile: Profile | str | None
     remat: str
     skip_nonfinite: bool
     record_steps: int
+    accumulate: int
+    loss_scale: LossScale | None
 
 
 def read_options(
@@ -46,6 +52,8 @@ def read_options(
     remat: Any,
     skip_nonfinite: Any,
     record_steps: Any,
+    accumulate: Any,
+    loss_scale: Any,
 ) -> Options:
     """Checks the arguments of `train_step`; reads plan and profile where they are files.
 
@@ -60,8 +68,10 @@ def read_options(
         raise InputError(f"remat must be one of {', '.join(REMAT)}, got {remat!r}")
     if not isinstance(skip_nonfinite, bool):
         raise InputError(f"skip_nonfinite must be True or False, got {skip_nonfinite!r}")
-    if isinstance(record_steps, bool) or not isinstance(record_steps, int) or record_steps < 0:
+    if not (_is_whole(record_steps) and record_steps >= 0):
         raise InputError(f"record_steps must be a number of steps, 0 or more, got {record_steps!r}")
+    if not (_is_whole(accumulate) and accumulate >= 1):
+        raise InputError(f"accumulate must be a number of micro-batches, 1 or more, got {accumulate!r}")
     if plan is not None and policy is not None:
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r})")
     if policy is not None:
@@ -73,11 +83,17 @@ def read_options(
         compute_dtype=_read_dtype(compute_dtype),
         plan=_read_record(Plan, plan, "plan"),
         policy=policy,
-        profile=_read_record(Profile, profile, "profile"),
+        profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
         remat=remat,
         skip_nonfinite=skip_nonfinite,
         record_steps=record_steps,
+        accumulate=accumulate,
+        loss_scale=_read_loss_scale(loss_scale, compute_dtype),
     )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
@@ -94,6 +110,16 @@ def _read_dtype(value: Any) -> Any:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise InputError(f"compute_dtype must be a floating dtype such as jnp.bfloat16, or None, got {value!r}")
     return dtype
+
+
+def _read_loss_scale(value: Any, compute_dtype: Any) -> LossScale | None:
+    if value is None:
+        return LossScale() if _read_dtype(compute_dtype) == jnp.float16 else None
+    if value == "dynamic":
+        return LossScale()
+    if not (_is_number(value) and math.isfinite(value) and value > 0):
+        raise InputError(f'loss_scale must be "dynamic", a positive number or None, got {value!r}')
+    return None if value == 1 else LossScale(float(value), is_dynamic=False)
 
 
 def _read_record(kind: Any, value: Any, name: str) -> Any:

@@ -15,14 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxferry.choice import choose_plan
+from jaxferry.choice import choose_plan, needs_times
 from jaxferry.engine import (
+    UNSCALED,
     Evaluator,
     Executor,
     HostOptimizer,
+    LossScale,
     Peak,
     Programs,
     Recorder,
@@ -32,6 +35,7 @@ from jaxferry.engine import (
     choose_transport,
     derivatives_of,
     fit_modes,
+    kept_layers,
     lower_plan,
     make_lanes,
     make_placement,
@@ -39,6 +43,8 @@ from jaxferry.engine import (
     make_transport,
     masters_from_arrays,
     masters_layer_by_layer,
+    measure_profile,
+    onto_sums,
     peak_bytes,
     resident_layers,
     shadow_model,
@@ -46,9 +52,10 @@ from jaxferry.engine import (
 from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.modes import Mode
-from jaxferry.options import Options, read_options
+from jaxferry.options import MEASURE, Options, read_options
 from jaxferry.partition import Layer, Partition, layers_by_path, partition
 from jaxferry.plan.records import Plan, Updates
+from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Run, Schedule
 
@@ -60,7 +67,9 @@ def train_step(
     memory_budget: int | str | None = None,
     reserve_factor: float | None = None,
     clip_norm: float | None = None,
+    accumulate: int = 1,
     compute_dtype: Any = None,
+    loss_scale: float | str | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     policy: str | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
@@ -81,11 +90,19 @@ def train_step(
       reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device until a transfer takes them;
         None for the policy's default, most often 1.
       clip_norm: global norm that gradients are clipped to, exactly; None clips nothing.
-      compute_dtype: dtype in which the device sees the parameters, such as `jnp.bfloat16`; None leaves their own.
+      accumulate: number of steps (micro-batches) whose mean gradient one update takes, as `optax.MultiSteps` does. Sums
+        are in the gradients' dtype; they stay on the device where the plan lets gradients stay there and they fit into
+        the budget, else they are added up in host memory.
+      compute_dtype: dtype in which the device sees the parameters, such as `jnp.float16`. By default `bfloat16` on
+        accelerators for models in float32, else the parameters' own.
+      loss_scale: what the loss is multiplied by before its backward, and gradients are divided by in the update:
+        `"dynamic"` (the default for `float16`) halves it where gradients overflow, and leaves out that update.
       plan: a plan, or the path of its JSON file, in place of a policy.
       policy: name of the policy that chooses the plan, such as `"exact"`, `"memferry"` or `"auto"`; None loads each
         layer once and keeps it until its backward, as long as the memory budget lets it.
-      profile: what the policy plans with, or the path of its JSON file; None estimates one from the segments.
+      profile: what the policy plans with, or the path of its JSON file. None measures one on the device for policies
+        that plan with times, and keeps what was measured in the user's cache folder (`JAXFERRY_CACHE_DIR` names
+        another, or "off"). `"measure"` does so for any policy; `"estimate"` runs nothing, and takes the roofline.
       remat: `"none"`, or `"full"` to compute each segment's forward again in its backward.
       skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
         non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
@@ -113,6 +130,8 @@ def train_step(
         remat=remat,
         skip_nonfinite=skip_nonfinite,
         record_steps=record_steps,
+        accumulate=accumulate,
+        loss_scale=loss_scale,
     )
     return TrainStep(loss_fn, optimizer, options, device, transport)
 
@@ -194,9 +213,9 @@ class TrainStep:
             are handed through as they are; each combination is compiled once.
 
         Returns:
-          The state, and metrics: `loss`; `grad_norm` (before clipping); `skipped` (whether `skip_nonfinite` left the
-          state as it was); `aux` (what the loss function returned beside the loss, if anything);
-          `device_param_bytes_peak` (bytes).
+          The state, and metrics: `loss`; `grad_norm` (of the mean gradient before clipping; with `accumulate` only for
+          the last micro-batch before an update); `skipped` (whether `skip_nonfinite` left the state as it was); `aux`
+          (what the loss function returned beside the loss, if anything); `device_param_bytes_peak` (bytes).
 
         Raises:
           NonFiniteError: if the loss is not finite, unless `skip_nonfinite`; the state is that before the step.
@@ -222,6 +241,22 @@ class TrainStep:
         if key not in self._prepared:
             self._prepared[key] = self._prepare(args, kwargs)
         return self._prepared[key]
+
+    def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
+        """Measures what each layer costs on the device, as a policy plans with it; to be saved, or looked at.
+
+        What is in the cache (`JAXFERRY_CACHE_DIR`) is not measured again.
+
+        Args:
+          params: the model's tree of parameters; shapes are enough.
+          *args: as the step is called with; arrays or shape structs.
+          **kwargs: likewise.
+        """
+        self._adopt(params)
+        parts = self._partition(args, kwargs)
+        derivatives = derivatives_of(parts, self._options.remat)
+        self._host_optimizer().check_parts(parts.layers)
+        return self._measured(parts, Programs(parts, derivatives, self._placement, native=self._transport == "ferry"))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
         """Compiles the host updates too, so that the first step takes no longer than the next.
@@ -282,11 +317,12 @@ class TrainStep:
         """
         self._check(state)
         saved = checkpoint.Checkpoint(
-            step=state.step,
+            step=state.updated_step,
             params=dict(zip(path_names(self._params), map(np.asarray, state.masters()), strict=True)),
             dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(self._params)],
             dictionary_paths=checkpoint.dictionary_paths(self._params),
             optimizer=state.optimizer_state(),
+            loss_scale=[state.loss_scale.value, state.loss_scale.num_finite] if state.loss_scale.is_dynamic else None,
         )
         checkpoint.save(saved, os.fspath(path))
 
@@ -319,11 +355,15 @@ class TrainStep:
         checkpoint.check_matches("optimizer", saved.optimizer, self._host_optimizer().state_shapes(), check_dtypes=True)
         where = self._placement.host
         optimizer = {name: jax.device_put(leaf, where, may_alias=False) for name, leaf in saved.optimizer.items()}
-        return self._new_state(layers, self._masters([saved.params[name] for name in names]), optimizer, saved.step)
+        state = self._new_state(layers, self._masters([saved.params[name] for name in names]), optimizer, saved.step)
+        if saved.loss_scale is not None and state.loss_scale.is_dynamic:
+            value, num_finite = saved.loss_scale
+            state.loss_scale = LossScale(float(value), num_finite=int(num_finite))
+        return state
 
     def _adopt(self, params: Any) -> tuple[Layer, ...]:
         """Remembers the model's tree; returns the layers that its paths suggest."""
-        layers = layers_by_path(params, self._options.compute_dtype)
+        layers = layers_by_path(params, self._compute_dtype(params))
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         if self._optimizer is None or self._params != abstract:
             self._params, self._prepared, self._evaluators, self._layers = abstract, {}, {}, None
@@ -333,6 +373,11 @@ class TrainStep:
             self._optimizer = HostOptimizer(self._optax, tree, masters, self._placement, self._options.clip_norm)
             self._optimizer.check_parts(layers)
         return layers
+
+    def _compute_dtype(self, params: Any) -> Any:
+        is_single = all(np.dtype(leaf.dtype) == np.float32 for leaf in jax.tree.leaves(params))
+        by_default = jnp.bfloat16 if self._placement.platform != "cpu" and is_single else None
+        return by_default if self._options.compute_dtype is None else self._options.compute_dtype
 
     def _host_optimizer(self) -> HostOptimizer:
         if self._optimizer is None:
@@ -351,7 +396,8 @@ class TrainStep:
         step: int = 0,
     ) -> TrainState:
         tree = jax.tree.structure(self._params)
-        return TrainState(tree, self._host_optimizer(), self._placement, layers, masters, optimizer, step)
+        scale = self._options.loss_scale or UNSCALED
+        return TrainState(tree, self._host_optimizer(), self._placement, layers, masters, optimizer, step, scale)
 
     def _check(self, state: TrainState) -> None:
         if not isinstance(state, TrainState):
@@ -363,7 +409,7 @@ class TrainStep:
     def _partition(self, args: Any, kwargs: Mapping[str, Any]) -> Partition:
         """The partition for these arguments; the first decides on the layers, the others keep them where they can."""
         arrays, flags = _split(kwargs)
-        loss_fn, dtype = functools.partial(self._loss_fn, **flags), self._options.compute_dtype
+        loss_fn, dtype = functools.partial(self._loss_fn, **flags), self._compute_dtype(self._params)
         parts = partition(loss_fn, self._params, args, arrays, compute_dtype=dtype, layers=self._layers)
         self._layers = self._layers or parts.layers
         return parts
@@ -374,28 +420,41 @@ class TrainStep:
         self._warn_of_unread(parts)
         derivatives = derivatives_of(parts, options.remat)
         self._host_optimizer().check_parts(parts.layers)
-        plan, profile = self._plan(parts)
-        if options.clip_norm is not None or options.skip_nonfinite or self._host_optimizer().is_joint:
+        is_native, is_scaled = self._transport == "ferry", options.loss_scale is not None
+        programs = Programs(parts, derivatives, self._placement, is_native, is_scaled)
+        plan, profile = self._plan(parts, programs)
+        is_adapted = options.loss_scale is not None and options.loss_scale.is_dynamic
+        needs_all = options.clip_norm is not None or options.skip_nonfinite or is_adapted
+        if needs_all or self._host_optimizer().is_joint:
             plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
         gradients = [layer.gradient for layer in plan.layers]
-        programs = Programs(parts, derivatives, self._placement, native=self._transport == "ferry")
         transport = make_transport(self._transport, self._placement, parts.layers)
 
         def lowered(modes: Sequence[Mode]) -> Schedule:
             layers = [dataclasses.replace(layer, mode=mode) for layer, mode in zip(plan.layers, modes, strict=True)]
             return lower_plan(parts, derivatives, dataclasses.replace(plan, layers=tuple(layers)), profile)
 
+        budget = options.memory_budget_bytes
+        kept = kept_layers(parts, derivatives, gradients) if options.accumulate > 1 else []
+
         def peak_of(modes: Sequence[Mode]) -> Peak:
             script = make_script(parts, derivatives, modes, gradients)
-            needs = (programs.temporary_bytes, transport.staging_bytes)
+            other_bytes = transport.staging_bytes + sum(parts.layers[layer].num_bytes for layer in kept)
+            needs = (programs.temporary_bytes, other_bytes)
             return peak_bytes(parts, derivatives, lowered(modes), script, modes, *needs)
 
         modes, fitted = None, list(plan.modes)
         # What programs need beside their arguments is known once they are compiled, and which are, once modes are.
         while fitted != modes:
             modes = fitted
-            programs.require(shadow_model(parts, derivatives, modes, gradients))
-            fitted = fit_modes(parts, plan.modes, options.memory_budget_bytes, peak_of)
+            uses = shadow_model(parts, derivatives, modes, gradients)
+            uses += onto_sums(uses) if options.accumulate > 1 else []
+            programs.require(uses)
+            # Sums that stay save transfers that are hidden anyway, so they go before any layer is loaded twice.
+            while kept and budget is not None and peak_of(plan.modes).total > budget:
+                kept.pop()
+            fitted = fit_modes(parts, plan.modes, budget, peak_of)
+        programs.keep(uses)
         schedule = lowered(modes)
         executor = Executor(
             parts,
@@ -409,22 +468,40 @@ class TrainStep:
             self._lanes,
             clips=options.clip_norm is not None,
             skip_nonfinite=options.skip_nonfinite,
+            checks_gradients=is_adapted,
             recorder=self._recorder,
+            accumulate=options.accumulate,
+            kept=kept,
         )
         return Prepared(parts, plan, tuple(modes), peak_of(modes), programs.num_executables, schedule, executor)
 
-    def _plan(self, parts: Partition) -> tuple[Plan, Profile | None]:
+    def _plan(self, parts: Partition, programs: Programs) -> tuple[Plan, Profile | None]:
         options = self._options
+        profile = options.profile
+        if profile == MEASURE or (profile is None and needs_times(options.policy)):
+            profile = self._measured(parts, programs)
         return choose_plan(
             parts,
             plan=options.plan,
             policy=options.policy,
-            profile=options.profile,
+            profile=profile if isinstance(profile, Profile) else None,
             device_kind=self._placement.device_kind,
             reserve_factor=options.reserve_factor,
             memory_budget_bytes=options.memory_budget_bytes,
             remat=options.remat,
         )
+
+    def _measured(self, parts: Partition, programs: Programs) -> Profile:
+        with progress_bar("measuring") as progress:
+            return measure_profile(
+                parts,
+                programs,
+                self._host_optimizer(),
+                self._placement,
+                self._transport,
+                remat=self._options.remat,
+                progress=progress,
+            )
 
     def _warn_of_unread(self, parts: Partition) -> None:
         if parts.unread_leaves and not self._has_warned:
@@ -436,22 +513,30 @@ class TrainStep:
 
     def _metrics(self, number: int, parts: Partition, result: StepResult) -> dict[str, Any]:
         loss = np.asarray(result.loss)
-        if not np.isfinite(loss) and not self._options.skip_nonfinite:
+        is_lost = not result.is_finite and not self._options.skip_nonfinite
+        scale = self._options.loss_scale
+        if is_lost and scale is not None and scale.is_dynamic and result.loss_scale > 1:
+            is_lost = False  # the next one is smaller
+        if is_lost:
             finite = [bool(flag) for flag in result.finite]
             layer = parts.segments[finite.index(False)].name if False in finite else None
             raise NonFiniteError(
-                f"the loss of step {number} is {loss}; the first layer with a non-finite output is {layer!r}; the "
-                "state is that before the step (skip_nonfinite=True skips such steps)",
+                f"the loss of step {number} is {loss}{', a gradient is not finite' if np.isfinite(loss) else ''}; the "
+                f"first layer with a non-finite output is {layer!r}; the state is that before the step "
+                "(skip_nonfinite=True skips such steps)",
                 number,
                 layer,
             )
         metrics: dict[str, Any] = {
             "loss": result.loss,
-            "grad_norm": result.grad_norm,
             "device_param_bytes_peak": result.device_param_bytes_peak,
         }
-        if self._options.skip_nonfinite:
-            metrics["skipped"] = not result.is_applied
+        if scale is not None:
+            metrics["loss_scale"] = result.loss_scale
+        if self._options.skip_nonfinite or (scale is not None and scale.is_dynamic):
+            metrics["skipped"] = not result.is_finite
+        if result.grad_norm is not None:
+            metrics["grad_norm"] = result.grad_norm
         if parts.aux_tree is not None:
             metrics["aux"] = jax.tree.unflatten(parts.aux_tree, result.aux)
         return metrics

@@ -23,6 +23,13 @@ atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# What tests measure is no measurement, and no business of the user's own cache.
+os.environ["JAXFERRY_CACHE_DIR"] = os.path.join(_CACHE, "jaxferry")
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("deterministic")
+
+
+def pytest_make_parametrize_id(val):
+    """Functions are named, not addressed: processes that share the tests among them must agree on the names."""
+    return getattr(val, "__name__", None) if callable(val) else None

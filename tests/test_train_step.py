@@ -479,7 +479,7 @@ def test_an_update_that_fails_again_marks_the_state(gpt, monkeypatch, tmp_path):
 @pytest.mark.parametrize("policy", sorted(policies()))
 def test_every_policy_trains_with_the_same_bits_but_for_products_in_host_memory(gpt, policy):
     expected = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3)), gpt, 3)
-    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), policy=policy, reserve_factor=0.5)
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), policy=policy, reserve_factor=0.5, profile="estimate")
     state, losses = train(step, gpt, 3)
     prepared = step.prepare(gpt.batch)
     assert prepared.plan.policy == policy
@@ -492,7 +492,7 @@ def test_every_policy_trains_with_the_same_bits_but_for_products_in_host_memory(
 @pytest.mark.parametrize("policy", sorted(policies()))
 def test_without_the_native_library_every_policy_trains_with_the_same_bits(gpt, policy):
     expected = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3)), gpt, 3)
-    options = {"policy": policy, "reserve_factor": 0.5, "transport": "device_put"}
+    options = {"policy": policy, "reserve_factor": 0.5, "transport": "device_put", "profile": "estimate"}
     state, losses = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), **options), gpt, 3)
     assert losses == expected[1]
     assert_same_bits(state.params, expected[0].params)

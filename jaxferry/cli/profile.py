@@ -1,6 +1,7 @@
 """`jaxferry profile`: what each layer of a model costs on a machine."""
 
 import contextlib
+import functools
 import importlib
 import os
 import pathlib
@@ -8,21 +9,34 @@ import sys
 import sysconfig
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import jax.numpy as jnp
+import optax
 import rich.markup
 import rich.table
 import typer
 
 from jaxferry.cli.common import AsJson, print_json, print_report
+from jaxferry.engine import TRANSPORTS
 from jaxferry.errors import InputError, JaxFerryError
 from jaxferry.partition import REMAT, partition
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES, find_machine
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.train_step import train_step
+
+OPTIMIZERS: Mapping[str, Callable[[float], optax.GradientTransformation]] = {
+    "adamw": optax.adamw,
+    "adam": optax.adam,
+    "lion": optax.lion,
+    "adafactor": optax.adafactor,
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "sgd": optax.sgd,
+}
+"""Whose update is measured, by name; made from a learning rate, on which no time depends."""
 
 
 def register(app: typer.Typer) -> None:
@@ -41,23 +55,37 @@ def profile(
     ],
     estimate: Annotated[bool, typer.Option("--estimate", help="Estimates by roofline; runs nothing.")] = False,
     machine: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help=f"One of {', '.join(MACHINES)}, or a JSON file.")
+        str | None,
+        typer.Option(metavar="NAME|FILE", help=f"Estimates for one of {', '.join(MACHINES)}, or a JSON file."),
     ] = None,
     compute_dtype: Annotated[str | None, typer.Option(help="The dtype in which the device holds parameters.")] = None,
     remat: Annotated[str, typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}.")] = "none",
+    optimizer: Annotated[
+        str, typer.Option(help=f"Whose update is measured: {', '.join(OPTIMIZERS)}. Estimates are for adamw.")
+    ] = "adamw",
+    transport: Annotated[
+        str | None, typer.Option(help=f"What moves layers: {' or '.join(TRANSPORTS)}; by default what a step takes.")
+    ] = None,
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Makes a profile of a model: bytes and times of each layer, for `plan` and `simulate`."""
-    if not estimate:
-        raise InputError("give --estimate and --machine: only estimated profiles can be had from this command")
-    if machine is None:
+    """Makes a profile of a model: bytes and times of each layer, for `plan` and `simulate`.
+
+    Measures on the device at hand unless --estimate is given; what was measured before is taken from the cache
+    (JAXFERRY_CACHE_DIR, or "off" for none).
+    """
+    if estimate and machine is None:
         raise InputError(f"--estimate needs --machine: one of {', '.join(MACHINES)}, or a JSON file")
     if remat not in REMAT:
         raise InputError(f"--remat must be one of {', '.join(REMAT)}, got {remat!r}")
-    made = estimate_model(model, machine, compute_dtype, remat)
+    if estimate and machine is not None:
+        made = estimate_model(model, machine, compute_dtype, remat)
+    elif machine is not None:
+        raise InputError(f"--machine {machine} is for --estimate: what is measured is the device at hand")
+    else:
+        made = measure_model(model, optimizer, compute_dtype, remat, transport)
     if output is not None:
         made.save(output)
     if as_json:
@@ -78,6 +106,28 @@ def estimate_model(model: str, machine: str, compute_dtype: str | None = None, r
         loss_fn, params, batch = _call(model)
         parts = partition(loss_fn, params, (batch,), compute_dtype=dtype)
     return estimate_profile(partition_costs(parts, remat), figures, {"model": model, "remat": remat})
+
+
+def measure_model(
+    model: str,
+    optimizer: str = "adamw",
+    compute_dtype: str | None = None,
+    remat: str = "none",
+    transport: str | None = None,
+) -> Profile:
+    """The profile of the model that `module:function` names, measured on JAX's first device.
+
+    Raises:
+      InputError: if there is no such function, optimizer or transport, or the function returns something else.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise InputError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    dtype = _dtype(compute_dtype)
+    with _code_of_a_user(model):
+        loss_fn, params, batch = _call(model)
+        rate = OPTIMIZERS[optimizer](1e-3)
+        made = train_step(loss_fn, rate, compute_dtype=dtype, remat=remat, transport=transport).measure(params, batch)
+    return Profile({**made.machine, "model": model, "optimizer": optimizer}, made.layers)
 
 
 def _call(model: str) -> tuple[Callable[..., Any], Any, Any]:
@@ -162,5 +212,7 @@ def _print(made: Profile) -> None:
         times_s += [layer.backward_go_s, layer.update_s]
         name = rich.markup.escape(layer.name)
         table.add_row(name, *(f"{number:.3g}" for number in (*sizes, *(1e3 * time for time in times_s))))
-    note = f"Estimated for {made.machine['name']}: nothing was measured. Sizes in MiB, times in ms."
+    estimated = f"Estimated for {made.machine['name']}: nothing was measured."
+    note = estimated if made.machine.get("estimated") else f"Measured on {made.machine['name']}."
+    note += " Sizes in MiB, times in ms."
     print_report(note, "", table)

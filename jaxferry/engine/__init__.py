@@ -8,25 +8,30 @@ Lanes       the threads that it has    Recorder    when each task started and en
 
 from jaxferry.engine import checkpoint
 from jaxferry.engine.evaluator import Evaluator
-from jaxferry.engine.executor import Executor, StepResult, make_lanes
+from jaxferry.engine.executor import Executor, make_lanes
 from jaxferry.engine.fit import fit_modes
+from jaxferry.engine.flight import StepResult
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
+from jaxferry.engine.loss_scale import UNSCALED, LossScale
+from jaxferry.engine.measure import measure_profile
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.programs import Programs, derivatives_of, lower, trace_program
 from jaxferry.engine.recorder import Recorder
-from jaxferry.engine.script import Event, Peak, lower_plan, make_script, peak_bytes
-from jaxferry.engine.shadow import Kind, Source, Target, Use, resident_layers, shadow_model
+from jaxferry.engine.script import Event, Peak, kept_layers, lower_plan, make_script, peak_bytes
+from jaxferry.engine.shadow import Kind, Source, Target, Use, onto_sums, resident_layers, shadow_model
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.transports import TRANSPORTS, choose_transport, make_transport
 
 __all__ = [
     "TRANSPORTS",
+    "UNSCALED",
     "Evaluator",
     "Event",
     "Executor",
     "HostOptimizer",
     "Kind",
+    "LossScale",
     "Peak",
     "Placement",
     "Programs",
@@ -40,6 +45,7 @@ __all__ = [
     "choose_transport",
     "derivatives_of",
     "fit_modes",
+    "kept_layers",
     "lower",
     "lower_plan",
     "make_lanes",
@@ -48,6 +54,8 @@ __all__ = [
     "make_transport",
     "masters_from_arrays",
     "masters_layer_by_layer",
+    "measure_profile",
+    "onto_sums",
     "peak_bytes",
     "resident_layers",
     "shadow_model",

@@ -32,6 +32,7 @@ class Checkpoint:
       dtypes: the dtypes that the model's own parameters have, in the same order.
       dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
       optimizer: leaves of the optimizer's state by path.
+      loss_scale: value and number of finite updates of a dynamic loss scale; None if there was none.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Checkpoint:
     dtypes: Sequence[str]
     dictionary_paths: Sequence[Sequence[str]] | None
     optimizer: Mapping[str, Any]
+    loss_scale: Sequence[float] | None = None
 
     def dictionary(self) -> Any:
         """Shapes and dtypes of the model's parameters as nested dictionaries.
@@ -78,6 +80,7 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
         "dtypes": list(checkpoint.dtypes),
         "dictionary_paths": checkpoint.dictionary_paths,
         "optimizer": _describe({n: _plain(leaf) for n, leaf in checkpoint.optimizer.items()}),
+        "loss_scale": checkpoint.loss_scale,
         "optimizer_keys": {name: str(jax.random.key_impl(checkpoint.optimizer[name])) for name in keys},
     }
     arrays = {
@@ -120,7 +123,9 @@ def load(path: str | pathlib.Path) -> Checkpoint:
         params, optimizer = (_named(about[part], {**empty[part], **read[part]}) for part in ("params", "optimizer"))
         for name, kind in about["optimizer_keys"].items():
             optimizer[name] = jax.random.wrap_key_data(optimizer[name], impl=kind)
-        return Checkpoint(about["step"], params, about["dtypes"], about["dictionary_paths"], optimizer)
+        return Checkpoint(
+            about["step"], params, about["dtypes"], about["dictionary_paths"], optimizer, about["loss_scale"]
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = str(error).splitlines()[0][:200] if str(error) else ""
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {what}") from error

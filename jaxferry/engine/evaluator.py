@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import compile_evaluation, make_prelude
 from jaxferry.engine.state import TrainState
@@ -42,24 +43,27 @@ class Evaluator:
         held: dict[int, DeviceLayer] = {}
         try:
             for place, segment in enumerate(partition.segments):
-                for layer in layers[place : place + 2]:
-                    if layer not in held:
-                        held[layer] = state.resident.get(layer) or transfers.load(layer, state.vectors[layer])
-                outputs, extras = self._programs[segment.program](
-                    held[segment.layer].parameters(),
-                    [values[v] for v in segment.inputs],
-                    [values[v] for v in segment.passive],
-                )
-                values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
-                if segment.layer not in layers[place + 1 : place + 2]:
-                    self._drop(held.pop(segment.layer), state)
-                for value in {*segment.inputs, *segment.passive}:
-                    if self._last_reader[value] == place and value not in partition.aux:
-                        values.pop(value, None)
+                # An interrupt comes between two segments, when every copy is known.
+                with deferred_interrupts():
+                    for layer in layers[place : place + 2]:
+                        if layer not in held:
+                            held[layer] = state.resident.get(layer) or transfers.load(layer, state.vectors[layer])
+                    outputs, extras = self._programs[segment.program](
+                        held[segment.layer].parameters(),
+                        [values[v] for v in segment.inputs],
+                        [values[v] for v in segment.passive],
+                    )
+                    values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
+                    if segment.layer not in layers[place + 1 : place + 2]:
+                        self._drop(held.pop(segment.layer), state)
+                    for value in {*segment.inputs, *segment.passive}:
+                        if self._last_reader[value] == place and value not in partition.aux:
+                            values.pop(value, None)
         finally:
-            for done in held.values():
-                self._drop(done, state)
-            transfers.abandon(state.resident.values())
+            with deferred_interrupts():
+                for done in held.values():
+                    self._drop(done, state)
+                transfers.abandon(state.resident.values())
         aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
         return values[partition.loss], aux
 

@@ -10,11 +10,9 @@ just the update that it needs. Every device buffer is deleted as soon as its las
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.engine.flight import Flight, StepResult
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Lanes, TaskList, Work
@@ -30,83 +29,11 @@ from jaxferry.engine.programs import Programs, squared_norm
 from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.script import Event, programs_of
 from jaxferry.engine.shadow import Kind, Source, Target
-from jaxferry.engine.state import TrainState, UnderWay, task_error, to_pinned
-from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport
+from jaxferry.engine.state import Accumulated, TrainState, UnderWay, task_error, to_pinned
+from jaxferry.engine.transfers import DeviceLayer, Transport
 from jaxferry.partition import Partition, Segment
 from jaxferry.schedule import Kind as TaskKind
 from jaxferry.schedule import Lane, Schedule
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What a step gives back.
-
-    Attributes:
-      loss: scalar on the device.
-      aux: the auxiliary outputs, flattened.
-      grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory.
-      is_applied: whether the state was updated; it is not if the loss (or, where that is to be skipped, a gradient) is
-        not finite.
-      finite: for each segment, whether its outputs are finite; boolean scalars on the device.
-      device_param_bytes_peak: the most bytes of parameters that were on the device at a time.
-    """
-
-    loss: jax.Array
-    aux: list[Any]
-    grad_norm: jax.Array
-    is_applied: bool
-    finite: list[jax.Array]
-    device_param_bytes_peak: int
-
-
-class _Flight:
-    """What is alive within one step.
-
-    Attributes:
-      work: what runs the step's tasks.
-      values: of the step's equations between programs, by number.
-      units: what updates each layer.
-      copies: what has been loaded, by the task that did.
-      saved: residuals, by segment.
-      cotangents: by number of the value.
-      leaving: gradients on the device, by segment.
-      gradients: by layer, in host memory or on their way.
-      landing: transfers that have been issued and not waited for: their task, and the layer.
-      num_arrived: how many gradients of each layer are in host memory.
-      device_norms: squared norm of the last gradient of each layer, where the program computed it.
-      norms: squared norm of each layer's whole gradient.
-      finite: for each segment, whether its outputs are finite.
-      num_programs: how many programs have been issued.
-      num_updates: how many update tasks have been done.
-      updated: units that have been updated.
-    """
-
-    work: Work
-
-    def __init__(self, values: dict[int, Any], state: TrainState) -> None:
-        self.values = values
-        self.units = {layer: unit for unit in state.units for layer in unit.layers}
-        self.copies: dict[int, DeviceLayer] = {}
-        self.saved: dict[int, list[Any]] = {}
-        self.cotangents: dict[int, jax.Array] = {}
-        self.leaving: dict[int, Any] = {}
-        self.gradients: dict[int, HostGradient] = {}
-        self.landing: collections.deque[tuple[int, int]] = collections.deque()
-        self.num_arrived: collections.Counter[int] = collections.Counter()
-        self.device_norms: dict[int, jax.Array | None] = {}
-        self.norms: dict[int, Future[jax.Array]] = {}
-        self.finite: list[jax.Array] = []
-        self.num_programs = self.num_updates = 0
-        self.updated: set[int] = set()
-        self._verdict: tuple[bool, jax.Array] | None = None
-        self._lock = threading.Lock()
-
-    def judged(self, judge: Callable[[_Flight], tuple[bool, jax.Array]]) -> tuple[bool, jax.Array]:
-        """What `judge` says, asked once, whichever thread comes first."""
-        with self._lock:
-            if self._verdict is None:
-                self._verdict = judge(self)
-            return self._verdict
 
 
 class Executor:
@@ -124,7 +51,10 @@ class Executor:
       lanes: the threads that run the tasks.
       clips: whether updates need the global norm; the schedule has them after all gradients then.
       skip_nonfinite: whether a step is skipped whose loss or gradients are not finite; likewise.
+      checks_gradients: whether an update is left out whose gradients are not finite; likewise.
       recorder: what remembers when tasks started and ended; None for nothing.
+      accumulate: of how many micro-batches each update takes the mean gradient.
+      kept: layers whose gradients are added up on the device; those of the others, in host memory.
     """
 
     def __init__(
@@ -140,22 +70,27 @@ class Executor:
         lanes: Lanes,
         clips: bool = False,
         skip_nonfinite: bool = False,
+        checks_gradients: bool = False,
         recorder: Recorder | None = None,
+        accumulate: int = 1,
+        kept: Iterable[int] = (),
     ) -> None:
         self.partition, self.programs, self.schedule = partition, programs, schedule
         self._script, self._resident = list(script), frozenset(resident)
         self._optimizer, self._placement = optimizer, placement
         self._clips, self._skip_nonfinite = clips, skip_nonfinite
+        self._checks_gradients = skip_nonfinite or checks_gradients
         self._transfers, self._lanes, self._recorder = transport, lanes, recorder
+        self._accumulate, self._kept = accumulate, frozenset(kept)
         self._tasks = TaskList(schedule)
         self._places = programs_of(schedule)
         self._drops = _drops(schedule, self._places)
         self._num_update_tasks = sum(task.kind is TaskKind.UPDATE for task in schedule.tasks)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
-        self._add = jax.jit(jnp.add, donate_argnums=0)
+        self._add = jax.jit(lambda known, more: jax.tree.map(jnp.add, known, more), donate_argnums=0)
         self._norm_of = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
-        self._total = jax.jit(lambda norms: jnp.sqrt(sum(norms, start=jnp.float32(0))))
+        self._total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
         self._norm_thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")
         self._no_norm = jax.device_put(np.float32(0), placement.host_compute)
 
@@ -209,7 +144,7 @@ class Executor:
         state.settle()
         return None
 
-    def _begin(self, state: TrainState, batch: Sequence[Any]) -> _Flight:
+    def _begin(self, state: TrainState, batch: Sequence[Any]) -> Flight:
         graph = self.partition.graph
         leaves = [jax.device_put(leaf, self._placement.device) for leaf in batch]
         values = {**self._constants, **dict(zip(graph.batch, leaves, strict=True))}
@@ -220,40 +155,59 @@ class Executor:
                 self._transfers.drop(state.resident.pop(layer))
             else:
                 state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
-        return _Flight(values, state)
+        flight = Flight(values, state, is_last=state.accumulated.num_batches == self._accumulate - 1)
+        scale = state.loss_scale.value
+        flight.scale = jax.device_put(np.float32(scale * self._accumulate), self._placement.host_compute)
+        if self.programs.is_scaled:
+            flight.seed = (jax.device_put(np.float32(scale), self._placement.device),)
+        return flight
 
-    def _finish(self, state: TrainState, flight: _Flight) -> StepResult:
+    def _finish(self, state: TrainState, flight: Flight) -> StepResult:
         """Counts the step and collects its results."""
-        is_applied, norm = flight.judged(self._judge)
+        is_finite, norm = flight.judged(self._judge)
+        scale = state.loss_scale
+        if flight.is_last:
+            state.loss_scale = scale.after(is_finite)
         # A step that is skipped on purpose counts as well: the data goes on.
-        state.step += is_applied or self._skip_nonfinite
+        if is_finite or self._skip_nonfinite or (scale.is_dynamic and not scale.is_least):
+            state.step += 1
+            state.accumulated = self._accumulated(state, flight, is_finite)
+        else:
+            state.forget_accumulated()
         partition, values = self.partition, flight.values
         aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
-        result = StepResult(
-            values[partition.loss], aux, norm, is_applied, flight.finite, self._transfers.peak_device_bytes
-        )
+        is_applied = is_finite and flight.is_last
+        loss, peak = values[partition.loss], self._transfers.peak_device_bytes
+        result = StepResult(loss, aux, norm, is_finite, is_applied, scale.value, flight.finite, peak)
         # What is left of it is kept until its updates have ended.
-        flight.values, flight.finite, flight.device_norms, flight.norms = {partition.loss: result.loss}, [], {}, {}
+        flight.values, flight.finite, flight.device_norms, flight.norms = {partition.loss: loss}, [], {}, {}
         return result
 
-    def _judge(self, flight: _Flight) -> tuple[bool, jax.Array]:
-        """Whether the step is to be applied, and the global norm of its gradients."""
+    def _accumulated(self, state: TrainState, flight: Flight, is_finite: bool) -> Accumulated:
+        if flight.is_last:
+            return Accumulated()
+        return Accumulated(state.accumulated.num_batches + 1, flight.gradients, flight.sums, is_finite)
+
+    def _judge(self, flight: Flight) -> tuple[bool, jax.Array | None]:
+        """Whether everything is finite so far, and with the last micro-batch the global norm of the mean gradient."""
         is_finite = self._is_finite(flight)
-        norm = self._total([flight.norms[layer].result() for layer in sorted(flight.norms)])
-        if self._skip_nonfinite:
+        if not flight.is_last:
+            return is_finite, None
+        norm = self._total([flight.norms[layer].result() for layer in sorted(flight.norms)], flight.scale)
+        if self._checks_gradients:
             is_finite = is_finite and bool(np.isfinite(np.asarray(norm)))
         return is_finite, norm
 
-    def _is_finite(self, flight: _Flight) -> bool:
-        return bool(np.isfinite(np.asarray(flight.values[self.partition.loss])))
+    def _is_finite(self, flight: Flight) -> bool:
+        return flight.was_finite and bool(np.isfinite(np.asarray(flight.values[self.partition.loss])))
 
-    def _act(self, state: TrainState, flight: _Flight, index: int) -> bool:
+    def _act(self, state: TrainState, flight: Flight, index: int) -> bool:
         """Does one task; see `lanes.Action`."""
         task = self._tasks.tasks[index]
         layer = self.partition.segments[task.layer].layer
         if task.kind in (TaskKind.LOAD, TaskKind.RELOAD):
             flight.copies[index] = self._arrived(self._transfers.load(layer, state.vectors[layer]))
-        elif task.kind is TaskKind.REFRESH:
+        elif task.kind is TaskKind.REFRESH and flight.is_last:
             self._transfers.drop(state.resident[layer])
             state.resident[layer] = self._arrived(self._transfers.load(layer, state.vectors[layer]))
         elif index in self._places:
@@ -270,9 +224,13 @@ class Executor:
             jax.block_until_ready(held.parameters())
         return held
 
-    def _run(self, index: int, state: TrainState, flight: _Flight) -> None:
+    def _run(self, index: int, state: TrainState, flight: Flight) -> None:
         """Runs a program, and frees what ends with it."""
         event = self._script[self._places[index]]
+        if self._accumulate > 1 and event.kind is not Kind.FORWARD:
+            if not flight.work.commit():
+                return
+            event = self._onto_sums(event, flight)
         segment, values = self.partition.segments[event.segment], flight.values
         if event.kind is Kind.BACKWARD:
             ended = self._backward(index, event, state, flight)
@@ -288,7 +246,7 @@ class Executor:
                 ended = [outputs, extras, saved, finite]
             else:
                 destinations = self._destinations(event, segment.layer, flight)
-                gradients, rest, norm = self.programs[event.use](*destinations, *arguments)
+                gradients, rest, norm = self.programs[event.use](*destinations, *arguments, *flight.seed)
                 outputs, extras, finite, cotangents = rest
                 self._receive(event, segment, flight, gradients, cotangents, norm)
                 ended = [gradients, rest]
@@ -306,20 +264,26 @@ class Executor:
         for value in event.frees:
             values.pop(value).delete()
 
-    def _weights(self, index: int, event: Event, state: TrainState, flight: _Flight) -> Sequence[jax.Array]:
+    def _onto_sums(self, event: Event, flight: Flight) -> Event:
+        """Makes a program add to the gradient of earlier micro-batches, if it writes host memory."""
+        if event.use.writes is not Target.HOST or self.partition.segments[event.segment].layer not in flight.gradients:
+            return event
+        return dataclasses.replace(event, use=dataclasses.replace(event.use, writes=Target.HOST_SUM))
+
+    def _weights(self, index: int, event: Event, state: TrainState, flight: Flight) -> Sequence[jax.Array]:
         """What a program reads its layer's parameters from."""
         layer, copy = self.partition.segments[event.segment].layer, self._tasks.tasks[index].copy
         if event.use.reads is Source.HOST:
             return list(state.vectors[layer])
         return (state.resident[layer] if copy is None else flight.copies[copy]).parameters()
 
-    def _destinations(self, event: Event, layer: int, flight: _Flight) -> list[Sequence[jax.Array]]:
+    def _destinations(self, event: Event, layer: int, flight: Flight) -> list[Sequence[jax.Array]]:
         """The vectors that a program writes its gradient into, if it does."""
         if event.use.writes is Target.DEVICE:
             return []
         return [list(self._transfers.destinations(layer, flight.gradients.get(layer)))]
 
-    def _backward(self, index: int, event: Event, state: TrainState, flight: _Flight) -> Any:
+    def _backward(self, index: int, event: Event, state: TrainState, flight: Flight) -> Any:
         segment, values = self.partition.segments[event.segment], flight.values
         derivative = self.programs.derivatives[segment.program]
         gradients, cotangents, norm = self.programs[event.use](
@@ -338,15 +302,17 @@ class Executor:
         return gradients, cotangents, norm
 
     def _receive(
-        self, event: Event, segment: Segment, flight: _Flight, gradients: Any, cotangents: Any, norm: jax.Array | None
+        self, event: Event, segment: Segment, flight: Flight, gradients: Any, cotangents: Any, norm: jax.Array | None
     ) -> None:
         """Adds cotangents to those from later segments, and keeps gradients for their way to the host."""
         for value, cotangent in zip(segment.inputs, cotangents, strict=True):
             known = flight.cotangents.get(value)
             flight.cotangents[value] = cotangent if known is None else self._add(known, cotangent)
-        flight.device_norms[segment.layer] = norm
+        layer = segment.layer
+        flight.device_norms[layer] = norm
         if event.use.writes is Target.DEVICE:
-            flight.leaving[event.segment] = gradients
+            total = flight.sums.pop(layer, None)
+            flight.leaving[event.segment] = gradients if total is None else self._add(total, gradients)
         else:
             flight.gradients[segment.layer] = self._transfers.written(gradients)
 
@@ -355,8 +321,11 @@ class Executor:
         aval = self.partition.graph.avals[value]
         return jnp.zeros(aval.shape, aval.dtype, device=self._placement.device)
 
-    def _offload(self, index: int, layer: int, flight: _Flight) -> bool:
+    def _offload(self, index: int, layer: int, flight: Flight) -> bool:
         segment = self._tasks.tasks[index].layer
+        if layer in self._kept and not flight.is_last:
+            flight.sums[layer] = flight.leaving.pop(segment)
+            return True
         stored = self._transfers.store(layer, flight.leaving[segment], flight.gradients.get(layer))
         del flight.leaving[segment]
         flight.gradients[layer] = stored
@@ -370,7 +339,7 @@ class Executor:
             self._land(flight)
         return False
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         """Issues the waits for all transfers that are under way."""
         while flight.landing:
             index, layer = flight.landing.popleft()
@@ -378,28 +347,33 @@ class Executor:
             self._note_arrival(layer, flight)
             flight.work.end(index)
 
-    def _note_arrival(self, layer: int, flight: _Flight) -> None:
+    def _note_arrival(self, layer: int, flight: Flight) -> None:
         """Starts computing the norm of a layer's gradient once all of it is in host memory."""
         flight.num_arrived[layer] += 1
-        if flight.num_arrived[layer] < self._num_uses[layer]:
+        if flight.num_arrived[layer] < self._num_uses[layer] or not flight.is_last:
             return
         norm = flight.device_norms[layer]
-        if self._num_uses[layer] == 1 and norm is not None:
+        is_whole = self._num_uses[layer] == 1 and self._accumulate == 1 and norm is not None
+        if is_whole and not self._clips:
             known: Future[jax.Array] = Future()
             known.set_result(jax.device_put(norm, self._placement.host_compute))
             flight.norms[layer] = known
         else:
-            # Lookups, several uses, products that went to the host by panels: it is whole on the host alone.
+            # Lookups, several uses or micro-batches, products written by panels: it is whole on the host alone. Where
+            # the norm changes the update it is always taken there, so that every plan has the same bits.
             vectors = self._transfers.gather(layer, flight.gradients[layer])
             flight.norms[layer] = self._norm_thread.submit(self._norm_of, vectors)
 
-    def _update_group(self, layer: int, state: TrainState, flight: _Flight) -> None:
+    def _update_group(self, layer: int, state: TrainState, flight: Flight) -> None:
         """Updates the unit of a layer; with the last one, also those of layers that no segment reads."""
-        if self._clips or self._skip_nonfinite:
-            is_applied, norm = flight.judged(self._judge)
+        if not flight.is_last:
+            return
+        norm: jax.Array | None = self._no_norm
+        if self._clips or self._checks_gradients:
+            is_finite, norm = flight.judged(self._judge)
         else:
-            is_applied, norm = self._is_finite(flight), self._no_norm
-        if not is_applied or not flight.work.commit():
+            is_finite = self._is_finite(flight)
+        if not is_finite or not flight.work.commit():
             return
         units = [flight.units[layer]]
         if flight.num_updates == self._num_update_tasks - 1:
@@ -410,14 +384,14 @@ class Executor:
                 flight.updated.add(id(unit))
         flight.num_updates += 1
 
-    def _update(self, unit: Unit, state: TrainState, flight: _Flight, norm: jax.Array) -> None:
+    def _update(self, unit: Unit, state: TrainState, flight: Flight, norm: jax.Array | None) -> None:
         gradients = [
             self._transfers.gather(layer, flight.gradients[layer]) if layer in flight.gradients else ()
             for layer in unit.layers
         ]
         vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
         program = unit.programs[tuple(bool(used) for used in gradients)]
-        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm)
+        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm, flight.scale)
         for layer, vector, used in zip(unit.layers, packed, gradients, strict=True):
             state.vectors[layer] = to_pinned(vector, self._placement)
         jax.block_until_ready((unit.masters, unit.state, [state.vectors[layer] for layer in unit.layers]))
@@ -425,7 +399,7 @@ class Executor:
             flight.gradients.pop(layer, None)
             self._transfers.recycle(layer, used)
 
-    def _release(self, state: TrainState, flight: _Flight) -> None:
+    def _release(self, state: TrainState, flight: Flight) -> None:
         """Frees what a step has left behind that has not changed the state."""
         self._land(flight)
         for held in flight.copies.values():

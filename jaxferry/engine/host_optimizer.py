@@ -1,15 +1,18 @@
 """The optimizer step on the CPU backend: one donated jitted update for each layer, shared by equal layers.
 
-    gradient vectors --clip--> optax update --> master, state (in place), compute copy (in place)
+    gradient vectors --unscale, clip--> update --> master, state (in place), compute copy (in place)
 
-Masters and state are leaves of the model's own tree; gradients and the compute copy are flat vectors.
+Where the optimizer is one of `jaxferry.optimizers` and the native library is there, that is one operation (`fused.py`),
+else a program that XLA makes of Optax's. Masters and state are leaves of the model's own tree; gradients and the
+compute copy are flat vectors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,9 +20,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxferry.engine.fused import clip_factor, fused_rule, fused_update
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.separable import WholeUpdate, init_content, part_content
 from jaxferry.engine.subtree import path_names, select, subtree
+from jaxferry.optimizers import HostRule
 from jaxferry.partition import Layer
 
 NOT_SEPARABLE = (
@@ -135,18 +140,18 @@ class HostOptimizer:
     def compile_updates(self, units: Sequence[Unit], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
         """Makes the compiled update of every unit in `unit.programs`; equal units share it.
 
-        It maps `(masters, state, vectors, gradients, norm)` to `(masters, state, vectors)`. `vectors` and `gradients`
-        hold the flat vectors of each layer of the unit, `gradients` an empty tuple for a layer that no segment reads.
-        The first three arguments are donated. The old `vectors` only lend their memory; where the CPU backend cannot
-        reach pinned memory they are empty tuples.
+        It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
+        `gradients` hold the flat vectors of each layer of the unit, `gradients` an empty tuple for a layer that no
+        segment reads. Gradients are divided by `scale` before anything else; `norm` is the global norm after that. Both
+        are fp32 scalars. The first three arguments are donated. The old `vectors` only lend their memory; where the CPU
+        backend cannot reach pinned memory they are empty tuples.
         """
         lowered: dict[Any, Any] = {}
         wanted = []
         for unit in units:
             reads = tuple(is_read[layer] for layer in unit.layers)
             if reads not in unit.programs:
-                layouts = tuple(layers[i].layout for i in unit.layers)
-                key = (self._whole.content(unit.leaves) or unit.leaves, layouts, reads)
+                key = self.update_key(unit, layers, is_read)
                 wanted.append((unit, reads, key))
                 if key not in self._programs and key not in lowered:
                     lowered[key] = self._lower(unit, layers, reads)
@@ -156,28 +161,30 @@ class HostOptimizer:
         for unit, reads, key in wanted:
             unit.programs[reads] = self._programs[key]
 
+    def update_key(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
+        """What the update of a unit depends on: units with equal keys share it."""
+        layouts = tuple(layers[i].layout for i in unit.layers)
+        return (self._whole.content(unit.leaves) or unit.leaves, layouts, tuple(is_read[i] for i in unit.layers))
+
+    def update_text(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
+        """The update of a unit as XLA is given it; masters and state may be shapes."""
+        text: str = self._lower(unit, layers, tuple(is_read[i] for i in unit.layers)).as_text()
+        return text
+
     def _lower(self, unit: Unit, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
-        place = self._placement
-        state_tree = jax.tree.structure(self.abstract_state(unit.leaves))
-        unit_layers = [layers[i] for i in unit.layers]
+        place, unit_layers = self._placement, [layers[i] for i in unit.layers]
+        state = self.abstract_state(unit.leaves)
+        rule = fused_rule(self._optimizer, state, unit_layers, reads)
+        update = self._optax_update if rule is None else functools.partial(self._fused_update, rule)
 
-        def part(leaves: Mapping[int, Any]) -> Any:
-            return subtree(self._tree, leaves)
-
-        def update(masters: Any, state: Any, vectors: Any, gradients: Any, norm: jax.Array) -> Any:
+        def flat_update(masters: Any, state_leaves: Any, vectors: Any, gradients: Any, *numbers: jax.Array) -> Any:
             # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
-            host = (masters, state, vectors, gradients)
-            masters, state, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
-            by_leaf = self._clipped(_by_leaf(unit_layers, gradients), norm)
-            params = part(dict(zip(unit.leaves, masters, strict=True)))
-            updates, state = self._optimizer.update(part(by_leaf), jax.tree.unflatten(state_tree, state), params)
-            masters = jax.tree.leaves(optax.apply_updates(params, updates))
-            by_leaf = dict(zip(unit.leaves, masters, strict=True))
-            packed = [
-                layer.pack([by_leaf[leaf.index] for leaf in layer.leaves], into or None)
-                for layer, into in zip(unit_layers, vectors, strict=True)
-            ]
-            return masters, jax.tree.leaves(state), packed
+            host = (masters, state_leaves, vectors, gradients)
+            masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
+            params = subtree(self._tree, dict(zip(unit.leaves, masters, strict=True)))
+            before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
+            params, after, packed = update(unit_layers, params, before, vectors, gradients, *numbers)
+            return jax.tree.leaves(params), jax.tree.leaves(after), packed
 
         def struct(x: Any, where: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
@@ -185,8 +192,9 @@ class HostOptimizer:
         arrived = [tuple(struct(v, place.update_output) for v in layer.vectors) for layer in unit_layers]
         gradients = [vectors if is_read else () for vectors, is_read in zip(arrived, reads, strict=True)]
         vectors = arrived if place.is_cpu else [() for _ in arrived]
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
         return jax.jit(
-            update,
+            flat_update,
             donate_argnums=(0, 1, 2),
             keep_unused=True,
             out_shardings=(place.host, place.host, place.update_output),
@@ -195,8 +203,44 @@ class HostOptimizer:
             [struct(s, place.host) for s in unit.state],
             vectors,
             gradients,
-            jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute),
+            number,
+            number,
         )
+
+    def _fused_update(
+        self,
+        rule: HostRule,
+        layers: Sequence[Layer],
+        params: Any,
+        state: Any,
+        vectors: Any,
+        gradients: Any,
+        norm: jax.Array,
+        scale: jax.Array,
+    ) -> Any:
+        copies = [into or layer.vectors for layer, into in zip(layers, vectors, strict=True)]
+        clip = clip_factor(norm, self._clip_norm)
+        return fused_update(rule, layers, params, state, copies, gradients, clip, scale)
+
+    def _optax_update(
+        self,
+        layers: Sequence[Layer],
+        params: Any,
+        state: Any,
+        vectors: Any,
+        gradients: Any,
+        norm: jax.Array,
+        scale: jax.Array,
+    ) -> Any:
+        by_leaf = self._clipped(_by_leaf(layers, gradients, scale), norm)
+        updates, state = self._optimizer.update(subtree(self._tree, by_leaf), state, params)
+        params = optax.apply_updates(params, updates)
+        masters = dict(zip(sorted(by_leaf), jax.tree.leaves(params), strict=True))
+        packed = [
+            layer.pack([masters[leaf.index] for leaf in layer.leaves], into or None)
+            for layer, into in zip(layers, vectors, strict=True)
+        ]
+        return params, state, packed
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
         """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm`, with the norm given."""
@@ -209,10 +253,11 @@ class HostOptimizer:
         }
 
 
-def _by_leaf(layers: Sequence[Layer], gradients: Sequence[Any]) -> dict[int, jax.Array]:
-    """Gradients by leaf index in the master dtypes; zeros for a layer that has none."""
+def _by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array) -> dict[int, jax.Array]:
+    """Gradients by leaf index in the master dtypes, divided by the scale; zeros for a layer that has none."""
     found: dict[int, jax.Array] = {}
     for layer, vectors in zip(layers, gradients, strict=True):
         arrays = layer.unpack(vectors) if vectors else [jnp.zeros(leaf.shape) for leaf in layer.leaves]
-        found |= {leaf.index: a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)}
+        wide = [a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)]
+        found |= {leaf.index: a / scale.astype(a.dtype) for leaf, a in zip(layer.leaves, wide, strict=True)}
     return found

@@ -131,8 +131,9 @@ class Work:
             self._end(index)
 
     def _follow(self, previous: Work) -> None:
-        """Waits for those tasks of the run before that have not ended."""
+        """Waits for those tasks of the run before that have not ended; they never will if it has failed."""
         previous._successor = self
+        self.is_stopped = previous.is_stopped or previous.failure is not None
         for index, task in enumerate(self.list.tasks):
             self._missing[index] += sum(not previous._is_done[earlier] for earlier in set(task.after_previous))
 

@@ -43,26 +43,46 @@ class Programs:
       derivatives: for each program number, what its backward reads and what is kept for it.
       placement: where arguments and results live.
       native: whether programs that read or write host memory do so by the native operations.
+      is_scaled: whether the loss is scaled before its backward, by a further argument of the loss's program.
 
     Attributes:
-      derivatives: as given.
+      derivatives, is_scaled: as given.
       prelude: `batch leaves -> prelude values`, or None.
       temporary_bytes: the device memory that each program needs beside its arguments and results.
     """
 
     def __init__(
-        self, partition: Partition, derivatives: dict[int, Derivative], placement: Placement, native: bool = False
+        self,
+        partition: Partition,
+        derivatives: dict[int, Derivative],
+        placement: Placement,
+        native: bool = False,
+        is_scaled: bool = False,
     ) -> None:
+        self.is_scaled = is_scaled
         self.derivatives = derivatives
         self.prelude = make_prelude(partition, placement)
         self.temporary_bytes: dict[Use, int] = {}
-        self._maker = _Maker(partition, derivatives, placement, native)
+        self._maker = _Maker(partition, derivatives, placement, native, is_scaled)
         self._compiled: dict[Use, Compiled] = {}
+        self._lowered: dict[Use, Any] = {}
+
+    def lowered(self, use: Use) -> Any:
+        """The program of a use before XLA compiles it (`jax.stages.Lowered`)."""
+        if use not in self._lowered:
+            self._lowered[use] = lower(self._maker.trace(use))
+        return self._lowered[use]
+
+    def keep(self, uses: Iterable[Use]) -> None:
+        """Forgets all programs but these."""
+        kept = set(uses)
+        self._lowered = {}
+        self._compiled = {use: program for use, program in self._compiled.items() if use in kept}
 
     def require(self, uses: Iterable[Use]) -> None:
         """Compiles the programs that are not there yet."""
         missing = [use for use in dict.fromkeys(uses) if use not in self._compiled]
-        lowered = [lower(self._maker.trace(use)) for use in missing]
+        lowered = [self.lowered(use) for use in missing]
         with ThreadPoolExecutor() as pool:
             compiled = list(pool.map(lambda program: program.compile(), lowered))
         self._compiled |= zip(missing, compiled, strict=True)
@@ -76,7 +96,7 @@ class Programs:
         With `weights` the layer's parameters, or its vectors in host memory where the use reads those:
 
             forward   (weights, inputs, passive) -> outputs, extras, saved, is_finite
-            loss      ([destinations,] weights, inputs, passive)
+            loss      ([destinations,] weights, inputs, passive [, scale])
                       -> gradients, (outputs, extras, is_finite, input cotangents), squared norm
             backward  ([destinations,] weights, inputs, passive, outputs, saved, cotangents)
                       -> gradients, input cotangents, squared norm
@@ -161,9 +181,10 @@ class _Maker:
         derivatives: Mapping[int, Derivative],
         placement: Placement,
         native: bool = False,
+        is_scaled: bool = False,
     ) -> None:
         self._partition, self._derivatives, self._placement = partition, derivatives, placement
-        self._native = native
+        self._native, self._is_scaled = native, is_scaled
 
     def trace(self, use: Use) -> Any:
         derivative = self._derivatives[use.program]
@@ -171,7 +192,8 @@ class _Maker:
         if use.kind is Kind.FORWARD:
             function, arguments = self._forward(derivative), self._arguments(segment)
         elif use.kind is Kind.LOSS:
-            function, arguments = self._loss(derivative), self._arguments(segment)
+            scale = [self._struct(jax.ShapeDtypeStruct((), jnp.float32), self._placement.device)]
+            function, arguments = self._loss(derivative), self._arguments(segment) + scale * self._is_scaled
         else:
             function = derivative.backward
             arguments = [self._placed(avals) for avals in derivative.backward_arguments(self._partition.graph)]
@@ -226,10 +248,10 @@ class _Maker:
     def _loss(self, derivative: Derivative) -> Function:
         place = self._partition.segments[-1].outputs.index(self._partition.loss)
 
-        def loss(weights: Any, inputs: Any, passive: Any) -> Any:
+        def loss(weights: Any, inputs: Any, passive: Any, *scale: jax.Array) -> Any:
             outputs, extras, saved = derivative.forward(weights, inputs, passive)
             seeds = [jnp.zeros_like(output) for output in outputs]
-            seeds[place] = jnp.ones_like(outputs[place])
+            seeds[place] = scale[0].astype(seeds[place].dtype) if scale else jnp.ones_like(seeds[place])
             gradients, cotangents = derivative.backward(
                 weights,
                 [inputs[i] for i in derivative.inputs_read],

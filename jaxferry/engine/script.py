@@ -9,6 +9,7 @@ over this list.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,6 +92,21 @@ def _without_times(partition: Partition) -> Profile:
     return Profile({}, tuple(layers))
 
 
+def kept_layers(
+    partition: Partition, derivatives: Mapping[int, Derivative], gradients: Sequence[GradientPlace]
+) -> list[int]:
+    """Layers whose gradients can be added up on the device: the plan lets them stay there, and one program makes them.
+
+    Of a layer with several uses they are added up on the host in every plan, so that all have the same bits.
+    """
+    uses = collections.Counter(segment.layer for segment in partition.segments)
+    return [
+        segment.layer
+        for segment, place in zip(partition.segments, gradients, strict=True)
+        if place is GradientPlace.DEVICE and uses[segment.layer] == 1 and not derivatives[segment.program].has_rows
+    ]
+
+
 def programs_of(schedule: Schedule) -> dict[int, int]:
     """For each task that runs a program, its place in the script.
 
@@ -148,7 +164,7 @@ def peak_bytes(
     script: Sequence[Event],
     modes: Sequence[Mode],
     temporary_bytes: Mapping[Use, int],
-    staging_bytes: int = 0,
+    other_bytes: int = 0,
 ) -> Peak:
     """Adds up the most that can be held at each program, however long the transfers take.
 
@@ -159,7 +175,7 @@ def peak_bytes(
       script: its programs.
       modes: the mode of each segment.
       temporary_bytes: device memory that each program needs beside its arguments and results; none if not there.
-      staging_bytes: device memory that the transport needs beside what it moves.
+      other_bytes: device memory that is taken all the time, beside RESIDENT layers.
     """
     graph = partition.graph
     resident = sum(partition.layers[layer].num_bytes for layer in resident_layers(partition, modes))
@@ -177,7 +193,7 @@ def peak_bytes(
         else:
             cotangents |= {v: graph.num_bytes(v) for v in segment.inputs}
         parameters = resident + copies[place]
-        held = parameters + other + gradients[place] + sum(cotangents.values()) + staging_bytes
+        held = parameters + other + gradients[place] + sum(cotangents.values()) + other_bytes
         peak_parameters = max(peak_parameters, parameters)
         peak_held = max(peak_held, held)
         peak_total = max(peak_total, held + temporary_bytes.get(event.use, 0))

@@ -101,3 +101,8 @@ def shadow_model(
             written.add(segment.layer)
         table.append(Use(kind, segment.program, reads, writes))
     return table
+
+
+def onto_sums(uses: Sequence[Use]) -> list[Use]:
+    """What programs that write host memory see where an earlier micro-batch has written before."""
+    return [dataclasses.replace(use, writes=Target.HOST_SUM) for use in uses if use.writes is Target.HOST]

@@ -11,11 +11,29 @@ import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.lanes import Lanes, Work
+from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.subtree import path_names
-from jaxferry.engine.transfers import DeviceLayer, Vectors
+from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
 from jaxferry.errors import StateError, TaskError
 from jaxferry.partition import Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """Gradients of micro-batches since the last update.
+
+    Attributes:
+      num_batches: how many there were.
+      on_host: sums in host memory, by layer.
+      on_device: sums on the device, by layer.
+      is_finite: whether all their losses were finite.
+    """
+
+    num_batches: int = 0
+    on_host: Mapping[int, HostGradient] = dataclasses.field(default_factory=dict)
+    on_device: Mapping[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    is_finite: bool = True
 
 
 @dataclasses.dataclass
@@ -52,13 +70,15 @@ class TrainState:
     `step.restore`.
 
     Attributes:
-      step: number of steps taken.
+      step: number of steps taken, that is, of batches that have been trained on.
       layers: the layers that the state is arranged in.
       vectors: for each layer its flat vectors in pinned memory, in the compute dtype (once a program needs them).
       resident: device copies of RESIDENT layers, by layer.
       optimizer: what updates it.
       damage: what went wrong if a failure left the state between two steps, else None.
       in_flight: the last step, while its updates are under way.
+      accumulated: what micro-batches have left for the next update.
+      loss_scale: what the loss is multiplied by for the backward.
     """
 
     def __init__(
@@ -70,14 +90,16 @@ class TrainState:
         masters: Sequence[jax.Array],
         state: Mapping[str, jax.Array] | None = None,
         step: int = 0,
+        loss_scale: LossScale = UNSCALED,
     ) -> None:
-        self.step = step
+        self.step, self.loss_scale = step, loss_scale
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.vectors: list[Vectors] = []
         self._is_arranged = False
         self.resident: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
         self.in_flight: UnderWay | None = None
+        self.accumulated = Accumulated()
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
         self.units = self._make_units(list(masters), None if state is None else dict(state))
 
@@ -120,6 +142,15 @@ class TrainState:
         if self.in_flight is not None:
             self._put_down(self.in_flight)
 
+    @property
+    def updated_step(self) -> int:
+        """The number of steps up to the last update: without what has been accumulated since."""
+        return self.step - self.accumulated.num_batches
+
+    def forget_accumulated(self) -> None:
+        """Goes back to the last update."""
+        self.step, self.accumulated = self.updated_step, Accumulated()
+
     def _put_down(self, known: UnderWay) -> None:
         self.in_flight = None
         if known.finish is not None:
@@ -140,6 +171,11 @@ class TrainState:
         """Arranges the state in these layers; does nothing if it is so already."""
         if self.layers == tuple(layers) and self._is_arranged:
             return
+        if self.accumulated.num_batches:
+            raise StateError(
+                "a batch of another structure, whose layers differ, came while gradients were being accumulated: give "
+                "it after an update"
+            )
         masters, state = self.masters(), self.optimizer_state()
         self.layers, self.resident = tuple(layers), {}
         self.optimizer.check_parts(layers)

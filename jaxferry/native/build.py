@@ -77,7 +77,9 @@ def build_library(platform: str, directory: pathlib.Path | None = None) -> Build
 def _commands(platform: str, sources: pathlib.Path, build: pathlib.Path) -> list[list[str]]:
     cmake, ninja = _find_tool("cmake"), _find_tool("ninja")
     if cmake is None:
-        raise NativeError("there is no cmake to build with; install it, for instance by `pip install cmake ninja`")
+        raise NativeError(
+            f"there is no cmake to build the {platform} library with; install it: `pip install cmake ninja`"
+        )
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja is not None else []
     settings = {
         "CMAKE_BUILD_TYPE": "Release",

@@ -41,6 +41,12 @@ TARGETS = (
     "jaxferry_ferry_wait",
 )
 
+CPU_TARGETS = ("jaxferry_host_step",)
+"""What the CPU's library has beside those: what runs on host memory whatever the device is."""
+
+SIMD = ("portable", "avx2", "avx512", "avx512-bf16")
+"""Instruction sets of the host step, in ascending order."""
+
 DIRECTIONS = ("load", "store")
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "CUDA", "cuda": "CUDA"}
@@ -69,11 +75,18 @@ class LibraryStatus:
 
 
 class NativeLibrary:
-    """A loaded library: its functions that are no operations."""
+    """A loaded library: its functions that are no operations.
+
+    Attributes:
+      platform: XLA's name of its platform.
+      emulated: what the emulated link was set to and is not what memory does: bytes a second by direction, `delay` in
+        seconds. Whoever remembers times has to tell them apart by it.
+    """
 
     def __init__(self, platform: str, functions: ctypes.CDLL):
         self.platform = platform
         self._functions = functions
+        self.emulated: dict[str, float] = {}
 
     def synchronize(self) -> None:
         """Returns when no copy is queued or under way, in either direction."""
@@ -98,7 +111,7 @@ class NativeLibrary:
           InputError: for another direction, or a speed that is negative.
           NativeError: if the library is not the CPU's: a real link has the speed that it has.
         """
-        self._check_emulates("set_bandwidth")
+        self._check_is_cpu("set_bandwidth")
         if direction not in DIRECTIONS:
             raise InputError(f'direction must be "load" or "store", got {direction!r}')
         if not bytes_per_s >= 0:
@@ -106,6 +119,7 @@ class NativeLibrary:
         self._functions.jaxferry_ferry_set_bandwidth(
             ctypes.c_int(DIRECTIONS.index(direction)), ctypes.c_double(bytes_per_s)
         )
+        self._remember(direction, bytes_per_s)
 
     def set_delay(self, seconds: float, seed: int = 0) -> None:
         """Has each copy wait for a random time of up to `seconds` before it starts; 0 for none. For tests.
@@ -114,14 +128,52 @@ class NativeLibrary:
           InputError: if the time is negative.
           NativeError: if the library is not the CPU's.
         """
-        self._check_emulates("set_delay")
+        self._check_is_cpu("set_delay")
         if not seconds >= 0:
             raise InputError(f"seconds must be 0 (no delays) or more, got {seconds}")
         self._functions.jaxferry_ferry_set_delay(ctypes.c_double(seconds), ctypes.c_uint(seed))
+        self._remember("delay", seconds)
 
-    def _check_emulates(self, function: str) -> None:
+    def _remember(self, name: str, value: float) -> None:
+        self.emulated.pop(name, None)
+        if value:
+            self.emulated[name] = float(value)
+
+    def set_host_threads(self, count: int) -> int:
+        """Sets how many threads share a host step, its caller among them; returns how many do.
+
+        Args:
+          count: the number; 0 for what `JAXFERRY_HOST_THREADS` says, by default one for each CPU of the process.
+
+        Raises:
+          InputError: if the number is negative.
+          NativeError: if the library is not the CPU's.
+        """
+        self._check_is_cpu("set_host_threads")
+        if count < 0:
+            raise InputError(f"count must be 0 (the default) or more, got {count}")
+        function = self._functions.jaxferry_set_host_threads
+        function.restype = ctypes.c_int64
+        return int(function(ctypes.c_int64(count)))
+
+    def set_host_simd(self, simd: str) -> str:
+        """Sets the best instruction set that host steps may use; returns the one that they do. All give the same bits.
+
+        Args:
+          simd: "portable", "avx2", "avx512" or "avx512-bf16"; the machine's best is used where it lacks that.
+
+        Raises:
+          InputError: for another instruction set.
+          NativeError: if the library is not the CPU's.
+        """
+        self._check_is_cpu("set_host_simd")
+        if simd not in SIMD:
+            raise InputError(f"simd must be one of {', '.join(SIMD)}, got {simd!r}")
+        return SIMD[self._functions.jaxferry_set_host_simd(ctypes.c_int(SIMD.index(simd)))]
+
+    def _check_is_cpu(self, function: str) -> None:
         if self.platform != "cpu":
-            raise NativeError(f"{function} is for the CPU's library, which emulates a link, not {self.platform}'s")
+            raise NativeError(f"{function} is for the CPU's library, not {self.platform}'s")
 
 
 def status(platform: str) -> LibraryStatus:
@@ -228,7 +280,7 @@ def _mismatch(platform: str, abi: int, build_info: dict[str, Any], functions: ct
         return f"has version {abi} of the native interface, this package needs {ABI}"
     if build_info.get("platform") != platform:
         return f"is for platform {build_info.get('platform')!r}, not {platform!r}"
-    missing = [target for target in TARGETS if not hasattr(functions, target)]
+    missing = [target for target in _targets(platform) if not hasattr(functions, target)]
     if missing:
         return f"lacks {', '.join(missing)}"
     # XLA takes handlers of an older minor version than its own, and fails to start with those of a newer one.
@@ -237,6 +289,10 @@ def _mismatch(platform: str, abi: int, build_info: dict[str, Any], functions: ct
         here = f"jaxlib {jaxlib.version.__version__} has {installed[0]}.{installed[1]}"
         return f"was built for version {built[0]}.{built[1]} of XLA's FFI (jaxlib {build_info.get('jaxlib')}), {here}"
     return None
+
+
+def _targets(platform: str) -> tuple[str, ...]:
+    return (*TARGETS, *CPU_TARGETS) if platform == "cpu" else TARGETS
 
 
 @functools.cache
@@ -248,7 +304,7 @@ def _load(platform: str) -> tuple[LibraryStatus, NativeLibrary | None]:
         functions = ctypes.CDLL(str(found.path))
         if platform == "cpu":
             functions.jaxferry_set_blas(ctypes.c_void_p(_sgemm()))
-        for target in TARGETS:
+        for target in _targets(platform):
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(functions, target)), platform=platform)
         loaded = NativeLibrary(platform, functions)
         # Runs before XLA's own end, for that was imported before.

@@ -1,8 +1,9 @@
 """Operations on arrays in host memory: Direct Host Access (DHA) for reads, in-place stores for gradients.
 
 Each is one custom call of the native library where that is loaded, else its twin in plain JAX (`twins.py`), with the
-same results but for the order in which products are summed. They are for use inside jitted functions. Host arrays are
-in `pinned_host` memory and keep their place there; `offset` names a piece of a larger one, such as a flat vector.
+same results but for the order in which products are summed. They are for use inside jitted functions, once
+differentiable; `jax.vmap` runs those that read one after the other. Host arrays are in `pinned_host` memory and keep
+their place there; `offset` names a piece of a larger one, such as a flat vector.
 
 MemFerry, section III: kernels that read pinned host memory; section V: gradients written to host memory.
 """
@@ -64,6 +65,8 @@ def dha_gather(
     """
     shape = shape or GatherShape(*_matrix("table", table))
     _check_piece("table", table, shape.offset, shape.rows * shape.columns)
+    if not hasattr(indices, "dtype"):
+        raise InputError(f"indices must be an array of integers, got {indices!r}")
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise InputError(f"indices must be integers, got {indices.dtype}{list(indices.shape)}")
     return _gather(shape, is_native(table.dtype, native=native), table, indices)
@@ -108,6 +111,7 @@ def dha_matmul(
     _check_piece("w", w, shape.offset, shape.k * shape.n)
     if x.ndim == 0 or x.shape[-1] != shape.k:
         raise InputError(f"x must have {shape.k} columns to be multiplied with w, got shape {list(x.shape)}")
+    _check_scratch(scratch_bytes)
     if method not in targets.METHODS:
         raise InputError(f"method must be one of {', '.join(targets.METHODS)}, got {method!r}")
     out = np.dtype(out_dtype or x.dtype)
@@ -135,6 +139,8 @@ def dha_read(
       InputError: if a piece lies outside.
     """
     shapes = [vector.shape] if shapes is None else [tuple(shape) for shape in shapes]
+    if offsets is not None and len(offsets) != len(shapes):
+        raise InputError(f"there must be an offset for each of {len(shapes)} shapes, got {list(offsets)}")
     sizes = [math.prod(shape) for shape in shapes]
     offsets = [sum(sizes[:i]) for i in range(len(sizes))] if offsets is None else list(offsets)
     for size, offset in zip(sizes, offsets, strict=True):
@@ -209,6 +215,9 @@ def dha_matmul_gradient(
             f"x and dy must have the same dtype and leading dimensions, got {x.dtype}{list(x.shape)} and "
             f"{dy.dtype}{list(dy.shape)}"
         )
+    _check_scratch(scratch_bytes)
+    if round_to is not None and np.dtype(round_to) not in DTYPES:
+        raise InputError(f"round_to must be float32, bfloat16, float16 or None, got {round_to!r}")
     shape = ProductShape(x.shape[-1], dy.shape[-1], transpose, offset)
     _check_piece("destination", destination, offset, shape.k * shape.n)
     if is_native(destination.dtype, x.dtype, native=native):
@@ -248,7 +257,9 @@ def sum_repeated(indices: jax.Array, rows: jax.Array, num_rows: int) -> tuple[ja
       Indices `[m]`, each at most once, filled up with `num_rows`, and their sums `[m, columns]` in the dtype of `rows`
       (added in fp32).
     """
-    indices = jnp.where((indices >= 0) & (indices < num_rows), indices, num_rows).astype(np.int32)
+    # A small dtype may not hold the number of rows, a large one more than 32 bits do.
+    wide = indices.astype(np.int32) if indices.dtype.itemsize < 4 else indices
+    indices = jnp.where((wide >= 0) & (wide < num_rows), wide, num_rows).astype(np.int32)
     places, numbers = jnp.unique(indices, size=indices.size, fill_value=num_rows, return_inverse=True)
     sums = jax.ops.segment_sum(rows.astype(jnp.float32), numbers.ravel(), num_segments=indices.size)
     return places, sums.astype(rows.dtype)
@@ -333,7 +344,14 @@ def _matrix(name: str, array: jax.Array) -> tuple[int, int]:
     return array.shape[0], array.shape[1]
 
 
+def _check_scratch(scratch_bytes: int) -> None:
+    if not isinstance(scratch_bytes, int | np.integer) or scratch_bytes < 0:
+        raise InputError(f"scratch_bytes must be a number of bytes, 0 or more, got {scratch_bytes!r}")
+
+
 def _check_piece(name: str, array: jax.Array, offset: int, size: int) -> None:
+    if not isinstance(offset, int | np.integer):
+        raise InputError(f"the offset into {name} must be a number known when the function is traced, got {offset!r}")
     if not 0 <= offset <= array.size - size:
         raise InputError(
             f"{name} has {array.size} elements {list(array.shape)}; {size} from element {offset} on are not there"

@@ -14,7 +14,7 @@ from jaxferry.native.shapes import GatherShape, ProductShape
 METHODS = ("auto", "staged", "direct")
 """How `dha_matmul` reads its weight: chosen by size, panels through the scratch, or from within the kernel."""
 
-_ROUND_TO = {np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
+_ROUND_TO = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
 
 
 def _struct(like: Any) -> jax.ShapeDtypeStruct:
@@ -33,7 +33,7 @@ def _scratch(slice_bytes: int, num_slices: int, limit_bytes: int) -> jax.Array:
 def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.Array:
     """`[.., columns]`: rows of a host table."""
     result = jax.ShapeDtypeStruct((*indices.shape, shape.columns), table.dtype)
-    call = jax.ffi.ffi_call("jaxferry_dha_gather", result)
+    call = jax.ffi.ffi_call("jaxferry_dha_gather", result, vmap_method="sequential")
     gathered: jax.Array = call(
         table,
         indices.astype(np.int32),
@@ -51,7 +51,7 @@ def dha_matmul(
     result = jax.ShapeDtypeStruct((*x.shape[:-1], shape.n), out_dtype)
     # A weight of another dtype is staged as it is, then cast.
     item_bytes = w.dtype.itemsize + (x.dtype.itemsize if w.dtype != x.dtype else 0)
-    made: jax.Array = jax.ffi.ffi_call("jaxferry_dha_matmul", result)(
+    made: jax.Array = jax.ffi.ffi_call("jaxferry_dha_matmul", result, vmap_method="sequential")(
         x,
         w,
         _scratch(shape.k * item_bytes, shape.n, scratch_bytes),
@@ -67,7 +67,11 @@ def dha_matmul(
 def dha_read(vector: jax.Array, offsets: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
     """Device copies of pieces of a host array."""
     results = [jax.ShapeDtypeStruct(tuple(shape), vector.dtype) for shape in shapes]
-    return list(jax.ffi.ffi_call("jaxferry_dha_read", results)(vector, offsets=np.asarray(offsets, np.int64)))
+    return list(
+        jax.ffi.ffi_call("jaxferry_dha_read", results, vmap_method="sequential")(
+            vector, offsets=np.asarray(offsets, np.int64)
+        )
+    )
 
 
 def gradient_store(destination: jax.Array, gradient: jax.Array, offset: int, accumulate: bool) -> jax.Array:
@@ -99,7 +103,7 @@ def dha_matmul_gradient(
         n=np.int64(shape.n),
         transpose=np.int64(shape.transpose),
         accumulate=np.int64(accumulate),
-        round_to=np.int64(0 if round_to is None else _ROUND_TO.get(np.dtype(round_to), 0)),
+        round_to=np.int64(0 if round_to is None else _ROUND_TO[np.dtype(round_to)]),
     )
     return stored
 

@@ -186,8 +186,9 @@ class _Rewrite:
 
         def lookup(vectors: Vectors, values: dict[int, Any]) -> jax.Array:
             places = (values[indices] if isinstance(indices, int) else jnp.asarray(indices.val))[..., 0]
-            # A small dtype may not hold the number of rows.
-            places = jnp.clip(places.astype(np.int32), 0, rows - 1) if clips else places
+            # A small dtype may not hold the number of rows, a large one more than 32 bits do.
+            last = min(rows - 1, jnp.iinfo(places.dtype).max)
+            places = jnp.clip(places, 0, last) if clips else places
             found = operations.dha_gather(vectors[leaf.vector], places, shape=shape, native=True)
             return found.astype(reference.dtype)
 
@@ -195,6 +196,8 @@ class _Rewrite:
 
     def _product(self, equation: Equation, references: Mapping[int, _Reference]) -> Operation | None:
         """A product of a reference with another value, summed over the rows or the columns of a stored matrix."""
+        if not views.has_default_precision(equation):
+            return None
         atoms = equation.inputs
         avals: list[Any] = [self._graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in atoms]
         found = [references.get(atom) if isinstance(atom, int) else None for atom in atoms]

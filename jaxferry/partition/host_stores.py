@@ -149,6 +149,8 @@ def _find_product(graph: Graph, gradient: Any, leaf: Leaf, fused_bytes: int) -> 
     dot = made_by.get(value)
     if dot is None or readers[value] != 1 or dot.primitive.name != "dot_general":
         return None
+    if not views.has_default_precision(dot):
+        return None
     dtypes = [np.dtype(graph.avals[v].dtype) for v in (value, *(e.outputs[0] for e in reversed(chain)))]
     if len(set(dtypes)) > 2 or not all(dtype in operations.DTYPES for dtype in dtypes):
         return None

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Sequence
 
 import jax
+from jax import lax
 
 from jaxferry.partition.graph import Equation
 
@@ -140,3 +141,13 @@ def dot_dims(equation: Equation, ndims: tuple[int, int]) -> tuple[list[tuple[int
         return None
     free = [tuple(d for d in range(n) if d not in dims) for n, dims in zip(ndims, summed, strict=True)]
     return [tuple(dims) for dims in summed], free
+
+
+def has_default_precision(dot: Equation) -> bool:
+    """Whether a product is asked for no more than its dtype's usual precision, which is all that operations have.
+
+    A precision may stand in the model's code or come from `jax_default_matmul_precision`.
+    """
+    precision = dot.params["precision"]
+    asked = precision if isinstance(precision, tuple) else (precision,)
+    return all(part is None or part == lax.Precision.DEFAULT for part in asked)

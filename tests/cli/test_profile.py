@@ -1,10 +1,11 @@
-"""`jaxferry profile --estimate` from outside."""
+"""`jaxferry profile` from outside: measured, and with --estimate."""
 
 import json
 import pathlib
 import re
 import sys
 
+import jax
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -95,7 +96,13 @@ def test_a_machine_of_ones_own(model: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "model_of_a_user:build"), "give --estimate"),
+        (("--model", "model_of_a_user:build", "--machine", "h100-pcie5"), "--machine h100-pcie5 is for --estimate"),
+        (
+            ("--model", "model_of_a_user:build", "--optimizer", "sgdw"),
+            "--optimizer must be one of adamw, .* got 'sgdw'",
+        ),
+        (("--model", "model_of_a_user:build", "--transport", "ship"), "transport must be one of ferry, .* got 'ship'"),
+        (("--model", "model_of_a_user:broken"), "must return .* got int"),
         (("--model", "model_of_a_user:build", "--estimate"), "needs --machine: one of v100-pcie3"),
         (("--estimate", "--machine", "z80", "--model", "model_of_a_user:build"), "machine must be one of .* got 'z80'"),
         (("--estimate", "--machine", "h100-pcie5", "--model", "model_of_a_user"), '"module:function"'),
@@ -151,7 +158,11 @@ def test_unknown_words_are_refused(model: str, option: str, value: str) -> None:
 
 
 def test_bad_input_ends_with_status_2_and_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--model", model], ["--estimate", "--machine", "z80", "--model", model], []):
+    for arguments in (
+        ["--model", model, "--optimizer", "none"],
+        ["--estimate", "--machine", "z80", "--model", model],
+        [],
+    ):
         with pytest.raises(SystemExit) as caught:
             main(["profile", *arguments])
         printed = capsys.readouterr()
@@ -171,3 +182,58 @@ def test_an_estimate_can_be_planned_and_simulated(model: str, capsys: pytest.Cap
         assert caught.value.code == 0
         printed = capsys.readouterr().out
     assert json.loads(printed)["steady_step_s"] > 0
+
+
+def test_a_measured_profile_says_what_it_was_measured_on_and_round_trips(model: str, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "profile.json"
+    printed = run("--model", model, "-o", path, "--json")
+    written = Profile.load(path)
+    assert Profile.from_json(json.loads(printed)) == written
+    assert written.machine["measured"] is True
+    assert written.machine["device"] == jax.devices()[0].device_kind
+    assert (written.machine["model"], written.machine["optimizer"]) == (model, "adamw")
+    assert [layer.param_bytes for layer in written.layers] == [50 * 8 * 4, (8 * 50 + 50) * 4]
+    assert all(layer.load_s > 0 and layer.update_s > 0 and layer.forward_s > 0 for layer in written.layers)
+
+
+def test_what_was_measured_before_is_printed_again_without_measuring(
+    model: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXFERRY_CACHE_DIR", str(tmp_path / "cache"))
+    measured = [run("--model", model, "--json") for _ in range(2)]
+    assert measured[0] == measured[1]
+    assert list((tmp_path / "cache").rglob("*.json"))
+    assert run("--model", model, "--optimizer", "sgd", "--json") != measured[0]
+    assert "Measured on" in run("--model", model)
+
+
+def test_off_keeps_nothing(model: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXFERRY_CACHE_DIR", "off")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run("--model", model, "--json")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_errors_of_the_user_s_own_code_are_one_line_when_measuring_too(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pathlib.Path("model_of_a_user.py").write_text(MODEL.replace('params["head"]["bias"]', 'params["foot"]'))
+    with pytest.raises(SystemExit) as caught:
+        main(["profile", "--model", model])
+    printed = capsys.readouterr()
+    assert (caught.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert re.search(rf"--model {model}: \S*model_of_a_user.py, line 12: KeyError: 'foot'", printed.err)
+
+
+def test_a_measured_profile_can_be_planned_and_simulated(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["profile", "--model", model, "-o", "p.json"],
+        ["plan", "p.json", "--policy", "exact", "-o", "plan.json"],
+        ["simulate", "p.json", "plan.json", "--json"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+    assert json.loads(captured.out)["steady_step_s"] > 0

@@ -130,6 +130,25 @@ def test_a_failure_stops_what_follows_and_can_be_resumed(kind, threads):
     assert set(of_first) == set(range(len(schedule.tasks)))
 
 
+def test_work_that_follows_failed_work_is_stopped():
+    profile = transformer(4)
+    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 4), facts(profile))
+    lanes, tasks = Lanes(), TaskList(schedule)
+
+    def failing(index):
+        if schedule.tasks[index].kind is Kind.UPDATE:
+            raise OSError("no space")
+        return True
+
+    work = lanes.make(tasks, failing)
+    lanes.submit(work)
+    work.wait()
+    successor = lanes.make(tasks, failing, work)
+    lanes.submit(successor)
+    successor.wait()
+    assert successor.is_stopped and not any(successor.ends_s)
+
+
 def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
     profile = transformer(6)
     schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 6), facts(profile))

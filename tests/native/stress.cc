@@ -21,6 +21,7 @@
 #include "cpu/dha_matmul.h"
 #include "cpu/ferry.h"
 #include "cpu/ferry_queue.h"
+#include "stress_host_step.h"
 
 using namespace jaxferry;
 
@@ -306,6 +307,7 @@ int main() {
   TestManyLayersAtOnce();
   TestStoppingDropsWhatIsQueuedAtOnce();
   TestACallbackThatTakesItsTimeHoldsUpNoOther();
+  TestHostStep();
   std::puts("all hold");
   return 0;  // the process's own queues end as they do at exit
 }

@@ -151,7 +151,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("operation", "arguments", "message"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("operation", "arguments", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value))[:40]
+)
 def test_what_does_not_fit_is_refused_in_one_line(cpu, operation, arguments, message):
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.block_until_ready(jax.jit(functools.partial(operation, **arguments))())

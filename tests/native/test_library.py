@@ -10,17 +10,18 @@ import pytest
 
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import library, status
-from jaxferry.native.library import TARGETS, ffi_version, find_library, inspect_library
+from jaxferry.native.library import CPU_TARGETS, TARGETS, ffi_version, find_library, inspect_library
 from jaxferry.native.paths import DIRECTORY_VARIABLE, FILE_NAMES
 
 INFO = r"{\"platform\": \"%s\", \"compiler\": \"a test\", \"jaxlib\": \"9.8.7\", \"ffi_major\": %d, \"ffi_minor\": %d}"
+ALL_TARGETS = (*TARGETS, *CPU_TARGETS)
 
 
 @pytest.fixture
 def fake(tmp_path):
     """Makes a library that says what it is told to; its operations do nothing."""
 
-    def make(name="cpu", folder="", platform=None, abi=1, major=None, minor=None, info=None, targets=TARGETS):
+    def make(name="cpu", folder="", platform=None, abi=1, major=None, minor=None, info=None, targets=ALL_TARGETS):
         installed = ffi_version()
         major, minor = installed[0] if major is None else major, installed[1] if minor is None else minor
         text = INFO % (platform or name, major, minor) if info is None else info
@@ -50,6 +51,19 @@ def test_a_library_for_this_jaxlib_is_taken(fake):
     assert (found.platform, found.is_available) == ("cpu", True)
     assert found.message == "libjaxferry_cpu.so made by a test for jaxlib 9.8.7"
     assert found.build_info["compiler"] == "a test"
+
+
+def test_the_host_step_is_asked_of_the_cpu_s_library_alone(fake):
+    assert "lacks jaxferry_host_step" in refusal(fake(targets=TARGETS))
+    assert inspect_library(fake("CUDA", targets=TARGETS), "CUDA").is_available
+
+
+def test_settings_of_the_host_step_are_checked():
+    native = library("cpu")
+    with pytest.raises(InputError, match="count must be 0"):
+        native.set_host_threads(-1)
+    with pytest.raises(InputError, match="simd must be one of portable, avx2, avx512, avx512-bf16, got 'neon'"):
+        native.set_host_simd("neon")
 
 
 def test_a_library_for_an_older_minor_version_is_taken(fake):
@@ -165,7 +179,7 @@ def test_the_package_and_its_library_speak_of_the_same_interface():
     header = pathlib.Path(__file__).parents[2] / "xla_ffi" / "common" / "exports.h"
     text = header.read_text()
     assert re.search(r"#define JAXFERRY_ABI (\d+)", text)[1] == "1"
-    assert set(re.findall(r"XLA_FFI_Error\* (jaxferry_\w+)", text)) == set(TARGETS)
+    assert set(re.findall(r"XLA_FFI_Error\* (jaxferry_\w+)", text)) == set(ALL_TARGETS)
 
 
 def test_asking_for_a_library_that_is_not_there_is_an_error(tmp_path, monkeypatch, fake):

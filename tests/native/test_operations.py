@@ -258,3 +258,39 @@ def test_other_dtypes_are_computed_without_the_library():
 def test_what_does_not_fit_is_named(call, words):
     with pytest.raises(InputError, match=words):
         call(on_host(jnp.ones(12)))
+
+
+def test_the_gradient_of_a_lookup_by_a_small_dtype_reaches_its_rows(native):
+    indices = jnp.array([0, 5, 5, 100], jnp.int8)
+
+    def total(table):
+        return operations.dha_gather(table, indices, native=native).sum()
+
+    gradient = jax.jit(jax.grad(total), out_shardings=PLACEMENT.pinned)(on_host(jnp.ones((1000, 2))))
+    expected = np.zeros((1000, 2))
+    expected[[0, 5, 100]] = [[1], [2], [1]]
+    np.testing.assert_array_equal(exact(gradient), expected)
+
+
+def test_reads_can_be_mapped_over_a_batch(native):
+    table, x = on_host(numbers((7, 5), jnp.float32)), numbers((3, 2, 7), jnp.float32, 1)
+    indices = jnp.array([[0, 3], [6, 6], [1, 2]])
+    rows = jax.jit(jax.vmap(lambda i: operations.dha_gather(table, i, native=native)))(indices)
+    np.testing.assert_array_equal(exact(rows), exact(table)[np.asarray(indices)])
+    product = jax.jit(jax.vmap(lambda x: operations.dha_matmul(x, table, native=native)))(x)
+    np.testing.assert_allclose(exact(product), exact(x) @ exact(table), rtol=1e-5, atol=1e-5)
+
+
+def test_arguments_that_are_not_acceptable_are_named(native):
+    table, x = on_host(numbers((7, 5), jnp.float32)), numbers((3, 7), jnp.float32)
+    dy = numbers((3, 5), jnp.float32)
+    wrong = {
+        "scratch_bytes": lambda: operations.dha_matmul(x, table, scratch_bytes=-1, native=native),
+        "indices": lambda: operations.dha_gather(table, [0, 1], native=native),
+        "an offset for each": lambda: operations.dha_read(table, [(2,), (3,)], [0], native=native),
+        "round_to": lambda: operations.dha_matmul_gradient(table, x, dy, round_to=jnp.int8, native=native),
+        "known when": lambda: jax.jit(lambda o: operations.gradient_store(table, dy, offset=o, native=native))(1),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(InputError, match=message):
+            call()

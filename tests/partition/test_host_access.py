@@ -164,6 +164,7 @@ OTHERS = {
     "product and sum": (lambda w, x: x @ w[0] + jnp.sum(w[0] ** 2), [(6, 4)], (3, 6)),
     "two weights": (lambda w, x: x + w[0] @ w[1], [(3, 4), (4, 6)], (3, 6)),
     "rows of a transposed table": (lambda w, x: w[0].T[jnp.array([1, 0])] + x, [(3, 2)], (2, 3)),
+    "more precision than usual": (lambda w, x: jnp.matmul(x, w[0], precision="highest"), [(6, 4)], (3, 6)),
     "cast twice": (lambda w, x: x @ w[0].astype(jnp.bfloat16).astype(jnp.float32), [(6, 4)], (3, 6)),
 }
 
@@ -194,6 +195,23 @@ def test_indices_of_a_small_dtype_find_their_rows_in_a_large_table(calls):
     forward = read_in_place(case.derivative.forward, case.layer, arguments, native=True)
     assert_equal(forward(case.vectors, *case.others), case.derivative.forward(*arguments))
     assert calls == {"dha_gather": 1}
+
+
+def test_large_unsigned_indices_are_clipped_to_the_last_row(calls):
+    indices = jnp.array([0, 2**31, 2**32 - 1], jnp.uint32)
+    case = case_of(lambda w, x: jnp.take(w[0], indices, axis=0, mode="clip") * x, [(10, 3)], (3, 3))
+    arguments = (case.weights, *case.others)
+    forward = read_in_place(case.derivative.forward, case.layer, arguments, native=True)
+    assert_equal(forward(case.vectors, *case.others), case.derivative.forward(*arguments))
+    assert calls == {"dha_gather": 1}
+
+
+def test_the_default_precision_of_all_products_is_kept(calls):
+    with jax.default_matmul_precision("highest"):
+        case = case_of(lambda w, x: x @ w[0], [(6, 4)], (3, 6))
+        arguments = (case.weights, *case.others)
+        read_in_place(case.derivative.forward, case.layer, arguments, native=True)(case.vectors, *case.others)
+    assert calls == {"dha_read": 1}
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -238,3 +256,11 @@ def test_small_gradients_are_left_to_xla(calls):
     stored = store_in_place(function, case.layer, (case.weights, *rest), accumulate=False, native=True)
     _, kept, _ = stored(list(case.vectors), case.weights, *rest)
     assert calls == {"gradient_store": 1} and len(kept) == 1
+
+
+def test_gradients_of_products_with_more_precision_than_usual_are_left_to_xla(calls):
+    case = case_of(lambda w, x: jnp.matmul(x, w[0], precision="highest"), [(6, 4)], (3, 6))
+    function, rest = case.backward()
+    stored = store_in_place(function, case.layer, (case.weights, *rest), accumulate=False, native=True, fused_bytes=0)
+    stored(list(case.vectors), case.weights, *rest)
+    assert calls == {"gradient_store": 1}

@@ -2,6 +2,8 @@
 #ifndef JAXFERRY_COMMON_EXPORTS_H_
 #define JAXFERRY_COMMON_EXPORTS_H_
 
+#include <cstdint>
+
 #include "xla/ffi/api/c_api.h"
 
 #define JAXFERRY_ABI 1
@@ -22,6 +24,9 @@ XLA_FFI_Error* jaxferry_ferry_load(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_store(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_wait(XLA_FFI_CallFrame*);
 
+// The CPU's library alone.
+XLA_FFI_Error* jaxferry_host_step(XLA_FFI_CallFrame*);
+
 }  // extern "C"
 }  // namespace jaxferry
 
@@ -35,6 +40,8 @@ void jaxferry_ferry_synchronize();
 void jaxferry_ferry_set_bandwidth(int direction, double bytes_per_s);
 void jaxferry_ferry_set_delay(double seconds, unsigned seed);
 void jaxferry_set_blas(void* sgemm);
+int64_t jaxferry_set_host_threads(int64_t count);
+int jaxferry_set_host_simd(int simd);
 
 }  // extern "C"
 

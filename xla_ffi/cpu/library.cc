@@ -3,6 +3,8 @@
 #include "common/exports.h"
 #include "cpu/blas.h"
 #include "cpu/ferry.h"
+#include "cpu/host_step_kernels.h"
+#include "cpu/host_threads.h"
 
 #define JAXFERRY_QUOTE_(text) #text
 #define JAXFERRY_QUOTE(text) JAXFERRY_QUOTE_(text)
@@ -56,3 +58,13 @@ void jaxferry_ferry_set_delay(double seconds, unsigned seed) {
 }
 
 void jaxferry_set_blas(void* sgemm) { jaxferry::SetBlas(sgemm); }
+
+int64_t jaxferry_set_host_threads(int64_t count) {
+  if (count >= 0) jaxferry::HostThreads::SetNumThreads(count);
+  return jaxferry::HostThreads::NumThreads();
+}
+
+int jaxferry_set_host_simd(int simd) {
+  if (simd >= 0) jaxferry::SetSimd(static_cast<jaxferry::Simd>(simd));
+  return static_cast<int>(jaxferry::CurrentSimd());
+}

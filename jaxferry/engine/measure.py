@@ -1,0 +1,200 @@
+"""Measured profiles: every duration on the device at hand, once for each distinct program, layout and update.
+
+    partition --> subjects (subjects.py) --cache, or a timer--> seconds --> LayerProfile of each segment
+                  while the link and the device are both busy (contention.py) --> facts about the machine
+
+What the cache knows is not measured again, and its programs are not even compiled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxferry.engine.contention import Busiest, contention_subjects
+from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.programs import Programs
+from jaxferry.engine.subjects import (
+    Subject,
+    abstract_units,
+    gradient_shapes,
+    gradients_text,
+    load_subject,
+    offload_subject,
+    program_subject,
+    update_subject,
+    uses_of,
+)
+from jaxferry.partition import Partition, Segment
+from jaxferry.profiling.cache import MeasurementCache, cache_directory, surroundings
+from jaxferry.profiling.progress import Report
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.profiling.timers import Effort
+
+BUDGET_S = 20.0
+"""How long measuring goes on, beside compiling, where three repetitions of everything take no longer."""
+
+
+def measure_profile(
+    partition: Partition,
+    programs: Programs,
+    optimizer: HostOptimizer,
+    placement: Placement,
+    transport: str,
+    *,
+    remat: str = "none",
+    cache: MeasurementCache | None = None,
+    progress: Report | None = None,
+    budget_s: float = BUDGET_S,
+) -> Profile:
+    """Measures the profile of a partition on the device at hand (MemFerry, section IV-B).
+
+    Args:
+      partition: the segments.
+      programs: theirs; those that have to be measured are compiled.
+      optimizer: the host optimizer, whose update of each layer is measured.
+      placement: where everything lives.
+      transport: the kind that loads and offloads are measured of, one of `TRANSPORTS`.
+      remat: what is kept between forward and backward, as `programs` were made with.
+      cache: what was measured before; None for the user's own (`MeasurementCache`).
+      progress: told what is measured next.
+      budget_s: seconds to spend; exceeded only by what three repetitions of everything take.
+    """
+    if cache is None:
+        cache = default_cache(placement)
+    report = progress or _silent
+    end_s = time.monotonic() + budget_s
+    measured = _Measured(partition, programs, optimizer, placement, transport)
+    seconds = _seconds(measured.subjects, programs, cache, report, end_s)
+    layers = tuple(
+        measured.layer(segment, costs, seconds)
+        for segment, costs in zip(partition.segments, partition_costs(partition, remat), strict=True)
+    )
+    busiest = Busiest.of(partition, programs, layers)
+    subjects = contention_subjects(busiest, partition, measured.uses, programs, placement, transport)
+    contended = _seconds(subjects, programs, cache, report, max(end_s, time.monotonic() + 0.1 * budget_s))
+    about = surroundings(placement.platform, placement.device_kind)
+    facts = {"measured": True, "name": placement.device_kind, **about, "transport": transport, "remat": remat}
+    return Profile({**facts, **busiest.facts(layers, contended)}, layers)
+
+
+def default_cache(placement: Placement) -> MeasurementCache:
+    """The user's own cache of what was measured on this device."""
+    return MeasurementCache(cache_directory(), surroundings(placement.platform, placement.device_kind))
+
+
+def _silent(part: str, done: int, total: int) -> None:
+    pass
+
+
+def _seconds(
+    subjects: Mapping[Any, Subject], programs: Programs, cache: MeasurementCache, report: Report, end_s: float
+) -> dict[Any, float]:
+    """The seconds of each subject; of what is not known, each in turn gets its share of the time that is left."""
+    seconds = {key: known for key, subject in subjects.items() if (known := cache.get(subject.content)) is not None}
+    missing = {key: subject for key, subject in subjects.items() if key not in seconds}
+    if missing:
+        report("compiling", 0, len(missing))
+        begin_s = time.monotonic()
+        programs.require(subject.use for subject in missing.values() if subject.use is not None)
+        end_s += time.monotonic() - begin_s
+    for number, (key, subject) in enumerate(missing.items()):
+        report(subject.label, number, len(missing))
+        share_s = (end_s - time.monotonic()) / (len(missing) - number)
+        seconds[key] = subject.time(Effort(budget_s=max(share_s, 0.0)))
+        cache.put(subject.content, seconds[key])
+    return seconds
+
+
+class _Measured:
+    """The subjects of a partition, and the profile's layers from their seconds.
+
+    Attributes:
+      subjects: by a key that segments and layers have in common where they share a program, a layout or an update.
+      uses: of each segment, the programs by the names of their times.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        programs: Programs,
+        optimizer: HostOptimizer,
+        placement: Placement,
+        transport: str,
+    ) -> None:
+        self._partition = partition
+        self.subjects: dict[Any, Subject] = {}
+        self.uses: list[dict[str, Any]] = []
+        self._stores: list[Any] = []
+        last = len(partition.segments) - 1
+        for number, segment in enumerate(partition.segments):
+            derivative, layer = programs.derivatives[segment.program], partition.layers[segment.layer]
+            is_sum = segment.layer in {later.layer for later in partition.segments[number + 1 :]}
+            self.uses.append(uses_of(segment.program, derivative, number == last, is_sum))
+            for name, use in self.uses[-1].items():
+                if use not in self.subjects:
+                    label = f"{name.removesuffix('_s').replace('_', ' ')} {segment.name}"
+                    self.subjects[use] = program_subject(programs, use, placement, label)
+            if ("load", layer.layout) not in self.subjects:
+                self.subjects["load", layer.layout] = load_subject(transport, placement, layer)
+            gradients = gradient_shapes(partition, derivative)
+            store = ("offload", layer.layout, gradients_text(gradients), is_sum)
+            if store not in self.subjects:
+                self.subjects[store] = offload_subject(transport, placement, layer, gradients, is_sum)
+            self._stores.append(store)
+        self._add_updates(optimizer, placement)
+
+    def _add_updates(self, optimizer: HostOptimizer, placement: Placement) -> None:
+        layers = self._partition.layers
+        used = {segment.layer for segment in self._partition.segments}
+        is_read = [layer in used for layer in range(len(layers))]
+        # A joint optimizer has one update for all layers. A profile has one for each, so they share it by their bytes.
+        all_bytes = sum(layers[layer].num_bytes for layer in used)
+        self._updates: dict[int, tuple[Any, float]] = {}
+        for unit in abstract_units(optimizer, layers):
+            if used.isdisjoint(unit.layers):
+                continue
+            key = ("update", optimizer.update_key(unit, layers, is_read))
+            if key not in self.subjects:
+                self.subjects[key] = update_subject(optimizer, placement, unit, layers, is_read)
+            for layer in unit.layers:
+                share = layers[layer].num_bytes / all_bytes if optimizer.is_joint and all_bytes else 1.0
+                self._updates[layer] = (key, share)
+
+    def layer(self, segment: Segment, costs: Any, seconds: Mapping[Any, float]) -> LayerProfile:
+        """The profile of a segment."""
+        number = self._partition.segments.index(segment)
+        times = {name: seconds[use] for name, use in self.uses[number].items()}
+        if number == len(self._partition.segments) - 1:
+            times = _halves(times)
+        update, share = self._updates[segment.layer]
+        return LayerProfile(
+            name=costs.name,
+            parameters=costs.parameters,
+            param_bytes=costs.param_bytes,
+            grad_bytes=costs.grad_bytes,
+            activation_bytes=costs.activation_bytes,
+            load_s=seconds["load", self._partition.layers[segment.layer].layout],
+            offload_s=seconds[self._stores[number]],
+            update_s=seconds[update] * share,
+            **times,
+        )
+
+
+def _halves(times: Mapping[str, float]) -> dict[str, float]:
+    """Forward and backward of the last segment, which are one program: their sum is what that takes.
+
+    The forward is what it takes alone, but no longer than both; the backward is the rest.
+    """
+    forward_s = min(times["forward_s"], times["backward_s"], times["backward_go_s"])
+    forward_dha_s = min(times["forward_dha_s"], times["backward_dha_s"])
+    return {
+        "forward_s": forward_s,
+        "forward_dha_s": forward_dha_s,
+        "backward_s": times["backward_s"] - forward_s,
+        "backward_dha_s": times["backward_dha_s"] - forward_dha_s,
+        "backward_go_s": times["backward_go_s"] - forward_s,
+    }

@@ -1,0 +1,270 @@
+"""What a profile's durations are measured on: a program, a load, a store, an update, each with arguments of its own.
+
+Arguments are made by shape. Numbers are of random sign and between 0.05 and 0.1: no zeros, for a GPU draws less power
+on those and runs faster than it does in training, and no denormals, which are slow on a CPU. Integers are zero, so that
+lookups stay within their tables. That is fair, as no time of a dense program depends on values otherwise; loops that
+end by what they find are the exception, and are measured on what they find here. An optimizer starts from the state
+that it makes itself. Only one subject's arguments are there at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.programs import Programs
+from jaxferry.engine.shadow import Kind, Source, Target, Use
+from jaxferry.engine.state import to_pinned
+from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
+from jaxferry.engine.transports import make_transport
+from jaxferry.partition import Derivative, Layer, Partition, RowGradient
+from jaxferry.profiling.timers import Effort, median_s
+
+_MOST_CALLS = 8
+_MOST_COPIED_BYTES = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """Something that takes time.
+
+    Attributes:
+      label: for people.
+      content: what tells it from everything else that is measured on the same machine.
+      time: measures it, in seconds.
+      use: the program that has to be compiled before, if there is one.
+    """
+
+    label: str
+    content: str
+    time: Callable[[Effort], float]
+    use: Use | None = None
+
+
+def sample(struct: Any, where: Any) -> Any:
+    """An array by shape and dtype, in memory of its own at a sharding."""
+    if jnp.issubdtype(struct.dtype, jax.dtypes.extended):
+        return jax.device_put(jnp.zeros(struct.shape, struct.dtype), where)
+    if jnp.issubdtype(struct.dtype, jnp.inexact):
+        array = np.resize(_numbers(jnp.dtype(struct.dtype).name), struct.shape)
+    else:
+        array = np.zeros(struct.shape, struct.dtype)
+    return jax.device_put(array, where, may_alias=False)
+
+
+@functools.cache
+def _numbers(dtype: str) -> np.ndarray:
+    generator = np.random.default_rng(0)
+    signs = generator.integers(0, 2, 65_521) * 2 - 1  # a prime, so that rows of common lengths differ
+    return (signs * generator.uniform(0.05, 0.1, signs.shape)).astype(jnp.dtype(dtype))
+
+
+def program_subject(programs: Programs, use: Use, placement: Placement, label: str) -> Subject:
+    """One program of the device."""
+
+    def time(effort: Effort) -> float:
+        make = ProgramArguments(programs, use, placement)
+        program = programs[use]
+        return median_s(lambda arguments: program(*arguments), make, effort, make.max_calls)
+
+    return Subject(label, f"program\n{programs.lowered(use).as_text()}", time, use)
+
+
+class ProgramArguments:
+    """Makes arguments of a program: what it takes the memory of anew for each call, the others once.
+
+    Args:
+      programs: where it is.
+      use: which it is.
+      placement: where arguments live.
+
+    Attributes:
+      max_calls: how many calls may have arguments at a time.
+    """
+
+    def __init__(self, programs: Programs, use: Use, placement: Placement) -> None:
+        arguments = programs.lowered(use).args_info[0]
+        leaves, self._tree = jax.tree.flatten(arguments)
+        self._leaves, on_host = leaves, _arguments_on_host(use)
+        self._where = [
+            placement.pinned if number in on_host else placement.device
+            for number, argument in enumerate(arguments)
+            for _ in jax.tree.leaves(argument)
+        ]
+        self._kept = [
+            None if leaf.donated else sample(leaf, where) for leaf, where in zip(leaves, self._where, strict=True)
+        ]
+        donated = sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in leaves if leaf.donated)
+        # A CPU runs short programs in the calling thread, and others of one row perhaps side by side.
+        self.max_calls = 1 if placement.is_cpu or donated * _MOST_CALLS > _MOST_COPIED_BYTES else _MOST_CALLS
+
+    def __call__(self, num_calls: int) -> list[tuple[Any, ...]]:
+        """The arguments of so many calls."""
+        return [self._one() for _ in range(num_calls)]
+
+    def _one(self) -> tuple[Any, ...]:
+        arrays = [
+            sample(leaf, where) if kept is None else kept
+            for leaf, where, kept in zip(self._leaves, self._where, self._kept, strict=True)
+        ]
+        made: tuple[Any, ...] = jax.tree.unflatten(self._tree, arrays)
+        return made
+
+
+def _arguments_on_host(use: Use) -> set[int]:
+    """The numbers of a program's arguments that are vectors in host memory."""
+    destinations = 0 if use.writes is Target.DEVICE else 1
+    return set(range(destinations)) | ({destinations} if use.reads is Source.HOST else set())
+
+
+def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
+    """The load of a layer's parameters: `kind` of transport."""
+
+    def time(effort: Effort) -> float:
+        transport = make_transport(kind, placement, [layer])
+        vectors = sample_vectors(layer, placement.pinned)
+        held: list[DeviceLayer] = []
+
+        def drop(num_calls: int) -> list[Vectors]:
+            while held:
+                transport.drop(held.pop())
+            return [vectors]
+
+        def load(vectors: Vectors) -> list[jax.Array]:
+            held.append(transport.load(0, vectors))
+            return held[-1].parameters()
+
+        try:
+            return median_s(load, drop, effort)
+        finally:
+            drop(0)
+
+    return Subject(f"load {layer.name}", f"load by {kind}\n{layer.layout}", time)
+
+
+def offload_subject(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool) -> Subject:
+    """The store of a layer's gradient, until the host can read it.
+
+    Args:
+      kind: of transport.
+      placement: where it lives.
+      layer: the layer.
+      gradients: shapes of what a backward gives: arrays, or rows of lookups.
+      is_sum: whether it is added to what a later segment has stored.
+    """
+
+    def time(effort: Effort) -> float:
+        transport = make_transport(kind, placement, [layer])
+        known = [sample_vectors(layer, placement.update_output)] if is_sum else []
+
+        def prepare(num_calls: int) -> list[Any]:
+            return [jax.tree.map(lambda leaf: sample(leaf, placement.device), list(gradients))]
+
+        def store(arrays: Any) -> Vectors:
+            onto = HostGradient(known.pop(), True) if known else None
+            vectors = transport.gather(0, transport.store(0, arrays, onto))
+            if is_sum:
+                known.append(vectors)
+            else:
+                transport.recycle(0, vectors)
+            return vectors
+
+        return median_s(store, prepare, effort)
+
+    content = f"offload by {kind}, sum {is_sum}\n{layer.layout}\n{gradients_text(gradients)}"
+    return Subject(f"offload {layer.name}", content, time)
+
+
+def gradients_text(gradients: Sequence[Any]) -> str:
+    """Shapes of gradients in words; equal for equal stores."""
+
+    def words(gradient: Any) -> str:
+        if not isinstance(gradient, RowGradient):
+            return f"{gradient.dtype}{list(gradient.shape)}"
+        return f"{words(gradient.indices)} of {words(gradient.rows)} in {gradient.dtype}{list(gradient.shape)}"
+
+    return ", ".join(map(words, gradients))
+
+
+def gradient_shapes(partition: Partition, derivative: Derivative) -> list[Any]:
+    """Shapes of what the backward of a segment gives for its layer's parameters."""
+    arguments = derivative.backward_arguments(partition.graph)
+    made: list[Any] = jax.eval_shape(derivative.backward, *arguments)[0]
+    return made
+
+
+def update_subject(
+    optimizer: HostOptimizer, placement: Placement, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]
+) -> Subject:
+    """The host update of a unit: its own state, anew; until the compute copy is where the device reads it."""
+
+    def time(effort: Effort) -> float:
+        masters = [sample(aval, placement.host) for aval in unit.masters]
+        state = list(optimizer.init_state(unit.leaves, masters).values())
+        own = dataclasses.replace(unit, masters=masters, state=state, programs={})
+        optimizer.compile_updates([own], layers, is_read)
+        [program] = own.programs.values()
+        on_cpu = placement.is_cpu
+        parts = [layers[i] for i in unit.layers]
+        vectors: list[Vectors] = [sample_vectors(layer, placement.pinned) if on_cpu else () for layer in parts]
+        where = placement.update_output
+        gradients = [sample_vectors(layers[i], where) if is_read[i] else () for i in unit.layers]
+        # The gradient's norm, and whatever else there is: one number each.
+        num_scalars = len(program.args_info[0]) - 4
+        scalars = [jax.device_put(np.float32(1), placement.host_compute) for _ in range(num_scalars)]
+        # The update works in place, so what it gives back is what the next one takes.
+        current: list[Any] = [masters, state, vectors]
+
+        def update(arguments: Any) -> Any:
+            masters, state, packed = program(*arguments, gradients, *scalars)
+            current[:] = [masters, state, packed if on_cpu else vectors]
+            return masters, state, [to_pinned(vector, placement) for vector in packed]
+
+        return median_s(update, lambda num_calls: [tuple(current)], effort)
+
+    text = optimizer.update_text(unit, layers, is_read)
+    return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{text}", time)
+
+
+def abstract_units(optimizer: HostOptimizer, layers: Sequence[Layer]) -> list[Unit]:
+    """The units of these layers by shape."""
+    units = []
+    for unit_layers, leaves in optimizer.units_of(layers):
+        state = jax.tree.leaves(optimizer.abstract_state(leaves))
+        units.append(Unit(unit_layers, leaves, [optimizer.avals[leaf] for leaf in leaves], state, []))
+    return units
+
+
+def sample_vectors(layer: Layer, where: Any) -> Vectors:
+    """Flat vectors of a layer in some memory."""
+    return tuple(sample(vector, where) for vector in layer.vectors)
+
+
+def uses_of(program: int, derivative: Derivative, is_last: bool, is_sum: bool) -> dict[str, Use]:
+    """The programs that a segment's times come from, by the times' names in a profile.
+
+    Args:
+      program: the segment's program number.
+      derivative: what its backward reads and gives.
+      is_last: whether forward and backward are one program.
+      is_sum: whether a later segment has the same layer, so that its gradient is on the host already.
+    """
+    kind = Kind.LOSS if is_last else Kind.BACKWARD
+    # A lookup's backward reads no weight, and its few rows are no gradient that a program would write to the host.
+    by_dha = Source.HOST if is_last or derivative.reads_weights else Source.DEVICE
+    target = Target.HOST_SUM if is_sum else Target.HOST
+    return {
+        "forward_s": Use(Kind.FORWARD, program),
+        "forward_dha_s": Use(Kind.FORWARD, program, Source.HOST),
+        "backward_s": Use(kind, program),
+        "backward_dha_s": Use(kind, program, by_dha),
+        "backward_go_s": Use(kind, program, writes=Target.DEVICE if derivative.has_rows else target),
+    }

@@ -1,0 +1,109 @@
+"""An optimizer's step on host memory in one pass: the operation `jaxferry_host_step` (`xla_ffi/README.md`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.native.library import library
+
+KINDS = ("adam", "nadam", "lion", "sgd", "momentum", "nesterov")
+"""The rules that the library knows, in its numbering."""
+
+NUM_MOMENTS = {"adam": 2, "nadam": 2, "lion": 1, "sgd": 0, "momentum": 1, "nesterov": 1}
+"""Arrays of a parameter's shape that a rule keeps beside its master."""
+
+FACTORS = ("unscale", "clip", "rate", "decay", "first", "gradient", "second")
+"""What changes by step, in the order of the operand."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRule:
+    """The arithmetic of a step.
+
+    Attributes:
+      kind: one of `KINDS`.
+      b1: decay of the first moment, or of the momentum.
+      b2: decay of the second moment; for Lion that of the moment that is kept.
+      eps: added to Adam's denominator.
+      eps_root: added under its root.
+    """
+
+    kind: str
+    b1: float = 0.0
+    b2: float = 0.0
+    eps: float = 0.0
+    eps_root: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPart:
+    """Where a parameter lies in the vectors of gradients and of the compute copy.
+
+    Attributes:
+      vector: which of them.
+      offset: its first element there.
+      decays: whether its weight decays.
+    """
+
+    vector: int
+    offset: int
+    decays: bool
+
+
+def host_step(
+    rule: StepRule,
+    parts: Sequence[StepPart],
+    factors: jax.Array,
+    gradients: Sequence[jax.Array],
+    masters: Sequence[jax.Array],
+    moments: Sequence[Sequence[jax.Array]],
+    copies: Sequence[Any],
+) -> tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]:
+    """One step of all parameters of a layer, for use inside a jitted function of the CPU backend.
+
+    Args:
+      rule: the arithmetic.
+      parts: for each parameter where it lies in the vectors.
+      factors: fp32 `[7]`, see `FACTORS`.
+      gradients: flat vectors, fp32, bf16 or fp16.
+      masters: the fp32 parameters, of any shapes; donated.
+      moments: for each moment of the rule fp32 arrays of the masters' shapes; donated.
+      copies: the flat vectors of the compute copy, donated; or `jax.ShapeDtypeStruct`s, to have them made.
+
+    Returns:
+      Masters, moments and copies, in the memory of those that were given.
+
+    Raises:
+      NativeError: if the CPU's library cannot be used.
+    """
+    library("cpu")
+    given = [copy for copy in copies if isinstance(copy, jax.Array)]
+    updated = [*masters, *(array for moment in moments for array in moment)]
+    structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (*updated, *copies)]
+    first = 1 + len(gradients)
+    aliases = {first + i: i for i in range(len(updated) + len(given))}
+    call = jax.ffi.ffi_call("jaxferry_host_step", structs, input_output_aliases=aliases)
+    results = list(
+        call(
+            factors,
+            *gradients,
+            *updated,
+            *given,
+            rule=np.int64(KINDS.index(rule.kind)),
+            vectors=np.asarray([part.vector for part in parts], np.int64),
+            offsets=np.asarray([part.offset for part in parts], np.int64),
+            decays=np.asarray([part.decays for part in parts], np.int64),
+            b1=np.float64(rule.b1),
+            b2=np.float64(rule.b2),
+            eps=np.float64(rule.eps),
+            eps_root=np.float64(rule.eps_root),
+        )
+    )
+    n = len(masters)
+    split = [results[start : start + n] for start in range(0, len(updated), n)] if n else [[], *([] for _ in moments)]
+    return split[0], split[1:], results[len(updated) :]

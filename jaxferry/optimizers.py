@@ -1,0 +1,236 @@
+"""Optimizers whose step the native library does in one pass over host memory: Adam, AdamW, Lion, SGD.
+
+    jaxferry.adamw(3e-4)  =  optax.adamw(3e-4)  +  a description of its arithmetic (HostRule)
+
+Each is the Optax transformation of the same name, with the same arguments, state and results, and works wherever that
+one does. `train_step` reads the description and has the library do the step where it can: gradient in (any dtype), loss
+scale and clip factor applied, fp32 master and moments updated in place, compute copy out. ZeRO-Offload's CPU Adam does
+the same in three passes (DESIGN: one pass is the memory's limit).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxferry.native.host_step import StepRule
+
+Schedule = Callable[[Any], Any]
+
+_MOMENTS = {
+    "adam": (optax.ScaleByAdamState, ("mu", "nu")),
+    "nadam": (optax.ScaleByAdamState, ("mu", "nu")),
+    "lion": (optax.ScaleByLionState, ("mu",)),
+    "sgd": (optax.EmptyState, ()),
+    "momentum": (optax.TraceState, ("trace",)),
+    "nesterov": (optax.TraceState, ("trace",)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRule:
+    """What an Optax chain of a rule, weight decay and learning rate computes.
+
+    Attributes:
+      step: the rule's arithmetic.
+      learning_rate: a number, or a function of the number of steps taken.
+      weight_decay: likewise; None where the chain has no weight decay.
+      mask: which parameters decay, as Optax takes it; None for all.
+    """
+
+    step: StepRule
+    learning_rate: float | Schedule
+    weight_decay: float | Schedule | None = None
+    mask: Any = None
+
+    def fits(self, state: Any) -> bool:
+        """Whether a state (arrays or shapes) is one of this rule, with fp32 moments."""
+        kind, _ = _MOMENTS[self.step.kind]
+        if not (isinstance(state, tuple) and len(state) == (2 if self.weight_decay is None else 3)):
+            return False
+        if not isinstance(state[0], kind):
+            return False
+        is_fp32 = all(leaf.dtype == jnp.float32 for tree in self.moments(state) for leaf in jax.tree.leaves(tree))
+        return is_fp32 and all(leaf.shape == () and leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(state[1:]))
+
+    def moments(self, state: Any) -> list[Any]:
+        """The trees of the rule's moments in a state."""
+        return [getattr(state[0], name) for name in _MOMENTS[self.step.kind][1]]
+
+    def advance(self, state: Any, moments: list[Any]) -> Any:
+        """The state after a step: new moments, and every count one higher."""
+        names = _MOMENTS[self.step.kind][1]
+        counts = state[0]._replace(**dict.fromkeys(names))
+        first, *others = jax.tree.map(optax.safe_increment, (counts, *state[1:]))
+        return first._replace(**dict(zip(names, moments, strict=True))), *others
+
+    def decays(self, params: Any) -> list[bool]:
+        """For each parameter of a tree whether its weight decays."""
+        if self.weight_decay is None or (not callable(self.weight_decay) and self.weight_decay == 0):
+            return [False] * len(jax.tree.leaves(params))
+        mask = self.mask(params) if callable(self.mask) else True if self.mask is None else self.mask
+        spread = jax.tree.map(lambda chosen, part: jax.tree.map(lambda _: bool(chosen), part), mask, params)
+        return jax.tree.leaves(spread)
+
+    def factors(self, state: Any) -> dict[str, jax.Array]:
+        """What a step from this state multiplies by: see `jaxferry.native.host_step.FACTORS`."""
+        one = jnp.float32(1)
+        found = {"rate": -_at(self.learning_rate, state[-1]), "first": one, "gradient": one, "second": one}
+        found["decay"] = _at(0.0 if self.weight_decay is None else self.weight_decay, state[1])
+        if self.step.kind in ("adam", "nadam"):
+            count = optax.safe_increment(state[0].count)
+            found["first"] = 1 / _bias(self.step.b1, count)
+            found["second"] = 1 / _bias(self.step.b2, count)
+        if self.step.kind == "nadam":
+            found["gradient"] = (1 - self.step.b1) * found["first"]
+            found["first"] = self.step.b1 / _bias(self.step.b1, optax.safe_increment(count))
+        return found
+
+
+def _at(value: float | Schedule, state: Any) -> jax.Array:
+    """A number, or a schedule at the count that its part of the state holds."""
+    return jnp.asarray(value(jax.tree.leaves(state)[0]) if callable(value) else value, jnp.float32)
+
+
+def _bias(decay: float, count: jax.Array) -> jax.Array:
+    bias: jax.Array = 1 - decay**count
+    return bias
+
+
+class FusedTransformation(optax.GradientTransformationExtraArgs):
+    """An Optax transformation that says what it computes.
+
+    Attributes:
+      rule: that; None where its arguments ask for what the library does not do.
+    """
+
+    rule: HostRule | None
+
+    def __new__(cls, init: Any, update: Any, rule: HostRule | None = None) -> FusedTransformation:
+        """Makes one of Optax's functions, and the rule that says what they do."""
+        made: FusedTransformation = super().__new__(cls, init, update)
+        made.rule = rule
+        return made
+
+
+def adam(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+) -> FusedTransformation:
+    """`optax.adam`, in one pass over host memory where the native library is there.
+
+    Args:
+      learning_rate: a number, or a function of the number of steps taken.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the denominator.
+      eps_root: added under its root.
+      mu_dtype: dtype of the first moment; any but fp32 is left to Optax.
+      nesterov: whether to use Nesterov momentum.
+    """
+    plain = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
+    step = _step_rule("nadam" if nesterov else "adam", b1, b2, eps, eps_root)
+    return _fused(plain, step, learning_rate)
+
+
+def adamw(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+) -> FusedTransformation:
+    """`optax.adamw`, in one pass over host memory where the native library is there.
+
+    Args:
+      learning_rate: a number, or a function of the number of steps taken.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the denominator.
+      eps_root: added under its root.
+      mu_dtype: dtype of the first moment; any but fp32 is left to Optax.
+      weight_decay: a number, or a function of the number of steps taken.
+      mask: which parameters decay: a tree of booleans (one of the whole model makes all layers one update), or a
+        function from parameters to one; None for all.
+      nesterov: whether to use Nesterov momentum.
+    """
+    plain = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)
+    step = _step_rule("nadam" if nesterov else "adam", b1, b2, eps, eps_root)
+    return _fused(plain, step, learning_rate, weight_decay, mask)
+
+
+def lion(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-3,
+    mask: Any = None,
+) -> FusedTransformation:
+    """`optax.lion`, in one pass over host memory where the native library is there.
+
+    Args:
+      learning_rate: a number, or a function of the number of steps taken.
+      b1: share of the moment in the direction of a step.
+      b2: decay of the moment.
+      mu_dtype: its dtype; any but fp32 is left to Optax.
+      weight_decay: as for `adamw`.
+      mask: as for `adamw`.
+    """
+    plain = optax.lion(learning_rate, b1, b2, mu_dtype, weight_decay, mask)
+    return _fused(plain, _step_rule("lion", b1, b2), learning_rate, weight_decay, mask)
+
+
+def sgd(
+    learning_rate: Any, momentum: Any = None, nesterov: bool = False, accumulator_dtype: Any = None
+) -> FusedTransformation:
+    """`optax.sgd`, in one pass over host memory where the native library is there.
+
+    Args:
+      learning_rate: a number, or a function of the number of steps taken.
+      momentum: decay of the accumulated gradient; None for none.
+      nesterov: whether to use Nesterov momentum.
+      accumulator_dtype: dtype of the accumulated gradient; any but fp32 is left to Optax.
+    """
+    plain = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
+    kind = "sgd" if momentum is None else "nesterov" if nesterov else "momentum"
+    return _fused(plain, _step_rule(kind, 0.0 if momentum is None else momentum), learning_rate)
+
+
+def _step_rule(kind: str, *numbers: Any) -> StepRule | None:
+    constants = [_constant(number) for number in numbers]
+    return None if None in constants else StepRule(kind, *(c for c in constants if c is not None))
+
+
+def _fused(
+    plain: Any, step: StepRule | None, learning_rate: Any, weight_decay: Any = None, mask: Any = None
+) -> FusedTransformation:
+    rate = learning_rate if callable(learning_rate) else _constant(learning_rate)
+    decay = weight_decay if weight_decay is None or callable(weight_decay) else _constant(weight_decay)
+    is_known = step is not None and rate is not None and (decay is not None or weight_decay is None)
+    rule = HostRule(step, rate, decay, mask) if is_known and step is not None and rate is not None else None
+    return FusedTransformation(plain.init, plain.update, rule)
+
+
+def _constant(value: Any) -> float | None:
+    """A number that will not change; None for one that is traced (`optax.inject_hyperparams`), or for none at all."""
+    if value is None or isinstance(value, jax.core.Tracer) or np.ndim(value) != 0:
+        return None
+    return float(value)

@@ -1,0 +1,358 @@
+"""Measured profiles: whose time is whose, what is measured again, and what is left behind."""
+
+import contextlib
+import gc
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import jaxferry.engine.contention
+import jaxferry.engine.subjects
+import models
+from jaxferry.engine import Kind, Placement, Programs, Source, Target, Use, derivatives_of, make_placement
+from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine.measure import measure_profile
+from jaxferry.native import library
+from jaxferry.partition import partition
+from jaxferry.profiling.cache import MeasurementCache, surroundings
+from jaxferry.profiling.records import Profile
+from jaxferry.profiling.segment_costs import partition_costs
+from planned import assert_same_bits, train
+
+FACTS = (
+    "load_bytes_per_s",
+    "load_bytes_per_s_while_computing",
+    "offload_bytes_per_s",
+    "offload_bytes_per_s_while_computing",
+)
+BACKWARDS = ("backward_s", "backward_dha_s", "backward_go_s")
+TIMES = ("load_s", "offload_s", "update_s", "forward_s", "forward_dha_s", *BACKWARDS)
+
+
+class Setting:
+    """A partition and everything that measuring it takes."""
+
+    def __init__(self, loss_fn, params, batch, optimizer=None, kind="ferry"):
+        leaves, tree = jax.tree.flatten(params)
+        self.placement, self.kind = make_placement(), kind
+        self.partition = partition(loss_fn, params, (batch,))
+        self.derivatives = derivatives_of(self.partition, "none")
+        self.programs = Programs(self.partition, self.derivatives, self.placement, native=kind == "ferry")
+        dtypes = {leaf.index: leaf.master_dtype for layer in self.partition.layers for leaf in layer.leaves}
+        avals = [jax.ShapeDtypeStruct(leaf.shape, dtypes[index]) for index, leaf in enumerate(leaves)]
+        self.optimizer = HostOptimizer(optimizer or optax.adamw(1e-3), tree, avals, self.placement, None)
+        self.optimizer.check_parts(self.partition.layers)
+
+    def measure(self, cache=None, **options):
+        cache = cache or MeasurementCache(None, {})
+        where = (self.partition, self.programs, self.optimizer, self.placement, self.kind)
+        return measure_profile(*where, cache=cache, **options)
+
+    def text(self, segment, kind, reads=Source.DEVICE, writes=Target.DEVICE):
+        program = self.partition.segments[segment].program
+        return "program\n" + self.programs.lowered(Use(kind, program, reads, writes)).as_text()
+
+
+class Table(MeasurementCache):
+    """A cache that knows everything: a number of seconds for each content, the same ones unless told otherwise."""
+
+    def __init__(self, seconds=None):
+        super().__init__(None, {})
+        self.seconds = dict(seconds or {})
+
+    def get(self, content):
+        return self.seconds.setdefault(content, 1.0 + len(self.seconds) / 64)
+
+
+def stack(params, x):
+    for name in sorted(params):
+        for _ in range(24 if name.startswith("slow") else 1):
+            x = jnp.tanh(x @ params[name]["kernel"])
+    return jnp.mean(x**2)
+
+
+def tied(params, ids):
+    x = jnp.tanh(params["table"]["rows"][ids])
+    for name in ("a", "b"):
+        x = jnp.tanh(x @ params[name]["kernel"])
+    return jnp.mean((x @ params["table"]["rows"].T) ** 2)
+
+
+SHAPES = {"table": {"rows": (12, 8)}, "a": {"kernel": (8, 8)}, "b": {"kernel": (8, 8)}}
+TIED = jax.tree.map(lambda shape: np.full(shape, 0.5, np.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+IDS = np.arange(8)
+
+
+def stack_of(names, width=128, rows=64, **options):
+    kernel = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    batch = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    return Setting(stack, {name: {"kernel": kernel} for name in names}, batch, **options)
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """What was timed: one entry for each median."""
+    timed = []
+    for module in (jaxferry.engine.subjects, jaxferry.engine.contention):
+
+        def counting(run, *args, original=module.median_s, **kwargs):
+            timed.append(run)
+            return original(run, *args, **kwargs)
+
+        monkeypatch.setattr(module, "median_s", counting)
+    return timed
+
+
+@pytest.fixture(scope="module")
+def table():
+    """A model whose last segment has the table that the first looks up."""
+    return Setting(tied, TIED, IDS)
+
+
+@pytest.fixture(scope="module", params=["ferry", "device_put"])
+def measured(request):
+    setting = stack_of(["a", "fast1", "fast2", "slow1", "slow2", "zlast"], kind=request.param)
+    return setting, setting.measure()
+
+
+def test_a_measured_profile_is_a_profile_and_is_marked_as_measured(measured):
+    _, profile = measured
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.machine["measured"] is True
+    assert "estimated" not in profile.machine
+    assert {"device", "num_threads", "jax", "jaxlib", "jaxferry", "native"} <= set(profile.machine)
+    assert all(getattr(layer, name) > 0 for layer in profile.layers[:-1] for name in TIMES)
+
+
+def test_bytes_are_those_that_estimates_have(measured):
+    setting, profile = measured
+    for layer, costs in zip(profile.layers, partition_costs(setting.partition), strict=True):
+        names = ("name", "parameters", "param_bytes", "grad_bytes", "activation_bytes")
+        assert [getattr(layer, name) for name in names] == [getattr(costs, name) for name in names]
+
+
+def test_equal_segments_have_equal_times(measured):
+    _, fast1, fast2, slow1, slow2, _ = measured[1].layers
+    for one, other in ((fast1, fast2), (slow1, slow2)):
+        assert [getattr(one, name) for name in TIMES] == [getattr(other, name) for name in TIMES]
+    for name in ("load_s", "offload_s", "update_s"):
+        assert getattr(fast1, name) == getattr(slow1, name)
+
+
+def test_a_layer_that_computes_more_measures_as_slower(measured):
+    _, fast, _, slow, _, _ = measured[1].layers
+    assert slow.forward_s > 4 * fast.forward_s
+    assert slow.backward_s > 4 * fast.backward_s
+
+
+def test_the_machine_s_facts_are_measured_and_nothing_is_faster_beside_something_else(measured):
+    machine = measured[1].machine
+    assert all(machine[name] > 0 for name in FACTS)
+    assert machine["load_bytes_per_s_while_computing"] <= machine["load_bytes_per_s"]
+    assert machine["offload_bytes_per_s_while_computing"] <= machine["offload_bytes_per_s"]
+    assert machine["dha_slowdown_while_loading"] >= 1
+
+
+def test_loads_and_offloads_take_what_the_link_takes():
+    setting, cpu = stack_of(["a", "b"], width=1024, rows=8), library("cpu")
+    num_bytes, speeds = 4 * 1024**2, {"load": 60e6, "store": 40e6}
+    try:
+        for direction, bytes_per_s in speeds.items():
+            cpu.set_bandwidth(direction, bytes_per_s)
+        profile = setting.measure()
+    finally:
+        for direction in speeds:
+            cpu.set_bandwidth(direction, 0)
+    for layer in profile.layers:
+        assert layer.load_s == pytest.approx(num_bytes / speeds["load"], rel=0.15)
+        assert layer.offload_s == pytest.approx(num_bytes / speeds["store"], rel=0.15)
+    for name, direction in zip(FACTS, ("load", "load", "store", "store"), strict=True):
+        assert profile.machine[name] == pytest.approx(speeds[direction], rel=0.15)
+
+
+@pytest.mark.parametrize("forward_s", [0.5, 8.0])
+def test_the_last_segment_s_forward_and_backward_add_up_to_its_one_program(table, forward_s):
+    last = len(table.partition.segments) - 1
+    seconds = {
+        table.text(last, Kind.FORWARD): forward_s,
+        table.text(last, Kind.FORWARD, Source.HOST): forward_s,
+        table.text(last, Kind.LOSS): 2.0,
+        table.text(last, Kind.LOSS, Source.HOST): 3.0,
+        table.text(last, Kind.LOSS, writes=Target.HOST): 4.0,
+    }
+    layer = table.measure(Table(seconds)).layers[-1]
+    assert layer.forward_s + layer.backward_s == 2.0
+    assert layer.forward_dha_s + layer.backward_dha_s == 3.0
+    assert layer.forward_s + layer.backward_go_s == 4.0
+    assert min(getattr(layer, name) for name in BACKWARDS) >= 0
+    assert layer.forward_s == min(forward_s, 2.0)
+
+
+def test_a_lookup_s_backward_reads_no_table_and_its_rows_are_not_written_by_it(table):
+    lookup = table.measure(Table()).layers[0]
+    assert lookup.backward_s == lookup.backward_dha_s == lookup.backward_go_s
+
+
+def test_segments_of_one_table_share_its_update_and_its_load_but_not_their_gradients(table):
+    profile = table.measure(Table())
+    lookup, head = profile.layers[0], profile.layers[-1]
+    assert lookup.parameters == head.parameters
+    assert (lookup.update_s, lookup.load_s) == (head.update_s, head.load_s)
+    assert lookup.offload_s != head.offload_s
+    assert profile.group_update_s[0] == head.update_s
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters")
+def test_layers_share_the_update_of_a_joint_optimizer_by_their_bytes():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    known = Table()
+    profile = Setting(tied, TIED, IDS, optimizer).measure(known)
+    [update_s] = [seconds for content, seconds in known.seconds.items() if content.startswith("update")]
+    assert sum(profile.group_update_s) == pytest.approx(update_s)
+    first = profile.layers[0]
+    for layer in profile.layers:
+        assert layer.update_s * first.param_bytes == pytest.approx(first.update_s * layer.param_bytes)
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters")
+def test_a_joint_optimizer_s_update_is_measured():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    profile = stack_of(["a", "b"], width=8, optimizer=optimizer).measure(budget_s=0)
+    assert profile.layers[0].update_s == profile.layers[1].update_s > 0
+
+
+def test_what_is_known_is_neither_measured_nor_compiled(tmp_path, count):
+    cache = MeasurementCache(tmp_path, surroundings("cpu", "cpu"))
+    first = stack_of(["a", "b"], width=8).measure(cache, budget_s=0)
+    assert len(count) > 10
+    count.clear()
+    again = stack_of(["a", "b"], width=8)
+    assert again.measure(cache) == first
+    assert count == []
+    assert again.programs.num_executables == 0
+    again.measure(MeasurementCache(tmp_path, surroundings("cpu", "cpu") | {"jax": "another"}), budget_s=0)
+    assert len(count) > 10
+
+
+def test_each_program_layout_and_update_is_measured_once_however_many_layers_share_it(count):
+    stack_of([f"layer{number}" for number in range(3)], width=8).measure(budget_s=0)
+    few = len(count)
+    stack_of([f"layer{number}" for number in range(9)], width=8).measure(budget_s=0)
+    assert len(count) == 2 * few
+
+
+def test_an_interrupt_loses_only_what_is_under_way(tmp_path, count):
+    cache = MeasurementCache(tmp_path, {})
+    setting = stack_of(["a", "b"], width=8)
+
+    def stop(part, done, total):
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        setting.measure(cache, budget_s=0, progress=stop)
+    assert len(count) == 4
+    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"] * 4
+    setting.measure(cache, budget_s=0)
+    interrupted = len(count)
+    count.clear()
+    stack_of(["a", "b"], width=8).measure(budget_s=0)
+    assert interrupted == len(count)
+
+
+def test_nothing_is_left_between_two_measurements():
+    setting = stack_of(["a", "b", "c"])
+    layer_bytes = 128 * 128 * 4
+    gc.collect()
+    gc.disable()  # memory is free at once, not when Python looks for circles
+    before = {id(array) for array in jax.live_arrays()}
+    left = []
+
+    def look(part, done, total):
+        left.append(sum(array.nbytes for array in jax.live_arrays() if id(array) not in before))
+
+    try:
+        setting.measure(progress=look, budget_s=0)
+    finally:
+        gc.enable()
+    assert len(left) > 10
+    assert max(left) < layer_bytes
+
+
+def test_progress_tells_how_much_there_is_and_never_goes_back():
+    told = []
+    stack_of(["a", "b"], width=8).measure(budget_s=0, progress=lambda *args: told.append(args))
+    for (_, done, total), (_, done_next, total_next) in itertools.pairwise(told):
+        assert done < total
+        assert total_next != total or done <= done_next <= done + 1
+
+
+@pytest.mark.parametrize("kind", ["ferry", "device_put"])
+def test_the_way_of_accelerators_measures_as_well(kind, monkeypatch):
+    """It works on a CPU, with more copies."""
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    profile = Setting(tied, TIED, IDS, kind=kind).measure(budget_s=0)
+    assert all(getattr(layer, name) > 0 for layer in profile.layers[:-1] for name in TIMES)
+    assert all(profile.machine[name] > 0 for name in FACTS)
+
+
+def test_keys_and_16_bit_numbers_are_made_by_shape():
+    def loss_fn(params, batch):
+        x, key, scale = batch
+        x = jnp.tanh(x @ params["a"]["kernel"]) * jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.mean((x @ params["b"]["kernel"]) ** 2).astype(jnp.float32) * scale
+
+    params = {name: {"kernel": jnp.ones((8, 8), jnp.bfloat16)} for name in "ab"}
+    batch = (jnp.ones((4, 8), jnp.bfloat16), jax.random.key(0), 2.0)
+    assert len(Setting(loss_fn, params, batch).measure(budget_s=0).layers) == 2
+
+
+@contextlib.contextmanager
+def cached_in(path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("JAXFERRY_CACHE_DIR", str(path))
+        yield
+
+
+def test_a_policy_that_plans_with_times_measures_them_once(tmp_path, monkeypatch, count, capfd):
+    task = models.Task(tied, TIED, IDS)
+    options = {"policy": "memferry", "reserve_factor": 1.0, "transport": "device_put"}
+    with cached_in(tmp_path, monkeypatch):
+        estimated = train(jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), profile="estimate", **options), task, 2)
+        assert count == []
+        step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
+        state, losses = train(step, task, 2)
+        assert len(count) > 10
+        num_executables = step.prepare(task.batch).num_executables
+        count.clear()
+        again = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
+        train(again, task, 1)
+        assert again.prepare(task.batch).plan == step.prepare(task.batch).plan
+        assert again.prepare(task.batch).num_executables == num_executables
+        measured = again.measure(task.params, task.batch)
+        assert count == []
+    assert losses == estimated[1]
+    assert_same_bits(state.params, estimated[0].params)
+    assert measured.machine["measured"] is True
+    assert capfd.readouterr().err == ""  # no terminal, no bar
+
+
+@pytest.mark.parametrize("policy", [None, "zero-offload", "native-offload", "native-overlapped", "l2l"])
+def test_policies_that_plan_without_times_measure_nothing_unless_told_to(tmp_path, monkeypatch, count, policy):
+    setting = {"a": {"kernel": np.ones((8, 8), np.float32)}, "b": {"kernel": np.ones((8, 8), np.float32)}}
+    batch = np.ones((4, 8), np.float32)
+    with cached_in(tmp_path, monkeypatch):
+        step = jaxferry.train_step(stack, optax.sgd(0.1), policy=policy)
+        step.init(setting)
+        step.prepare(batch)
+        assert count == []
+        if policy in (None, "l2l"):
+            forced = jaxferry.train_step(stack, optax.sgd(0.1), policy=policy, profile="measure")
+            forced.init(setting)
+            forced.prepare(batch)
+            assert len(count) > 10

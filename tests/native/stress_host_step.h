@@ -1,0 +1,6 @@
+#ifndef JAXFERRY_STRESS_HOST_STEP_H_
+#define JAXFERRY_STRESS_HOST_STEP_H_
+
+void TestHostStep();
+
+#endif  // JAXFERRY_STRESS_HOST_STEP_H_

@@ -1,0 +1,101 @@
+"""What is timed and what is not: with a clock that the calls themselves advance, and once with real programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxferry.errors import InputError
+from jaxferry.profiling.timers import Effort, median_s
+
+
+class Bench:
+    """A clock, and calls that take the given seconds, the last of them for ever."""
+
+    def __init__(self, *durations, preparing=0.0):
+        self.now, self.durations, self.preparing = 0.0, list(durations), preparing
+        self.prepared, self.num_calls = [], 0
+
+    def prepare(self, count):
+        self.prepared.append(count)
+        self.now += self.preparing
+        return list(range(count))
+
+    def run(self, argument):
+        self.now += self.durations[min(self.num_calls, len(self.durations) - 1)]
+        self.num_calls += 1
+
+    def median_s(self, max_calls=1, **effort):
+        return median_s(self.run, self.prepare, Effort(**effort), max_calls, lambda: self.now)
+
+
+def test_the_first_call_does_not_count():
+    assert Bench(100.0, 1.0).median_s() == 1.0
+
+
+def test_what_makes_the_arguments_is_not_timed():
+    assert Bench(0.25, preparing=50.0).median_s() == 0.25
+
+
+def test_disturbed_repetitions_do_not_move_the_median():
+    bench = Bench(1.0, 1.0, 77.0, 1.0, 1.0, 99.0, 1.0)
+    assert bench.median_s(min_repetitions=6) == 1.0
+
+
+@pytest.mark.parametrize("repetitions", [1, 3, 7])
+def test_there_are_at_least_the_repetitions_asked_for_whatever_they_take(repetitions):
+    bench = Bench(1000.0)
+    bench.median_s(min_repetitions=repetitions, budget_s=0.0)
+    assert bench.num_calls == 1 + repetitions
+
+
+def test_short_calls_are_repeated_until_enough_was_timed():
+    bench = Bench(0.01)
+    bench.median_s(min_total_s=0.1)
+    assert bench.num_calls == pytest.approx(11, abs=1)
+
+
+def test_there_are_never_more_repetitions_than_allowed():
+    bench = Bench(1e-9)
+    bench.median_s(max_repetitions=20)
+    assert bench.num_calls == 21
+
+
+def test_the_budget_counts_what_is_not_timed_too():
+    bench = Bench(0.001, preparing=1.0)
+    bench.median_s(budget_s=6.5, min_total_s=1.0)
+    assert bench.num_calls == 7
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(1e-6, 8), (2e-4, 5), (2e-3, 1)])
+def test_only_short_calls_are_timed_in_a_row_and_the_time_is_that_of_one(seconds, calls):
+    bench = Bench(seconds)
+    assert bench.median_s(max_calls=8, max_repetitions=4) == pytest.approx(seconds)
+    assert bench.prepared == [1] + 4 * [calls]
+
+
+def test_every_call_has_arguments_of_its_own_which_it_may_destroy():
+    program = jax.jit(lambda x: x + 1, donate_argnums=0)
+    made = []
+
+    def prepare(count):
+        made.extend(jnp.zeros(1000) for _ in range(count))
+        return made[-count:]
+
+    assert median_s(program, prepare, Effort(max_repetitions=4), max_calls=3) > 0
+    assert all(array.is_deleted() for array in made)
+
+
+def test_a_program_that_computes_more_takes_longer():
+    x = jnp.ones((128, 128))
+
+    def seconds(rounds):
+        program = jax.jit(lambda x: jax.lax.fori_loop(0, rounds, lambda _, y: jnp.tanh(y @ x), x))
+        return median_s(program, lambda count: [x] * count, Effort(min_repetitions=5))
+
+    assert seconds(60) > 5 * seconds(2)
+
+
+@pytest.mark.parametrize("effort", [{"min_repetitions": 0}, {"min_repetitions": 9, "max_repetitions": 8}])
+def test_no_repetition_is_no_measurement(effort):
+    with pytest.raises(InputError, match=r"min_repetitions must lie in 1 \.\."):
+        Effort(**effort)

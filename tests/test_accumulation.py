@@ -1,0 +1,172 @@
+"""Gradients of several micro-batches for one update."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.records import LayerPlan, Plan
+from planned import assert_same_bits
+
+N = 3
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return models.gpt(depth=2)
+
+
+@pytest.fixture(scope="module")
+def batches(gpt):
+    """Seven batches of the task's shape."""
+
+    def other(leaf, seed):
+        return np.random.default_rng(seed).permutation(np.asarray(leaf).ravel()).reshape(leaf.shape)
+
+    return [jax.tree.map(lambda leaf, seed=seed: other(leaf, seed), gpt.batch) for seed in range(7)]
+
+
+def train(step, params, batches):
+    state, losses = step.init(params), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def plan_of(gpt, modes, places):
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    step.init(gpt.params)
+    names = [segment.name for segment in step.prepare(gpt.batch).partition.segments]
+    kinds = zip(names, itertools.cycle(modes), itertools.cycle(places))
+    return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_losses_are_those_of_optax_multi_steps(gpt, batches, clip_norm):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2), accumulate=N, clip_norm=clip_norm)
+    state, losses = train(step, gpt.params, batches)
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
+    optimizer = optax.MultiSteps(optax.chain(clip, optax.adamw(1e-2)), N)
+    params, plain_state, expected = gpt.params, optimizer.init(gpt.params), []
+
+    @jax.jit
+    def plain(params, state, batch):
+        loss, gradients = jax.value_and_grad(gpt.loss_fn)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for batch in batches:
+        params, plain_state, loss = plain(params, plain_state, batch)
+        expected.append(float(loss))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert (state.step, state.updated_step) == (7, 6)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_every_plan_and_transport_has_the_same_bits(gpt, batches, dtype):
+    def run(**options):
+        step = jaxferry.train_step(
+            gpt.loss_fn, optax.adamw(1e-2), accumulate=N, compute_dtype=dtype, clip_norm=1.0, **options
+        )
+        state, losses = train(step, gpt.params, batches)
+        return state.params, losses
+
+    expected, losses = run()
+    places = (GradientPlace.HOST, GradientPlace.DEVICE)
+    for options in (
+        {"plan": plan_of(gpt, [Mode.GFGB], [GradientPlace.HOST])},
+        {"plan": plan_of(gpt, [Mode.RELOAD, Mode.RESIDENT, Mode.GFGB], places)},
+        {"plan": plan_of(gpt, [Mode.RESIDENT], places), "transport": "device_put"},
+        {"reserve_factor": 0.0},
+    ):
+        params, others = run(**options)
+        assert others == losses, options
+        assert_same_bits(params, expected)
+
+
+def test_gradients_stay_on_the_device_within_the_budget_and_else_are_added_up_in_host_memory(gpt, batches):
+    free = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), accumulate=N)
+    expected, _ = train(free, gpt.params, batches)
+    assert free.prepare(gpt.batch)._executor._kept
+    assert expected.accumulated.on_device
+    once = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    once.init(gpt.params)
+    budget = once.prepare(gpt.batch).peak.total
+    tight = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), accumulate=N, memory_budget=budget)
+    state, _ = train(tight, gpt.params, batches)
+    assert tight.prepare(gpt.batch).peak.total <= budget < free.prepare(gpt.batch).peak.total
+    assert not tight.prepare(gpt.batch)._executor._kept
+    assert_same_bits(state.params, expected.params)
+    assert set(tight.prepare(gpt.batch).modes) == {Mode.GFGB}
+
+
+def test_only_the_last_micro_batch_updates_and_tells_the_norm_of_the_mean(gpt, batches):
+    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), accumulate=N)
+    state = step.init(gpt.params)
+    gradients = []
+    for batch in batches[:N]:
+        assert_same_bits(state.params, gpt.params)
+        gradients.append(jax.grad(gpt.loss_fn)(gpt.params, batch))
+        state, metrics = step(state, batch)
+        assert ("grad_norm" in metrics) == (len(gradients) == N)
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / N, *gradients)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.global_norm(mean), rtol=1e-5)
+    jax.tree.map(
+        lambda new, old, g: np.testing.assert_allclose(new, old - 0.1 * g, rtol=1e-4, atol=1e-6),
+        state.params,
+        gpt.params,
+        mean,
+    )
+
+
+def test_a_checkpoint_is_that_of_the_last_update(gpt, batches, tmp_path):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2), accumulate=N)
+    state, _ = train(step, gpt.params, batches[:5])
+    step.save(state, tmp_path / "saved")
+    resumed = step.restore(tmp_path / "saved")
+    assert resumed.step == 3
+    for batch in batches[3:]:
+        resumed, _ = step(resumed, batch)
+    for batch in batches[5:]:
+        state, _ = step(state, batch)
+    assert_same_bits(resumed.params, state.params)
+    assert resumed.step == state.step == 7
+
+
+def bad_loss(params, x):
+    return jnp.mean((x @ params["a"]["w"]) ** 2)
+
+
+@pytest.mark.parametrize("place", range(N))
+def test_a_loss_that_is_not_finite_drops_what_was_accumulated(place):
+    params, x = {"a": {"w": np.eye(4, dtype=np.float32)}}, np.ones((2, 4), np.float32)
+    batches = [x * (np.nan if i == place else 1.0) for i in range(N)]
+    step = jaxferry.train_step(bad_loss, optax.sgd(0.1), accumulate=N)
+    state = step.init(params)
+    with pytest.raises(jaxferry.NonFiniteError):
+        for batch in batches:
+            state, _ = step(state, batch)
+    assert state.step == 0 and not state.accumulated.num_batches
+    assert_same_bits(state.params, params)
+    skipping = jaxferry.train_step(bad_loss, optax.sgd(0.1), accumulate=N, skip_nonfinite=True)
+    state, skipped = skipping.init(params), []
+    for batch in (*batches, x, x, x):
+        state, metrics = skipping(state, batch)
+        skipped.append(metrics["skipped"])
+    assert skipped == [i >= place for i in range(N)] + [False] * N
+    once = jaxferry.train_step(bad_loss, optax.sgd(0.1))
+    expected, _ = once(once.init(params), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params, expected.params)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_accumulate_must_be_a_number_of_micro_batches(value):
+    with pytest.raises(jaxferry.InputError, match="accumulate must be a number of micro-batches"):
+        jaxferry.train_step(bad_loss, optax.sgd(0.1), accumulate=value)

@@ -1,0 +1,212 @@
+"""Our optimizers are Optax's, and train as Optax's do."""
+
+import copy
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.engine.separable import WholeUpdate, part_content
+from jaxferry.modes import Mode
+from jaxferry.native.host_step import StepRule
+from jaxferry.optimizers import FusedTransformation, HostRule
+from planned import assert_same_bits, plan_of, train
+from tolerances import LOSS_RTOL
+
+NAMES = ("adam", "adamw", "lion", "sgd")
+SCHEDULE = optax.linear_schedule(1e-3, 1e-2, 4)
+MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
+
+# eps is large beside the gradient of the keys' bias, which is zero but for rounding.
+ARGUMENTS = {
+    "adam": {"learning_rate": 1e-3, "eps": 1e-3},
+    "adamw": {"learning_rate": SCHEDULE, "eps": 1e-3, "weight_decay": 0.1},
+    "nadamw": {"learning_rate": 1e-3, "eps": 1e-3, "nesterov": True},
+    "sgd": {"learning_rate": SCHEDULE},
+    "momentum": {"learning_rate": 0.1, "momentum": 0.9},
+    "nesterov": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True},
+}
+KINDS = {"nadamw": "adamw", "momentum": "sgd", "nesterov": "sgd"}
+
+
+def pair(name, **changes):
+    """Ours and Optax's."""
+    function, arguments = KINDS.get(name, name), ARGUMENTS[name] | changes
+    return getattr(jaxferry, function)(**arguments), getattr(optax, function)(**arguments)
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+@pytest.fixture(scope="module")
+def net():
+    return models.nnx_net(depth=1)
+
+
+def two_layers():
+    """A model whose parameters are dictionaries."""
+    layer = {"w": jnp.eye(4) + 0.1, "b": jnp.ones(4)}
+
+    def loss_fn(params, x):
+        for name in ("first", "second"):
+            x = jnp.tanh(x @ params[name]["w"] + params[name]["b"])
+        return (x**2).mean()
+
+    return models.Task(loss_fn, {"first": layer, "second": layer}, jnp.ones((2, 4)) / 3)
+
+
+def is_fused(state):
+    return all("jaxferry_host_step" in p.as_text() for unit in state.units for p in unit.programs.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_and_their_defaults_are_those_of_optax(name):
+    def described(function):
+        parameters = inspect.signature(function).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters]
+
+    assert described(getattr(jaxferry, name)) == described(getattr(optax, name))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_as_a_transformation_each_is_that_of_optax(net, name):
+    ours, theirs = pair(name)
+    gradients = jax.tree.map(jnp.cos, net.params)
+    results = []
+    for optimizer in (ours, theirs):
+        state = optimizer.init(net.params)
+        results.append(optimizer.update(gradients, optimizer.update(gradients, state, net.params)[1], net.params))
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    assert_same_bits(*results)
+
+
+def test_each_is_an_optax_transformation_that_describes_itself():
+    ours = jaxferry.adamw(1e-3, mask=is_matrix)
+    assert isinstance(ours, optax.GradientTransformation) and isinstance(ours, tuple) and len(ours) == 2
+    expected = HostRule(StepRule("adam", 0.9, 0.999, 1e-8, 0.0), 1e-3, 1e-4, is_matrix)
+    assert ours.rule == expected == copy.copy(ours).rule
+    with pytest.raises(AttributeError):
+        ours.rule.learning_rate = 1.0
+    assert isinstance(copy.copy(ours), FusedTransformation)
+    assert jaxferry.sgd(1e-2).rule.weight_decay is None
+
+
+def test_hyperparameters_may_be_numbers_of_any_kind_but_not_traced():
+    assert jaxferry.adamw(np.float32(0.5), b1=jnp.float32(0.75)).rule.step.b1 == 0.75
+    traced = []
+    jax.jit(lambda rate: traced.append(jaxferry.adamw(rate).rule))(1.0)
+    jax.jit(lambda b1: traced.append(jaxferry.adam(1e-3, b1).rule))(1.0)
+    assert traced == [None, None]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_each_is_separable(net, name):
+    leaves, tree = jax.tree.flatten(net.params)
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    for optimizer in pair(name):
+        whole = WholeUpdate(optimizer, tree, avals)
+        assert not whole.mixes()
+        assert whole.content([1, 2]) == part_content(optimizer, tree, avals, [1, 2]) is not None
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_training_agrees_with_optax(name):
+    (ours, theirs), net = pair(name), two_layers()
+    state, losses = train(jaxferry.train_step(net.loss_fn, ours, clip_norm=1.0), net, 5)
+    other, expected = train(jaxferry.train_step(net.loss_fn, theirs, clip_norm=1.0), net, 5)
+    assert is_fused(state) and not is_fused(other)
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+    for mine, same in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(mine, same, rtol=1e-5, atol=1e-6)
+
+
+def test_training_agrees_with_a_plain_optax_loop(net):
+    _, expected = models.plain_loop(net, optax.adamw(1e-3, mask=is_matrix), 20)
+    _, losses = train(jaxferry.train_step(net.loss_fn, jaxferry.adamw(1e-3, mask=is_matrix)), net, 20)
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_plans_have_the_same_bits(net, dtype):
+    results = []
+    for modes in ([Mode.GFGB], MIXED):
+        plan = plan_of(net, modes)
+        step = jaxferry.train_step(net.loss_fn, jaxferry.adamw(1e-3), plan=plan, compute_dtype=dtype, clip_norm=0.5)
+        state, losses = train(step, net, 8)
+        assert is_fused(state)
+        results.append((losses, state.params, state.optimizer_state()))
+    for other in results[1:]:
+        assert other[0] == results[0][0]
+        assert_same_bits(other[1:], results[0][1:])
+
+
+def test_a_mask_given_as_a_whole_tree_joins_layers_of_dictionaries_and_is_still_fused():
+    task = two_layers()
+    mask = is_matrix(task.params)
+    with pytest.warns(UserWarning, match="overlap"):
+        state, losses = train(jaxferry.train_step(task.loss_fn, jaxferry.adamw(1e-3, mask=mask)), task, 3)
+    assert len(state.units) == 1 and is_fused(state)
+    apart, others = train(jaxferry.train_step(task.loss_fn, jaxferry.adamw(1e-3, mask=is_matrix)), task, 3)
+    assert losses == others and len(apart.units) == 2
+    assert_same_bits(state.params, apart.params)
+
+
+def test_a_mask_given_as_a_whole_tree_leaves_layers_of_other_containers_apart(net):
+    mask = is_matrix(net.params)
+    state, _ = train(jaxferry.train_step(net.loss_fn, jaxferry.adamw(1e-2, mask=mask, weight_decay=1)), net, 2)
+    assert len(state.units) == len(state.layers) and is_fused(state)
+    other, _ = train(jaxferry.train_step(net.loss_fn, jaxferry.adamw(1e-2, mask=is_matrix, weight_decay=1)), net, 2)
+    assert_same_bits(state.params, other.params)
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+@pytest.mark.parametrize("saves", [0, 1])
+def test_checkpoints_are_interchangeable_with_those_of_optax(name, saves, tmp_path):
+    optimizers, net = pair(name), two_layers()
+    step = jaxferry.train_step(net.loss_fn, optimizers[saves])
+    state, _ = train(step, net, 3)
+    step.save(state, tmp_path / "saved")
+    other = jaxferry.train_step(net.loss_fn, optimizers[1 - saves])
+    restored = other.restore(tmp_path / "saved", params=net.params)
+    assert_same_bits(restored.optimizer_state(), state.optimizer_state())
+    state, metrics = step(state, net.batch)
+    restored, again = other(restored, net.batch)
+    assert float(metrics["loss"]) == float(again["loss"])
+    for mine, same in zip(jax.tree.leaves(state.params), jax.tree.leaves(restored.params), strict=True):
+        np.testing.assert_allclose(mine, same, rtol=1e-5, atol=1e-6)
+    assert_same_bits(
+        [c for c in state.optimizer_state().values() if c.dtype == np.int32],
+        [c for c in restored.optimizer_state().values() if c.dtype == np.int32],
+    )
+
+
+def test_a_resumed_run_continues_bit_identically(tmp_path):
+    net = two_layers()
+    whole, losses = train(jaxferry.train_step(net.loss_fn, jaxferry.adamw(SCHEDULE)), net, 5)
+    step = jaxferry.train_step(net.loss_fn, jaxferry.adamw(SCHEDULE))
+    state, _ = train(step, net, 2)
+    step.save(state, tmp_path / "saved")
+    resumed = step.restore(tmp_path / "saved")
+    more = []
+    for _ in range(3):
+        resumed, metrics = step(resumed, net.batch)
+        more.append(float(metrics["loss"]))
+    assert more == losses[2:]
+    assert_same_bits(resumed.params, whole.params)
+
+
+def test_a_parameter_that_is_never_read_is_left_to_optax_and_decays():
+    def loss_fn(params, x):
+        return (params["used"]["w"] * x).sum() ** 2
+
+    params = {"used": {"w": jnp.ones(4)}, "unused": {"w": jnp.ones(3)}}
+    task = models.Task(loss_fn, params, jnp.ones(4) / 8)
+    with pytest.warns(UserWarning, match="never reads"):
+        state, _ = train(jaxferry.train_step(loss_fn, jaxferry.adamw(0.1, weight_decay=0.5)), task, 2)
+    np.testing.assert_allclose(state.params["unused"]["w"], np.full(3, 0.95**2), rtol=1e-6)

@@ -1,0 +1,54 @@
+#include "cpu/host_step.h"
+
+#include <algorithm>
+
+#include "cpu/denormals.h"
+#include "cpu/host_step_kernels.h"
+#include "cpu/host_threads.h"
+
+namespace jaxferry {
+
+namespace {
+
+// Large enough that threads seldom meet, small enough that they end together; whole cache lines of every array.
+constexpr int64_t kStepChunk = 1 << 15;
+
+struct StepJob {
+  const HostStep& step;
+  StepKernel kernel;
+};
+
+StepPart PartFrom(const StepPart& part, int64_t start, int64_t size) {
+  StepPart piece = part;
+  piece.gradient = Skip(part.gradient_dtype, part.gradient, start);
+  piece.copy = Skip(part.copy_dtype, part.copy, start);
+  piece.master += start;
+  if (piece.first != nullptr) piece.first += start;
+  if (piece.second != nullptr) piece.second += start;
+  piece.size = size;
+  return piece;
+}
+
+void RunChunk(const void* data, int64_t chunk) {
+  const StepJob& job = *static_cast<const StepJob*>(data);
+  const StepPart *begin = job.step.parts, *end = begin + job.step.num_parts;
+  const auto starts_later = [](int64_t number, const StepPart& part) { return number < part.first_chunk; };
+  const StepPart& part = *(std::upper_bound(begin, end, chunk, starts_later) - 1);
+  const int64_t start = (chunk - part.first_chunk) * kStepChunk;
+  const DenormalsAreZero denormals_are_zero;
+  job.kernel(job.step, PartFrom(part, start, std::min(kStepChunk, part.size - start)));
+}
+
+}  // namespace
+
+void RunHostStep(const HostStep& step) {
+  int64_t num_chunks = 0;
+  for (int64_t i = 0; i < step.num_parts; ++i) {
+    step.parts[i].first_chunk = num_chunks;
+    num_chunks += (step.parts[i].size + kStepChunk - 1) / kStepChunk;
+  }
+  const StepJob job{step, CurrentStepKernel()};
+  HostThreads::Get().Run(RunChunk, &job, num_chunks);
+}
+
+}  // namespace jaxferry

@@ -1,0 +1,94 @@
+// The step with AVX-512, sixteen numbers at a time, with and without its conversion to bfloat16.
+#include "cpu/host_step_kernels.h"
+
+#ifdef JAXFERRY_HAS_AVX
+
+#include <immintrin.h>
+
+#ifndef __clang__
+// GCC takes the undefined vectors of its own headers for mistakes (bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+namespace jaxferry {
+
+JAXFERRY_BEGIN_TARGET("avx512f,avx512bw,f16c")
+
+namespace avx512 {
+
+struct Vector {
+  using F = __m512;
+  static constexpr int64_t kLanes = 16;
+
+  static F Set(float x) { return _mm512_set1_ps(x); }
+  static F Load(const float* from) { return _mm512_loadu_ps(from); }
+  static void Store(F x, float* to) { _mm512_storeu_ps(to, x); }
+
+  static __m256i Load16(const uint16_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+  static void Store16(__m256i x, uint16_t* to) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
+
+  static F LoadBfloat16(const uint16_t* from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(Load16(from)), 16));
+  }
+
+  static F LoadFloat16(const uint16_t* from) { return _mm512_cvtph_ps(Load16(from)); }
+
+  static void StoreBfloat16(F x, uint16_t* to) {
+    const __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
+    const __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    const __m512i half = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+    const __m512i nan = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    Store16(_mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(is_nan, rounded, nan)), to);
+  }
+
+  static void StoreFloat16(F x, uint16_t* to) { Store16(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), to); }
+
+  static F Add(F x, F y) { return _mm512_add_ps(x, y); }
+  static F Mul(F x, F y) { return _mm512_mul_ps(x, y); }
+  static F Div(F x, F y) { return _mm512_div_ps(x, y); }
+  static F Sqrt(F x) { return _mm512_sqrt_ps(x); }
+
+  // Zeros and NaN are themselves.
+  static F Sign(F x) {
+    const F zero = _mm512_setzero_ps();
+    const F negative = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, zero, _CMP_LT_OQ), x, _mm512_set1_ps(-1));
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, zero, _CMP_GT_OQ), negative, _mm512_set1_ps(1));
+  }
+};
+
+#include "cpu/host_step_kernel.inc"
+
+}  // namespace avx512
+
+void StepAvx512(const HostStep& step, const StepPart& part) { avx512::RunStep(step, part); }
+
+JAXFERRY_END_TARGET
+
+JAXFERRY_BEGIN_TARGET("avx512f,avx512bw,avx512bf16,f16c")
+
+namespace avx512_bf16 {
+
+struct Vector : avx512::Vector {
+  // The instruction takes subnormal numbers for zero whatever the thread does, but what a step stores is never one.
+  static void StoreBfloat16(F x, uint16_t* to) { Store16((__m256i)_mm512_cvtneps_pbh(x), to); }
+};
+
+#include "cpu/host_step_kernel.inc"
+
+}  // namespace avx512_bf16
+
+void StepAvx512Bf16(const HostStep& step, const StepPart& part) { avx512_bf16::RunStep(step, part); }
+
+JAXFERRY_END_TARGET
+
+}  // namespace jaxferry
+
+#ifndef __clang__
+#pragma GCC diagnostic pop
+#endif
+
+#endif  // JAXFERRY_HAS_AVX

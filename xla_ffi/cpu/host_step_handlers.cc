@@ -1,0 +1,179 @@
+// The handler of the step: finds the parts of a layer among the operands.
+#include <string>
+#include <vector>
+
+#include "common/buffers.h"
+#include "common/checks.h"
+#include "common/exports.h"
+#include "cpu/host_step.h"
+
+namespace jaxferry {
+
+namespace {
+
+constexpr const char* kHostStep = "host_step";
+
+// The operands in their order: factors, gradients [num_vectors], masters [n], moments [n each], copies [num_vectors].
+// Results: masters, moments, copies. Without operands for the copies those are written for the first time.
+struct StepOperands {
+  ffi::RemainingArgs arguments;
+  ffi::RemainingRets results;
+  size_t num_vectors, num_parameters, num_moments;
+  bool has_copies;
+
+  size_t NumUpdated() const { return num_parameters * (1 + num_moments); }
+  ffi::AnyBuffer Gradient(size_t vector) const { return *arguments.get<ffi::AnyBuffer>(1 + vector); }
+  ffi::AnyBuffer Updated(size_t i) const { return *arguments.get<ffi::AnyBuffer>(1 + num_vectors + i); }
+  ffi::AnyBuffer Result(size_t i) const { return **results.get<ffi::AnyBuffer>(i); }
+  ffi::AnyBuffer Copy(size_t vector) const { return Result(NumUpdated() + vector); }
+  ffi::AnyBuffer OldCopy(size_t vector) const { return Updated(NumUpdated() + vector); }
+};
+
+// Names the parameter or vector that an error is about; only then, for that allocates.
+ffi::Error Numbered(const ffi::Error& error, const char* name, size_t i) {
+  if (error.success()) return error;
+  return ffi::Error::InvalidArgument(error.message() + " (" + name + " " + std::to_string(i) + ")");
+}
+
+ffi::Error CheckCounts(StepOperands& operands, Integers vectors, Integers offsets, Integers decays) {
+  const size_t n = vectors.size(), num_results = operands.results.size(), num_arguments = operands.arguments.size();
+  if (offsets.size() != n || decays.size() != n) {
+    return Invalid(kHostStep, "vectors, offsets and decays must have one number for each parameter, got " +
+                                  std::to_string(n) + ", " + std::to_string(offsets.size()) + " and " +
+                                  std::to_string(decays.size()));
+  }
+  operands.num_parameters = n;
+  const size_t num_updated = operands.NumUpdated();
+  if (num_results < num_updated) {
+    return Invalid(kHostStep, "there must be " + std::to_string(num_updated) + " masters and moments and the copies " +
+                                  "as results, got " + std::to_string(num_results));
+  }
+  operands.num_vectors = num_results - num_updated;
+  const size_t without_copies = 1 + operands.num_vectors + num_updated;
+  operands.has_copies = num_arguments == without_copies + operands.num_vectors;
+  if (!operands.has_copies && num_arguments != without_copies) {
+    return Invalid(kHostStep, "there must be " + std::to_string(without_copies) + " arguments, or " +
+                                  std::to_string(without_copies + operands.num_vectors) + " with the copies, got " +
+                                  std::to_string(num_arguments));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckFactors(ffi::AnyBuffer factors) {
+  if (factors.element_type() == ffi::DataType::F32 && factors.element_count() == kNumStepFactors) {
+    return ffi::Error::Success();
+  }
+  return Invalid(kHostStep,
+                 "factors must be float32[" + std::to_string(kNumStepFactors) + "], got " + Describe(factors));
+}
+
+ffi::Error CheckVector(const StepOperands& operands, size_t i) {
+  Dtype dtype;
+  JAXFERRY_RETURN_IF_ERROR(CheckFloating(kHostStep, "the gradient", operands.Gradient(i), &dtype));
+  JAXFERRY_RETURN_IF_ERROR(CheckFloating(kHostStep, "the copy", operands.Copy(i), &dtype));
+  if (!operands.has_copies) return ffi::Error::Success();
+  return CheckAliased(kHostStep, "the copy", operands.OldCopy(i), operands.Copy(i));
+}
+
+// A master or a moment: fp32, of the master's size, updated in place.
+ffi::Error CheckUpdated(const StepOperands& operands, const char* name, size_t i, size_t place, float** data) {
+  const ffi::AnyBuffer updated = operands.Updated(place), master = operands.Updated(i);
+  if (updated.element_type() != ffi::DataType::F32) {
+    return Invalid(kHostStep, std::string(name) + " must be float32, got " + Describe(updated));
+  }
+  if (updated.element_count() != master.element_count()) {
+    return Invalid(kHostStep, std::string(name) + " must have the size of its master, got " + Describe(updated) +
+                                  " and " + Describe(master));
+  }
+  *data = static_cast<float*>(updated.untyped_data());
+  return CheckAliased(kHostStep, name, updated, operands.Result(place));
+}
+
+ffi::Error FindPart(const StepOperands& operands, size_t i, int64_t vector, int64_t offset, int64_t decays,
+                    StepPart* part) {
+  const size_t n = operands.num_parameters;
+  if (vector < 0 || vector >= static_cast<int64_t>(operands.num_vectors)) {
+    return Invalid(kHostStep, "vectors must lie in [0, " + std::to_string(operands.num_vectors) + "), got " +
+                                  std::to_string(vector));
+  }
+  *part = {};
+  JAXFERRY_RETURN_IF_ERROR(CheckUpdated(operands, "the master", i, i, &part->master));
+  if (operands.num_moments > 0) {
+    JAXFERRY_RETURN_IF_ERROR(CheckUpdated(operands, "the first moment", i, n + i, &part->first));
+  }
+  if (operands.num_moments > 1) {
+    JAXFERRY_RETURN_IF_ERROR(CheckUpdated(operands, "the second moment", i, 2 * n + i, &part->second));
+  }
+  JAXFERRY_RETURN_IF_ERROR(CheckFlag(kHostStep, "decays", decays, &part->decays));
+  const ffi::AnyBuffer gradient = operands.Gradient(vector), copy = operands.Copy(vector);
+  part->size = operands.Updated(i).element_count();
+  JAXFERRY_RETURN_IF_ERROR(CheckInside(kHostStep, "the gradient", gradient, offset, part->size, 1));
+  JAXFERRY_RETURN_IF_ERROR(CheckInside(kHostStep, "the copy", copy, offset, part->size, 1));
+  part->gradient_dtype = *FindDtype(gradient);
+  part->copy_dtype = *FindDtype(copy);
+  part->gradient = At(gradient, offset);
+  part->copy = At(copy, offset);
+  return ffi::Error::Success();
+}
+
+ffi::Error FindParts(const StepOperands& operands, Integers vectors, Integers offsets, Integers decays,
+                     std::vector<StepPart>* parts) {
+  for (size_t i = 0; i < operands.num_vectors; ++i) {
+    JAXFERRY_RETURN_IF_ERROR(Numbered(CheckVector(operands, i), "vector", i));
+  }
+  parts->resize(vectors.size());
+  for (size_t i = 0; i < parts->size(); ++i) {
+    const ffi::Error error = FindPart(operands, i, vectors[i], offsets[i], decays[i], &(*parts)[i]);
+    JAXFERRY_RETURN_IF_ERROR(Numbered(error, "parameter", i));
+  }
+  return ffi::Error::Success();
+}
+
+StepFactors FactorsFrom(ffi::AnyBuffer buffer) {
+  const float* f = static_cast<const float*>(buffer.untyped_data());
+  return {f[0], f[1], f[2], f[3], f[4], f[5], f[6]};
+}
+
+StepConstants ConstantsFrom(double b1, double b2, double eps, double eps_root) {
+  return {static_cast<float>(b1),     static_cast<float>(1 - b1), static_cast<float>(b2),
+          static_cast<float>(1 - b2), static_cast<float>(eps),    static_cast<float>(eps_root)};
+}
+
+ffi::Error HostStepHandler(ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t rule, Integers vectors,
+                           Integers offsets, Integers decays, double b1, double b2, double eps, double eps_root) {
+  return Guarded(kHostStep, [&] {
+    if (rule < 0 || rule >= kNumStepRules) {
+      return Invalid(kHostStep, "rule must lie in [0, " + std::to_string(kNumStepRules) + "), got " +
+                                    std::to_string(rule));
+    }
+    if (arguments.size() == 0) return Invalid(kHostStep, "there must be factors as the first argument, got none");
+    StepOperands operands{arguments, results, 0, 0, 0, false};
+    operands.num_moments = NumMoments(static_cast<StepRule>(rule));
+    const ffi::AnyBuffer factors = *arguments.get<ffi::AnyBuffer>(0);
+    JAXFERRY_RETURN_IF_ERROR(CheckFactors(factors));
+    JAXFERRY_RETURN_IF_ERROR(CheckCounts(operands, vectors, offsets, decays));
+    // Kept by the thread: once it has been as long as the longest layer, no call allocates.
+    thread_local std::vector<StepPart> parts;
+    JAXFERRY_RETURN_IF_ERROR(FindParts(operands, vectors, offsets, decays, &parts));
+    RunHostStep({static_cast<StepRule>(rule), FactorsFrom(factors), ConstantsFrom(b1, b2, eps, eps_root), parts.data(),
+                 static_cast<int64_t>(parts.size())});
+    return ffi::Error::Success();
+  });
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_host_step, HostStepHandler,
+                              ffi::Ffi::Bind()
+                                  .RemainingArgs()  // factors, gradients, masters, moments, copies
+                                  .RemainingRets()  // masters, moments, copies
+                                  .Attr<int64_t>("rule")
+                                  .Attr<Integers>("vectors")
+                                  .Attr<Integers>("offsets")
+                                  .Attr<Integers>("decays")
+                                  .Attr<double>("b1")
+                                  .Attr<double>("b2")
+                                  .Attr<double>("eps")
+                                  .Attr<double>("eps_root"));
+
+}  // namespace jaxferry

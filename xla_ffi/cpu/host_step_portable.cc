@@ -1,0 +1,73 @@
+// The step for any machine: four numbers at a time, which every compiler knows how to do.
+#include "cpu/bits.h"
+#include "cpu/host_step_kernels.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace jaxferry {
+
+namespace portable {
+
+struct Vector {
+  typedef float F __attribute__((vector_size(16)));
+  typedef int32_t Mask __attribute__((vector_size(16)));
+  static constexpr int64_t kLanes = 4;
+
+  static F Set(float x) { return F{x, x, x, x}; }
+
+  static F Load(const float* from) {
+    F x;
+    __builtin_memcpy(&x, from, sizeof(x));
+    return x;
+  }
+
+  static void Store(F x, float* to) { __builtin_memcpy(to, &x, sizeof(x)); }
+
+  static F LoadBfloat16(const uint16_t* from) {
+    return F{FromBfloat16(from[0]), FromBfloat16(from[1]), FromBfloat16(from[2]), FromBfloat16(from[3])};
+  }
+
+  static F LoadFloat16(const uint16_t* from) {
+    return F{FromFloat16(from[0]), FromFloat16(from[1]), FromFloat16(from[2]), FromFloat16(from[3])};
+  }
+
+  static void StoreBfloat16(F x, uint16_t* to) {
+    for (int64_t i = 0; i < kLanes; ++i) to[i] = ToBfloat16(x[i]);
+  }
+
+  static void StoreFloat16(F x, uint16_t* to) {
+    for (int64_t i = 0; i < kLanes; ++i) to[i] = ToFloat16(x[i]);
+  }
+
+  static F Add(F x, F y) { return x + y; }
+  static F Mul(F x, F y) { return x * y; }
+  static F Div(F x, F y) { return x / y; }
+
+  static F Sqrt(F x) {
+#if defined(__SSE2__)
+    return _mm_sqrt_ps(x);
+#elif defined(__aarch64__)
+    return vsqrtq_f32(x);
+#else
+    return F{__builtin_sqrtf(x[0]), __builtin_sqrtf(x[1]), __builtin_sqrtf(x[2]), __builtin_sqrtf(x[3])};
+#endif
+  }
+
+  // Zeros and NaN are themselves.
+  static F Sign(F x) {
+    const Mask is_positive = x > Set(0), is_negative = x < Set(0);
+    return is_positive ? Set(1) : is_negative ? Set(-1) : x;
+  }
+};
+
+#include "cpu/host_step_kernel.inc"
+
+}  // namespace portable
+
+void StepPortable(const HostStep& step, const StepPart& part) { portable::RunStep(step, part); }
+
+}  // namespace jaxferry

@@ -1,0 +1,64 @@
+// Threads that share out the chunks of a job in host memory; they sleep in between. No XLA types.
+//
+//   Run(chunks) --> the caller takes chunks, one after another; idle threads take the others
+//
+// Several callers may come at once: each goes on with its own job, whoever helps. Nothing is allocated per job.
+#ifndef JAXFERRY_CPU_HOST_THREADS_H_
+#define JAXFERRY_CPU_HOST_THREADS_H_
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace jaxferry {
+
+class HostThreads {
+ public:
+  using Work = void (*)(const void* job, int64_t chunk);
+
+  // That of the process; a child that was forked gets one of its own.
+  static HostThreads& Get();
+
+  // Calls `work(job, chunk)` once for each chunk in [0, num_chunks), on the caller and on idle threads, and returns
+  // when all have ended.
+  void Run(Work work, const void* job, int64_t num_chunks);
+
+  // Ends the threads: jobs that come, or are under way, are done by their callers alone.
+  void Stop();
+
+  // How many threads a job may have, its caller among them.
+  static int64_t NumThreads();
+
+  // Sets that; 0 for what JAXFERRY_HOST_THREADS says, by default the CPUs that the process may use.
+  static void SetNumThreads(int64_t count);
+
+ private:
+  struct Job {
+    Work work;
+    const void* data;
+    int64_t num_chunks;
+    int64_t num_helpers_wanted;
+    std::atomic<int64_t> next{0};
+    int64_t num_helpers = 0;
+    Job* following = nullptr;
+  };
+
+  static void Take(Job& job);
+  Job* FindJob();
+  void Remove(Job& job);
+  bool StartThreads(int64_t count);
+  void Help();
+
+  std::mutex mutex_;
+  std::condition_variable posted_, done_;
+  Job* first_ = nullptr;  // the jobs that still want helpers
+  std::vector<std::thread> threads_;
+  bool is_stopped_ = false;
+};
+
+}  // namespace jaxferry
+
+#endif  // JAXFERRY_CPU_HOST_THREADS_H_
