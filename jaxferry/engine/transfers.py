@@ -192,6 +192,11 @@ class DevicePut(Transport):
     gradients are written into host buffers that exist already.
     """
 
+    def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
+        super().__init__(placement, layers)
+        # The flat vectors beside the parameters that are cut from them, and beside the gradients that are packed.
+        self.staging_bytes = 0 if placement.is_cpu else 2 * max(layer.num_bytes for layer in layers)
+
     def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
         """See `Transport.store`."""
         if self._placement.is_cpu:

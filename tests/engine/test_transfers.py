@@ -40,6 +40,7 @@ def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(PARAMS["a"])]
     vectors = tuple(jax.device_put(v, placement.pinned) for v in layer.pack(leaves))
     transfers = DevicePut(placement, [layer])
+    assert transfers.staging_bytes == (0 if placement.is_cpu else 2 * 36)
     held = transfers.load(0, vectors)
     assert_same_bits(held.parameters(), leaves)
     assert {p.sharding.memory_kind for p in held.parameters()} == {"device"}
