@@ -158,9 +158,17 @@ class Transport:
 
     def _store_rows(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None) -> HostGradient:
         """Adds gradients of lookups on the host; there alone they become tables."""
-        known = self._program("zeros", layer)() if onto is None else self.gather(layer, onto)
+        known = self._zeros(layer) if onto is None else self.gather(layer, onto)
         rows = gradients if self._placement.is_cpu else jax.device_put(gradients, self._placement.host)
         return HostGradient(self._program("add", layer)(rows, known), True)
+
+    def _zeros(self, layer: int) -> Vectors:
+        """Vectors of zeros that the optimizer can read."""
+        spare = self._spare.get(layer)
+        # Where the device is a CPU, those come back after the update (`recycle`).
+        if self._placement.is_cpu and spare:
+            return tuple(self._program("clear", layer)(spare.pop()))
+        return tuple(self._program("zeros", layer)())
 
     def _program(self, name: str, layer: int) -> Any:
         made = self._layers[layer]
@@ -181,6 +189,8 @@ class Transport:
 
         if name == "add":
             return jax.jit(add, donate_argnums=1, out_shardings=gathered)
+        if name == "clear":
+            return jax.jit(lambda vectors: zeros(), donate_argnums=0, keep_unused=True, out_shardings=gathered)
         return jax.jit(zeros, out_shardings=pinned if name == "empty" else gathered)
 
 

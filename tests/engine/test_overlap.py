@@ -168,10 +168,22 @@ def test_leaving_the_process_waits_for_updates_that_are_under_way():
     assert done.stdout.split()[-1] == "updated"
 
 
-def test_memory_is_flat_over_many_steps():
+def lookup(draw):
+    """As `network`, with a table that is looked up and nothing else: its gradient leaves as rows."""
+    _, params, batch = network(draw)
+
+    def loss_fn(params, tokens):
+        return jnp.mean((params["table"]["w"][tokens] @ params["l0"]["w"]) ** 2)
+
+    return loss_fn, {name: params[name] for name in ("table", "l0")}, batch
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("make", [network, lookup])
+def test_memory_is_flat_over_many_steps(make, transport):
     """A soak in short; `benchmarks/soak.py` takes 2,000 steps and counts the host's memory as well."""
-    loss_fn, params, batch = network(random.Random(1))
-    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), clip_norm=1.0)
+    loss_fn, params, batch = make(random.Random(1))
+    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), clip_norm=1.0, transport=transport)
     state = step.init(params)
 
     def live():
