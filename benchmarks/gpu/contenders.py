@@ -98,7 +98,7 @@ class Ferry:
     """A policy of JaxFerry."""
 
     def __init__(self, loss_fn, params, batch, policy, profile, memory_budget):
-        self.batch = batch
+        self.batch = jax.device_put(batch)
         self.profile_kind = profile if isinstance(profile, str) else "measured"
         self.step = jaxferry.train_step(
             loss_fn,
@@ -125,9 +125,7 @@ class Ferry:
     def facts(self, step_s):
         prepared = self.prepared
         schedule = prepared.schedule
-        work_s = {
-            lane.value: sum(task.duration_s for task in schedule.tasks if task.lane is lane) for lane in Lane
-        }
+        work_s = {lane.value: sum(task.duration_s for task in schedule.tasks if task.lane is lane) for lane in Lane}
         predicted_s, bound_s = machine.steady_step_s(schedule), max(work_s.values())
         return {
             "profile": self.profile_kind,

@@ -138,6 +138,8 @@ def same_losses(rows):
 
 def status_of(rows):
     """0 if everything that ran was measured, but for `plain` and `recipe`, which need not fit; else 1 or 124."""
+    if all(row.contender in (PLAIN, RECIPE) for row in rows):
+        return int(any(row.outcome != "measured" for row in rows))
     ran = [row for row in rows if row.outcome != "left out" and row.contender not in (PLAIN, RECIPE)]
     if not any(row.result.get("step_s") for row in ran):
         return TIMED_OUT if all("timed out" in row.outcome for row in ran) else 1
@@ -199,6 +201,8 @@ def run_all(arguments, names, path):
             else:
                 command = contender_command(name, arguments, limit_s, budget_bytes if name == "auto" else None)
                 row = run_contender(name, command, env, limit_s)
+                if row.outcome.startswith("timed out") and limit_s < arguments.each:
+                    row = dataclasses.replace(row, outcome="left out")  # it never had its own limit
             if name == "l2l":
                 budget_bytes = row.result.get("counted_bytes")
             rows.append(row)
