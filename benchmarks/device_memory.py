@@ -10,11 +10,13 @@ The base of those figures is DeepSpeed, where the gradients of the whole model g
 `deepspeed_bytes` is what that holds, the parameters and activations of `zero-offload` and all gradients. In this engine
 gradients leave layer by layer under every policy, so `zero-offload` itself is below DeepSpeed by just that.
 
-Found at 128 tokens: MemFerry 28 % (GPT-2-medium) and 23 % (BERT-base) below DeepSpeed, GO-MemFerry 34 % and 27 %.
+Found at 128 tokens: MemFerry 28 % (GPT-2-medium) and 22 % (BERT-base) below DeepSpeed, GO-MemFerry 30 % and 23 %.
 Against `zero-offload` in this engine MemFerry saves 1 % of GPT-2-medium (the paper: 1.4 %), as its plan leaves out just
 what is slow to load: lookups, whose table the tied head needs on the device all the same, and vectors. GO-MemFerry
-saves one layer's gradient; 42 % would need more gradients on the device to begin with. At full
-length activations are nearly all that there is.
+saves 4 %: the head's gradient is written by panels, but the logits' gradient, an operand of that product, is then kept
+whole (in another form it is never made: where XLA may tune its products, which it cannot without a GPU, GO-MemFerry
+needed 7 % less for GPT-2-medium). 42 % would need more gradients on the device to begin with. At full length
+activations are nearly all that there is.
 """
 
 import argparse

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.gpu import build, link_rates, overlap, summary
+from benchmarks.gpu import build, link_rates, overlap, steps, summary
 from benchmarks.gpu.rates import Overlap, Rate
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -54,7 +54,7 @@ def test_a_check_whose_stages_fail_still_sums_them_up(tmp_path):
     assert finished.returncode == 1
     assert "NOT all passed" in finished.stdout
     result = json.loads((tmp_path / "results" / "summary.json").read_text())
-    assert [stage["outcome"] for stage in result["stages"]] == ["passed"] + ["failed (3)"] * 4
+    assert [stage["outcome"] for stage in result["stages"]] == ["passed"] + ["failed (3)"] * 7
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,7 @@ def test_a_check_whose_stages_fail_still_sums_them_up(tmp_path):
     [
         (["a\t0\t2\n", "b\t124\t5\n"], ["passed", "timed out"]),
         (["a\t137\t1\n", "b\t1\t1\n"], ["timed out", "failed (1)"]),
+        (["a\t0\t1\n", "b\tleft out\t0\n"], ["passed", "left out"]),
     ],
 )
 def test_outcomes_are_told_apart(lines, outcomes):
@@ -112,3 +113,53 @@ def test_the_benchmarks_of_links_import_without_a_gpu():
     assert link_rates.ROWS[0] == 1
     assert link_rates.ROWS[-1] == 16384
     assert overlap.SIDE % 128 == 0
+
+
+def test_training_steps_are_timed_and_policies_that_move_data_agree(tmp_path):
+    # Small, but all that a GPU runs: a process for each contender, and what they share.
+    names = ("plain", "recipe", "native-overlapped", "zero-offload", "l2l", "auto")
+    command = [sys.executable, str(ROOT / "benchmarks/gpu/steps.py"), str(tmp_path), "--size", "tiny"]
+    command += ["--device", "cpu", "--batch", "1", "--seq", "8", "--steps", "3", "--only", *names]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    result = json.loads((tmp_path / "steps_tiny.json").read_text())
+    rows = {row["contender"]: row for row in result["rows"]}
+    assert set(rows) == set(names)
+    assert all(row["outcome"] == "measured" and len(row["losses"]) == 6 for row in rows.values())
+    assert result["losses_bit_identical"]
+    assert rows["auto"]["memory_budget_bytes"] == rows["l2l"]["counted_bytes"] >= rows["auto"]["counted_bytes"]
+    for row in rows.values():
+        # bfloat16 has 8 bits: the programs differ, the training does not.
+        assert row["losses"] == pytest.approx(rows["plain"]["losses"], rel=2.0**-8)
+        assert row["losses"][-1] < row["losses"][0]
+    assert "bit-identical" in finished.stdout
+    assert [line.split()[0] for line in summary.steps_lines(result)] == [row["contender"] for row in result["rows"]]
+
+
+def test_a_contender_without_time_is_ended_and_the_rest_left_out(tmp_path):
+    row = steps.run_contender("slow", ["sleep", "30"], dict(os.environ), limit_s=0.2)
+    assert row.outcome.startswith("timed out")
+    assert row.seconds < 10
+    assert steps.status_of([row]) == steps.TIMED_OUT
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import sys; sys.exit('jax: RESOURCE_EXHAUSTED: 9 GiB')", "out of memory: jax: RESOURCE_EXHAUSTED: 9 GiB"),
+        ("import sys; sys.exit('no such thing')", "failed (1): no such thing"),
+        ("import os; os.kill(os.getpid(), 9)", "killed, most likely for host memory"),
+    ],
+)
+def test_a_contender_that_fails_says_why_in_one_line(program, said):
+    row = steps.run_contender("failing", [sys.executable, "-c", program], dict(os.environ), limit_s=60)
+    assert row.outcome == said
+
+
+def test_only_failures_of_the_policies_fail_the_stage():
+    measured = steps.Row("exact", "measured", 1.0, {"step_s": 1.0, "losses": [1.0], "only_moves_data": True})
+    other = steps.Row("l2l", "measured", 1.0, {"step_s": 1.0, "losses": [2.0], "only_moves_data": True})
+    assert steps.status_of([measured, steps.Row("plain", "out of memory: no", 1.0, {})]) == 0
+    assert steps.status_of([measured, steps.Row("auto", "left out", 0.0, {})]) == 0
+    assert steps.status_of([measured, steps.Row("auto", "failed (1): no", 1.0, {})]) == 1
+    assert steps.status_of([measured, other]) == 1

@@ -11,12 +11,14 @@ python=${PYTHON:-python3}
 output=${1:-benchmarks/results/gpu}
 mkdir -p "$output" || exit 1
 output=$(cd "$output" && pwd)
-for name in build tests link_rates overlap criteria summary jax; do
+for name in build tests link_rates overlap criteria host_library steps_medium steps_xl summary jax; do
   rm -f "$output/$name.json" "$output/$name.log"
 done
 export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$PWD/tests"
 # All stages together end before nine minutes are over.
 deadline=$((SECONDS + 525))
+# With fewer seconds left, training steps are not begun.
+least=40
 stages=""
 
 fail() {
@@ -41,6 +43,19 @@ stage() {
   return "$status"
 }
 
+# steps SIZE LIMIT_S EACH_S: times training steps, or says that there is no time left for it.
+steps() {
+  local limit=$2 left=$((deadline - SECONDS))
+  if [ "$left" -lt "$limit" ]; then limit=$left; fi
+  if [ "$limit" -lt "$least" ]; then
+    stages+="steps_$1"$'\tleft out\t0\n'
+    return
+  fi
+  # It ends by itself, with all that it has, before it would be ended.
+  stage "steps_$1" "$limit" "$python" benchmarks/gpu/steps.py "$output" --size "$1" \
+    --limit $((limit - 8)) --each "$3" --least 25
+}
+
 command -v "$python" >/dev/null || fail "there is no $python; name a Python with JAX for CUDA by PYTHON=..."
 command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1 ||
   fail "there is no NVIDIA GPU here (nvidia-smi finds none); the tests that need none run with \`make test\`"
@@ -56,6 +71,11 @@ if stage build 120 "$python" benchmarks/gpu/build.py "$build"; then
   stage link_rates 120 "$python" benchmarks/gpu/link_rates.py "$library" "$output/link_rates.json"
   stage overlap 45 "$python" benchmarks/gpu/overlap.py "$library" "$output/overlap.json"
   stage criteria 90 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_link_rates.py
-  # Timings of whole training steps go here, as a stage of their own.
+  # Whole training steps need both libraries in one folder: the host's update is the CPU's.
+  export JAXFERRY_NATIVE_DIR=$build
+  stage host_library 60 "$python" -m jaxferry build-native --platform cpu ||
+    cp jaxferry/native/libjaxferry_cpu.so "$build" 2>/dev/null
+  steps medium 270 75
+  steps xl 525 120
 fi
 printf '%s' "$stages" | "$python" benchmarks/gpu/summary.py "$output"

@@ -1,0 +1,223 @@
+"""One contender of steps.py, in a process of its own: a loop of training steps, and what is known of it afterwards."""
+
+import os
+import pathlib
+import resource
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" / "gpt2"))
+
+import jaxferry
+import model
+from benchmarks import measure
+from benchmarks.gpu import steps
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.profiling.records import Profile
+from jaxferry.schedule import Lane
+from jaxferry.simulate import machine
+
+COMPUTE_DTYPE = jnp.bfloat16
+NUM_DRAWN = 1_000_003
+"""Numbers that are drawn; larger arrays repeat them, since drawing a billion takes longer than the steps."""
+
+
+def make_params(config):
+    """Parameters as NumPy arrays: nothing touches the device, whose peak is measured."""
+    drawn = np.random.default_rng(0).standard_normal(NUM_DRAWN, dtype=np.float32) * np.float32(0.02)
+    shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
+
+    def leaf(path, like):
+        name = path[-1].key
+        if name in ("scale", "bias"):
+            return np.full(like.shape, name == "scale", np.float32)
+        return np.resize(drawn, like.shape)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes)
+
+
+def make_batch(arguments, config):
+    shape = (arguments.batch, arguments.seq + 1)
+    return {"tokens": np.random.default_rng(1).integers(0, config.vocab_size, shape, dtype=np.int32)}
+
+
+class OneJit:
+    """One jitted step: `plain`, or JAX's recipe with parameters and moments in pinned host memory."""
+
+    def __init__(self, loss_fn, params, batch, is_offloaded):
+        device = jax.devices()[0]
+        optimizer = optax.adamw(steps.LEARNING_RATE)
+        on_device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
+        home = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if is_offloaded else on_device
+        state = jax.eval_shape(optimizer.init, params)
+        # Adam's counter is a scalar: nothing is gained by moving it.
+        homes = jax.tree.map(lambda leaf: home if leaf.ndim else on_device, (params, state))
+
+        def step(params, state, batch):
+            if is_offloaded:
+                params, state = jax.device_put((params, state), jax.memory.Space.Device)
+            compute = jax.tree.map(lambda leaf: leaf.astype(COMPUTE_DTYPE), params)
+            loss, gradients = jax.value_and_grad(loss_fn)(compute, batch)
+            gradients = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradients)
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        self.batch = jax.device_put(batch, on_device)
+        # AdamW's state starts as zeros, which are made on the host for the same reason.
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
+        self.params, self.state = jax.device_put((params, zeros), homes)
+        jitted = jax.jit(
+            step,
+            in_shardings=(*homes, on_device),
+            out_shardings=(*homes, on_device),
+            donate_argnums=(0, 1),
+        )
+        start_s = time.perf_counter()
+        self.run = jitted.lower(self.params, self.state, self.batch).compile()
+        self.compile_s = time.perf_counter() - start_s
+
+    def __call__(self):
+        self.params, self.state, loss = self.run(self.params, self.state, self.batch)
+        return float(loss)
+
+    def finish(self):
+        jax.block_until_ready((self.params, self.state))
+
+    def facts(self, step_s):
+        stats = self.run.memory_analysis()
+        return {"compiled_temporary_bytes": None if stats is None else stats.temp_size_in_bytes}
+
+
+class Ferry:
+    """A policy of JaxFerry."""
+
+    def __init__(self, loss_fn, params, batch, policy, profile, memory_budget):
+        self.batch = jax.device_put(batch)
+        self.profile_kind = profile if isinstance(profile, str) else "measured"
+        self.step = jaxferry.train_step(
+            loss_fn,
+            jaxferry.adamw(steps.LEARNING_RATE),
+            policy=policy,
+            profile=profile,
+            memory_budget=memory_budget,
+            compute_dtype=COMPUTE_DTYPE,
+            record_steps=4,
+        )
+        start_s = time.perf_counter()
+        self.state = self.step.init(params)
+        self.prepared = self.step.prepare(batch)
+        self.step.compile_updates(self.state, batch)
+        self.compile_s = time.perf_counter() - start_s
+
+    def __call__(self):
+        self.state, metrics = self.step(self.state, self.batch)
+        return float(metrics["loss"])
+
+    def finish(self):
+        self.state.block_until_ready()
+
+    def facts(self, step_s):
+        prepared = self.prepared
+        schedule = prepared.schedule
+        work_s = {lane.value: sum(task.duration_s for task in schedule.tasks if task.lane is lane) for lane in Lane}
+        predicted_s, bound_s = machine.steady_step_s(schedule), max(work_s.values())
+        return {
+            "profile": self.profile_kind,
+            "predicted_s": predicted_s,
+            "bound_s": bound_s,
+            "measured_over_predicted": step_s / predicted_s,
+            "measured_over_bound": step_s / bound_s,
+            "busy": {lane: work / step_s for lane, work in work_s.items()},
+            "recorded": recorded_shares(self.step.recorded()),
+            "counted_bytes": prepared.peak.total,
+            "modes": [mode.value for mode in prepared.modes],
+            "num_executables": prepared.num_executables,
+            "only_moves_data": only_moves_data(prepared),
+        }
+
+
+def only_moves_data(prepared):
+    """Whether nothing is computed in host memory, so that all sums are in the same order."""
+    in_place = any(mode in (Mode.DHA, Mode.DFGB) for mode in prepared.modes)
+    return not in_place and all(layer.gradient is not GradientPlace.HOST for layer in prepared.plan.layers)
+
+
+def recorded_shares(run):
+    """The share of the recorded steps in which each lane had a task; None if nothing was recorded."""
+    if run is None or max(run.ends_s) <= 0:
+        return None
+    busy_s = dict.fromkeys(Lane, 0.0)
+    for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
+        busy_s[task.lane] += end - start
+    return {lane.value: seconds / max(run.ends_s) for lane, seconds in busy_s.items()}
+
+
+def timed_steps(contender, num_steps, end_s):
+    """Losses, the seconds between them after the warm-up, and the mean with what is left at the end."""
+    losses = [contender() for _ in range(steps.WARM_UP)]
+    seconds, begin_s = [], time.perf_counter()
+    last_s = begin_s
+    while len(seconds) < num_steps and (len(seconds) < steps.MIN_STEPS or time.monotonic() < end_s):
+        losses.append(contender())
+        now_s = time.perf_counter()
+        seconds.append(now_s - last_s)
+        last_s = now_s
+    contender.finish()
+    return losses, seconds, (time.perf_counter() - begin_s) / len(seconds)
+
+
+def profile_path(arguments):
+    return arguments.output / f"profile_{arguments.size}.json"
+
+
+def make(arguments, config):
+    loss_fn, params, batch = model.make_loss(config), make_params(config), make_batch(arguments, config)
+    name = arguments.contender
+    if name in (steps.PLAIN, steps.RECIPE):
+        return OneJit(loss_fn, params, batch, name == steps.RECIPE)
+    path = profile_path(arguments)
+    # Without a measured profile the steps can be timed all the same.
+    profile = Profile.load(path) if path.is_file() else "estimate"
+    return Ferry(loss_fn, params, batch, name, profile, arguments.memory_budget)
+
+
+def measure_profile(arguments, config):
+    """What the policies plan with, saved where their processes find it."""
+    step = jaxferry.train_step(
+        model.make_loss(config), jaxferry.adamw(steps.LEARNING_RATE), profile="measure", compute_dtype=COMPUTE_DTYPE
+    )
+    shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
+    profile = step.measure(shapes, make_batch(arguments, config))
+    profile.save(profile_path(arguments))
+    return {"machine": measure.machine(), "layers": len(profile.layers)}
+
+
+def run(arguments):
+    """Runs the contender that the arguments of steps.py name; JSON values."""
+    end_s = time.monotonic() + arguments.limit / 2
+    config = model.SIZES[arguments.size]
+    if arguments.contender == steps.PROFILE:
+        return measure_profile(arguments, config)
+    contender = make(arguments, config)
+    losses, seconds, mean_s = timed_steps(contender, arguments.steps, end_s)
+    step_s = statistics.median(seconds)
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "step_s": step_s,
+        "mean_s": mean_s,
+        "tokens_per_s": arguments.batch * arguments.seq / step_s,
+        "seconds_of_steps": seconds,
+        "peak_device_bytes": stats.get("peak_bytes_in_use"),
+        "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "compile_s": contender.compile_s,
+        "memory_budget_bytes": arguments.memory_budget,
+        "losses": losses,
+        "machine": measure.machine() | {"host_threads": os.environ.get("JAXFERRY_HOST_THREADS", "default")},
+        **contender.facts(step_s),
+    }
