@@ -28,7 +28,7 @@ Rules (the machine model; MemFerry, section IV-B):
   layer's forward and backward are one program, for which one copy serves. A copy that a backward does not read is not
   loaded for it. A backward waits until all but the last `GRADIENT_SLOTS` gradients before it have left the device. One
   that adds to a gradient in host memory waits until that has arrived. Of the updates that could start, the host takes
-  the one whose parameters the next forward needs first, not the first in the list.
+  the one whose parameters the next forward needs first, not the first in the list (unless that is slower: `choice.py`).
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, start not before the previous step's
   update of these parameters; a forward on a RESIDENT copy not before its refresh.
 

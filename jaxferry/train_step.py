@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxferry.choice import choose_plan, needs_times
+from jaxferry.choice import choose_plan, choose_update_order, needs_times
 from jaxferry.engine import (
     UNSCALED,
     Evaluator,
@@ -455,7 +455,7 @@ class TrainStep:
                 kept.pop()
             fitted = fit_modes(parts, plan.modes, budget, peak_of)
         programs.keep(uses)
-        schedule = lowered(modes)
+        schedule = choose_update_order(lowered(modes))
         executor = Executor(
             parts,
             programs,

@@ -101,7 +101,7 @@ class NativeLibrary:
         self.synchronize()
 
     def set_bandwidth(self, direction: str, bytes_per_s: float) -> None:
-        """Sets the speed of the emulated link.
+        """Sets the speed of the emulated link, for copies and for operations on host memory.
 
         Args:
           direction: "load" or "store".
