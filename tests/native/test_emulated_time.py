@@ -1,11 +1,13 @@
-"""The link emulator under operations that read or write host memory themselves: they take as long as their bytes."""
+"""The emulator under operations that read or write host memory themselves: they take as long as their bytes."""
 
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxferry.native.host_step import FACTORS, StepPart, StepRule, host_step
 from native.native_operations import Operations, numbers
 
 ROWS, COLUMNS = 256, 512
@@ -82,3 +84,19 @@ def test_only_the_rows_that_are_looked_up_cross_the_link(cpu, operations):
     run = gather(operations, np.zeros(ROWS // 32, np.int32))
     cpu.set_bandwidth("load", NUM_BYTES / 16)
     assert 0.5 <= seconds_of(run) < 8
+
+
+def test_a_host_step_takes_as_long_as_its_bytes(cpu):
+    rule, size = StepRule("adam", b1=0.9, b2=0.99, eps=1e-8), 1 << 14
+
+    @jax.jit
+    def step(gradient, master, first, second):
+        factors = jnp.ones(len(FACTORS))
+        copy = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
+        return host_step(rule, [StepPart(0, 0, False)], factors, [gradient], [master], [[first], [second]], [copy])
+
+    arguments = [numbers(0, size, "bfloat16"), *(abs(numbers(i, size)) for i in range(3))]
+    cpu.set_bandwidth("load", size / 60)
+    cpu.set_bandwidth("store", size / 60)
+    cpu.set_bandwidth("host", 28 * size / SECONDS)  # two for the gradient and the copy, eight for each of the others
+    assert SECONDS <= seconds_of(lambda: step(*arguments)) < 30
