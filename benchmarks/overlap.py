@@ -21,7 +21,6 @@ within 3 % of what is predicted.
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -35,19 +34,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import jax
-import matplotlib
 import measure
-import numpy as np
-from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
 import jaxferry
 import model
 from jaxferry.choice import choose_update_order
+from jaxferry.compare import compare_policies, works_s
 from jaxferry.engine.lanes import Lanes, TaskList
 from jaxferry.native.library import library
 from jaxferry.planning import make_plan
+from jaxferry.report.tables import bench_lines, bench_table
+from jaxferry.report.timelines import plot_timelines
 from jaxferry.schedule import Lane, ProgramFacts, schedule_step
 from jaxferry.simulate import machine
 from profiles import transformer
@@ -56,48 +55,6 @@ POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memfe
 CONFIG = model.Config(num_layers=24, num_heads=8, channels=512, max_length=128, vocab_size=2048)
 BATCH, LENGTH = 2, 128
 SHARE = 0.7
-COLOURS = {Lane.GPU: "tab:green", Lane.H2D: "tab:blue", Lane.D2H: "tab:orange", Lane.HOST: "tab:red"}
-
-
-def own_bound_s(schedule):
-    """The work of the busiest lane in one step."""
-    return max(sum(task.duration_s for task in schedule.tasks if task.lane is lane) for lane in Lane)
-
-
-def works_s(profile):
-    """What each lane has to do whatever the plan: compute, upload, download, host update."""
-    layers = profile.layers
-    firsts = [layers[group[0]] for group in profile.groups]
-    return {
-        "compute": sum(layer.forward_s + layer.backward_s for layer in layers),
-        "upload": sum(layer.load_s for layer in firsts),
-        "download": sum(layer.offload_s for layer in layers),
-        "update": sum(profile.group_update_s),
-    }
-
-
-def ends_of_steps(run):
-    """When the last program of each step has ended."""
-    ends = [0.0] * run.schedule.steps
-    for task, end in zip(run.schedule.tasks, run.ends_s, strict=True):
-        if task.lane is Lane.GPU:
-            ends[task.step] = max(ends[task.step], end)
-    return ends
-
-
-def row_of(policy, measured_s, schedule, profile, **more):
-    predicted_s, least_s, own_s = machine.steady_step_s(schedule), max(works_s(profile).values()), own_bound_s(schedule)
-    return {
-        "policy": policy,
-        "measured_s": measured_s,
-        "predicted_s": predicted_s,
-        "bound_s": least_s,
-        "own_bound_s": own_s,
-        "measured_over_predicted": measured_s / predicted_s,
-        "measured_over_bound": measured_s / least_s,
-        "measured_over_own_bound": measured_s / own_s,
-        **more,
-    }
 
 
 def dry_step_s(schedule, num_steps):
@@ -135,30 +92,16 @@ def dry_rows(num_layers, step_s, num_steps=8):
         factor = step_s / machine.steady_step_s(schedule_step(profile, plan, facts))
         slow = scaled(profile, factor)
         schedule = choose_update_order(schedule_step(slow, plan, facts))
-        rows.append(row_of(policy, dry_step_s(schedule, num_steps), schedule, slow, num_layers=num_layers))
+        measured_s, predicted_s = dry_step_s(schedule, num_steps), machine.steady_step_s(schedule)
+        rows.append(
+            {
+                "policy": policy,
+                "measured_s": measured_s,
+                "predicted_s": predicted_s,
+                "measured_over_predicted": measured_s / predicted_s,
+            }
+        )
     return rows
-
-
-class Trained:
-    """One policy's run."""
-
-    def __init__(self, loss_fn, params, batch, policy, profile):
-        self.policy, self.batch = policy, batch
-        self.step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-4), policy=policy, profile=profile)
-        self.state = self.step.init(params)
-        self.schedule = self.step.prepare(batch).schedule
-        self.step.compile_updates(self.state, batch)
-        self.seconds, self.losses, self.run = [], [], None
-
-    def take(self, num_steps):
-        """Takes some steps and notes how long one is in between."""
-        for _ in range(num_steps):
-            self.state, metrics = self.step(self.state, self.batch)
-            self.losses.append(float(metrics["loss"]))
-        self.state.block_until_ready()
-        self.run = self.step.recorded()
-        ends = ends_of_steps(self.run)
-        self.seconds += list(np.diff(ends[-num_steps:])[1:])
 
 
 def speeds_for(profile):
@@ -174,8 +117,8 @@ def measured_profile(loss_fn, params, batch):
     return jaxferry.train_step(loss_fn, jaxferry.adamw(1e-4), profile="measure").measure(params, batch)
 
 
-def trained_rows(num_steps, num_rounds):
-    """Trains with every policy, in turn; rows and runs."""
+def trained(num_steps, num_rounds):
+    """Trains with every policy, in turn."""
     emulator = library("cpu")
     loss_fn = model.make_loss(CONFIG)
     params = jax.jit(model.make_init(CONFIG))(jax.random.key(0))
@@ -184,57 +127,18 @@ def trained_rows(num_steps, num_rounds):
     for part, bytes_per_s in speeds.items():
         emulator.set_bandwidth(part, bytes_per_s)
     profile = measured_profile(loss_fn, params, batch)
-    trained = [Trained(loss_fn, params, batch, policy, profile) for policy in POLICIES]
-    for number in range(num_rounds + 1):
-        for one in trained:
-            one.take(num_steps)
-            if number == 0:
-                one.seconds.clear()  # warm-up
-    losses = {tuple(one.losses) for one in trained if one.policy in ("zero-offload", "native-offload", "l2l")}
+    compared = compare_policies(
+        POLICIES,
+        profile,
+        lambda policy: jaxferry.train_step(loss_fn, jaxferry.adamw(1e-4), policy=policy, profile=profile),
+        lambda step: step.init(params),
+        batch,
+        num_steps=num_steps,
+        num_rounds=num_rounds,
+    )
+    losses = {row.losses for row in compared.rows if row.policy in ("zero-offload", "native-offload", "l2l")}
     assert len(losses) == 1, "policies that only move data differ in their losses"
-    rows = [
-        row_of(one.policy, statistics.median(one.seconds), one.schedule, profile, step_s=one.seconds) for one in trained
-    ]
-    return rows, [one.run for one in trained], profile, speeds
-
-
-def draw(runs, rows, path):
-    """Measured beside predicted timelines of two steps in the middle of a run."""
-    matplotlib.use("agg")
-    figure, axes = pyplot.subplots(len(rows), 2, figsize=(16, 2.1 * len(rows)), sharex="row", squeeze=False)
-    for (left, right), row, run in zip(axes, rows, runs, strict=True):
-        predicted = machine.run(run.schedule)
-        for axis, shown, title in ((left, run, "measured"), (right, predicted, "predicted")):
-            ends = ends_of_steps(shown)
-            first, last = ends[-4], ends[-2]
-            for place, lane in enumerate(Lane):
-                bars = [
-                    (start - first, end - start)
-                    for task, start, end in zip(shown.schedule.tasks, shown.starts_s, shown.ends_s, strict=True)
-                    if task.lane is lane and end > first and start < last
-                ]
-                axis.broken_barh(bars, (-place - 0.4, 0.8), color=COLOURS[lane], edgecolor="white", linewidth=0.3)
-            axis.set_yticks([-place for place in range(len(Lane))], [lane.value for lane in Lane])
-            axis.set_title(f"{row['policy']}: {title}", fontsize=10)
-            axis.set_xlim(0, max(2.2 * row["measured_s"], 2.2 * row["predicted_s"]))
-            axis.axvline(ends[-3] - first, color="black", linewidth=0.6, linestyle=":")
-    for axis in axes[-1]:
-        axis.set_xlabel("seconds from the end of a step's last program")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def print_rows(rows, title):
-    columns = ("measured_s", "predicted_s", "bound_s", "own_bound_s")
-    ratios = ("measured_over_predicted", "measured_over_bound", "measured_over_own_bound")
-    table = Table("policy", *(key.replace("_s", " [s]").replace("_", " ") for key in columns), title=title)
-    for key in ratios:
-        table.add_column(key.removeprefix("measured_over_").replace("_", " ").join(("/ ", "")))
-    for row in rows:
-        table.add_row(row["policy"], *(f"{row[key]:.3f}" for key in (*columns, *ratios)))
-    Console().print(table)
+    return compared, profile, speeds
 
 
 def recording_share(rows, profile):
@@ -244,7 +148,15 @@ def recording_share(rows, profile):
         time.perf_counter()
     reading_s = (time.perf_counter() - start_s) / 100_000
     num_tasks = 5 * len(profile.layers)
-    return 2 * num_tasks * reading_s / min(row["measured_s"] for row in rows)
+    return 2 * num_tasks * reading_s / min(row.measured_s for row in rows)
+
+
+def print_dry(rows, title):
+    table = Table("policy", "measured [s]", "predicted [s]", "measured / predicted", title=title)
+    for row in rows:
+        numbers = (row[key] for key in ("measured_s", "predicted_s", "measured_over_predicted"))
+        table.add_row(row["policy"], *(f"{number:.3f}" for number in numbers))
+    Console().print(table)
 
 
 def main():
@@ -256,16 +168,17 @@ def main():
     dry = {}
     for num_layers, step_s in ((16, 1.0), (96, 2.0)):
         dry[num_layers] = dry_rows(num_layers, step_s)
-        print_rows(dry[num_layers], f"dry: {num_layers} layers")
+        print_dry(dry[num_layers], f"dry: {num_layers} layers")
     if arguments.dry:
         return
-    rows, runs, profile, speeds = trained_rows(arguments.steps, arguments.rounds)
-    print_rows(rows, "trained, over an emulated link")
-    works = works_s(profile)
-    print("a step's work: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in works.items()))
-    share = recording_share(rows, profile)
+    compared, profile, speeds = trained(arguments.steps, arguments.rounds)
+    Console(width=140).print(bench_table(compared), *bench_lines(compared), sep="\n")
+    share = recording_share(compared.rows, profile)
     print(f"recording takes {share:.2e} of a step")
-    draw(runs, rows, measure.RESULTS / "overlap.png")
+    plot_timelines(compared, measure.RESULTS / "overlap.png")
+    rows = compared.to_json()["rows"]
+    for row in rows:  # the picture shows them
+        del row["measured"], row["predicted"]
     measure.write(
         "overlap",
         {
@@ -275,7 +188,8 @@ def main():
             "expected": {"measured_over_predicted": [0.9, 1.1], "measured_over_bound": 1.15, "dry": 0.03},
             "share": SHARE,
             "emulated_bytes_per_s": speeds,
-            "work_s": works,
+            "work_s": compared.work_s,
+            "bound_s": compared.bound_s,
             "recording_share": share,
             "rows": rows,
             "dry": dry,
