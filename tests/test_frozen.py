@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxferry
 import models
+from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.schedule import Kind
@@ -174,6 +175,25 @@ def test_every_plan_and_transport_has_the_same_bits(task, dtype, accumulate):
         else:
             assert others == losses, more
             assert_same_bits(other_params, params)
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_an_engine_that_only_issues_its_work_has_the_same_bits(task, transport, monkeypatch):
+    """As on an accelerator, whose pinned memory the optimizer does not reach."""
+
+    def run(plan):
+        step = jaxferry.train_step(
+            task.loss_fn, optax.adamw(1e-2), trainable=is_trained, plan=plan, transport=transport
+        )
+        state, losses = train(step, task, 4)
+        return losses, state.params
+
+    plan = plan_of(task, [Mode.RESIDENT, Mode.RELOAD, Mode.GFGB], tuple(GradientPlace))
+    losses, params = run(plan)
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    others, other_params = run(plan)
+    assert others == losses
+    assert_same_bits(other_params, params)
 
 
 @pytest.mark.parametrize("modes", [[Mode.DHA], [Mode.DFGB], [Mode.DHA, Mode.GFGB, Mode.DFGB]])
