@@ -26,7 +26,6 @@ def each(function):
 
 
 class AverageState(NamedTuple):
-    count: jax.Array
     average: Any
 
 
@@ -34,12 +33,11 @@ def average_of_params(decay):
     """Keeps an exponential moving average of the parameters, as the last of a chain; updates pass through."""
 
     def init(params):
-        return AverageState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.asarray, params))
+        return AverageState(jax.tree.map(jnp.asarray, params))
 
     def update(updates, state, params):
         new = optax.apply_updates(params, updates)
-        average = optax.incremental_update(new, state.average, 1 - decay)
-        return updates, AverageState(optax.safe_increment(state.count), average)
+        return updates, AverageState(optax.incremental_update(new, state.average, 1 - decay))
 
     return optax.GradientTransformation(init, update)
 
