@@ -10,6 +10,8 @@ just the update that it needs. Every device buffer is deleted as soon as its las
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,10 +29,12 @@ from jaxferry.engine.lanes import Lanes, TaskList, Work
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs, squared_norm
 from jaxferry.engine.recorder import Recorder
+from jaxferry.engine.replay import Replay
 from jaxferry.engine.script import Event, programs_of
 from jaxferry.engine.shadow import Kind, Source, Target
-from jaxferry.engine.state import Accumulated, TrainState, UnderWay, task_error, to_pinned
-from jaxferry.engine.transfers import DeviceLayer, Transport
+from jaxferry.engine.state import Accumulated, LateFailure, TrainState, UnderWay, task_error, to_pinned
+from jaxferry.engine.transfers import DeviceLayer, Transport, Vectors
+from jaxferry.errors import StateError
 from jaxferry.partition import Partition, Segment
 from jaxferry.schedule import Kind as TaskKind
 from jaxferry.schedule import Lane, Schedule
@@ -85,10 +89,12 @@ class Executor:
         self._tasks = TaskList(schedule)
         self._places = programs_of(schedule)
         self._drops = _drops(schedule, self._places)
+        self._replay = Replay(partition, schedule, self._script, self._places)
         self._num_update_tasks = sum(task.kind is TaskKind.UPDATE for task in schedule.tasks)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
-        self._add = jax.jit(lambda known, more: jax.tree.map(jnp.add, known, more), donate_argnums=0)
+        self._add = jax.jit(jnp.add)
+        self._add_onto = jax.jit(lambda known, more: jax.tree.map(jnp.add, known, more), donate_argnums=0)
         self._norm_of = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
         self._total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
         self._norm_thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")
@@ -111,23 +117,29 @@ class Executor:
             lanes = (Lane.GPU, Lane.D2H)
             flight.work = work = self._lanes.make(self._tasks, functools.partial(self._act, state, flight), previous)
             self._lanes.submit(work)
-            work.wait(lanes, lambda: bool(interrupts))
+            work.wait(lanes, interrupts.are_raised)
+            again = functools.partial(self._again, state, flight)
             if work.is_over(lanes) and not work.is_stopped and work.failure is None:
-                state.in_flight = UnderWay(work, self._lanes)
+                state.in_flight = UnderWay(work, again)
                 if self._recorder is not None:
                     self._recorder.add(work)
-                return self._finish(state, flight)
+                if (result := self._finished(state, flight)) is not None:
+                    return result
+            is_sum_lost = flight.has_added and not flight.is_updating and self._replay.has_lost_sums(flight)
+            if work.failure is not None and is_sum_lost:
+                # All gradients since the last update are lost with it.
+                self._take_back(state, flight)
+                state.forget_accumulated()
+                raise task_error(work, "the state is that after the last update") from work.failure.error
             if work.is_committed:
                 # What is left is tried again when the state is next used.
-                finish = functools.partial(self._finish, state, flight)
-                state.in_flight = UnderWay(work, self._lanes, finish)
+                state.in_flight = UnderWay(work, again, functools.partial(self._finish, state, flight))
             else:
-                work.stop()
-                self._release(state, flight)
+                self._take_back(state, flight)
             state.report()
             if work.failure is not None:
                 raise task_error(work) from work.failure.error
-        raise KeyboardInterrupt
+        raise AssertionError("a step ends with its results, an error, or what the handler of an interrupt raised")
 
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
@@ -137,30 +149,73 @@ class Executor:
         """The work whose updates this step's loads wait for; anything else under way is waited for here."""
         state.report()
         known = state.in_flight
-        if known is None or known.work.is_over():
+        if known is None:
             return None
-        if known.work.list is self._tasks and state.resident.keys() == self._resident:
-            return known.work
+        if known.finish is None:
+            if known.work.is_over():
+                return None
+            if known.work.list is self._tasks and state.resident.keys() == self._resident:
+                return known.work
         state.settle()
         return None
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> Flight:
-        graph = self.partition.graph
         leaves = [jax.device_put(leaf, self._placement.device) for leaf in batch]
-        values = {**self._constants, **dict(zip(graph.batch, leaves, strict=True))}
-        if self.programs.prelude is not None:
-            values |= zip(self.partition.prelude_outputs, self.programs.prelude(leaves), strict=True)
         for layer in state.resident.keys() ^ self._resident:
             if layer in state.resident:
                 self._transfers.drop(state.resident.pop(layer))
             else:
                 state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
-        flight = Flight(values, state, is_last=state.accumulated.num_batches == self._accumulate - 1)
+        is_last = state.accumulated.num_batches == self._accumulate - 1
+        flight = Flight(leaves, self._given(leaves), state, is_last)
         scale = state.loss_scale.value
         flight.scale = jax.device_put(np.float32(scale * self._accumulate), self._placement.host_compute)
         if self.programs.is_scaled:
             flight.seed = (jax.device_put(np.float32(scale), self._placement.device),)
         return flight
+
+    def _given(self, batch: Sequence[Any]) -> dict[int, Any]:
+        """The values that there are before the first program."""
+        values = {**self._constants, **dict(zip(self.partition.graph.batch, batch, strict=True))}
+        if self.programs.prelude is not None:
+            values |= zip(self.partition.prelude_outputs, self.programs.prelude(batch), strict=True)
+        return values
+
+    def _again(self, state: TrainState, flight: Flight) -> Work:
+        """Tries again what has failed in a step that can no longer be taken back.
+
+        Raises:
+          StateError: if that cannot be done.
+        """
+        work = flight.work
+        work.wait()
+        failed = flight.failed()
+        if failed is None:
+            if work.failure is not None and isinstance(work.failure.error, LateFailure):
+                raise StateError(f"{task_error(work)}")
+            self._lanes.resume(work)
+            return work
+        bad = {started.segment for started in flight.started}
+        flight.landing = collections.deque(e for e in flight.landing if self._tasks.tasks[e[0]].layer not in bad)
+        self._land(flight)
+        results = {v: a for v, a in flight.values.items() if v == self.partition.loss or v in self.partition.aux}
+        self._replay.rewind(flight, failed, self._given(flight.batch) | results)
+        self._drop_copies(flight)
+        fresh = self._lanes.make(self._tasks, functools.partial(self._act, state, flight))
+        flight.work = fresh
+        fresh.commit()
+        self._lanes.submit(fresh)
+        return fresh
+
+    def _finished(self, state: TrainState, flight: Flight) -> StepResult | None:
+        """The results of a step; None if a failure of the device, seen late, lets its updates fail as well."""
+        try:
+            return self._finish(state, flight)
+        except Exception:
+            flight.work.wait()
+            if flight.work.failure is None:
+                raise
+            return None
 
     def _finish(self, state: TrainState, flight: Flight) -> StepResult:
         """Counts the step and collects its results."""
@@ -181,6 +236,9 @@ class Executor:
         result = StepResult(loss, aux, norm, is_finite, is_applied, scale.value, flight.finite, peak)
         # What is left of it is kept until its updates have ended.
         flight.values, flight.finite, flight.device_norms, flight.norms = {partition.loss: loss}, [], {}, {}
+        flight.release()
+        if not flight.started:
+            flight.batch = ()
         return result
 
     def _accumulated(self, state: TrainState, flight: Flight, is_finite: bool) -> Accumulated:
@@ -203,13 +261,18 @@ class Executor:
 
     def _act(self, state: TrainState, flight: Flight, index: int) -> bool:
         """Does one task; see `lanes.Action`."""
+        if index in flight.done:
+            return True
         task = self._tasks.tasks[index]
         layer = self.partition.segments[task.layer].layer
         if task.kind in (TaskKind.LOAD, TaskKind.RELOAD):
-            flight.copies[index] = self._arrived(self._transfers.load(layer, state.vectors[layer]))
+            flight.copies[index] = self._transfers.load(layer, state.vectors[layer])
+            self._arrived(flight.copies[index])
         elif task.kind is TaskKind.REFRESH and flight.is_last:
-            self._transfers.drop(state.resident[layer])
-            state.resident[layer] = self._arrived(self._transfers.load(layer, state.vectors[layer]))
+            if layer in state.resident:
+                self._transfers.drop(state.resident.pop(layer))
+            state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
+            self._arrived(state.resident[layer])
         elif index in self._places:
             self._run(index, state, flight)
         elif task.kind is TaskKind.OFFLOAD:
@@ -218,20 +281,19 @@ class Executor:
             self._update_group(layer, state, flight)
         return True
 
-    def _arrived(self, held: DeviceLayer) -> DeviceLayer:
+    def _arrived(self, held: DeviceLayer) -> None:
         """Waits for a copy, where the lanes do what they issue."""
         if self._placement.is_cpu:
             jax.block_until_ready(held.parameters())
-        return held
 
     def _run(self, index: int, state: TrainState, flight: Flight) -> None:
         """Runs a program, and frees what ends with it."""
         event = self._script[self._places[index]]
-        if self._accumulate > 1 and event.kind is not Kind.FORWARD:
-            if not flight.work.commit():
+        segment, values = self.partition.segments[event.segment], flight.values
+        if event.kind is not Kind.FORWARD and (event.use.writes is not Target.DEVICE or segment.layer in flight.sums):
+            if not self._may_add(segment.layer, flight):
                 return
             event = self._onto_sums(event, flight)
-        segment, values = self.partition.segments[event.segment], flight.values
         if event.kind is Kind.BACKWARD:
             ended = self._backward(index, event, state, flight)
         else:
@@ -241,21 +303,18 @@ class Executor:
                 [values[v] for v in segment.passive],
             )
             if event.kind is Kind.FORWARD:
-                outputs, extras, saved, finite = self.programs[event.use](*arguments)
+                outputs, extras, saved, finite = ended = self._ran(self.programs[event.use](*arguments))
                 flight.saved[event.segment] = saved
-                ended = [outputs, extras, saved, finite]
             else:
                 destinations = self._destinations(event, segment.layer, flight)
-                gradients, rest, norm = self.programs[event.use](*destinations, *arguments, *flight.seed)
-                outputs, extras, finite, cotangents = rest
+                ended = self._ran(self.programs[event.use](*destinations, *arguments, *flight.seed))
+                gradients, (outputs, extras, finite, cotangents), norm = ended
                 self._receive(event, segment, flight, gradients, cotangents, norm)
-                ended = [gradients, rest]
             values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
             flight.finite.append(finite)
         flight.num_programs += 1
-        if self._placement.is_cpu:
-            jax.block_until_ready(ended)
-        else:
+        flight.release()
+        if not self._placement.is_cpu:
             self._land(flight)
         if event.use.writes is not Target.DEVICE:
             self._note_arrival(segment.layer, flight)
@@ -263,6 +322,17 @@ class Executor:
             self._transfers.drop(flight.copies.pop(copy))
         for value in event.frees:
             values.pop(value).delete()
+
+    def _ran(self, made: Any) -> Any:
+        """Waits for a program, where the lanes do what they issue: before anything is known to have changed."""
+        return jax.block_until_ready(made) if self._placement.is_cpu else made
+
+    def _may_add(self, layer: int, flight: Flight) -> bool:
+        """Asks for leave to add to a gradient of earlier micro-batches, if there is one: that cannot be taken back."""
+        if layer not in flight.earlier:
+            return True
+        flight.has_added |= flight.work.commit()
+        return flight.has_added
 
     def _onto_sums(self, event: Event, flight: Flight) -> Event:
         """Makes a program add to the gradient of earlier micro-batches, if it writes host memory."""
@@ -286,15 +356,19 @@ class Executor:
     def _backward(self, index: int, event: Event, state: TrainState, flight: Flight) -> Any:
         segment, values = self.partition.segments[event.segment], flight.values
         derivative = self.programs.derivatives[segment.program]
-        gradients, cotangents, norm = self.programs[event.use](
-            *self._destinations(event, segment.layer, flight),
-            self._weights(index, event, state, flight) if derivative.reads_weights else [],
-            [values[segment.inputs[i]] for i in derivative.inputs_read],
-            [values[segment.passive[i]] for i in derivative.passive_read],
-            [values[segment.outputs[i]] for i in derivative.outputs_read],
-            flight.saved[event.segment],
-            [flight.cotangents[v] if v in flight.cotangents else self._zeros(v) for v in segment.outputs],
+        started = flight.start(self._places[index], event.segment)
+        gradients, cotangents, norm = self._ran(
+            self.programs[event.use](
+                *self._destinations(event, segment.layer, flight),
+                self._weights(index, event, state, flight) if derivative.reads_weights else [],
+                [values[segment.inputs[i]] for i in derivative.inputs_read],
+                [values[segment.passive[i]] for i in derivative.passive_read],
+                [values[segment.outputs[i]] for i in derivative.outputs_read],
+                flight.saved[event.segment],
+                [flight.cotangents[v] if v in flight.cotangents else self._zeros(v) for v in segment.outputs],
+            )
         )
+        started.made = (cotangents, gradients) if norm is None else norm
         del flight.saved[event.segment]
         for value in segment.outputs:
             flight.cotangents.pop(value, None)
@@ -313,10 +387,12 @@ class Executor:
             return
         flight.device_norms[layer] = norm
         if event.use.writes is Target.DEVICE:
-            total = flight.sums.pop(layer, None)
-            flight.leaving[event.segment] = gradients if total is None else self._add(total, gradients)
+            total = flight.sums.get(layer)
+            flight.leaving[event.segment] = gradients if total is None else self._add_onto(total, gradients)
+            flight.sums.pop(layer, None)
         else:
             flight.gradients[segment.layer] = self._transfers.written(gradients)
+            flight.stored.add(event.segment)
 
     def _zeros(self, value: int) -> jax.Array:
         """The cotangent of an output that only the caller reads."""
@@ -328,9 +404,12 @@ class Executor:
         if layer in self._kept and not flight.is_last:
             flight.sums[layer] = flight.leaving.pop(segment)
             return True
+        if not self._may_add(layer, flight):
+            return True
         stored = self._transfers.store(layer, flight.leaving[segment], flight.gradients.get(layer))
         del flight.leaving[segment]
         flight.gradients[layer] = stored
+        flight.stored.add(segment)
         if self._placement.is_cpu:
             jax.block_until_ready(self._transfers.gather(layer, stored))
             self._note_arrival(layer, flight)
@@ -345,7 +424,10 @@ class Executor:
         """Issues the waits for all transfers that are under way."""
         while flight.landing:
             index, layer = flight.landing.popleft()
-            self._transfers.gather(layer, flight.gradients[layer])
+            try:
+                self._transfers.gather(layer, flight.gradients[layer])
+            except Exception as error:
+                raise LateFailure(index) from error
             self._note_arrival(layer, flight)
             flight.work.end(index)
 
@@ -375,22 +457,33 @@ class Executor:
             is_finite, norm = flight.judged(self._judge)
         else:
             is_finite = self._is_finite(flight)
-        if not is_finite or not flight.work.commit():
-            return
         units = [flight.units[layer]]
         if flight.num_updates == self._num_update_tasks - 1:
             units += flight.units.values()
-        for unit in units:
-            if id(unit) not in flight.updated:
-                self._update(unit, state, flight, norm)
-                flight.updated.add(id(unit))
+        units = [unit for unit in {id(unit): unit for unit in units}.values() if id(unit) not in flight.updated]
+        # What a device has done wrong is seen when its results are waited for, and masters are given away.
+        gradients = jax.block_until_ready([self._gathered(unit, flight) for unit in units])
+        jax.block_until_ready(norm)
+        if not is_finite or not flight.work.commit():
+            return
+        flight.is_updating = True
+        for unit, vectors in zip(units, gradients, strict=True):
+            self._update(unit, vectors, state, flight, norm)
+            flight.updated.add(id(unit))
         flight.num_updates += 1
+        if flight.num_updates == self._num_update_tasks:
+            # Nothing of the step can be asked for again.
+            flight.started.clear()
+            flight.batch = ()
 
-    def _update(self, unit: Unit, state: TrainState, flight: Flight, norm: jax.Array | None) -> None:
-        gradients = [
-            self._transfers.gather(layer, flight.gradients[layer]) if layer in flight.gradients else ()
-            for layer in unit.layers
-        ]
+    def _gathered(self, unit: Unit, flight: Flight) -> list[Vectors]:
+        """The gradients of a unit, for each of its layers; nothing for one that no segment reads."""
+        known = flight.gradients
+        return [self._transfers.gather(layer, known[layer]) if layer in known else () for layer in unit.layers]
+
+    def _update(
+        self, unit: Unit, gradients: Sequence[Vectors], state: TrainState, flight: Flight, norm: jax.Array | None
+    ) -> None:
         num_trained = [len(state.layers[layer].trained.vectors) for layer in unit.layers]
         vectors = [
             state.vectors[layer][:num] if self._placement.is_cpu else ()
@@ -405,13 +498,20 @@ class Executor:
             flight.gradients.pop(layer, None)
             self._transfers.recycle(layer, used)
 
-    def _release(self, state: TrainState, flight: Flight) -> None:
-        """Frees what a step has left behind that has not changed the state."""
-        self._land(flight)
+    def _take_back(self, state: TrainState, flight: Flight) -> None:
+        """Ends a step that has not changed the state, and frees what it has left behind."""
+        flight.work.stop()
+        if state.in_flight is not None and state.in_flight.work is flight.work:
+            state.in_flight = None
+        while flight.landing:
+            with contextlib.suppress(Exception):  # what has not arrived is not wanted
+                self._land(flight)
+        self._drop_copies(flight)
+
+    def _drop_copies(self, flight: Flight) -> None:
         for held in flight.copies.values():
             self._transfers.drop(held)
         flight.copies = {}
-        self._transfers.abandon(state.resident.values())
 
 
 def make_lanes(placement: Placement) -> Lanes:

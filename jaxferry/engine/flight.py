@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -42,11 +43,52 @@ class StepResult:
     device_param_bytes_peak: int
 
 
+@dataclasses.dataclass
+class Started:
+    """A backward program that may still fail, with what it takes to try it again.
+
+    Attributes:
+      place: its place in the script.
+      segment: its segment.
+      cotangents: all that there were before it.
+      made: some of what it makes; None as long as it has not even been issued.
+    """
+
+    place: int
+    segment: int
+    cotangents: dict[int, jax.Array]
+    made: Any = None
+
+    def has_run(self, waits: bool = False) -> bool:
+        """Whether it has run without an error.
+
+        Args:
+          waits: whether to wait until that is known.
+        """
+        if self.made is None:
+            return False
+        known = [array for array in jax.tree.leaves(self.made) if not array.is_deleted()]
+        if not waits and not all(array.is_ready() for array in known):
+            return False
+        try:
+            jax.block_until_ready(known)
+        except RuntimeError:
+            return False
+        return True
+
+
 class Flight:
     """What is alive within one step.
 
     Attributes:
       work: what runs the step's tasks.
+      batch: the leaves of the batch, on the device, as long as they may be needed again.
+      done: tasks that another attempt at the step need not do.
+      earlier: layers with gradients of earlier micro-batches, to which those of this one are added.
+      started: backward programs that are not known to have run, in order.
+      stored: segments whose gradients are in `gradients`.
+      has_added: whether one may have been added to.
+      is_updating: whether an update may have changed the state.
       values: of the step's equations between programs, by number.
       units: what updates each layer.
       copies: what has been loaded, by the task that did.
@@ -73,8 +115,13 @@ class Flight:
     scale: jax.Array
     seed: tuple[jax.Array, ...] = ()
 
-    def __init__(self, values: dict[int, Any], state: TrainState, is_last: bool = True) -> None:
-        self.values = values
+    def __init__(self, batch: Sequence[Any], values: dict[int, Any], state: TrainState, is_last: bool = True) -> None:
+        self.batch, self.values = batch, values
+        self.done: frozenset[int] = frozenset()
+        self.earlier = frozenset((*state.accumulated.on_host, *state.accumulated.on_device))
+        self.started: collections.deque[Started] = collections.deque()
+        self.stored: set[int] = set()
+        self.has_added = self.is_updating = False
         self.units = {layer: unit for unit in state.units for layer in unit.layers}
         self.copies: dict[int, DeviceLayer] = {}
         self.saved: dict[int, list[Any]] = {}
@@ -99,3 +146,24 @@ class Flight:
             if self._verdict is None:
                 self._verdict = judge(self)
             return self._verdict
+
+    def start(self, place: int, segment: int) -> Started:
+        """Notes that a backward program is about to be issued."""
+        self.started.append(Started(place, segment, dict(self.cotangents)))
+        return self.started[-1]
+
+    def release(self) -> None:
+        """Forgets what was kept for backward programs that have run."""
+        with contextlib.suppress(IndexError):  # another thread may forget them all
+            while self.started[0].has_run():
+                self.started.popleft()
+
+    def failed(self) -> Started | None:
+        """The first backward program that has not run; waits for those that are under way."""
+        while self.started and self.started[0].has_run(waits=True):
+            self.started.popleft()
+        return self.started[0] if self.started else None
+
+    def forget_verdict(self) -> None:
+        """Makes `judged` ask again."""
+        self._verdict = None

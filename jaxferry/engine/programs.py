@@ -218,7 +218,11 @@ class _Maker:
         return unread, [[], *others]
 
     def _targeted(self, use: Use, layer: Layer, function: Function, arguments: list[Any]) -> Any:
-        """Traces a function `-> gradients, rest` whose gradients go where the use says."""
+        """Traces a function `-> gradients, rest` whose gradients go where the use says.
+
+        A backward is given its residuals to keep, but only lent its cotangents: with those it can be tried again, since
+        all else can be computed again from the batch.
+        """
         device, pinned = self._placement.device, self._placement.pinned
         if use.writes is Target.DEVICE:
 
@@ -226,7 +230,7 @@ class _Maker:
                 gradients, rest = function(*given)
                 return gradients, rest, squared_norm(gradients)
 
-            return self._traced(returned, *arguments, donate=(4, 5) if use.kind is Kind.BACKWARD else ())
+            return self._traced(returned, *arguments, donate=(4,) if use.kind is Kind.BACKWARD else ())
         accumulate = use.writes is Target.HOST_SUM
         store = store_in_place(function, layer.trained, arguments, accumulate=accumulate, native=self._native)
 
@@ -235,7 +239,7 @@ class _Maker:
             return vectors, rest, None if gradients is None else squared_norm(gradients)
 
         destinations = [self._struct(v, pinned) for v in layer.trained.vectors]
-        donated = (0, 5, 6) if use.kind is Kind.BACKWARD else (0,)
+        donated = (0, 5) if use.kind is Kind.BACKWARD else (0,)
         return self._traced(stored, destinations, *arguments, donate=donated, shardings=(pinned, device, device))
 
     def _forward(self, derivative: Derivative) -> Function:

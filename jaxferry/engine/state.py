@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
-from jaxferry.engine.lanes import Lanes, Work
+from jaxferry.engine.interrupts import deferred_interrupts
+from jaxferry.engine.lanes import Work
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.subtree import path_names
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
-from jaxferry.errors import StateError, TaskError
+from jaxferry.errors import JaxFerryError, StateError, TaskError
 from jaxferry.partition import Layer
 
 
@@ -42,25 +43,50 @@ class UnderWay:
 
     Attributes:
       work: what is under way.
-      lanes: what does it.
+      again: tries what has failed again; returns the work that does.
       finish: called once it is done, if the step had not returned before.
       is_reported: whether its failure has been raised.
     """
 
     work: Work
-    lanes: Lanes
+    again: Callable[[], Work]
     finish: Callable[[], Any] | None = None
     is_reported: bool = False
 
 
-def task_error(work: Work) -> TaskError:
-    """The error for a failure, with the layer."""
+class LateFailure(Exception):
+    """What a device did wrong, seen when another task was being issued; the error itself is its cause.
+
+    Attributes:
+      index: the task that failed.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
+
+
+TRIED_AGAIN = "it is tried again when the state is next used or saved"
+
+
+def task_error(work: Work, what_next: str | None = None) -> TaskError:
+    """The error for a failure, with the layer.
+
+    Args:
+      work: what has failed.
+      what_next: what becomes of it; by default that it is tried again, if it can no longer be taken back.
+    """
     if work.failure is None:
         raise ValueError("nothing has failed")
-    task, error = work.list.tasks[work.failure.index], work.failure.error
+    index, error = work.failure.index, work.failure.error
+    if isinstance(error, LateFailure) and error.__cause__ is not None:
+        index, error = error.index, error.__cause__
+    task = work.list.tasks[index]
     layer = task.name.removeprefix(f"{task.kind.value} ")
-    is_lost = " (it is tried again when the state is next used or saved)" if work.is_committed else ""
-    return TaskError(f"the {task.kind.value} of layer {layer!r} failed: {error}{is_lost}", layer)
+    if what_next is None and work.is_committed:
+        what_next = TRIED_AGAIN
+    ending = "" if what_next is None else f" ({what_next})"
+    return TaskError(f"the {task.kind.value} of layer {layer!r} failed: {error}{ending}", layer)
 
 
 class TrainState:
@@ -143,11 +169,16 @@ class TrainState:
         if not known.is_reported:
             known.is_reported = True
             raise task_error(known.work) from known.work.failure.error
-        known.lanes.resume(known.work)
-        known.work.wait()
-        if known.work.failure is not None:
-            self.damage = f"{task_error(known.work)}"
-            self.check()
+        try:
+            with deferred_interrupts():
+                known.work = known.again()
+            known.work.wait()
+        except (JaxFerryError, RuntimeError, LateFailure) as error:
+            self.damage = f"{task_error(known.work, f'it cannot be tried again: {error}')}"
+        else:
+            if known.work.failure is not None:
+                self.damage = f"{task_error(known.work, 'again')}"
+        self.check()
         self._put_down(known)
 
     def settle(self) -> None:
