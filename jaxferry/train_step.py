@@ -327,6 +327,7 @@ class TrainStep:
           CheckpointError: if something else is at `path`.
         """
         self._check(state)
+        state.settle()
         saved = checkpoint.Checkpoint(
             step=state.updated_step,
             params=dict(zip(path_names(self._params), map(np.asarray, state.masters()), strict=True)),

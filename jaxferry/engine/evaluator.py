@@ -63,7 +63,6 @@ class Evaluator:
             with deferred_interrupts():
                 for done in held.values():
                     self._drop(done, state)
-                transfers.abandon(state.resident.values())
         aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
         return values[partition.loss], aux
 

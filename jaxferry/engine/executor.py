@@ -113,7 +113,7 @@ class Executor:
         with deferred_interrupts() as interrupts:
             previous = self._previous(state)
             flight = self._begin(state, batch)
-            self._transfers.reset_peak()
+            self._transfers.reset_peak(state.resident.values() if previous is None else None)
             lanes = (Lane.GPU, Lane.D2H)
             flight.work = work = self._lanes.make(self._tasks, functools.partial(self._act, state, flight), previous)
             self._lanes.submit(work)
@@ -269,8 +269,7 @@ class Executor:
             flight.copies[index] = self._transfers.load(layer, state.vectors[layer])
             self._arrived(flight.copies[index])
         elif task.kind is TaskKind.REFRESH and flight.is_last:
-            if layer in state.resident:
-                self._transfers.drop(state.resident.pop(layer))
+            self._transfers.drop(state.resident[layer])
             state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
             self._arrived(state.resident[layer])
         elif index in self._places:
@@ -290,7 +289,7 @@ class Executor:
         """Runs a program, and frees what ends with it."""
         event = self._script[self._places[index]]
         segment, values = self.partition.segments[event.segment], flight.values
-        if event.kind is not Kind.FORWARD and (event.use.writes is not Target.DEVICE or segment.layer in flight.sums):
+        if event.use.writes is not Target.DEVICE:
             if not self._may_add(segment.layer, flight):
                 return
             event = self._onto_sums(event, flight)
@@ -387,9 +386,10 @@ class Executor:
             return
         flight.device_norms[layer] = norm
         if event.use.writes is Target.DEVICE:
-            total = flight.sums.get(layer)
-            flight.leaving[event.segment] = gradients if total is None else self._add_onto(total, gradients)
-            flight.sums.pop(layer, None)
+            if layer in flight.sums and self._may_add(layer, flight):
+                gradients = self._add_onto(flight.sums[layer], gradients)
+                del flight.sums[layer]
+            flight.leaving[event.segment] = gradients
         else:
             flight.gradients[segment.layer] = self._transfers.written(gradients)
             flight.stored.add(event.segment)
@@ -403,6 +403,7 @@ class Executor:
         segment = self._tasks.tasks[index].layer
         if layer in self._kept and not flight.is_last:
             flight.sums[layer] = flight.leaving.pop(segment)
+            flight.stored.add(segment)
             return True
         if not self._may_add(layer, flight):
             return True

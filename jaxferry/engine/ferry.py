@@ -8,7 +8,7 @@ on the device. The buffers of a dropped layer are used again by the next one of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -68,13 +68,6 @@ class Ferry(Transport):
             held = DeviceLayer(layer, size, load(vectors, free.pop()), arrive)
             under_way[id(held)] = (held, vectors)
         return held
-
-    def abandon(self, kept: Iterable[DeviceLayer]) -> None:
-        """See `Transport.abandon`."""
-        known = {id(held) for held in kept}
-        for held, _ in list(self._under_way.values()):
-            if id(held) not in known:
-                self.drop(held)
 
     def _drop(self, held: DeviceLayer) -> None:
         # A copy that nobody has waited for may still be writing.

@@ -86,7 +86,7 @@ class Flight:
       done: tasks that another attempt at the step need not do.
       earlier: layers with gradients of earlier micro-batches, to which those of this one are added.
       started: backward programs that are not known to have run, in order.
-      stored: segments whose gradients are in `gradients`.
+      stored: segments whose gradients are in `gradients` or `sums`.
       has_added: whether one may have been added to.
       is_updating: whether an update may have changed the state.
       values: of the step's equations between programs, by number.

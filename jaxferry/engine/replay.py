@@ -71,7 +71,8 @@ class Replay:
             flight.leaving.pop(started.segment, None)
             if started.segment in flight.stored:
                 flight.stored.remove(started.segment)
-                del flight.gradients[self._layer(started.segment)]
+                flight.gradients.pop(self._layer(started.segment), None)
+                flight.sums.pop(self._layer(started.segment), None)
             flight.norms.pop(self._layer(started.segment), None)
         flight.values, flight.saved, flight.cotangents = values, {}, dict(failed.cotangents)
         flight.num_arrived = collections.Counter(map(self._layer, flight.stored))

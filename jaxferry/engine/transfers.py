@@ -34,12 +34,14 @@ class DeviceLayer:
       num_bytes: its size.
       arrays: what holds it now.
       arrive: makes the parameters from `arrays` when the first program needs them; None once it has.
+      is_dropped: whether it has been freed.
     """
 
     layer: int
     num_bytes: int
     arrays: Sequence[jax.Array]
     arrive: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
+    is_dropped: bool = False
 
     def parameters(self) -> list[jax.Array]:
         """The parameters in the order of the layer's leaves."""
@@ -86,18 +88,33 @@ class Transport:
         self.peak_device_bytes = 0
         self.staging_bytes = 0
 
-    def reset_peak(self) -> None:
-        """Starts a new measurement of the peak."""
-        self.peak_device_bytes = self.device_bytes
+    def reset_peak(self, held: Iterable[DeviceLayer] | None = None) -> None:
+        """Starts a new measurement of the peak.
+
+        Args:
+          held: what is on the device now, to be counted anew: copies of states that are gone, or of others, and what
+            another transport has loaded; None if the count is right.
+        """
+        with self._lock:
+            if held is not None:
+                self.device_bytes = sum(layer.num_bytes for layer in held)
+            self.peak_device_bytes = self.device_bytes
 
     def load(self, layer: int, vectors: Vectors) -> DeviceLayer:
         """Starts the copy of a layer's parameters from pinned memory into device buffers."""
         size = sum(v.nbytes for v in vectors)
         self._count(size)
-        return self._load(layer, size, vectors)
+        try:
+            return self._load(layer, size, vectors)
+        except BaseException:
+            self._count(-size)
+            raise
 
     def drop(self, held: DeviceLayer) -> None:
-        """Frees a device copy once the programs that were given it have run."""
+        """Frees a device copy once the programs that were given it have run; does nothing if that has been done."""
+        if held.is_dropped:
+            return
+        held.is_dropped = True
         self._drop(held)
         self._count(-held.num_bytes)
 
@@ -105,9 +122,6 @@ class Transport:
         with self._lock:
             self.device_bytes += num_bytes
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
-
-    def abandon(self, kept: Iterable[DeviceLayer]) -> None:
-        """Drops what was loaded and lost by an interrupt before anybody knew of it: all but `kept`."""
 
     def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
         """Starts the copy of a layer's gradients to the host, and frees theirs when it has ended.
