@@ -15,10 +15,13 @@ from jaxferry.partition import cuts
 from jaxferry.partition.dataflow import Dataflow, analyse
 from jaxferry.partition.derivative import joint_graph
 from jaxferry.partition.graph import Equation, Graph, trace
-from jaxferry.partition.groups import Group, group_leaves, leaf_paths
+from jaxferry.partition.groups import Group, Path, group_leaves, leaf_paths
 from jaxferry.partition.keys import Canonical, bytes_of
-from jaxferry.partition.layout import Layer, make_layer
+from jaxferry.partition.layout import Layer, Part, make_layer
+from jaxferry.partition.scans import find_scans
 from jaxferry.partition.segments import Partition, Segment, build_segments, prelude_with_views
+from jaxferry.partition.stacking import Stack, Stored, stored_in, stored_leaves
+from jaxferry.partition.unroll import unroll
 
 
 def partition(
@@ -44,15 +47,16 @@ def partition(
       InputError: if a parameter is not real floating point, or there is none.
       PartitionError: if the loss is no real scalar or reads no parameter.
     """
-    paths = ["/".join(path) for path in leaf_paths(params)]
-    abstract, master_dtypes = _abstract_params(params, paths, compute_dtype)
-    graph = trace(loss_fn, abstract, args, kwargs or {})
+    keys = leaf_paths(params)
+    abstract, dtypes = _abstract_params(params, ["/".join(path) for path in keys], compute_dtype)
+    graph, stored, notes = _by_iteration(trace(loss_fn, abstract, args, kwargs or {}), keys, layers)
+    paths = [leaf.path for leaf in stored]
     loss, aux_tree = _check_outputs(graph)
     if layers is None:
-        groups = group_leaves(leaf_paths(params), tables=_tables(graph))
+        groups = group_leaves([leaf.keys for leaf in stored], tables=_tables(graph))
     else:
         groups = tuple(Group(layer.name, tuple(leaf.index for leaf in layer.leaves)) for layer in layers)
-    first_group = [0] * len(paths)
+    first_group = [0] * len(stored)
     for number, group in enumerate(groups):
         for leaf in group.leaves:
             first_group[leaf] = number
@@ -61,8 +65,10 @@ def partition(
         raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
     names = [groups[group].name for group in first_group]
     order = _order_of_use(stretches, group_of_leaf)
-    avals = jax.tree.leaves(abstract)
-    made = tuple(_layer(group, group_of_leaf, names, paths, avals, master_dtypes) for group in order)
+    avals = [graph.avals[value] for value in graph.parameters]
+    master_dtypes = [dtypes[leaf.source] for leaf in stored]
+    origins = [(leaf.source, leaf.part) for leaf in stored]
+    made = tuple(_layer(group, group_of_leaf, names, paths, avals, master_dtypes, origins) for group in order)
     if layers is not None and set(layers) == set(made):
         # The order of first use may differ between loss functions; the arrangement of the state need not.
         order = [order[made.index(layer)] for layer in layers]
@@ -79,6 +85,7 @@ def partition(
         loss=loss,
         aux=graph.outputs[1:],
         aux_tree=aux_tree,
+        notes=notes,
     )
 
 
@@ -93,6 +100,30 @@ def layers_by_path(params: Any, compute_dtype: Any = None) -> tuple[Layer, ...]:
     abstract, master_dtypes = _abstract_params(params, paths, compute_dtype)
     avals = jax.tree.leaves(abstract)
     return tuple(make_layer(g.name, g.leaves, paths, avals, master_dtypes) for g in group_leaves(parts))
+
+
+def _by_iteration(
+    graph: Graph, keys: Sequence[Path], layers: Sequence[Layer] | None
+) -> tuple[Graph, list[Stored], tuple[str, ...]]:
+    """The graph with its scans over layers unrolled, the parameters that it has then, and what could not be unrolled.
+
+    If there are layers already, their parts are the parts.
+    """
+    if layers is None:
+        scans = find_scans(graph)
+        stored = stored_leaves(keys, scans.stacks)
+        stacks = scans.stacks
+    else:
+        stored = stored_in(layers)
+        stacks = {
+            leaf.source: Stack(leaf.part.length, leaf.part.axis, leaf.source) for leaf in stored if leaf.part is not None
+        }
+        scans = find_scans(graph, stacks)
+    notes = tuple(
+        f"{', '.join(repr('/'.join(keys[leaf])) for leaf in leaves)} stays whole though it is scanned over: {reason}"
+        for reason, leaves in scans.notes
+    )
+    return unroll(graph, scans, stacks), stored, notes
 
 
 def _abstract_params(params: Any, paths: Sequence[str], compute_dtype: Any) -> tuple[Any, list[np.dtype]]:
@@ -181,11 +212,12 @@ def _layer(
     paths: Sequence[str],
     avals: Sequence[Any],
     master_dtypes: Sequence[np.dtype],
+    origins: Sequence[tuple[int, Part | None]],
 ) -> Layer:
     """The layer of a group; `names` holds for each leaf the group that it was in before groups were joined."""
     leaves = [leaf for leaf, other in enumerate(group_of_leaf) if other == group]
     name = "+".join(dict.fromkeys(names[leaf] for leaf in leaves))
-    return make_layer(name, leaves, paths, avals, master_dtypes)
+    return make_layer(name, leaves, paths, avals, master_dtypes, origins)
 
 
 def _share_programs(graph: Graph, segments: Sequence[Segment]) -> list[Segment]:

@@ -13,17 +13,34 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Which part of a stacked parameter an array is.
+
+    Attributes:
+      number: its index along the axis, which it has lost.
+      length: how many parts there are.
+      axis: the axis that the parameter is cut along.
+    """
+
+    number: int
+    length: int
+    axis: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaf:
     """One parameter of a layer.
 
     Attributes:
-      index: its place in the flattened tree of all parameters.
-      path: its path in that tree, joined by "/".
+      index: its place among all parameters as they are stored: the flattened tree, parts in place of what is cut.
+      path: its path in that tree, joined by "/"; that of a part has the part's number in it.
       shape: its shape.
       dtype: the dtype in which the loss function sees it (the compute dtype).
       master_dtype: the dtype in which the optimizer updates it.
       vector: which vector of the layer holds it.
       offset: its first element there.
+      source: the place, in the model's own flattened tree, of the parameter that it is or is a part of.
+      part: which part of that it is; None for all of it.
     """
 
     index: int
@@ -33,6 +50,8 @@ class Leaf:
     master_dtype: np.dtype
     vector: int
     offset: int
+    source: int
+    part: Part | None = None
 
     @property
     def size(self) -> int:
@@ -104,15 +123,25 @@ class Layer:
 
 
 def make_layer(
-    name: str, indices: Sequence[int], paths: Sequence[str], avals: Sequence[Any], master_dtypes: Sequence[np.dtype]
+    name: str,
+    indices: Sequence[int],
+    paths: Sequence[str],
+    avals: Sequence[Any],
+    master_dtypes: Sequence[np.dtype],
+    origins: Sequence[tuple[int, Part | None]] | None = None,
 ) -> Layer:
-    """Lays out the leaves `indices` of a flattened tree; `avals` have the compute dtypes."""
+    """Lays out the leaves `indices` of a flattened tree; `avals` have the compute dtypes.
+
+    `origins` holds `Leaf.source` and `Leaf.part` of each; None if no parameter is cut.
+    """
     numbers: dict[np.dtype, int] = {}
     filled: dict[int, int] = {}
     leaves = []
     for index in indices:
         dtype, shape = np.dtype(avals[index].dtype), tuple(avals[index].shape)
         vector = numbers.setdefault(dtype, len(numbers))
-        leaves.append(Leaf(index, paths[index], shape, dtype, master_dtypes[index], vector, filled.get(vector, 0)))
+        source, part = (index, None) if origins is None else origins[index]
+        place = (vector, filled.get(vector, 0))
+        leaves.append(Leaf(index, paths[index], shape, dtype, master_dtypes[index], *place, source, part))
         filled[vector] = leaves[-1].offset + leaves[-1].size
     return Layer(name, tuple(leaves))

@@ -66,6 +66,7 @@ class Partition:
       loss: the value of the loss.
       aux: the flattened auxiliary outputs.
       aux_tree: their tree, or None if the loss function returns a scalar alone.
+      notes: what could not be cut though it looks as if it should be, and why.
     """
 
     layers: tuple[Layer, ...]
@@ -76,6 +77,7 @@ class Partition:
     loss: int
     aux: tuple[Atom, ...]
     aux_tree: jax.tree_util.PyTreeDef | None
+    notes: tuple[str, ...] = ()
 
     @property
     def num_programs(self) -> int:
