@@ -391,13 +391,14 @@ class TrainStep:
     def _new_state(
         self,
         layers: Sequence[Layer],
-        masters: Sequence[jax.Array],
-        optimizer: Mapping[str, jax.Array] | None = None,
+        masters: list[jax.Array],
+        optimizer: dict[str, jax.Array] | None = None,
         step: int = 0,
     ) -> TrainState:
         tree = jax.tree.structure(self._params)
         scale = self._options.loss_scale or UNSCALED
-        return TrainState(tree, self._host_optimizer(), self._placement, layers, masters, optimizer, step, scale)
+        known = self._layers or layers  # what batches have shown before
+        return TrainState(tree, self._host_optimizer(), self._placement, known, masters, optimizer, step, scale)
 
     def _check(self, state: TrainState) -> None:
         if not isinstance(state, TrainState):
@@ -417,7 +418,7 @@ class TrainStep:
     def _prepare(self, args: Any, kwargs: Any) -> Prepared:
         options = self._options
         parts = self._partition(args, kwargs)
-        self._warn_of_unread(parts)
+        self._warn_of_remarks(parts)
         derivatives = derivatives_of(parts, options.remat)
         self._host_optimizer().check_parts(parts.layers)
         is_native, is_scaled = self._transport == "ferry", options.loss_scale is not None
@@ -425,7 +426,7 @@ class TrainStep:
         plan, profile = self._plan(parts, programs)
         is_adapted = options.loss_scale is not None and options.loss_scale.is_dynamic
         needs_all = options.clip_norm is not None or options.skip_nonfinite or is_adapted
-        if needs_all or self._host_optimizer().is_joint:
+        if needs_all or not self._host_optimizer().is_by_layer(parts.layers):
             plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
         gradients = [layer.gradient for layer in plan.layers]
         transport = make_transport(self._transport, self._placement, parts.layers)
@@ -503,13 +504,14 @@ class TrainStep:
                 progress=progress,
             )
 
-    def _warn_of_unread(self, parts: Partition) -> None:
-        if parts.unread_leaves and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"the loss never reads {', '.join(map(repr, parts.unread_leaves))}: trained with a zero gradient",
-                stacklevel=5,
-            )
+    def _warn_of_remarks(self, parts: Partition) -> None:
+        remarks = list(parts.notes)
+        if parts.unread_leaves:
+            unread = ", ".join(map(repr, parts.unread_leaves))
+            remarks.append(f"the loss never reads {unread}: trained with a zero gradient")
+        for remark in () if self._has_warned else remarks:
+            warnings.warn(remark, stacklevel=5)
+        self._has_warned = self._has_warned or bool(remarks)
 
     def _metrics(self, number: int, parts: Partition, result: StepResult) -> dict[str, Any]:
         loss = np.asarray(result.loss)

@@ -4,7 +4,8 @@
 
 Where the optimizer is one of `jaxferry.optimizers` and the native library is there, that is one operation (`fused.py`),
 else a program that XLA makes of Optax's. Masters and state are leaves of the model's own tree; gradients and the
-compute copy are flat vectors.
+compute copy are flat vectors. Parameters that are stored in parts are updated by part where that is the same
+(`parts.py`), else whole, together with all layers that hold parts of them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,21 @@ import jax.numpy as jnp
 import optax
 
 from jaxferry.engine.fused import clip_factor, fused_rule, fused_update
+from jaxferry.engine.parts import PartOptimizer, part_aval
+from jaxferry.engine.pieces import Key
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.separable import WholeUpdate, init_content, part_content
 from jaxferry.engine.subtree import path_names, select, subtree
 from jaxferry.optimizers import HostRule
-from jaxferry.partition import Layer
+from jaxferry.partition import Layer, Part
 
 NOT_SEPARABLE = (
     "the optimizer looks at all parameters at once{where}; it is run as one update after the last gradient, "
     "so updates do not overlap the backward (for clipping by global norm use clip_norm= instead)"
+)
+NOT_BY_PART = (
+    "the optimizer looks at whole stacked parameters ({leaves}: {reason}); the layers that hold parts of them are updated "
+    "together after the last gradient, so updates do not overlap the backward"
 )
 
 
@@ -39,19 +46,26 @@ class Unit:
 
     Attributes:
       layers: indices of the layers.
-      leaves: indices of their parameters, ascending.
+      leaves: indices of their parameters in the model's own tree, ascending.
       masters: master parameters in the order of `leaves`, in host memory.
       state: leaves of the Optax state, in host memory.
-      state_names: their paths.
+      state_keys: their paths, and which part of a stacked parameter they belong to.
       programs: the compiled update, by which of the layers are read at all.
+      parts: which part each master is of its leaf; empty if all are whole.
     """
 
     layers: tuple[int, ...]
     leaves: tuple[int, ...]
     masters: list[jax.Array]
     state: list[jax.Array]
-    state_names: list[str]
+    state_keys: list[Key]
     programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
+    parts: tuple[Part | None, ...] = ()
+
+    @property
+    def keys(self) -> list[tuple[int, Part | None]]:
+        """What the masters are."""
+        return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
 
 
 class HostOptimizer:
@@ -68,6 +82,9 @@ class HostOptimizer:
       avals: shapes and master dtypes of the parameters.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
     """
+
+    _not_by_part: frozenset[int] = frozenset()
+    """Leaves that layers hold parts of and that are updated whole."""
 
     def __init__(
         self,
@@ -90,9 +107,12 @@ class HostOptimizer:
 
         Layers whose parts are equal share the program that was made for the first of them, so only that is compared.
         """
+        self._check_parts_of_leaves(layers)
         checked = set()
         for layer in () if self.is_joint else layers:
-            leaves = [leaf.index for leaf in layer.leaves]
+            leaves = [leaf.source for leaf in layer.leaves]
+            if any(leaf.part is not None for leaf in layer.leaves):
+                continue  # its update is made of the whole update's own equations
             content = self._whole.content(leaves)
             if content is not None and content in checked:
                 continue
@@ -102,6 +122,25 @@ class HostOptimizer:
                 warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {layer.name!r})"), stacklevel=4)
                 break
 
+    def _check_parts_of_leaves(self, layers: Sequence[Layer]) -> None:
+        stacked = {leaf.source for layer in layers for leaf in layer.leaves if leaf.part is not None}
+        if self.is_joint or not stacked:
+            return
+        names = path_names(jax.tree.unflatten(self._tree, self.avals))
+        reasons: dict[str, list[int]] = {}
+        for leaf in sorted(stacked - self._not_by_part):
+            obstacle = self._by_part.obstacle(leaf)
+            if obstacle is not None:
+                reasons.setdefault(obstacle, []).append(leaf)
+        for reason, leaves in reasons.items():
+            named = ", ".join(names[leaf] for leaf in leaves[:3]) + (", ..." if len(leaves) > 3 else "")
+            warnings.warn(NOT_BY_PART.format(leaves=named, reason=reason), stacklevel=5)
+            self._not_by_part |= frozenset(leaves)
+
+    @functools.cached_property
+    def _by_part(self) -> PartOptimizer:
+        return PartOptimizer(self._optimizer, self._tree, self.avals, self._whole)
+
     def _part_content(self, leaves: Sequence[int]) -> Any:
         """What the update of a part alone does; None where the optimizer takes no part (a mask given whole)."""
         try:
@@ -109,11 +148,51 @@ class HostOptimizer:
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
-    def units_of(self, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The layers and leaves of each unit."""
+    def units_of(self, layers: Sequence[Layer]) -> list[Unit]:
+        """The units of these layers, with shapes in place of arrays."""
         if self.is_joint:
-            return [(tuple(range(len(layers))), tuple(range(len(self.avals))))]
-        return [((i,), tuple(leaf.index for leaf in layer.leaves)) for i, layer in enumerate(layers)]
+            return [self._unit(tuple(range(len(layers))), range(len(self.avals)))]
+        units = []
+        for group in self._updated_together(layers):
+            leaves = [leaf for i in group for leaf in layers[i].leaves]
+            parts = tuple(leaf.part for leaf in leaves)
+            is_whole = len(group) > 1 or not self._not_by_part.isdisjoint(leaf.source for leaf in leaves)
+            if is_whole or not any(parts):
+                units.append(self._unit(group, sorted({leaf.source for leaf in leaves})))
+            else:
+                units.append(self._unit(group, [leaf.source for leaf in leaves], parts))
+        return units
+
+    def is_by_layer(self, layers: Sequence[Layer]) -> bool:
+        """Whether each layer is a unit."""
+        return all(len(unit.layers) == 1 for unit in self.units_of(layers))
+
+    def _updated_together(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
+        """Groups of layers: those that hold parts of leaves updated whole, and of others that these layers hold."""
+        stacked = [{leaf.source for leaf in layer.leaves if leaf.part is not None} for layer in layers]
+        group_of = list(range(len(layers)))
+        whole = set(self._not_by_part)
+        grown = True
+        while grown:
+            grown = False
+            for i, leaves in enumerate(stacked):
+                new = leaves - whole if leaves & whole else set()
+                grown, whole = grown or bool(new), whole | new
+        for leaf in whole:
+            holders = {group_of[i] for i, leaves in enumerate(stacked) if leaf in leaves}
+            group_of = [min(holders) if group in holders else group for group in group_of]
+        return [tuple(i for i, other in enumerate(group_of) if other == group) for group in dict.fromkeys(group_of)]
+
+    def _unit(self, layers: Sequence[int], leaves: Sequence[int], parts: tuple[Part | None, ...] = ()) -> Unit:
+        if parts:
+            held = list(zip(leaves, parts, strict=True))
+            masters = [part_aval(self.avals[leaf], part) for leaf, part in held]
+            state, keys = self._by_part.state_avals(held), self._by_part.state_keys(held)
+        else:
+            abstract = self.abstract_state(leaves)
+            masters, state = [self.avals[leaf] for leaf in leaves], jax.tree.leaves(abstract)
+            keys = [(name, None) for name in path_names(abstract)]
+        return Unit(tuple(layers), tuple(leaves), masters, state, keys, parts=parts)
 
     def abstract_state(self, leaves: Sequence[int]) -> Any:
         """Shapes of the Optax state of these leaves."""
@@ -124,18 +203,23 @@ class HostOptimizer:
         state = self.abstract_state(range(len(self.avals)))
         return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
 
-    def init_state(self, leaves: Sequence[int], masters: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """The initial Optax state of these leaves by path, in host memory."""
+    def init_state(self, unit: Unit, masters: Sequence[jax.Array]) -> list[jax.Array]:
+        """The initial Optax state of a unit, in host memory."""
+        leaves, held = unit.leaves, unit.keys
 
         def init(masters: Any) -> list[jax.Array]:
             masters = jax.device_put(masters, jax.memory.Space.Device)
+            if unit.parts:
+                return self._by_part.init(held, masters)
             return jax.tree.leaves(self._optimizer.init(subtree(self._tree, dict(zip(leaves, masters, strict=True)))))
 
-        key = init_content(self._optimizer, self._tree, self.avals, leaves) or tuple(leaves)
+        key: Any = ("init", leaves, tuple(master.shape for master in masters))
+        if not unit.parts:
+            key = init_content(self._optimizer, self._tree, self.avals, leaves) or key
         if key not in self._programs:
             self._programs[key] = jax.jit(init, out_shardings=self._placement.host)
-        state = self._programs[key](masters)
-        return dict(zip(path_names(self.abstract_state(leaves)), state, strict=True))
+        state: list[jax.Array] = self._programs[key](masters)
+        return state
 
     def compile_updates(self, units: Sequence[Unit], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
         """Makes the compiled update of every unit in `unit.programs`; equal units share it.
@@ -164,7 +248,9 @@ class HostOptimizer:
     def update_key(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
         """What the update of a unit depends on: units with equal keys share it."""
         layouts = tuple(layers[i].layout for i in unit.layers)
-        return (self._whole.content(unit.leaves) or unit.leaves, layouts, tuple(is_read[i] for i in unit.layers))
+        shapes = tuple(tuple(master.shape) for master in unit.masters)
+        content = self._whole.content(unit.leaves) or unit.leaves
+        return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
 
     def update_text(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
         """The update of a unit as XLA is given it; masters and state may be shapes."""
@@ -174,15 +260,22 @@ class HostOptimizer:
     def _lower(self, unit: Unit, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
         place, unit_layers = self._placement, [layers[i] for i in unit.layers]
         state = self.abstract_state(unit.leaves)
-        rule = fused_rule(self._optimizer, state, unit_layers, reads)
-        update = self._optax_update if rule is None else functools.partial(self._fused_update, rule)
+        rule = self._rule(unit, state, unit_layers, reads)
+        if rule is not None:
+            update: Any = functools.partial(self._fused_update, rule, self._decays(rule, unit))
+        elif unit.parts:
+            update = functools.partial(self._part_update, unit.keys)
+        else:
+            update = self._optax_update
 
         def flat_update(masters: Any, state_leaves: Any, vectors: Any, gradients: Any, *numbers: jax.Array) -> Any:
             # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
             host = (masters, state_leaves, vectors, gradients)
             masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
-            params = subtree(self._tree, dict(zip(unit.leaves, masters, strict=True)))
-            before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
+            params, before = masters, state_leaves
+            if rule is not None or not unit.parts:
+                params = subtree(self._tree, dict(zip(unit.leaves, masters, strict=True)))
+                before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
             params, after, packed = update(unit_layers, params, before, vectors, gradients, *numbers)
             return jax.tree.leaves(params), jax.tree.leaves(after), packed
 
@@ -207,9 +300,29 @@ class HostOptimizer:
             number,
         )
 
+    def _rule(self, unit: Unit, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
+        """The rule of the native library for a unit; None where it has to be left to Optax."""
+        if unit.parts:
+            is_tree = len(set(unit.leaves)) == len(unit.leaves)
+            if not is_tree or [name for name, _ in unit.state_keys] != path_names(state):
+                return None
+        elif any(leaf.part is not None for layer in layers for leaf in layer.leaves):
+            return None
+        return fused_rule(self._optimizer, state, layers, reads)
+
+    def _decays(self, rule: HostRule, unit: Unit) -> list[bool] | None:
+        """Which masters of a unit of parts decay: as the mask says of the model's own tree."""
+        if not unit.parts:
+            return None
+        found: list[bool] = []
+        whole = jax.tree.unflatten(self._tree, self.avals)
+        jax.eval_shape(lambda params: found.extend(rule.decays(params)), whole)
+        return [found[leaf] for leaf in unit.leaves]
+
     def _fused_update(
         self,
         rule: HostRule,
+        decays: Sequence[bool] | None,
         layers: Sequence[Layer],
         params: Any,
         state: Any,
@@ -220,7 +333,22 @@ class HostOptimizer:
     ) -> Any:
         copies = [into or layer.vectors for layer, into in zip(layers, vectors, strict=True)]
         clip = clip_factor(norm, self._clip_norm)
-        return fused_update(rule, layers, params, state, copies, gradients, clip, scale)
+        return fused_update(rule, layers, params, state, copies, gradients, clip, scale, decays)
+
+    def _part_update(
+        self,
+        held: Sequence[tuple[int, Part | None]],
+        layers: Sequence[Layer],
+        masters: Any,
+        state: Any,
+        vectors: Any,
+        gradients: Any,
+        norm: jax.Array,
+        scale: jax.Array,
+    ) -> Any:
+        by_leaf = self._clipped(_by_leaf(layers, gradients, scale), norm)
+        masters, state = self._by_part.update(held, [by_leaf[index] for index in sorted(by_leaf)], masters, state)
+        return masters, state, _packed(layers, dict(zip(sorted(by_leaf), masters, strict=True)), vectors)
 
     def _optax_update(
         self,
@@ -232,15 +360,18 @@ class HostOptimizer:
         norm: jax.Array,
         scale: jax.Array,
     ) -> Any:
-        by_leaf = self._clipped(_by_leaf(layers, gradients, scale), norm)
+        by_leaf = _joined(layers, self._clipped(_by_leaf(layers, gradients, scale), norm))
         updates, state = self._optimizer.update(subtree(self._tree, by_leaf), state, params)
         params = optax.apply_updates(params, updates)
         masters = dict(zip(sorted(by_leaf), jax.tree.leaves(params), strict=True))
-        packed = [
-            layer.pack([masters[leaf.index] for leaf in layer.leaves], into or None)
-            for layer, into in zip(layers, vectors, strict=True)
-        ]
-        return params, state, packed
+        parts = {
+            leaf.index: masters[leaf.source]
+            if leaf.part is None
+            else jax.lax.index_in_dim(masters[leaf.source], leaf.part.number, leaf.part.axis, keepdims=False)
+            for layer in layers
+            for leaf in layer.leaves
+        }
+        return params, state, _packed(layers, parts, vectors)
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
         """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm`, with the norm given."""
@@ -261,3 +392,26 @@ def _by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array
         wide = [a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)]
         found |= {leaf.index: a / scale.astype(a.dtype) for leaf, a in zip(layer.leaves, wide, strict=True)}
     return found
+
+
+def _joined(layers: Sequence[Layer], arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Arrays by leaf of the model's own tree: parts put together."""
+    whole: dict[int, jax.Array] = {}
+    parts: dict[int, dict[Part, jax.Array]] = {}
+    for leaf in (leaf for layer in layers for leaf in layer.leaves):
+        if leaf.part is None:
+            whole[leaf.source] = arrays[leaf.index]
+        else:
+            parts.setdefault(leaf.source, {})[leaf.part] = arrays[leaf.index]
+    for source, found in parts.items():
+        ordered = sorted(found, key=lambda part: part.number)
+        whole[source] = jnp.stack([found[part] for part in ordered], ordered[0].axis)
+    return whole
+
+
+def _packed(layers: Sequence[Layer], masters: dict[int, jax.Array], vectors: Sequence[Any]) -> list[Any]:
+    """The compute copy of each layer."""
+    return [
+        layer.pack([masters[leaf.index] for leaf in layer.leaves], into or None)
+        for layer, into in zip(layers, vectors, strict=True)
+    ]

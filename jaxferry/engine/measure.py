@@ -18,7 +18,6 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.subjects import (
     Subject,
-    abstract_units,
     gradient_shapes,
     gradients_text,
     load_subject,
@@ -151,17 +150,17 @@ class _Measured:
         layers = self._partition.layers
         used = {segment.layer for segment in self._partition.segments}
         is_read = [layer in used for layer in range(len(layers))]
-        # A joint optimizer has one update for all layers. A profile has one for each, so they share it by their bytes.
-        all_bytes = sum(layers[layer].num_bytes for layer in used)
+        # Where layers have one update together, a profile has one for each all the same: they share it by their bytes.
         self._updates: dict[int, tuple[Any, float]] = {}
-        for unit in abstract_units(optimizer, layers):
+        for unit in optimizer.units_of(layers):
             if used.isdisjoint(unit.layers):
                 continue
             key = ("update", optimizer.update_key(unit, layers, is_read))
             if key not in self.subjects:
                 self.subjects[key] = update_subject(optimizer, placement, unit, layers, is_read)
+            all_bytes = sum(layers[layer].num_bytes for layer in used.intersection(unit.layers))
             for layer in unit.layers:
-                share = layers[layer].num_bytes / all_bytes if optimizer.is_joint and all_bytes else 1.0
+                share = layers[layer].num_bytes / all_bytes if len(unit.layers) > 1 and all_bytes else 1.0
                 self._updates[layer] = (key, share)
 
     def layer(self, segment: Segment, costs: Any, seconds: Mapping[Any, float]) -> LayerProfile:

@@ -22,7 +22,8 @@ from jaxferry.errors import InputError
 from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.keys import Canonical, bytes_of
 
-_SHARED = -1
+SHARED = -1
+"""The owner of what belongs to no parameter alone."""
 
 
 class WholeUpdate:
@@ -32,6 +33,12 @@ class WholeUpdate:
       optimizer: the transformation.
       tree: the structure of the parameters.
       avals: their shapes and master dtypes.
+
+    Attributes:
+      graph: the trace; of gradients, parameters and state it makes updates and state.
+      state_names: paths of the leaves of the state.
+      state_avals: their shapes and dtypes.
+      owners: the parameter that each of them belongs to, or `SHARED`.
     """
 
     def __init__(
@@ -41,24 +48,25 @@ class WholeUpdate:
         params = jax.tree.unflatten(tree, self._avals)
         state = jax.eval_shape(optimizer.init, params)
         names = {name: index for index, name in enumerate(path_names(params))}
-        self._owners = [_owner(name, names) for name in path_names(state)]
-        self._graph = trace_update(optimizer, params, state)
-        self._made_by = _makers(self._graph)
+        self.state_names, self.state_avals = path_names(state), jax.tree.leaves(state)
+        self.owners = [_owner(name, names) for name in self.state_names]
+        self.graph = trace_update(optimizer, params, state)
+        self._made_by = _makers(self.graph)
         self._contents: dict[tuple[int, ...], Any] = {}
 
     def mixes(self) -> bool:
         """Whether an output of one leaf depends on another leaf."""
-        graph, count = self._graph, len(self._avals)
+        graph, count = self.graph, len(self._avals)
         sources: dict[int, frozenset[int]] = {}
-        owners = [*range(count), *range(count), *self._owners]
+        owners = [*range(count), *range(count), *self.owners]
         for value, owner in zip((*graph.parameters, *graph.batch), owners, strict=True):
-            sources[value] = frozenset() if owner == _SHARED else frozenset([owner])
+            sources[value] = frozenset() if owner == SHARED else frozenset([owner])
         for equation in graph.equations:
             made_from = frozenset().union(*(sources.get(value, frozenset()) for value in equation.reads))
             if equation.has_effects:
                 return True
             sources |= dict.fromkeys(equation.outputs, made_from)
-        for owner, atom in zip([*range(count), *self._owners], graph.outputs, strict=True):
+        for owner, atom in zip([*range(count), *self.owners], graph.outputs, strict=True):
             made_from = sources.get(atom, frozenset()) if isinstance(atom, int) else frozenset()
             if made_from - {owner}:
                 return True
@@ -72,8 +80,8 @@ class WholeUpdate:
         return self._contents[key]
 
     def _content(self, leaves: Sequence[int]) -> Any:
-        graph, count, chosen = self._graph, len(self._avals), set(leaves)
-        kept_state = [i for i, owner in enumerate(self._owners) if owner == _SHARED or owner in chosen]
+        graph, count, chosen = self.graph, len(self._avals), set(leaves)
+        kept_state = [i for i, owner in enumerate(self.owners) if owner == SHARED or owner in chosen]
         wanted = [*sorted(chosen), *(count + i for i in kept_state)]
         inputs = (*graph.parameters, *graph.batch)
         kept = [*sorted(chosen), *(count + leaf for leaf in sorted(chosen)), *(2 * count + i for i in kept_state)]
@@ -152,4 +160,4 @@ def _owner(name: str, names: dict[str, int]) -> int:
     for start in range(len(name)):
         if name[start:] in names:
             return names[name[start:]]
-    return _SHARED
+    return SHARED

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Lanes, Work
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
+from jaxferry.engine.pieces import Pieces, cut, joined
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.subtree import path_names
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
 from jaxferry.errors import StateError, TaskError
-from jaxferry.partition import Layer
+from jaxferry.partition import Layer, Leaf, Part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +88,8 @@ class TrainState:
         optimizer: HostOptimizer,
         placement: Placement,
         layers: Sequence[Layer],
-        masters: Sequence[jax.Array],
-        state: Mapping[str, jax.Array] | None = None,
+        masters: list[jax.Array],
+        state: dict[str, jax.Array] | None = None,
         step: int = 0,
         loss_scale: LossScale = UNSCALED,
     ) -> None:
@@ -101,7 +102,13 @@ class TrainState:
         self.in_flight: UnderWay | None = None
         self.accumulated = Accumulated()
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
-        self.units = self._make_units(list(masters), None if state is None else dict(state))
+        pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
+        known = None if state is None else self._pieces({name: {None: leaf} for name, leaf in state.items()})
+        # Nothing else holds the arrays, so that those that are cut are not there twice.
+        masters.clear()
+        if state is not None:
+            state.clear()
+        self.units = self._make_units(pieces, known)
 
     @property
     def params(self) -> Any:
@@ -156,16 +163,32 @@ class TrainState:
         if known.finish is not None:
             known.finish()
 
-    def masters(self) -> list[jax.Array]:
-        """The master parameters in the order of the flattened tree."""
+    def masters(self) -> list[Any]:
+        """The master parameters in the order of the flattened tree; those that are stored in parts are put together."""
         self.settle()
-        by_leaf = {leaf: master for u in self.units for leaf, master in zip(u.leaves, u.masters, strict=True)}
-        return [by_leaf[leaf] for leaf in range(len(by_leaf))]
+        by_leaf = self._masters()
+        return [joined(by_leaf[leaf]) for leaf in range(len(by_leaf))]
 
-    def optimizer_state(self) -> dict[str, jax.Array]:
+    def optimizer_state(self) -> dict[str, Any]:
         """The leaves of the optimizer's state by path; what all layers have alike (a count) is there once."""
         self.settle()
-        return {name: leaf for unit in self.units for name, leaf in zip(unit.state_names, unit.state, strict=True)}
+        return {name: joined(parts) for name, parts in self._optimizer_state().items()}
+
+    def _masters(self) -> dict[int, dict[Part | None, jax.Array]]:
+        """Masters as they are stored, by leaf and part."""
+        found: dict[int, dict[Part | None, jax.Array]] = {}
+        for unit in self.units:
+            for (leaf, part), master in zip(unit.keys, unit.masters, strict=True):
+                found.setdefault(leaf, {})[part] = master
+        return found
+
+    def _optimizer_state(self) -> dict[str, dict[Part | None, jax.Array]]:
+        """Leaves of the optimizer's state as they are stored, by path and part."""
+        found: dict[str, dict[Part | None, jax.Array]] = {}
+        for unit in self.units:
+            for (name, part), leaf in zip(unit.state_keys, unit.state, strict=True):
+                found.setdefault(name, {})[part] = leaf
+        return found
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the state in these layers; does nothing if it is so already."""
@@ -176,44 +199,49 @@ class TrainState:
                 "a batch of another structure, whose layers differ, came while gradients were being accumulated: give "
                 "it after an update"
             )
-        masters, state = self.masters(), self.optimizer_state()
-        self.layers, self.resident = tuple(layers), {}
+        self.settle()
         self.optimizer.check_parts(layers)
-        self.units = self._make_units(masters, state)
-        self._is_arranged, self.vectors = True, []
+        with deferred_interrupts():
+            masters, state = self._pieces(self._masters()), self._pieces(self._optimizer_state())
+            self.layers, self.resident, self.units, self.vectors = tuple(layers), {}, [], []
+            self.units = self._make_units(masters, state)
+        self._is_arranged = True
 
     def fill(self) -> None:
         """Makes `vectors`, the compute copy of the parameters, if it is not there."""
         if not self.vectors:
-            masters = self.masters()
+            self.settle()
+            masters = self._masters()
             programs = {layer.layout: self._packing(layer) for layer in self.layers}
             self.vectors = [
-                to_pinned(programs[layer.layout]([masters[leaf.index] for leaf in layer.leaves]), self._placement)
+                to_pinned(programs[layer.layout]([self._master_of(leaf, masters) for leaf in layer.leaves]), self._placement)
                 for layer in self.layers
             ]
+
+    def _master_of(self, leaf: Leaf, masters: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:
+        """The master of a layer's leaf, of which the whole may be stored."""
+        known = masters[leaf.source]
+        if leaf.part is None or leaf.part in known:
+            return known[leaf.part]
+        return cut(known[None], leaf.part, self._placement)
 
     def block_until_ready(self) -> None:
         """Waits until every update in flight has ended."""
         self.settle()
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.units])
 
-    def _make_units(self, masters: list[jax.Array], state: dict[str, jax.Array] | None) -> list[Unit]:
-        taken: set[str] = set()
-        units = []
-        for layers, leaves in self.optimizer.units_of(self.layers):
-            chosen = [masters[leaf] for leaf in leaves]
+    def _make_units(self, masters: Pieces, state: Pieces | None) -> list[Unit]:
+        units = self.optimizer.units_of(self.layers)
+        for unit in units:
+            unit.masters = [masters.take(key) for key in unit.keys]
             if state is None:
-                own = self.optimizer.init_state(leaves, chosen)
+                unit.state = self.optimizer.init_state(unit, unit.masters)
             else:
-                names = path_names(self.optimizer.abstract_state(leaves))
-                # An update works in place, so what layers have alike needs a buffer for each.
-                own = {name: self._copy(state[name]) if name in taken else state[name] for name in names}
-            taken.update(own)
-            units.append(Unit(layers, leaves, chosen, list(own.values()), list(own)))
+                unit.state = [state.take(key) for key in unit.state_keys]
         return units
 
-    def _copy(self, array: jax.Array) -> jax.Array:
-        return jax.device_put(np.array(array), self._placement.host, may_alias=False)
+    def _pieces(self, arrays: Mapping[Any, Mapping[Part | None, jax.Array]]) -> Pieces:
+        return Pieces(arrays, self._placement)
 
     def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
         def pack(masters: Any) -> Vectors:

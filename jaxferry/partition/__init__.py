@@ -7,7 +7,7 @@ from jaxferry.partition.build import layers_by_path, partition
 from jaxferry.partition.derivative import REMAT, Derivative, differentiate
 from jaxferry.partition.host_reads import read_in_place
 from jaxferry.partition.host_stores import store_in_place
-from jaxferry.partition.layout import Layer, Leaf
+from jaxferry.partition.layout import Layer, Leaf, Part
 from jaxferry.partition.rows import Gradient, RowGradient
 from jaxferry.partition.segments import Partition, Segment
 from jaxferry.partition.table import print_table, table
@@ -18,6 +18,7 @@ __all__ = [
     "Gradient",
     "Layer",
     "Leaf",
+    "Part",
     "Partition",
     "RowGradient",
     "Segment",

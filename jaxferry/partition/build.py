@@ -120,7 +120,7 @@ def _by_iteration(
         }
         scans = find_scans(graph, stacks)
     notes = tuple(
-        f"{', '.join(repr('/'.join(keys[leaf])) for leaf in leaves)} stays whole though it is scanned over: {reason}"
+        f"not cut by layer though scanned over: {', '.join(repr('/'.join(keys[leaf])) for leaf in leaves)}: {reason}"
         for reason, leaves in scans.notes
     )
     return unroll(graph, scans, stacks), stored, notes
