@@ -27,6 +27,7 @@ from jaxferry.engine.pieces import Key
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.separable import WholeUpdate, init_content, part_content
 from jaxferry.engine.subtree import path_names, select, subtree
+from jaxferry.engine.units import put_together, taken_apart, updated_together
 from jaxferry.optimizers import HostRule
 from jaxferry.partition import Layer, Part
 
@@ -35,8 +36,8 @@ NOT_SEPARABLE = (
     "so updates do not overlap the backward (for clipping by global norm use clip_norm= instead)"
 )
 NOT_BY_PART = (
-    "the optimizer looks at whole stacked parameters ({leaves}: {reason}); the layers that hold parts of them are updated "
-    "together after the last gradient, so updates do not overlap the backward"
+    "the optimizer looks at whole stacked parameters ({leaves}: {reason}); the layers that hold parts of them have one "
+    "update after the last gradient, so their updates do not overlap the backward"
 )
 
 
@@ -153,7 +154,7 @@ class HostOptimizer:
         if self.is_joint:
             return [self._unit(tuple(range(len(layers))), range(len(self.avals)))]
         units = []
-        for group in self._updated_together(layers):
+        for group in updated_together(layers, self._not_by_part):
             leaves = [leaf for i in group for leaf in layers[i].leaves]
             parts = tuple(leaf.part for leaf in leaves)
             is_whole = len(group) > 1 or not self._not_by_part.isdisjoint(leaf.source for leaf in leaves)
@@ -167,27 +168,12 @@ class HostOptimizer:
         """Whether each layer is a unit."""
         return all(len(unit.layers) == 1 for unit in self.units_of(layers))
 
-    def _updated_together(self, layers: Sequence[Layer]) -> list[tuple[int, ...]]:
-        """Groups of layers: those that hold parts of leaves updated whole, and of others that these layers hold."""
-        stacked = [{leaf.source for leaf in layer.leaves if leaf.part is not None} for layer in layers]
-        group_of = list(range(len(layers)))
-        whole = set(self._not_by_part)
-        grown = True
-        while grown:
-            grown = False
-            for i, leaves in enumerate(stacked):
-                new = leaves - whole if leaves & whole else set()
-                grown, whole = grown or bool(new), whole | new
-        for leaf in whole:
-            holders = {group_of[i] for i, leaves in enumerate(stacked) if leaf in leaves}
-            group_of = [min(holders) if group in holders else group for group in group_of]
-        return [tuple(i for i, other in enumerate(group_of) if other == group) for group in dict.fromkeys(group_of)]
-
     def _unit(self, layers: Sequence[int], leaves: Sequence[int], parts: tuple[Part | None, ...] = ()) -> Unit:
         if parts:
             held = list(zip(leaves, parts, strict=True))
-            masters = [part_aval(self.avals[leaf], part) for leaf, part in held]
-            state, keys = self._by_part.state_avals(held), self._by_part.state_keys(held)
+            masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in held]
+            state: list[Any] = [*self._by_part.state_avals(held)]
+            keys = self._by_part.state_keys(held)
         else:
             abstract = self.abstract_state(leaves)
             masters, state = [self.avals[leaf] for leaf in leaves], jax.tree.leaves(abstract)
@@ -360,18 +346,11 @@ class HostOptimizer:
         norm: jax.Array,
         scale: jax.Array,
     ) -> Any:
-        by_leaf = _joined(layers, self._clipped(_by_leaf(layers, gradients, scale), norm))
+        by_leaf = put_together(layers, self._clipped(_by_leaf(layers, gradients, scale), norm))
         updates, state = self._optimizer.update(subtree(self._tree, by_leaf), state, params)
         params = optax.apply_updates(params, updates)
         masters = dict(zip(sorted(by_leaf), jax.tree.leaves(params), strict=True))
-        parts = {
-            leaf.index: masters[leaf.source]
-            if leaf.part is None
-            else jax.lax.index_in_dim(masters[leaf.source], leaf.part.number, leaf.part.axis, keepdims=False)
-            for layer in layers
-            for leaf in layer.leaves
-        }
-        return params, state, _packed(layers, parts, vectors)
+        return params, state, _packed(layers, taken_apart(layers, masters), vectors)
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
         """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm`, with the norm given."""
@@ -392,21 +371,6 @@ def _by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array
         wide = [a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)]
         found |= {leaf.index: a / scale.astype(a.dtype) for leaf, a in zip(layer.leaves, wide, strict=True)}
     return found
-
-
-def _joined(layers: Sequence[Layer], arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """Arrays by leaf of the model's own tree: parts put together."""
-    whole: dict[int, jax.Array] = {}
-    parts: dict[int, dict[Part, jax.Array]] = {}
-    for leaf in (leaf for layer in layers for leaf in layer.leaves):
-        if leaf.part is None:
-            whole[leaf.source] = arrays[leaf.index]
-        else:
-            parts.setdefault(leaf.source, {})[leaf.part] = arrays[leaf.index]
-    for source, found in parts.items():
-        ordered = sorted(found, key=lambda part: part.number)
-        whole[source] = jnp.stack([found[part] for part in ordered], ordered[0].axis)
-    return whole
 
 
 def _packed(layers: Sequence[Layer], masters: dict[int, jax.Array], vectors: Sequence[Any]) -> list[Any]:

@@ -78,8 +78,8 @@ class PartOptimizer:
             arguments |= {(leaf, part): gradient, (count + leaf, part): master}
         arguments |= {(2 * count + i, part): array for (i, part), array in zip(self._state(held), state, strict=True)}
         made = self._update(held, arguments)
-        masters = optax.apply_updates(list(masters), [made[leaf, part] for leaf, part in held])
-        return masters, [made[count + i, part] for i, part in self._state(held)]
+        after: Any = optax.apply_updates(list(masters), [made[leaf, part] for leaf, part in held])
+        return after, [made[count + i, part] for i, part in self._state(held)]
 
     def _state(self, held: Held) -> list[tuple[int, Part | None]]:
         """The leaves of the state that belong to these parts, or to all."""

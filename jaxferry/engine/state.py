@@ -213,10 +213,12 @@ class TrainState:
             self.settle()
             masters = self._masters()
             programs = {layer.layout: self._packing(layer) for layer in self.layers}
-            self.vectors = [
-                to_pinned(programs[layer.layout]([self._master_of(leaf, masters) for leaf in layer.leaves]), self._placement)
-                for layer in self.layers
-            ]
+
+            def packed(layer: Layer) -> Vectors:
+                own = [self._master_of(leaf, masters) for leaf in layer.leaves]
+                return to_pinned(programs[layer.layout](own), self._placement)
+
+            self.vectors = [packed(layer) for layer in self.layers]
 
     def _master_of(self, leaf: Leaf, masters: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:
         """The master of a layer's leaf, of which the whole may be stored."""

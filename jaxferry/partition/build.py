@@ -116,7 +116,9 @@ def _by_iteration(
     else:
         stored = stored_in(layers)
         stacks = {
-            leaf.source: Stack(leaf.part.length, leaf.part.axis, leaf.source) for leaf in stored if leaf.part is not None
+            leaf.source: Stack(leaf.part.length, leaf.part.axis, leaf.source)
+            for leaf in stored
+            if leaf.part is not None
         }
         scans = find_scans(graph, stacks)
     notes = tuple(

@@ -125,6 +125,7 @@ class Builder:
         return len(self.avals) - 1
 
     def constant(self, variable: core.Var, array: Any) -> int:
+        """The number of an array that a jaxpr has closed over; the same for the same array."""
         number = self._constant_numbers.get(id(array))
         if number is None:
             number = self._constant_numbers[id(array)] = self.value(variable.aval)

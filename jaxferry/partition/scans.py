@@ -234,13 +234,13 @@ def _components(leaves: Collection[int], together: Collection[frozenset[int]]) -
 def _jaxprs_in(equation: Any) -> Iterator[core.Jaxpr]:
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(item, "jaxpr", item)
+            jaxpr: Any = getattr(item, "jaxpr", item)
             if hasattr(jaxpr, "eqns"):
                 yield jaxpr
 
 
 def _scanned_over(jaxpr: core.Jaxpr) -> set[Any]:
-    """The arguments of a jaxpr that a scan of several iterations in it, at any depth, takes one slice an iteration of."""
+    """The arguments of a jaxpr that a scan in it, at any depth, takes one slice an iteration of."""
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and int(eqn.params["length"]) > 1:

@@ -1,7 +1,7 @@
 """Parameters that are stored in parts: how they are numbered and what they are called.
 
-A model that scans over its layers has one leaf for all of them, `layers/attn/kernel` of shape [12, ...]. It is stored as
-`layers/0/attn/kernel`, `layers/1/attn/kernel`, ...: siblings, as in a model without a scan.
+A model that scans over its layers has one leaf for all of them: `layers/attn/kernel` of shape [12, ...], say. It is
+stored as `layers/0/attn/kernel`, `layers/1/attn/kernel`, ...: siblings, as in a model without a scan.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from jaxferry.units import format_bytes
 
 
 def table(partition: Partition) -> rich.table.Table:
-    """One row a segment: name, parameters, bytes of its layer, bytes alive at its end, program; below, what stays whole."""
+    """One row a segment: name, parameters, bytes of its layer, bytes alive at its end, program; below, notes."""
     rows = rich.table.Table(
         title=f"{len(partition.segments)} segments, {len(partition.layers)} layers, {partition.num_programs} programs",
         caption=rich.markup.escape("\n".join(partition.notes)) or None,

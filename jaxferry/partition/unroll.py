@@ -26,7 +26,7 @@ def unroll(graph: Graph, scans: Scans, stacks: Mapping[int, Stack]) -> Graph:
     Args:
       graph: the traced loss function.
       scans: what was found in it.
-      stacks: what is to be cut, `scans.stacks` at least; what is not among those is put together again where it is read.
+      stacks: what is to be cut, `scans.stacks` at least; others are put together again where they are read.
     """
     return _Unrolling(graph, scans).run(stacks) if stacks else graph
 

@@ -1,0 +1,52 @@
+"""What one update covers: which layers go together, and how the parts that they hold are put together and cut again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxferry.partition import Layer, Part
+
+
+def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> list[tuple[int, ...]]:
+    """Groups of layers: those that hold parts of the same leaf go together if it is updated whole.
+
+    The other leaves that such layers hold parts of are then updated whole as well.
+    """
+    stacked = [{leaf.source for leaf in layer.leaves if leaf.part is not None} for layer in layers]
+    whole, more = set[int](), set(not_by_part)
+    while more - whole:
+        whole |= more
+        more = set[int]().union(*(leaves for leaves in stacked if leaves & whole))
+    group_of = list(range(len(layers)))
+    for leaf in whole:
+        groups = {group_of[i] for i, leaves in enumerate(stacked) if leaf in leaves}
+        group_of = [min(groups) if group in groups else group for group in group_of]
+    return [tuple(i for i, other in enumerate(group_of) if other == group) for group in dict.fromkeys(group_of)]
+
+
+def put_together(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+    """Arrays by leaf of the model's own tree, from those by leaf as it is stored; inside a jitted function."""
+    whole: dict[int, jax.Array] = {}
+    parts: dict[int, dict[Part, jax.Array]] = {}
+    for leaf in (leaf for layer in layers for leaf in layer.leaves):
+        if leaf.part is None:
+            whole[leaf.source] = arrays[leaf.index]
+        else:
+            parts.setdefault(leaf.source, {})[leaf.part] = arrays[leaf.index]
+    for source, found in parts.items():
+        ordered = sorted(found, key=lambda part: part.number)
+        whole[source] = jnp.stack([found[part] for part in ordered], ordered[0].axis)
+    return whole
+
+
+def taken_apart(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+    """The reverse of `put_together`."""
+    return {leaf.index: _part_of(arrays[leaf.source], leaf.part) for layer in layers for leaf in layer.leaves}
+
+
+def _part_of(array: jax.Array, part: Part | None) -> Any:
+    return array if part is None else jax.lax.index_in_dim(array, part.number, part.axis, keepdims=False)
