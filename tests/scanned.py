@@ -108,7 +108,7 @@ def nnx_net() -> Task:
 
 
 def plain(depth: int = DEPTH, reverse: bool = False) -> Task:
-    """Without Flax: jax.lax.scan over a dictionary of stacked arrays, cast on the way, with a penalty on all of them."""
+    """Without Flax: jax.lax.scan over a dictionary of stacked arrays, cast on the way, and a penalty on all."""
 
     def loss_fn(params: Any, x: jax.Array) -> jax.Array:
         def block(x: jax.Array, own: Any) -> tuple[jax.Array, jax.Array]:
@@ -121,6 +121,9 @@ def plain(depth: int = DEPTH, reverse: bool = False) -> Task:
         return jnp.mean(x**2) + 0.1 * means[0] + 1e-3 * penalty
 
     keys = jax.random.split(jax.random.key(0), 4)
-    blocks = {"w": jax.random.normal(keys[0], (depth, WIDTH, WIDTH)) / 4, "b": jax.random.normal(keys[1], (depth, WIDTH))}
+    blocks = {
+        "w": jax.random.normal(keys[0], (depth, WIDTH, WIDTH)) / 4,
+        "b": jax.random.normal(keys[1], (depth, WIDTH)),
+    }
     params = {"blocks": blocks, "first": {"w": jax.random.normal(keys[2], (WIDTH, WIDTH))}}
     return Task(loss_fn, params, jax.random.normal(keys[3], (2, WIDTH)))

@@ -211,17 +211,18 @@ class _ByPart:
             if self._shape(operand) == self._shapes[leaf]:
                 self._need(leaf, operand, recipe)
             elif self._shape(operand) or self._is_of_leaves(operand):
-                raise _ObstacleError(f"{self._reduction(operand, equation).primitive.name!r} is not element-wise")
+                raise _ObstacleError(f"{self._reduction(leaf, operand, equation).primitive.name!r} is not element-wise")
             elif isinstance(operand, int):
                 recipe.scalars.add(operand)
         recipe.equations[atom] = equation
 
-    def _reduction(self, atom: Atom, reader: Equation) -> Equation:
-        """The equation that has made an array of a leaf into what is none of its shape."""
+    def _reduction(self, leaf: int, atom: Atom, reader: Equation) -> Equation:
+        """The equation that has made what is none of a leaf's shape of an array that is."""
         equation = self._made_by.get(atom) if isinstance(atom, int) else None
-        if equation is None or equation.primitive.name not in ELEMENTWISE:
+        if equation is None or any(self._shape(operand) == self._shapes[leaf] for operand in equation.inputs):
             return reader if equation is None else equation
-        return self._reduction(next(a for a in equation.inputs if self._is_of_leaves(a)), equation)
+        inputs = [operand for operand in equation.inputs if self._is_of_leaves(operand)]
+        return self._reduction(leaf, inputs[0], equation) if inputs else equation
 
     def _is_of_leaves(self, atom: Atom) -> bool:
         return isinstance(atom, int) and atom in self._of_leaves

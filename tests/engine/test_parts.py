@@ -17,15 +17,12 @@ from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits
 
 LENGTH = 3
-SHAPES = {"layers": {"kernel": (LENGTH, 4, 5), "scale": (LENGTH, 5)}, "head": {"bias": (LENGTH, 4)}}
-AXES = {"kernel": 0, "scale": 1}
-"""Of what is stacked, the axis; `scale` is stacked along its last one."""
+SHAPES = {"head": {"bias": (LENGTH, 4)}, "layers": {"kernel": (LENGTH, 4, 5), "scale": (5, LENGTH)}}
+"""Of the layers' parameters the one is stacked along its first axis, the other along its last."""
 
 
 def shapes():
-    shaped = {name: dict(leaves) for name, leaves in SHAPES.items()}
-    shaped["layers"]["scale"] = (5, LENGTH)
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shaped, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def random(seed):

@@ -226,7 +226,10 @@ def test_what_cannot_be_cut_stays_whole_and_says_why(loss, names, reason):
 
 def test_only_what_cannot_be_cut_stays_whole():
     parts = partition(also(lambda own: jnp.max(own["b"])), stacked(), (X,))
-    assert {leaf.path for layer in parts.layers for leaf in layer.leaves} == {"blocks/b", *(f"blocks/{i}/w" for i in range(3))}
+    assert {leaf.path for layer in parts.layers for leaf in layer.leaves} == {
+        "blocks/b",
+        *(f"blocks/{i}/w" for i in range(3)),
+    }
     assert [leaf.part is None for layer in parts.layers for leaf in layer.leaves].count(True) == 1
 
 
