@@ -318,10 +318,10 @@ class TrainStep:
         self._check(state)
         saved = checkpoint.Checkpoint(
             step=state.updated_step,
-            params=dict(zip(path_names(self._params), map(np.asarray, state.masters()), strict=True)),
+            params=dict(zip(path_names(self._params), state.masters(), strict=True)),
             dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(self._params)],
             dictionary_paths=checkpoint.dictionary_paths(self._params),
-            optimizer=state.optimizer_state(),
+            optimizer=state.stored_optimizer_state(),
             loss_scale=[state.loss_scale.value, state.loss_scale.num_finite] if state.loss_scale.is_dynamic else None,
         )
         checkpoint.save(saved, os.fspath(path))

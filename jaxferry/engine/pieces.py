@@ -6,6 +6,7 @@ checkpoints know it whole.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,34 @@ from jaxferry.partition import Part
 
 Key = tuple[Any, Part | None]
 """What an array is of: a parameter's number or the path of a leaf of the state, and which part of it; None for all."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stacked:
+    """An array that is there in parts.
+
+    Attributes:
+      parts: the parts in order.
+      axis: the axis that they are stacked along.
+    """
+
+    parts: tuple[Any, ...]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        shape = self.parts[0].shape
+        return (*shape[: self.axis], len(self.parts), *shape[self.axis :])
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        return self.parts[0].dtype
+
+    def whole(self) -> np.ndarray:
+        """The array, newly made."""
+        return np.stack([np.asarray(part) for part in self.parts], self.axis)
 
 
 class Pieces:
@@ -41,8 +70,9 @@ class Pieces:
         name, part = key
         known = self._arrays[name]
         if part not in known:
-            whole = known.pop(None) if None in known else joined(known)
+            found = together(known)
             known.clear()
+            whole = found.whole() if isinstance(found, Stacked) else found
             if part is None:
                 known[None] = on_host(whole, self._placement)
             else:
@@ -63,9 +93,15 @@ def cut(array: Any, part: Part, placement: Placement) -> jax.Array:
     return on_host(np.asarray(array)[(slice(None),) * part.axis + (part.number,)], placement)
 
 
-def joined(parts: Mapping[Part | None, Any]) -> Any:
-    """The whole array from all its parts, or as it is."""
+def together(parts: Mapping[Part | None, Any]) -> Any:
+    """The array as it is, or all its parts as a `Stacked`."""
     if None in parts:
         return parts[None]
-    ordered = sorted(((part, array) for part, array in parts.items() if part is not None), key=lambda p: p[0].number)
-    return np.stack([np.asarray(array) for _, array in ordered], ordered[0][0].axis)
+    ordered = sorted((part for part in parts if part is not None), key=lambda part: part.number)
+    return Stacked(tuple(parts[part] for part in ordered), ordered[0].axis)
+
+
+def joined(parts: Mapping[Part | None, Any]) -> Any:
+    """The array as it is, or made of all its parts."""
+    found = together(parts)
+    return found.whole() if isinstance(found, Stacked) else found

@@ -13,7 +13,7 @@ from jaxferry.engine.host_optimizer import HostOptimizer, Unit
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Lanes, Work
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
-from jaxferry.engine.pieces import Pieces, cut, joined
+from jaxferry.engine.pieces import Pieces, Stacked, cut, joined, together
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
 from jaxferry.errors import StateError, TaskError
@@ -113,7 +113,8 @@ class TrainState:
     @property
     def params(self) -> Any:
         """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates."""
-        return jax.tree.unflatten(self._tree, [np.array(master) for master in self.masters()])
+        masters = [m.whole() if isinstance(m, Stacked) else np.array(m) for m in self.masters()]
+        return jax.tree.unflatten(self._tree, masters)
 
     def check(self) -> None:
         """Raises `StateError` if a failure left the state between two steps."""
@@ -164,15 +165,23 @@ class TrainState:
             known.finish()
 
     def masters(self) -> list[Any]:
-        """The master parameters in the order of the flattened tree; those that are stored in parts are put together."""
+        """The master parameters in the order of the flattened tree; a `Stacked` where one is stored in parts."""
         self.settle()
         by_leaf = self._masters()
-        return [joined(by_leaf[leaf]) for leaf in range(len(by_leaf))]
+        return [together(by_leaf[leaf]) for leaf in range(len(by_leaf))]
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The leaves of the optimizer's state by path; what all layers have alike (a count) is there once."""
+        """The leaves of the optimizer's state by path; what all layers have alike (a count) is there once.
+
+        Those of parameters that are stored in parts are put together, as copies.
+        """
         self.settle()
         return {name: joined(parts) for name, parts in self._optimizer_state().items()}
+
+    def stored_optimizer_state(self) -> dict[str, Any]:
+        """The same without copies: a `Stacked` where a leaf is stored in parts."""
+        self.settle()
+        return {name: together(parts) for name, parts in self._optimizer_state().items()}
 
     def _masters(self) -> dict[int, dict[Part | None, jax.Array]]:
         """Masters as they are stored, by leaf and part."""
