@@ -191,11 +191,10 @@ def _plain(leaf: Any) -> Any:
 
 
 def _describe(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
-    described = []
+    described: list[dict[str, Any]] = []
     for name, leaf in leaves.items():
-        described.append({"path": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype)})
-        if isinstance(leaf, Stacked):
-            described[-1]["axis"] = leaf.axis
+        axis = {"axis": leaf.axis} if isinstance(leaf, Stacked) else {}
+        described.append({"path": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype), **axis})
     return described
 
 
