@@ -10,10 +10,9 @@ compute copy are flat vectors. Parameters that are stored in parts are updated b
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,12 +22,11 @@ import optax
 
 from jaxferry.engine.fused import clip_factor, fused_rule, fused_update
 from jaxferry.engine.parts import PartOptimizer, part_aval
-from jaxferry.engine.pieces import Key
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.separable import WholeUpdate, init_content, part_content
 from jaxferry.engine.subtree import path_names, select, subtree
-from jaxferry.engine.units import put_together, taken_apart, updated_together
-from jaxferry.optimizers import HostRule
+from jaxferry.engine.units import Unit, by_leaf, packed, put_together, taken_apart, updated_together
+from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer, Part
 
 NOT_SEPARABLE = (
@@ -41,34 +39,6 @@ NOT_BY_PART = (
 )
 
 
-@dataclasses.dataclass
-class Unit:
-    """What one update covers: a layer, or all layers if the optimizer is not separable.
-
-    Attributes:
-      layers: indices of the layers.
-      leaves: indices of their parameters in the model's own tree, ascending.
-      masters: master parameters in the order of `leaves`, in host memory.
-      state: leaves of the Optax state, in host memory.
-      state_keys: their paths, and which part of a stacked parameter they belong to.
-      programs: the compiled update, by which of the layers are read at all.
-      parts: which part each master is of its leaf; empty if all are whole.
-    """
-
-    layers: tuple[int, ...]
-    leaves: tuple[int, ...]
-    masters: list[jax.Array]
-    state: list[jax.Array]
-    state_keys: list[Key]
-    programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
-    parts: tuple[Part | None, ...] = ()
-
-    @property
-    def keys(self) -> list[tuple[int, Part | None]]:
-        """What the masters are."""
-        return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
-
-
 class HostOptimizer:
     """Runs an Optax transformation over units of a model's tree.
 
@@ -78,9 +48,12 @@ class HostOptimizer:
       avals: shapes and master dtypes of the parameters.
       placement: where arrays live.
       clip_norm: global norm to clip gradients to, or None.
+      hidden: leaves that are frozen whatever the transformation would do: it is not shown them.
 
     Attributes:
       avals: shapes and master dtypes of the parameters.
+      frozen: leaves that are not updated, and whose gradient nobody asks for: those hidden, and those that the
+        transformation itself freezes.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
     """
 
@@ -94,11 +67,18 @@ class HostOptimizer:
         avals: Sequence[Any],
         placement: Placement,
         clip_norm: float | None,
+        hidden: Collection[int] = (),
     ) -> None:
         self._optimizer, self._tree, self.avals = optimizer, tree, list(avals)
         self._placement, self._clip_norm = placement, clip_norm
-        self._whole = WholeUpdate(optimizer, tree, avals)
+        self._whole = WholeUpdate(optimizer, tree, avals, hidden)
         self._programs: dict[Any, Any] = {}
+        self._prunes = False
+        self._shown = [leaf for leaf in range(len(avals)) if leaf not in hidden]
+        self.frozen = frozenset(hidden)
+        if (found := self._whole.frozen()) and self._takes_parts([[i for i in self._shown if i not in found]]):
+            self.frozen |= found
+        self._prunes_whole = self._prunes
         self.is_joint = self._whole.mixes()
         if self.is_joint:
             warnings.warn(NOT_SEPARABLE.format(where=""), stacklevel=4)
@@ -107,24 +87,44 @@ class HostOptimizer:
         """Makes the optimizer joint if the update of a layer alone differs from its part of the whole update.
 
         Layers whose parts are equal share the program that was made for the first of them, so only that is compared.
+        What is updated by parts of its parameters is updated by the whole update's own equations.
         """
-        self._check_parts_of_leaves(layers)
-        checked = set()
-        for layer in () if self.is_joint else layers:
-            leaves = [leaf.source for leaf in layer.leaves]
-            if any(leaf.part is not None for leaf in layer.leaves):
-                continue  # its update is made of the whole update's own equations
-            content = self._whole.content(leaves)
-            if content is not None and content in checked:
-                continue
-            checked.add(content)
-            if content is None or content != self._part_content(leaves):
-                self.is_joint = True
-                warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {layer.name!r})"), stacklevel=4)
-                break
+        self._check_stacked(layers)
+        alone = {layers[group[0]].name: leaves for group, leaves, parts in self._covered(layers) if not parts}
+        if alone and not self.is_joint and not self._takes_parts(list(alone.values())):
+            self.is_joint = True
+            name = next(name for name, leaves in alone.items() if not self._takes_parts([leaves]))
+            self._prunes = self._prunes_whole
+            warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {name!r})"), stacklevel=4)
 
-    def _check_parts_of_leaves(self, layers: Sequence[Layer]) -> None:
-        stacked = {leaf.source for layer in layers for leaf in layer.leaves if leaf.part is not None}
+    def _takes_parts(self, parts: Sequence[Sequence[int]]) -> bool:
+        """Whether the optimizer, given each of these parts alone, does to it what it does to it in the whole.
+
+        Trees without what is missing are tried first, then trees that mark it (`subtree`): what it takes it is given.
+        """
+        first: dict[Any, Sequence[int]] = {}
+        for leaves in parts:
+            first.setdefault(self._whole.content(leaves), leaves)
+        for prune in (True, False):
+            if all(content and content == self._part_content(leaves, prune) for content, leaves in first.items()):
+                self._prunes = prune
+                return True
+        return False
+
+    def _part_content(self, leaves: Sequence[int], prune: bool) -> Any:
+        """What the update of a part alone does; None where the optimizer does not take such a tree."""
+        try:
+            return part_content(self._optimizer, self._tree, self.avals, leaves, prune)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def _subtree(self, leaves: Mapping[int, Any]) -> Any:
+        """What the optimizer is given of a part of the tree."""
+        return subtree(self._tree, leaves, self._prunes)
+
+    def _check_stacked(self, layers: Sequence[Layer]) -> None:
+        """Finds the stacked parameters whose parts cannot be updated one by one, and warns of them."""
+        stacked = {leaf.source for layer in layers for leaf in layer.trained.leaves if leaf.part is not None}
         if self.is_joint or not stacked:
             return
         names = path_names(jax.tree.unflatten(self._tree, self.avals))
@@ -140,35 +140,35 @@ class HostOptimizer:
 
     @functools.cached_property
     def _by_part(self) -> PartOptimizer:
-        return PartOptimizer(self._optimizer, self._tree, self.avals, self._whole)
-
-    def _part_content(self, leaves: Sequence[int]) -> Any:
-        """What the update of a part alone does; None where the optimizer takes no part (a mask given whole)."""
-        try:
-            return part_content(self._optimizer, self._tree, self.avals, leaves)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return None
+        shown = subtree(self._tree, select(self.avals, self._shown), prune=False)
+        return PartOptimizer(self._optimizer, shown, self._whole)
 
     def units_of(self, layers: Sequence[Layer]) -> list[Unit]:
         """The units of these layers, with shapes in place of arrays."""
-        if self.is_joint:
-            return [self._unit(tuple(range(len(layers))), range(len(self.avals)))]
-        units = []
-        for group in updated_together(layers, self._not_by_part):
-            leaves = [leaf for i in group for leaf in layers[i].leaves]
-            parts = tuple(leaf.part for leaf in leaves)
-            is_whole = len(group) > 1 or not self._not_by_part.isdisjoint(leaf.source for leaf in leaves)
-            if is_whole or not any(parts):
-                units.append(self._unit(group, sorted({leaf.source for leaf in leaves})))
+        return [self._unit(*covered) for covered in self._covered(layers)]
+
+    def _covered(
+        self, layers: Sequence[Layer]
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[Part | None, ...]]]:
+        """The layers, leaves and parts of each unit; no parts if it has its leaves whole."""
+        held = {i: layer.trained.leaves for i, layer in enumerate(layers) if layer.trained.leaves}
+        covered = []
+        together = updated_together([layer.trained for layer in layers], self._not_by_part)
+        for group in [tuple(held)] if self.is_joint else [group for group in together if group[0] in held]:
+            leaves = [leaf for i in group for leaf in held[i]]
+            is_whole = len(group) > 1 or self.is_joint or any(leaf.source in self._not_by_part for leaf in leaves)
+            parts = () if is_whole else tuple(leaf.part for leaf in leaves)
+            if any(parts):
+                covered.append((group, tuple(leaf.source for leaf in leaves), parts))
             else:
-                units.append(self._unit(group, [leaf.source for leaf in leaves], parts))
-        return units
+                covered.append((group, tuple(sorted({leaf.source for leaf in leaves})), ()))
+        return covered
 
     def is_by_layer(self, layers: Sequence[Layer]) -> bool:
-        """Whether each layer is a unit."""
-        return all(len(unit.layers) == 1 for unit in self.units_of(layers))
+        """Whether each layer has an update of its own."""
+        return not self.is_joint and all(len(unit.layers) == 1 for unit in self.units_of(layers))
 
-    def _unit(self, layers: Sequence[int], leaves: Sequence[int], parts: tuple[Part | None, ...] = ()) -> Unit:
+    def _unit(self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Part | None, ...]) -> Unit:
         if parts:
             held = list(zip(leaves, parts, strict=True))
             masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in held]
@@ -178,16 +178,21 @@ class HostOptimizer:
             abstract = self.abstract_state(leaves)
             masters, state = [self.avals[leaf] for leaf in leaves], jax.tree.leaves(abstract)
             keys = [(name, None) for name in path_names(abstract)]
-        return Unit(tuple(layers), tuple(leaves), masters, state, keys, parts=parts)
+        return Unit(layers, leaves, masters, state, keys, parts=parts)
 
     def abstract_state(self, leaves: Sequence[int]) -> Any:
         """Shapes of the Optax state of these leaves."""
-        return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self.avals, leaves)))
+        return jax.eval_shape(self._optimizer.init, self._subtree(select(self.avals, leaves)))
 
     def state_shapes(self) -> dict[str, Any]:
         """Shapes of the whole Optax state by path."""
-        state = self.abstract_state(range(len(self.avals)))
+        state = self.abstract_state(self._shown)
         return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
+
+    def whole_state(self, leaves: Mapping[str, Any]) -> Any:
+        """The Optax state with these leaves, by path."""
+        state = self.abstract_state(self._shown)
+        return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])
 
     def init_state(self, unit: Unit, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
@@ -197,11 +202,11 @@ class HostOptimizer:
             masters = jax.device_put(masters, jax.memory.Space.Device)
             if unit.parts:
                 return self._by_part.init(held, masters)
-            return jax.tree.leaves(self._optimizer.init(subtree(self._tree, dict(zip(leaves, masters, strict=True)))))
+            return jax.tree.leaves(self._optimizer.init(self._subtree(dict(zip(leaves, masters, strict=True)))))
 
         key: Any = ("init", leaves, tuple(master.shape for master in masters))
         if not unit.parts:
-            key = init_content(self._optimizer, self._tree, self.avals, leaves) or key
+            key = init_content(self._optimizer, self._tree, self.avals, leaves, self._prunes) or key
         if key not in self._programs:
             self._programs[key] = jax.jit(init, out_shardings=self._placement.host)
         state: list[jax.Array] = self._programs[key](masters)
@@ -211,10 +216,10 @@ class HostOptimizer:
         """Makes the compiled update of every unit in `unit.programs`; equal units share it.
 
         It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
-        `gradients` hold the flat vectors of each layer of the unit, `gradients` an empty tuple for a layer that no
-        segment reads. Gradients are divided by `scale` before anything else; `norm` is the global norm after that. Both
-        are fp32 scalars. The first three arguments are donated. The old `vectors` only lend their memory; where the CPU
-        backend cannot reach pinned memory they are empty tuples.
+        `gradients` hold the flat vectors of each layer's trained parameters, `gradients` an empty tuple for a layer
+        that no segment reads. Gradients are divided by `scale` before anything else; `norm` is the global norm after
+        that. Both are fp32 scalars. The first three arguments are donated. The old `vectors` only lend their memory;
+        where the CPU backend cannot reach pinned memory they are empty tuples.
         """
         lowered: dict[Any, Any] = {}
         wanted = []
@@ -233,7 +238,7 @@ class HostOptimizer:
 
     def update_key(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
         """What the update of a unit depends on: units with equal keys share it."""
-        layouts = tuple(layers[i].layout for i in unit.layers)
+        layouts = tuple(layers[i].trained.layout for i in unit.layers)
         shapes = tuple(tuple(master.shape) for master in unit.masters)
         content = self._whole.content(unit.leaves) or unit.leaves
         return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
@@ -244,8 +249,8 @@ class HostOptimizer:
         return text
 
     def _lower(self, unit: Unit, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
-        place, unit_layers = self._placement, [layers[i] for i in unit.layers]
-        state = self.abstract_state(unit.leaves)
+        place, unit_layers = self._placement, [layers[i].trained for i in unit.layers]
+        state = self._state_tree(unit)
         rule = self._rule(unit, state, unit_layers, reads)
         if rule is not None:
             update: Any = functools.partial(self._fused_update, rule, self._decays(rule, unit))
@@ -260,7 +265,9 @@ class HostOptimizer:
             masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
             params, before = masters, state_leaves
             if rule is not None or not unit.parts:
-                params = subtree(self._tree, dict(zip(unit.leaves, masters, strict=True)))
+                params = subtree(
+                    self._tree, dict(zip(unit.leaves, masters, strict=True)), self._prunes and not unit.parts
+                )
                 before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
             params, after, packed = update(unit_layers, params, before, vectors, gradients, *numbers)
             return jax.tree.leaves(params), jax.tree.leaves(after), packed
@@ -288,22 +295,28 @@ class HostOptimizer:
 
     def _rule(self, unit: Unit, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
         """The rule of the native library for a unit; None where it has to be left to Optax."""
-        if unit.parts:
-            is_tree = len(set(unit.leaves)) == len(unit.leaves)
-            if not is_tree or [name for name, _ in unit.state_keys] != path_names(state):
-                return None
-        elif any(leaf.part is not None for layer in layers for leaf in layer.leaves):
+        is_cut = any(leaf.part is not None for layer in layers for leaf in layer.leaves)
+        if state is None or (is_cut and not unit.parts) or [name for name, _ in unit.state_keys] != path_names(state):
             return None
         return fused_rule(self._optimizer, state, layers, reads)
+
+    def _state_tree(self, unit: Unit) -> Any:
+        """Shapes of a unit's Optax state; None where parts have none of their own that could be of use."""
+        if not unit.parts:
+            return self.abstract_state(unit.leaves)
+        if not isinstance(self._optimizer, FusedTransformation) or len(set(unit.leaves)) < len(unit.leaves):
+            return None
+        return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self.avals, unit.leaves), prune=False))
 
     def _decays(self, rule: HostRule, unit: Unit) -> list[bool] | None:
         """Which masters of a unit of parts decay: as the mask says of the model's own tree."""
         if not unit.parts:
             return None
         found: list[bool] = []
-        whole = jax.tree.unflatten(self._tree, self.avals)
-        jax.eval_shape(lambda params: found.extend(rule.decays(params)), whole)
-        return [found[leaf] for leaf in unit.leaves]
+        shown = subtree(self._tree, select(self.avals, self._shown), prune=False)
+        jax.eval_shape(lambda params: found.extend(rule.decays(params)), shown)
+        decays = dict(zip(self._shown, found, strict=True))
+        return [decays[leaf] for leaf in unit.leaves]
 
     def _fused_update(
         self,
@@ -332,9 +345,9 @@ class HostOptimizer:
         norm: jax.Array,
         scale: jax.Array,
     ) -> Any:
-        by_leaf = self._clipped(_by_leaf(layers, gradients, scale), norm)
-        masters, state = self._by_part.update(held, [by_leaf[index] for index in sorted(by_leaf)], masters, state)
-        return masters, state, _packed(layers, dict(zip(sorted(by_leaf), masters, strict=True)), vectors)
+        found = self._clipped(by_leaf(layers, gradients, scale), norm)
+        masters, state = self._by_part.update(held, [found[index] for index in sorted(found)], masters, state)
+        return masters, state, packed(layers, dict(zip(sorted(found), masters, strict=True)), vectors)
 
     def _optax_update(
         self,
@@ -346,11 +359,11 @@ class HostOptimizer:
         norm: jax.Array,
         scale: jax.Array,
     ) -> Any:
-        by_leaf = put_together(layers, self._clipped(_by_leaf(layers, gradients, scale), norm))
-        updates, state = self._optimizer.update(subtree(self._tree, by_leaf), state, params)
+        whole = put_together(layers, self._clipped(by_leaf(layers, gradients, scale), norm))
+        updates, state = self._optimizer.update(self._subtree(whole), state, params)
         params = optax.apply_updates(params, updates)
-        masters = dict(zip(sorted(by_leaf), jax.tree.leaves(params), strict=True))
-        return params, state, _packed(layers, taken_apart(layers, masters), vectors)
+        masters = dict(zip(sorted(whole), jax.tree.leaves(params), strict=True))
+        return params, state, packed(layers, taken_apart(layers, masters), vectors)
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
         """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm`, with the norm given."""
@@ -361,21 +374,3 @@ class HostOptimizer:
             i: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit.astype(g.dtype))
             for i, g in gradients.items()
         }
-
-
-def _by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array) -> dict[int, jax.Array]:
-    """Gradients by leaf index in the master dtypes, divided by the scale; zeros for a layer that has none."""
-    found: dict[int, jax.Array] = {}
-    for layer, vectors in zip(layers, gradients, strict=True):
-        arrays = layer.unpack(vectors) if vectors else [jnp.zeros(leaf.shape) for leaf in layer.leaves]
-        wide = [a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)]
-        found |= {leaf.index: a / scale.astype(a.dtype) for leaf, a in zip(layer.leaves, wide, strict=True)}
-    return found
-
-
-def _packed(layers: Sequence[Layer], masters: dict[int, jax.Array], vectors: Sequence[Any]) -> list[Any]:
-    """The compute copy of each layer."""
-    return [
-        layer.pack([masters[leaf.index] for leaf in layer.leaves], into or None)
-        for layer, into in zip(layers, vectors, strict=True)
-    ]

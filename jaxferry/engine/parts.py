@@ -30,24 +30,16 @@ class PartOptimizer:
 
     Args:
       optimizer: the transformation.
-      tree: the structure of the parameters.
-      avals: their shapes and master dtypes.
+      params: the tree of parameters that it is shown, as shapes and master dtypes.
       whole: the traced update.
     """
 
-    def __init__(
-        self,
-        optimizer: optax.GradientTransformation,
-        tree: jax.tree_util.PyTreeDef,
-        avals: Sequence[Any],
-        whole: WholeUpdate,
-    ) -> None:
-        self._avals, self._whole = list(avals), whole
-        leaves, shapes = list(range(len(avals))), [tuple(aval.shape) for aval in avals]
-        owners = whole.owners
+    def __init__(self, optimizer: optax.GradientTransformation, params: Any, whole: WholeUpdate) -> None:
+        self._whole, leaves, owners = whole, whole.leaves, whole.owners
+        shapes = {leaf: tuple(aval.shape) for leaf, aval in zip(leaves, jax.tree.leaves(params), strict=True)}
+        self._places = {leaf: place for place, leaf in enumerate(leaves)}
         self._update = _ByPart(whole.graph, [*leaves, *leaves, *owners], [*leaves, *owners], shapes)
-        start = trace(optimizer.init, jax.tree.unflatten(tree, self._avals), (), {})
-        self._init = _ByPart(start, leaves, owners, shapes)
+        self._init = _ByPart(trace(optimizer.init, params, (), {}), leaves, owners, shapes)
 
     def obstacle(self, leaf: int) -> str | None:
         """What keeps the parts of a leaf from being updated one by one; None if nothing does."""
@@ -65,21 +57,25 @@ class PartOptimizer:
 
     def init(self, held: Held, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial state of parts, inside a jitted function."""
-        made = self._init(held, dict(zip(held, masters, strict=True)))
+        made = self._init(held, dict(zip(self._placed(held), masters, strict=True)))
         return [made[place] for place in self._state(held)]
 
     def update(
         self, held: Held, gradients: Sequence[jax.Array], masters: Sequence[jax.Array], state: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Masters and state after a step, inside a jitted function."""
-        count = len(self._avals)
+        count, placed = len(self._places), self._placed(held)
         arguments: dict[Key, Any] = {}
-        for (leaf, part), gradient, master in zip(held, gradients, masters, strict=True):
-            arguments |= {(leaf, part): gradient, (count + leaf, part): master}
+        for (place, part), gradient, master in zip(placed, gradients, masters, strict=True):
+            arguments |= {(place, part): gradient, (count + place, part): master}
         arguments |= {(2 * count + i, part): array for (i, part), array in zip(self._state(held), state, strict=True)}
         made = self._update(held, arguments)
-        after: Any = optax.apply_updates(list(masters), [made[leaf, part] for leaf, part in held])
+        after: Any = optax.apply_updates(list(masters), [made[key] for key in placed])
         return after, [made[count + i, part] for i, part in self._state(held)]
+
+    def _placed(self, held: Held) -> Held:
+        """The same by the places of the leaves among those that the optimizer is shown."""
+        return [(self._places[leaf], part) for leaf, part in held]
 
     def _state(self, held: Held) -> list[tuple[int, Part | None]]:
         """The leaves of the state that belong to these parts, or to all."""
@@ -126,7 +122,7 @@ class _ByPart:
     """
 
     def __init__(
-        self, graph: Graph, inputs: Sequence[int], outputs: Sequence[int], shapes: Sequence[tuple[int, ...]]
+        self, graph: Graph, inputs: Sequence[int], outputs: Sequence[int], shapes: Mapping[int, tuple[int, ...]]
     ) -> None:
         self._graph, self._shapes = graph, shapes
         self._inputs, self._outputs = list(inputs), list(outputs)

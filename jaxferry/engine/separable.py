@@ -7,14 +7,18 @@ other gradients exist. Clipping by global norm, for one, is not.
 Independence alone does not prove that the update of a part equals that part of the update: an optimizer may look at
 the tree's structure (noise with one key for each leaf, drawn in order). So the two programs are compared as well,
 equation by equation.
+
+The same trace tells which parameters are frozen: those whose update is zero whatever happens, and whose gradient nobody
+reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxferry.engine.subtree import path_names, subtree
@@ -25,6 +29,8 @@ from jaxferry.partition.keys import Canonical, bytes_of
 SHARED = -1
 """The owner of what belongs to no parameter alone."""
 
+_SAME_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
+
 
 class WholeUpdate:
     """The traced update of a whole tree of parameters.
@@ -33,21 +39,27 @@ class WholeUpdate:
       optimizer: the transformation.
       tree: the structure of the parameters.
       avals: their shapes and master dtypes.
+      hidden: leaves that the optimizer is not shown, by index.
 
     Attributes:
+      leaves: the leaves that it is shown.
       graph: the trace; of gradients, parameters and state it makes updates and state.
       state_names: paths of the leaves of the state.
       state_avals: their shapes and dtypes.
-      owners: the parameter that each of them belongs to, or `SHARED`.
+      owners: the leaf that each of them belongs to, or `SHARED`.
     """
 
     def __init__(
-        self, optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any]
+        self,
+        optimizer: optax.GradientTransformation,
+        tree: jax.tree_util.PyTreeDef,
+        avals: Sequence[Any],
+        hidden: Collection[int] = (),
     ) -> None:
-        self._avals = list(avals)
-        params = jax.tree.unflatten(tree, self._avals)
+        self.leaves = [leaf for leaf in range(len(avals)) if leaf not in hidden]
+        params = subtree(tree, {leaf: avals[leaf] for leaf in self.leaves}, prune=False)
         state = jax.eval_shape(optimizer.init, params)
-        names = {name: index for index, name in enumerate(path_names(params))}
+        names = dict(zip(path_names(params), self.leaves, strict=True))
         self.state_names, self.state_avals = path_names(state), jax.tree.leaves(state)
         self.owners = [_owner(name, names) for name in self.state_names]
         self.graph = trace_update(optimizer, params, state)
@@ -56,21 +68,44 @@ class WholeUpdate:
 
     def mixes(self) -> bool:
         """Whether an output of one leaf depends on another leaf."""
-        graph, count = self.graph, len(self._avals)
+        if any(equation.has_effects for equation in self.graph.equations):
+            return True
+        owners = [*self.leaves, *self.owners]
+        return any(made_from - {owner} for owner, made_from in zip(owners, self._sources(), strict=True))
+
+    def frozen(self) -> frozenset[int]:
+        """Leaves whose update is zero whatever happens, that own no state and that nothing else is made from."""
+        found = {
+            leaf
+            for leaf, atom in zip(self.leaves, self.graph.outputs, strict=False)
+            if self._is_zero(atom) and leaf not in self.owners
+        }
+        if any(equation.has_effects for equation in self.graph.equations):
+            return frozenset()
+        return frozenset(found).difference(*self._sources()) if found else frozenset()
+
+    def _sources(self) -> list[frozenset[int]]:
+        """For each output the leaves that it is made from, through their gradient, parameter or state."""
+        graph = self.graph
         sources: dict[int, frozenset[int]] = {}
-        owners = [*range(count), *range(count), *self.owners]
+        owners = [*self.leaves, *self.leaves, *self.owners]
         for value, owner in zip((*graph.parameters, *graph.batch), owners, strict=True):
             sources[value] = frozenset() if owner == SHARED else frozenset([owner])
         for equation in graph.equations:
             made_from = frozenset().union(*(sources.get(value, frozenset()) for value in equation.reads))
-            if equation.has_effects:
-                return True
             sources |= dict.fromkeys(equation.outputs, made_from)
-        for owner, atom in zip([*range(count), *self.owners], graph.outputs, strict=True):
-            made_from = sources.get(atom, frozenset()) if isinstance(atom, int) else frozenset()
-            if made_from - {owner}:
-                return True
-        return False
+        return [sources.get(atom, frozenset()) if isinstance(atom, int) else frozenset() for atom in graph.outputs]
+
+    def _is_zero(self, atom: Any) -> bool:
+        """Whether an output is a constant zero."""
+        if not isinstance(atom, int):
+            return not np.any(np.asarray(atom.val))
+        if atom in self.graph.constants:
+            return not np.any(np.asarray(self.graph.constants[atom]))
+        equation = self._made_by.get(atom)
+        if equation is None or equation.primitive.name not in _SAME_ZEROS:
+            return False
+        return self._is_zero(equation.inputs[0])
 
     def content(self, leaves: Sequence[int]) -> Any:
         """What the update does to these leaves and to the state that they share: a digest, or None if it has none."""
@@ -80,11 +115,12 @@ class WholeUpdate:
         return self._contents[key]
 
     def _content(self, leaves: Sequence[int]) -> Any:
-        graph, count, chosen = self.graph, len(self._avals), set(leaves)
+        graph, count, chosen = self.graph, len(self.leaves), set(leaves)
+        places = [place for place, leaf in enumerate(self.leaves) if leaf in chosen]
         kept_state = [i for i, owner in enumerate(self.owners) if owner == SHARED or owner in chosen]
-        wanted = [*sorted(chosen), *(count + i for i in kept_state)]
+        wanted = [*places, *(count + i for i in kept_state)]
         inputs = (*graph.parameters, *graph.batch)
-        kept = [*sorted(chosen), *(count + leaf for leaf in sorted(chosen)), *(2 * count + i for i in kept_state)]
+        kept = [*places, *(count + place for place in places), *(2 * count + i for i in kept_state)]
         return _content(graph, self._made_by, [inputs[i] for i in kept], [graph.outputs[i] for i in wanted])
 
 
@@ -105,19 +141,30 @@ def trace_update(optimizer: optax.GradientTransformation, params: Any, state: An
 
 
 def part_content(
-    optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any], leaves: Sequence[int]
+    optimizer: optax.GradientTransformation,
+    tree: jax.tree_util.PyTreeDef,
+    avals: Sequence[Any],
+    leaves: Sequence[int],
+    prune: bool = True,
 ) -> Any:
-    """The digest of the update of a part of the tree alone; equal to `WholeUpdate.content` if the arithmetic is."""
-    params = subtree(tree, {leaf: avals[leaf] for leaf in leaves})
+    """The digest of the update of a part of the tree alone; equal to `WholeUpdate.content` if the arithmetic is.
+
+    `prune` is that of `subtree`, as for `init_content`.
+    """
+    params = subtree(tree, {leaf: avals[leaf] for leaf in leaves}, prune)
     graph = trace_update(optimizer, params, jax.eval_shape(optimizer.init, params))
     return _content(graph, _makers(graph), (*graph.parameters, *graph.batch), graph.outputs)
 
 
 def init_content(
-    optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any], leaves: Sequence[int]
+    optimizer: optax.GradientTransformation,
+    tree: jax.tree_util.PyTreeDef,
+    avals: Sequence[Any],
+    leaves: Sequence[int],
+    prune: bool = True,
 ) -> Any:
     """What making the state of a part of the tree does: a digest, or None if it has none."""
-    graph = trace(optimizer.init, subtree(tree, {leaf: avals[leaf] for leaf in leaves}), (), {})
+    graph = trace(optimizer.init, subtree(tree, {leaf: avals[leaf] for leaf in leaves}, prune), (), {})
     return _content(graph, _makers(graph), graph.parameters, graph.outputs)
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Lanes, Work
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
-from jaxferry.engine.pieces import Pieces, Stacked, cut, joined, together
+from jaxferry.engine.pieces import Key, Pieces, Stacked, cut, joined, on_host, together
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
+from jaxferry.engine.units import Unit
 from jaxferry.errors import StateError, TaskError
 from jaxferry.partition import Layer, Leaf, Part
 
@@ -67,6 +68,9 @@ def task_error(work: Work) -> TaskError:
 class TrainState:
     """Master parameters (fp32), optimizer state and their compute copy, all in host memory.
 
+    A frozen parameter is kept in the dtype in which it was given. If that is the compute dtype, the compute copy is all
+    that there is of it; else it has a copy in its own dtype as well.
+
     `step(state, batch)` updates it in place and returns the same object. It is made by `step.init`, `step.init_from` or
     `step.restore`.
 
@@ -102,6 +106,7 @@ class TrainState:
         self.in_flight: UnderWay | None = None
         self.accumulated = Accumulated()
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
+        self._frozen: dict[Key, jax.Array] = {}
         pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
         known = None if state is None else self._pieces({name: {None: leaf} for name, leaf in state.items()})
         # Nothing else holds the arrays, so that those that are cut are not there twice.
@@ -112,9 +117,21 @@ class TrainState:
 
     @property
     def params(self) -> Any:
-        """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates."""
+        """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates.
+
+        Frozen parameters are among them, with the bits with which they were given.
+        """
         masters = [m.whole() if isinstance(m, Stacked) else np.array(m) for m in self.masters()]
         return jax.tree.unflatten(self._tree, masters)
+
+    @property
+    def opt_state(self) -> Any:
+        """The current state of the optimizer as Optax makes it, of NumPy arrays (copies). Waits for updates.
+
+        For what is read from there, such as an average of the parameters or the hyperparameters of a schedule.
+        """
+        leaves = self.optimizer_state()
+        return self.optimizer.whole_state({name: _copied(leaf) for name, leaf in leaves.items()})
 
     def check(self) -> None:
         """Raises `StateError` if a failure left the state between two steps."""
@@ -184,7 +201,22 @@ class TrainState:
         return {name: together(parts) for name, parts in self._optimizer_state().items()}
 
     def _masters(self) -> dict[int, dict[Part | None, jax.Array]]:
-        """Masters as they are stored, by leaf and part."""
+        """Parameters as they are stored, by leaf and part; frozen ones may be in the compute copy alone."""
+        found = self._trained()
+        for (source, part), array in self._frozen.items():
+            found.setdefault(source, {})[part] = array
+        for layer, vectors in zip(self.layers, self.vectors, strict=False):
+            frozen = [leaf for leaf in layer.leaves if not leaf.is_trained]
+            missing = [leaf for leaf in frozen if (leaf.source, leaf.part) not in self._frozen]
+            numbers = {leaf.vector for leaf in missing}
+            flat = {number: np.asarray(jax.device_put(vectors[number], self._placement.host)) for number in numbers}
+            for leaf in missing:
+                array = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
+                found.setdefault(leaf.source, {})[leaf.part] = on_host(array, self._placement)
+        return found
+
+    def _trained(self) -> dict[int, dict[Part | None, jax.Array]]:
+        """Masters of trained parameters as they are stored, by leaf and part."""
         found: dict[int, dict[Part | None, jax.Array]] = {}
         for unit in self.units:
             for (leaf, part), master in zip(unit.keys, unit.masters, strict=True):
@@ -218,20 +250,23 @@ class TrainState:
 
     def fill(self) -> None:
         """Makes `vectors`, the compute copy of the parameters, if it is not there."""
-        if not self.vectors:
-            self.settle()
-            masters = self._masters()
-            programs = {layer.layout: self._packing(layer) for layer in self.layers}
+        if len(self.vectors) == len(self.layers):
+            return
+        self.settle()
+        trained = self._trained()
+        programs = {layer.layout: self._packing(layer) for layer in self.layers}
+        for layer in self.layers[len(self.vectors) :]:
+            leaves = [self._master_of(leaf, trained) for leaf in layer.leaves]
+            self.vectors.append(to_pinned(programs[layer.layout](leaves), self._placement))
+            for leaf in layer.leaves:
+                if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
+                    del self._frozen[leaf.source, leaf.part]
 
-            def packed(layer: Layer) -> Vectors:
-                own = [self._master_of(leaf, masters) for leaf in layer.leaves]
-                return to_pinned(programs[layer.layout](own), self._placement)
-
-            self.vectors = [packed(layer) for layer in self.layers]
-
-    def _master_of(self, leaf: Leaf, masters: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:
+    def _master_of(self, leaf: Leaf, trained: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:
         """The master of a layer's leaf, of which the whole may be stored."""
-        known = masters[leaf.source]
+        if not leaf.is_trained:
+            return self._frozen[leaf.source, leaf.part]
+        known = trained[leaf.source]
         if leaf.part is None or leaf.part in known:
             return known[leaf.part]
         return cut(known[None], leaf.part, self._placement)
@@ -242,6 +277,8 @@ class TrainState:
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.units])
 
     def _make_units(self, masters: Pieces, state: Pieces | None) -> list[Unit]:
+        frozen = [(leaf.source, leaf.part) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
+        self._frozen = {key: masters.take(key) for key in frozen}
         units = self.optimizer.units_of(self.layers)
         for unit in units:
             unit.masters = [masters.take(key) for key in unit.keys]
@@ -259,6 +296,11 @@ class TrainState:
             return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
 
         return jax.jit(pack, out_shardings=self._placement.update_output)
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy as a NumPy array; PRNG keys stay what they are."""
+    return leaf if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
 
 
 def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:

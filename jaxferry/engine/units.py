@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxferry.engine.pieces import Key
 from jaxferry.partition import Layer, Part
+
+
+@dataclasses.dataclass
+class Unit:
+    """What one update covers: a layer, or all layers if the optimizer is not separable.
+
+    Attributes:
+      layers: indices of the layers.
+      leaves: indices of their parameters in the model's own tree, ascending.
+      masters: master parameters in the order of `leaves`, in host memory.
+      state: leaves of the Optax state, in host memory.
+      state_keys: their paths, and which part of a stacked parameter they belong to.
+      programs: the compiled update, by which of the layers are read at all.
+      parts: which part each master is of its leaf; empty if all are whole.
+    """
+
+    layers: tuple[int, ...]
+    leaves: tuple[int, ...]
+    masters: list[jax.Array]
+    state: list[jax.Array]
+    state_keys: list[Key]
+    programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
+    parts: tuple[Part | None, ...] = ()
+
+    @property
+    def keys(self) -> list[tuple[int, Part | None]]:
+        """What the masters are."""
+        return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
 
 
 def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> list[tuple[int, ...]]:
@@ -50,3 +80,21 @@ def taken_apart(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dic
 
 def _part_of(array: jax.Array, part: Part | None) -> Any:
     return array if part is None else jax.lax.index_in_dim(array, part.number, part.axis, keepdims=False)
+
+
+def by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array) -> dict[int, jax.Array]:
+    """Gradients by leaf index in the master dtypes, divided by the scale; zeros for a layer that has none."""
+    found: dict[int, jax.Array] = {}
+    for layer, vectors in zip(layers, gradients, strict=True):
+        arrays = layer.unpack(vectors) if vectors else [jnp.zeros(leaf.shape) for leaf in layer.leaves]
+        wide = [a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)]
+        found |= {leaf.index: a / scale.astype(a.dtype) for leaf, a in zip(layer.leaves, wide, strict=True)}
+    return found
+
+
+def packed(layers: Sequence[Layer], masters: Mapping[int, jax.Array], vectors: Sequence[Any]) -> list[Any]:
+    """The compute copy of each layer."""
+    return [
+        layer.pack([masters[leaf.index] for leaf in layer.leaves], into or None)
+        for layer, into in zip(layers, vectors, strict=True)
+    ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -36,11 +37,12 @@ class Leaf:
       path: its path in that tree, joined by "/"; that of a part has the part's number in it.
       shape: its shape.
       dtype: the dtype in which the loss function sees it (the compute dtype).
-      master_dtype: the dtype in which the optimizer updates it.
+      master_dtype: the dtype in which the optimizer updates it; of a frozen one that in which it was given.
       vector: which vector of the layer holds it.
       offset: its first element there.
       source: the place, in the model's own flattened tree, of the parameter that it is or is a part of.
       part: which part of that it is; None for all of it.
+      is_trained: whether it has a gradient and an update; else it is frozen.
     """
 
     index: int
@@ -52,6 +54,7 @@ class Leaf:
     offset: int
     source: int
     part: Part | None = None
+    is_trained: bool = True
 
     @property
     def size(self) -> int:
@@ -62,6 +65,8 @@ class Leaf:
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """The unit of planning: parameters that are moved together, one flat vector for each dtype among them.
+
+    Frozen parameters have vectors of their own, after those of trained ones; gradients and updates leave them out.
 
     Attributes:
       name: module path.
@@ -81,6 +86,12 @@ class Layer:
             dtypes[leaf.vector] = leaf.dtype
         return tuple(jax.ShapeDtypeStruct((sizes[i],), dtypes[i]) for i in sorted(sizes))
 
+    @functools.cached_property
+    def trained(self) -> Layer:
+        """The trained parameters alone, as gradients and updates move them; their vectors are the layer's first."""
+        leaves = tuple(leaf for leaf in self.leaves if leaf.is_trained)
+        return self if leaves == self.leaves else Layer(self.name, leaves)
+
     @property
     def num_parameters(self) -> int:
         """Number of parameters."""
@@ -88,7 +99,7 @@ class Layer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the compute dtype, as loads and gradients move them."""
+        """Bytes in the compute dtype, as loads move them."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
 
     @property
@@ -128,20 +139,25 @@ def make_layer(
     paths: Sequence[str],
     avals: Sequence[Any],
     master_dtypes: Sequence[np.dtype],
+    frozen: Collection[int] = (),
     origins: Sequence[tuple[int, Part | None]] | None = None,
 ) -> Layer:
-    """Lays out the leaves `indices` of a flattened tree; `avals` have the compute dtypes.
+    """Lays out the leaves `indices` of a flattened tree; `avals` have the compute dtypes, `frozen` are indices.
 
     `origins` holds `Leaf.source` and `Leaf.part` of each; None if no parameter is cut.
     """
-    numbers: dict[np.dtype, int] = {}
+    numbers: dict[tuple[bool, np.dtype], int] = {}
+    for index in sorted(indices, key=lambda index: index in frozen):
+        numbers.setdefault((index in frozen, np.dtype(avals[index].dtype)), len(numbers))
     filled: dict[int, int] = {}
     leaves = []
     for index in indices:
-        dtype, shape = np.dtype(avals[index].dtype), tuple(avals[index].shape)
-        vector = numbers.setdefault(dtype, len(numbers))
+        dtype, shape, is_trained = np.dtype(avals[index].dtype), tuple(avals[index].shape), index not in frozen
+        vector = numbers[not is_trained, dtype]
+        offset = filled.get(vector, 0)
         source, part = (index, None) if origins is None else origins[index]
-        place = (vector, filled.get(vector, 0))
-        leaves.append(Leaf(index, paths[index], shape, dtype, master_dtypes[index], *place, source, part))
-        filled[vector] = leaves[-1].offset + leaves[-1].size
+        leaves.append(
+            Leaf(index, paths[index], shape, dtype, master_dtypes[index], vector, offset, source, part, is_trained)
+        )
+        filled[vector] = offset + leaves[-1].size
     return Layer(name, tuple(leaves))

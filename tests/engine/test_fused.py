@@ -10,9 +10,10 @@ import pytest
 
 import jaxferry
 from jaxferry.engine.fused import fused_rule
-from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.placement import make_placement
 from jaxferry.engine.subtree import path_names
+from jaxferry.engine.units import Unit
 from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits
 from tolerances import FUSED_RTOL
