@@ -40,7 +40,7 @@ def layers(num_in_a_layer=1):
     paths, masters = [str(i) for i in range(7)], [np.dtype(np.float32)] * 7
     groups = [range(i, min(i + num_in_a_layer, LENGTH)) for i in range(0, LENGTH, num_in_a_layer)]
     indices = [[0], *([*(1 + i for i in g), *(4 + i for i in g)] for g in groups)]
-    return [make_layer(str(i), group, paths, avals, masters, origins) for i, group in enumerate(indices)]
+    return [make_layer(str(i), group, paths, avals, masters, origins=origins) for i, group in enumerate(indices)]
 
 
 class Run:
