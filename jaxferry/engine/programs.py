@@ -113,8 +113,8 @@ class Programs:
         return len(self._compiled) + (self.prelude is not None)
 
 
-def derivatives_of(partition: Partition, remat: str) -> dict[int, Derivative]:
-    """The derivative of each distinct segment."""
+def derivatives_of(partition: Partition, remat: Any = None) -> dict[int, Derivative]:
+    """The derivative of each distinct segment; `remat` as in `differentiate`, the same for all."""
     first: dict[int, Segment] = {}
     for segment in partition.segments:
         first.setdefault(segment.program, segment)

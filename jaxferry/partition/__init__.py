@@ -8,11 +8,13 @@ from jaxferry.partition.derivative import REMAT, Derivative, differentiate
 from jaxferry.partition.host_reads import read_in_place
 from jaxferry.partition.host_stores import store_in_place
 from jaxferry.partition.layout import Layer, Leaf
+from jaxferry.partition.remat import AUTO, check_remat, remat_of, with_remat
 from jaxferry.partition.rows import Gradient, RowGradient
 from jaxferry.partition.segments import Partition, Segment
 from jaxferry.partition.table import print_table, table
 
 __all__ = [
+    "AUTO",
     "REMAT",
     "Derivative",
     "Gradient",
@@ -21,11 +23,14 @@ __all__ = [
     "Partition",
     "RowGradient",
     "Segment",
+    "check_remat",
     "differentiate",
     "layers_by_path",
     "partition",
     "print_table",
     "read_in_place",
+    "remat_of",
     "store_in_place",
     "table",
+    "with_remat",
 ]

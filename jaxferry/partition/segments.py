@@ -30,6 +30,7 @@ class Segment:
       extras: further values that later segments or the caller read.
       alive_bytes: bytes of the values alive at its end.
       program: segments with the same number share their compiled programs.
+      remat: what it keeps between forward and backward: one of `REMAT`, or a policy (`remat.py`).
     """
 
     name: str
@@ -42,6 +43,7 @@ class Segment:
     extras: tuple[int, ...]
     alive_bytes: int
     program: int = -1
+    remat: Any = "none"
 
     def forward(
         self, weights: Sequence[Any], inputs: Sequence[Any], passive: Sequence[Any]

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxferry.errors import BudgetError
-from jaxferry.modes import GradientPlace
+from jaxferry.modes import GradientPlace, Remat
 from jaxferry.plan.evaluate import Evaluator
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
@@ -139,12 +139,14 @@ def make_plan(
     to_host: np.ndarray,
     loads: Loads = Loads.LAYERWISE,
     updates: Updates = Updates.OVERLAPPED,
+    recomputes: np.ndarray | None = None,
 ) -> Plan:
-    """A plan from mode codes and gradient flags, (layers,) each."""
-    places = (GradientPlace.DEVICE, GradientPlace.HOST)
+    """A plan from mode codes, gradient flags and flags of recomputation, (layers,) each."""
+    places, remats = (GradientPlace.DEVICE, GradientPlace.HOST), (Remat.NONE, Remat.FULL)
+    again = np.zeros(len(modes), dtype=bool) if recomputes is None else recomputes
     layers = tuple(
-        LayerPlan(layer.name, MODES[int(mode)], places[int(host)])
-        for layer, mode, host in zip(profile.layers, modes, to_host, strict=True)
+        LayerPlan(layer.name, MODES[int(mode)], places[int(host)], remats[int(recompute)])
+        for layer, mode, host, recompute in zip(profile.layers, modes, to_host, again, strict=True)
     )
     return Plan(policy, reserve_factor, layers, loads, updates)
 
