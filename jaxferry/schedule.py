@@ -82,7 +82,7 @@ class Task:
       kind: what it does.
       lane: what it occupies; tasks of a lane run in the order of the list.
       duration_key: the profile's key of its duration; `backward_dha_go_s` stands for a backward that reads its
-        parameters and writes its gradient in host memory; a backward that runs its forward again takes `recompute_s` more.
+        parameters and writes its gradient in host memory. One that runs its forward again takes `recompute_s` more.
       duration_s: seconds.
       after: indices of tasks in the same list that must have ended; all of them lower than its own.
       after_previous: indices of tasks of the previous step that must have ended; no tasks where there is no such step.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxferry.engine.shadow import Kind, Use, places, resident_layers, shadow_model
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import LayerProfile, Profile
@@ -79,7 +79,13 @@ def lower_plan(
         reads_back=tuple(derivative.reads_weights for derivative in of_segments),
         sends_rows=tuple(derivative.has_rows for derivative in of_segments),
     )
-    return schedule_step(profile or _without_times(partition), plan, facts)
+    profile = profile or _without_times(partition)
+    # What recomputation costs may not be known, where it is not the planner who chose it.
+    layers = tuple(
+        mine if theirs.can_recompute else dataclasses.replace(mine, remat=Remat.NONE)
+        for mine, theirs in zip(plan.layers, profile.layers, strict=True)
+    )
+    return schedule_step(profile, dataclasses.replace(plan, layers=layers), facts)
 
 
 def _without_times(partition: Partition) -> Profile:
@@ -88,6 +94,7 @@ def _without_times(partition: Partition) -> Profile:
     for segment in partition.segments:
         layer = partition.layers[segment.layer]
         facts: dict[str, Any] = {"param_bytes": layer.num_bytes, "grad_bytes": layer.num_bytes, **times}
+        facts["recompute_activation_bytes"] = 0
         layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
     return Profile({}, tuple(layers))
 

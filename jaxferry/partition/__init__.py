@@ -4,11 +4,11 @@ loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments 
 """
 
 from jaxferry.partition.build import layers_by_path, partition
-from jaxferry.partition.derivative import REMAT, Derivative, differentiate
+from jaxferry.partition.derivative import AUTO, REMAT, Derivative, differentiate
 from jaxferry.partition.host_reads import read_in_place
 from jaxferry.partition.host_stores import store_in_place
 from jaxferry.partition.layout import Layer, Leaf
-from jaxferry.partition.remat import AUTO, check_remat, remat_of, with_remat
+from jaxferry.partition.remat import check_remat, remat_of, with_remat
 from jaxferry.partition.rows import Gradient, RowGradient
 from jaxferry.partition.segments import Partition, Segment
 from jaxferry.partition.table import print_table, table

@@ -26,6 +26,9 @@ from jaxferry.partition.segments import Segment
 REMAT = ("none", "full")
 """What is kept between forward and backward: `none` recomputes nothing, `full` keeps a segment's inputs alone."""
 
+AUTO = "auto"
+"""As `none`, until a plan chooses `full`."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Derivative:
@@ -87,8 +90,8 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
     Args:
       graph: what the segment's values are numbered in.
       segment: the segment.
-      remat: what is kept between the two: one of `REMAT`, or a policy as in `jax.checkpoint_policies`; None for the
-        segment's own choice.
+      remat: what is kept between the two: one of `REMAT`, `AUTO`, or a policy as in `jax.checkpoint_policies`; None for
+        the segment's own choice.
 
     Raises:
       InputError: if the policy answers with anything but True (keep) and False (compute again).
@@ -97,7 +100,7 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
     if remat == "full":
         made = _recomputing(segment)
     else:
-        made = _keeping(segment, _linearise(graph, segment), None if remat == "none" else remat)
+        made = _keeping(segment, _linearise(graph, segment), None if remat in ("none", AUTO) else remat)
     sparse = keep_rows(made.backward, made.backward_arguments(graph))
     return made if sparse is None else dataclasses.replace(made, _backward=sparse, has_rows=True)
 

@@ -15,11 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxferry.errors import InputError
-from jaxferry.partition.derivative import REMAT
+from jaxferry.partition.derivative import AUTO, REMAT
 from jaxferry.partition.segments import Partition
-
-AUTO = "auto"
-"""The choice between `none` and `full` is left to the plan."""
 
 
 def check_remat(remat: Any) -> Any:
@@ -60,14 +57,15 @@ def remat_of(partition: Partition, remat: Any) -> tuple[Any, ...]:
 
 
 def with_remat(partition: Partition, choices: Sequence[Any]) -> Partition:
-    """A partition as it was made, with a choice for each segment: one of `REMAT` or a policy."""
+    """A partition as it was made, with a choice for each segment: one of `REMAT`, `AUTO` or a policy."""
     size = 1 + max(segment.program for segment in partition.segments)
     kinds: list[Any] = list(REMAT)
     segments = []
     for segment, choice in zip(partition.segments, choices, strict=True):
-        if choice not in kinds:
-            kinds.append(choice)
-        program = segment.program + size * kinds.index(choice)
+        kind = "none" if choice == AUTO else choice
+        if kind not in kinds:
+            kinds.append(kind)
+        program = segment.program + size * kinds.index(kind)
         segments.append(dataclasses.replace(segment, program=program, remat=choice))
     return dataclasses.replace(partition, segments=tuple(segments))
 

@@ -30,7 +30,7 @@ class Segment:
       extras: further values that later segments or the caller read.
       alive_bytes: bytes of the values alive at its end.
       program: segments with the same number share their compiled programs.
-      remat: what it keeps between forward and backward: one of `REMAT`, or a policy (`remat.py`).
+      remat: what it keeps between forward and backward: one of `REMAT`, `AUTO`, or a policy (`remat.py`).
     """
 
     name: str

@@ -1,5 +1,4 @@
-"""One memory budget as the knob: modes, gradients, RESIDENT and RELOAD layers so that the peak fits and a step is fast,
-and where it must be or pays, layers that recompute their activations.
+"""One memory budget as the knob: modes, gradients, recomputation, so that the peak fits and a step is fast.
 
 A pool of plans that knows no budget is made for the profile: the plans of all policies, `exact`'s among them, with
 several reserve factors; families of plans that make layer after layer DHA, RELOAD or RESIDENT; and neighbours of the
@@ -8,8 +7,8 @@ memory is never slower, and no policy that fits is faster. For up to `MOST_ENUME
 there is.
 
 Where the profile says what recomputation costs, a second part of the pool starts from the best plans of the first:
-families of plans that recompute layer after layer, and neighbours. The first part is what it is without them, so that the
-choice makes no plan slower; and a plan recomputes only where no other that fits is as fast.
+families of plans that recompute layer after layer, and neighbours. The first part is what it is without them, so that
+the choice makes no plan slower; and a plan recomputes only where no other that fits is as fast.
 
 All layers DHA and all gradients GO hold nothing but activations: with GO allowed that is the smallest feasible budget.
 Without a budget the fastest plan of the pool is taken whatever it holds: no budget is like one that everything fits
@@ -83,10 +82,10 @@ class AutoSearch:
         Raises:
           BudgetError: if there is none.
         """
-        unlimited, smallest_bytes = self.frontier[0], self.frontier[-1].peak_bytes
+        unlimited, leanest = self.frontier[0], self.frontier[-1]
         fastest = self._fastest(self.frontier, budget_bytes)
         if not fastest:
-            check_budget(Auto.name, budget_bytes or 0, smallest_bytes)
+            check_budget(Auto.name, budget_bytes or 0, leanest.peak_bytes, int(leanest.recomputes.sum()))
         without = self._fastest(self.without, budget_bytes)
         if without and without[0].objective_s <= fastest[0].objective_s * (1 + _ROUNDING):
             fastest = without
@@ -149,7 +148,10 @@ class AutoSearch:
         self._refine(recomputes=True)
 
     def _recomputing_family(self) -> np.ndarray:
-        """Flags of the first k layers of several orders, (plans, layers): cheapest bytes, most bytes, forward, backward."""
+        """Flags of the first k layers of several orders, (plans, layers).
+
+        The orders: least time for a byte first, most bytes first, forward order, backward order.
+        """
         layers, saved = self.profile.layers, self.saved_bytes
         useful = [int(index) for index in np.flatnonzero(saved > 0)]
         orders = [
@@ -244,7 +246,11 @@ class AutoSearch:
         for layer, mode, host, again in zip(layers, best.modes, best.to_host, best.recomputes, strict=True):
             by_dha = mode in (DHA, DFGB)
             busy["GPU"] += layer.forward_dha_s if by_dha else layer.forward_s
-            busy["GPU"] += layer.backward_for(mode == DHA, bool(host), bool(again)) + layer.inter_forward_s + layer.inter_backward_s
+            busy["GPU"] += (
+                layer.backward_for(mode == DHA, bool(host), bool(again))
+                + layer.inter_forward_s
+                + layer.inter_backward_s
+            )
             busy["H2D"] += layer.load_s * {DHA: 0, RELOAD: 2}.get(int(mode), 1)
             busy["D2H"] += 0.0 if host else layer.offload_s
         return max(busy, key=lambda lane: busy[lane])
@@ -263,7 +269,11 @@ def _neighbours(best: Best, can_recompute: np.ndarray | None) -> tuple[np.ndarra
     size = len(best.modes)
     one = np.eye(size, dtype=bool)
     others = [np.where(one, np.int8(mode), best.modes) for mode in _ALL]
-    modes, to_host, recomputes = [*others, *(best.modes,) * 2], [best.to_host] * len(_ALL), [best.recomputes] * len(_ALL)
+    modes, to_host, recomputes = (
+        [*others, *(best.modes,) * 2],
+        [best.to_host] * len(_ALL),
+        [best.recomputes] * len(_ALL),
+    )
     to_host += [best.to_host ^ one, best.to_host]
     recomputes += [best.recomputes, best.recomputes ^ one]
     if can_recompute is None:

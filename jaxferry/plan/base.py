@@ -151,11 +151,12 @@ def make_plan(
     return Plan(policy, reserve_factor, layers, loads, updates)
 
 
-def check_budget(policy: str, budget_bytes: int, smallest_bytes: int) -> None:
-    """Raises BudgetError if the smallest peak of a policy's plans is over the budget."""
+def check_budget(policy: str, budget_bytes: int, smallest_bytes: int, num_recomputing: int = 0) -> None:
+    """Raises BudgetError if the smallest peak of a policy's plans, in which so many layers recompute, is too large."""
     if smallest_bytes > budget_bytes:
         raise BudgetError(
             f"memory budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest feasible "
-            f"for policy {policy} is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes)",
+            f"for policy {policy} is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes)"
+            + (f", with {num_recomputing} layers that recompute their activations" if num_recomputing else ""),
             smallest_bytes,
         )

@@ -44,10 +44,12 @@ class Pool:
         updates: Updates = Updates.OVERLAPPED,
         recomputes: np.ndarray | bool = False,
     ) -> None:
-        """Adds plans: (plans, layers) or (layers,) mode codes, gradient flags likewise, flags of recomputation likewise."""
+        """Adds plans: (plans, layers) or (layers,) mode codes; flags of gradients and of recomputation likewise."""
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         codes = np.asarray(to_host, dtype=np.int8) + _RECOMPUTES * np.asarray(recomputes, dtype=np.int8)
-        self.parts.setdefault((loads, updates), []).append(np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1))
+        self.parts.setdefault((loads, updates), []).append(
+            np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1)
+        )
 
     def run(self, peak: bool) -> None:
         """Evaluates all plans that were added, each once."""
