@@ -82,7 +82,7 @@ class Task:
       kind: what it does.
       lane: what it occupies; tasks of a lane run in the order of the list.
       duration_key: the profile's key of its duration; `backward_dha_go_s` stands for a backward that reads its
-        parameters and writes its gradient in host memory. One that runs its forward again takes `recompute_s` more.
+        parameters and writes its gradient in host memory; `_recompute_s` ends that of one that runs its forward again.
       duration_s: seconds.
       after: indices of tasks in the same list that must have ended; all of them lower than its own.
       after_previous: indices of tasks of the previous step that must have ended; no tasks where there is no such step.
@@ -356,8 +356,9 @@ class _StepBuilder:
         if profile.inter_backward_s > 0:
             self.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
         by_dha, to_host = mode is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
-        key = f"backward{'_dha' if by_dha else ''}{'_go' if to_host else ''}_s"
-        duration = (key, profile.backward_for(by_dha, to_host, self.recomputes[layer]))
+        again = self.recomputes[layer]
+        key = f"backward{'_dha' * by_dha}{'_go' * to_host}{'_recompute' * again}_s"
+        duration = (key, profile.backward_for(by_dha, to_host, again))
         after = self.room_for_gradient(layer) if copy is None else (copy.load, *self.room_for_gradient(layer))
         task = self.emit(Kind.BACKWARD, Lane.GPU, layer, duration, tuple(sorted({*after})))
         self.tasks[task] = dataclasses.replace(self.tasks[task], copy=None if copy is None else copy.load)

@@ -42,7 +42,7 @@ def fit_plan(
 
     more = [number for number in may_recompute if not fitted[number]]
     reload = _all_reload(modes)
-    if budget_bytes is None or not more or peak_of_modes(reload).total <= budget_bytes:
+    if budget_bytes is None or not more or any(peak_of_modes(m).total <= budget_bytes for m in (modes, reload)):
         return fit_modes(partition, modes, budget_bytes, peak_of_modes), fitted
     peaks = []
     for number in more:

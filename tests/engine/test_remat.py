@@ -94,7 +94,7 @@ def test_auto_recomputes_only_what_a_budget_asks_for_and_none_stays_none(gpt, mo
     assert with_it < 0.8 * without
     with pytest.raises(jaxferry.BudgetError, match="remat='auto' needs less"):
         prepared(gpt, memory_budget=without - 1)
-    with pytest.raises(jaxferry.BudgetError, match="with 5 segments that recompute") as caught:
+    with pytest.raises(jaxferry.BudgetError, match=r"with \d segments that recompute") as caught:
         prepared(gpt, memory_budget=with_it - 1, remat="auto")
     assert caught.value.smallest_bytes == with_it
     assert set(prepared(gpt, memory_budget=without, remat="auto").remat) == {"none"}
@@ -103,7 +103,8 @@ def test_auto_recomputes_only_what_a_budget_asks_for_and_none_stays_none(gpt, mo
         watch, _, made, _ = watched_steps(gpt, monkeypatch, memory_budget=budget, remat="auto")
         assert watch.most <= made.peak.total <= budget
         counts.append(made.remat.count("full"))
-    assert counts[0] == 5 and counts[0] >= counts[1] >= counts[2] > 0
+    assert f"with {counts[0]} segments" in str(caught.value)
+    assert counts[0] >= counts[1] >= counts[2] > 0
 
 
 def test_segments_that_are_not_left_to_the_plan_stay_as_they_are(gpt):
