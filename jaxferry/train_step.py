@@ -31,10 +31,11 @@ from jaxferry.engine import (
     Recorder,
     StepResult,
     TrainState,
+    Use,
+    Variants,
     checkpoint,
     choose_transport,
-    derivatives_of,
-    fit_modes,
+    fit_plan,
     kept_layers,
     lower_plan,
     make_lanes,
@@ -51,9 +52,9 @@ from jaxferry.engine import (
 )
 from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
-from jaxferry.modes import Mode
+from jaxferry.modes import Mode, Remat
 from jaxferry.options import MEASURE, Options, read_options
-from jaxferry.partition import Layer, Partition, Trainable, frozen_leaves, layers_by_path, partition
+from jaxferry.partition import AUTO, Layer, Partition, Trainable, frozen_leaves, layers_by_path, partition
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
@@ -74,7 +75,7 @@ def train_step(
     plan: Plan | str | os.PathLike[str] | None = None,
     policy: str | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
-    remat: str = "none",
+    remat: Any = "none",
     skip_nonfinite: bool = False,
     device: jax.Device | None = None,
     transport: str | None = None,
@@ -111,7 +112,12 @@ def train_step(
       profile: what the policy plans with, or the path of its JSON file. None measures one on the device for policies
         that plan with times, and keeps what was measured in the user's cache folder (`JAXFERRY_CACHE_DIR` names
         another, or "off"). `"measure"` does so for any policy; `"estimate"` runs nothing, and takes the roofline.
-      remat: `"none"`, or `"full"` to compute each segment's forward again in its backward.
+      remat: what segments keep on the device between forward and backward. `"none"`: what their derivatives ask for.
+        `"full"`: their inputs alone; the backward computes the forward again. A policy, such as
+        `jax.checkpoint_policies.dots_saveable`: what it says. `"auto"`: policy `"auto"` chooses between none and full,
+        and where not even loading all layers twice fits into the memory budget, segments recompute as well. Or one of
+        these for each segment: a mapping of names of segments or layers (`"none"` for the others), or a function of
+        the segment's name. Segments of which `plan` says so recompute in any case.
       skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
         non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
       device: the device to train on; by default JAX's first.
@@ -165,6 +171,11 @@ class Prepared:
     num_executables: int
     schedule: Schedule
     _executor: Executor = dataclasses.field(repr=False)
+
+    @property
+    def remat(self) -> tuple[Any, ...]:
+        """What each segment keeps between forward and backward: `"none"`, `"full"`, or a policy."""
+        return tuple("none" if segment.remat == AUTO else segment.remat for segment in self.partition.segments)
 
 
 class TrainStep:
@@ -265,9 +276,10 @@ class TrainStep:
         """
         self._adopt(params)
         parts = self._partition(args, kwargs)
-        derivatives = derivatives_of(parts, self._options.remat)
+        variants = Variants(parts, self._options.remat)
         self._host_optimizer().check_parts(parts.layers)
-        return self._measured(parts, Programs(parts, derivatives, self._placement, native=self._transport == "ferry"))
+        is_native = self._transport == "ferry"
+        return self._measured(variants, Programs(variants.base, variants.derivatives, self._placement, is_native))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
         """Compiles the host updates too, so that the first step takes no longer than the next.
@@ -435,11 +447,12 @@ class TrainStep:
         options = self._options
         parts = self._partition(args, kwargs)
         self._warn_of_remarks(parts)
-        derivatives = derivatives_of(parts, options.remat)
+        variants = Variants(parts, options.remat)
+        parts, derivatives = variants.base, variants.derivatives
         self._host_optimizer().check_parts(parts.layers)
         is_native, is_scaled = self._transport == "ferry", options.loss_scale is not None
         programs = Programs(parts, derivatives, self._placement, is_native, is_scaled)
-        plan, profile = self._plan(parts, programs)
+        plan, profile = self._plan(variants, programs)
         is_adapted = options.loss_scale is not None and options.loss_scale.is_dynamic
         needs_all = options.clip_norm is not None or options.skip_nonfinite or is_adapted
         if needs_all or not self._host_optimizer().is_by_layer(parts.layers):
@@ -447,32 +460,41 @@ class TrainStep:
         gradients = [layer.gradient for layer in plan.layers]
         transport = make_transport(self._transport, self._placement, parts.layers)
 
-        def lowered(modes: Sequence[Mode]) -> Schedule:
-            layers = [dataclasses.replace(layer, mode=mode) for layer, mode in zip(plan.layers, modes, strict=True)]
-            return lower_plan(parts, derivatives, dataclasses.replace(plan, layers=tuple(layers)), profile)
+        def lowered(modes: Sequence[Mode], recomputes: Sequence[bool]) -> Schedule:
+            chosen = zip(plan.layers, modes, recomputes, strict=True)
+            layers = [
+                dataclasses.replace(layer, mode=mode, remat=Remat.FULL if again else Remat.NONE)
+                for layer, mode, again in chosen
+            ]
+            made = dataclasses.replace(plan, layers=tuple(layers))
+            return lower_plan(variants.of(recomputes), derivatives, made, profile)
 
         budget = options.memory_budget_bytes
         kept = kept_layers(parts, derivatives, gradients) if options.accumulate > 1 else []
 
-        def peak_of(modes: Sequence[Mode]) -> Peak:
-            script = make_script(parts, derivatives, modes, gradients)
-            other_bytes = transport.staging_bytes + sum(parts.layers[layer].trained.num_bytes for layer in kept)
-            needs = (programs.temporary_bytes, other_bytes)
-            return peak_bytes(parts, derivatives, lowered(modes), script, modes, *needs)
+        def uses_of(modes: Sequence[Mode], recomputes: Sequence[bool]) -> list[Use]:
+            uses = shadow_model(variants.of(recomputes), derivatives, modes, gradients)
+            return [*uses, *onto_sums(uses)] if options.accumulate > 1 else uses
 
-        modes, fitted = None, list(plan.modes)
-        # What programs need beside their arguments is known once they are compiled, and which are, once modes are.
-        while fitted != modes:
-            modes = fitted
-            uses = shadow_model(parts, derivatives, modes, gradients)
-            uses += onto_sums(uses) if options.accumulate > 1 else []
-            programs.require(uses)
-            # Sums that stay save transfers that are hidden anyway, so they go before any layer is loaded twice.
-            while kept and budget is not None and peak_of(plan.modes).total > budget:
-                kept.pop()
-            fitted = fit_modes(parts, plan.modes, budget, peak_of)
+        def peak_of(modes: Sequence[Mode], recomputes: Sequence[bool]) -> Peak:
+            # What programs need beside their arguments is known once they are compiled.
+            programs.require(uses_of(modes, recomputes))
+            made = variants.of(recomputes)
+            script = make_script(made, derivatives, modes, gradients)
+            other_bytes = transport.staging_bytes + sum(made.layers[layer].trained.num_bytes for layer in kept)
+            needs = (programs.temporary_bytes, other_bytes)
+            return peak_bytes(made, derivatives, lowered(modes, recomputes), script, modes, *needs)
+
+        # Sums that stay save transfers that are hidden anyway, so they go before any layer is loaded twice.
+        while kept and budget is not None and peak_of(plan.modes, plan.recomputes).total > budget:
+            kept.pop()
+        modes, recomputes = fit_plan(
+            parts, plan.modes, plan.recomputes, variants.largest_first, options.memory_budget_bytes, peak_of
+        )
+        parts, uses = variants.of(recomputes), uses_of(modes, recomputes)
+        programs.require(uses)
         programs.keep(uses)
-        schedule = choose_update_order(lowered(modes))
+        schedule = choose_update_order(lowered(modes, recomputes))
         executor = Executor(
             parts,
             programs,
@@ -490,33 +512,35 @@ class TrainStep:
             accumulate=options.accumulate,
             kept=kept,
         )
-        return Prepared(parts, plan, tuple(modes), peak_of(modes), programs.num_executables, schedule, executor)
+        peak = peak_of(modes, recomputes)
+        return Prepared(parts, plan, tuple(modes), peak, programs.num_executables, schedule, executor)
 
-    def _plan(self, parts: Partition, programs: Programs) -> tuple[Plan, Profile | None]:
+    def _plan(self, variants: Variants, programs: Programs) -> tuple[Plan, Profile | None]:
         options = self._options
         profile = options.profile
         if profile == MEASURE or (profile is None and needs_times(options.policy)):
-            profile = self._measured(parts, programs)
+            profile = self._measured(variants, programs)
         return choose_plan(
-            parts,
+            variants.base,
             plan=options.plan,
             policy=options.policy,
             profile=profile if isinstance(profile, Profile) else None,
             device_kind=self._placement.device_kind,
             reserve_factor=options.reserve_factor,
             memory_budget_bytes=options.memory_budget_bytes,
-            remat=options.remat,
         )
 
-    def _measured(self, parts: Partition, programs: Programs) -> Profile:
+    def _measured(self, variants: Variants, programs: Programs) -> Profile:
+        remat = self._options.remat
         with progress_bar("measuring") as progress:
             return measure_profile(
-                parts,
+                variants.base,
                 programs,
                 self._host_optimizer(),
                 self._placement,
                 self._transport,
-                remat=self._options.remat,
+                recomputing=variants.of(variants.may_recompute),
+                remat=remat if isinstance(remat, str) else "per segment",
                 progress=progress,
             )
 

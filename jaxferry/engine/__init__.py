@@ -9,7 +9,7 @@ Lanes       the threads that it has    Recorder    when each task started and en
 from jaxferry.engine import checkpoint
 from jaxferry.engine.evaluator import Evaluator
 from jaxferry.engine.executor import Executor, make_lanes
-from jaxferry.engine.fit import fit_modes
+from jaxferry.engine.fit import fit_plan
 from jaxferry.engine.flight import StepResult
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
@@ -22,6 +22,7 @@ from jaxferry.engine.script import Event, Peak, kept_layers, lower_plan, make_sc
 from jaxferry.engine.shadow import Kind, Source, Target, Use, onto_sums, resident_layers, shadow_model
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.transports import TRANSPORTS, choose_transport, make_transport
+from jaxferry.engine.variants import Variants
 
 __all__ = [
     "TRANSPORTS",
@@ -41,10 +42,11 @@ __all__ = [
     "Target",
     "TrainState",
     "Use",
+    "Variants",
     "checkpoint",
     "choose_transport",
     "derivatives_of",
-    "fit_modes",
+    "fit_plan",
     "kept_layers",
     "lower",
     "lower_plan",

@@ -113,11 +113,14 @@ class Programs:
         return len(self._compiled) + (self.prelude is not None)
 
 
-def derivatives_of(partition: Partition, remat: str) -> dict[int, Derivative]:
-    """The derivative of each distinct segment."""
+def derivatives_of(
+    partition: Partition, remat: Any = None, known: Mapping[int, Derivative] | None = None
+) -> dict[int, Derivative]:
+    """The derivative of each distinct segment that is not `known`; `remat` as in `differentiate`, the same for all."""
     first: dict[int, Segment] = {}
     for segment in partition.segments:
-        first.setdefault(segment.program, segment)
+        if known is None or segment.program not in known:
+            first.setdefault(segment.program, segment)
     return {program: differentiate(partition.graph, segment, remat) for program, segment in first.items()}
 
 

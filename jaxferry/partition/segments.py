@@ -31,6 +31,7 @@ class Segment:
       trained: which of `weights` have a gradient, as indices.
       alive_bytes: bytes of the values alive at its end.
       program: segments with the same number share their compiled programs.
+      remat: what it keeps between forward and backward: one of `REMAT`, `AUTO`, or a policy (`remat.py`).
     """
 
     name: str
@@ -44,6 +45,7 @@ class Segment:
     trained: tuple[int, ...]
     alive_bytes: int
     program: int = -1
+    remat: Any = "none"
 
     @property
     def runs_back(self) -> bool:
