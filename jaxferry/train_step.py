@@ -31,6 +31,7 @@ from jaxferry.engine import (
     Recorder,
     StepResult,
     TrainState,
+    Transport,
     checkpoint,
     choose_transport,
     derivatives_of,
@@ -53,7 +54,7 @@ from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.modes import Mode
 from jaxferry.options import MEASURE, Options, read_options
-from jaxferry.partition import Layer, Partition, layers_by_path, partition
+from jaxferry.partition import ForwardPartition, Layer, Partition, layers_by_path, partition, partition_forward
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
@@ -179,6 +180,7 @@ class TrainStep:
         self._layers: tuple[Layer, ...] | None = None
         self._prepared: dict[Any, Prepared] = {}
         self._evaluators: dict[Any, Evaluator] = {}
+        self._transports: dict[tuple[Layer, ...], Transport] = {}
         self._has_warned = False
 
     def init(self, params: Any) -> TrainState:
@@ -278,24 +280,46 @@ class TrainStep:
     def evaluate(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
         """What the loss function returns for the current parameters, layer by layer, without derivatives.
 
+        The memory budget holds for it as well.
+
         Args:
           state: the training state.
           *args: as for the step.
           **kwargs: likewise.
+
+        Raises:
+          BudgetError: if it does not fit into `memory_budget`.
+        """
+        return self.apply(state, self._loss_fn, *args, **kwargs)
+
+    def apply(self, state: TrainState, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What any function of the parameters returns for the current ones, layer by layer, without derivatives.
+
+        The function is cut into segments as the loss function is, and run under the same memory budget; for instance
+        the logits of a last position, with the keys and values of earlier ones as an argument and a result.
+
+        Args:
+          state: the training state.
+          function: `function(params, *args, **kwargs)` returns a tree of arrays; it sees the parameters in the compute
+            dtype. It is compiled once for each structure of its arguments, as by `jax.jit`: give the same object again.
+          *args: arrays, or trees of them.
+          **kwargs: likewise; booleans, strings and None are handed through as they are.
+
+        Returns:
+          What the function returns, with arrays on the device.
+
+        Raises:
+          BudgetError: if it does not fit into `memory_budget`.
+          PartitionError: if the function reads no parameter.
         """
         self._check(state)
-        key = _structure(args, kwargs)
-        if key not in self._evaluators:
-            parts = self._partition(args, kwargs)
-            transport = make_transport(self._transport, self._placement, parts.layers)
-            self._evaluators[key] = Evaluator(parts, self._placement, transport)
-        evaluator = self._evaluators[key]
+        evaluator = self._evaluator(function, args, kwargs)
         state.settle()
         state.arrange(evaluator.partition.layers)
         state.fill()
-        loss, aux = evaluator.run(state, _leaves(args, kwargs))
-        tree = evaluator.partition.aux_tree
-        return loss if tree is None else (loss, jax.tree.unflatten(tree, aux))
+        graphs = [prepared.partition.graph for prepared in self._prepared.values()]
+        held_bytes = sum(graph.num_bytes(constant) for graph in graphs for constant in graph.constants)
+        return evaluator.run(state, _leaves(args, kwargs), held_bytes)
 
     def recorded(self) -> Run | None:
         """When each task of the last steps started and ended, in seconds from the start of the first of them.
@@ -366,7 +390,8 @@ class TrainStep:
         layers = layers_by_path(params, self._compute_dtype(params))
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         if self._optimizer is None or self._params != abstract:
-            self._params, self._prepared, self._evaluators, self._layers = abstract, {}, {}, None
+            self._params, self._prepared, self._layers = abstract, {}, None
+            self._evaluators, self._transports = {}, {}
             dtypes = {leaf.index: leaf.master_dtype for layer in layers for leaf in layer.leaves}
             leaves, tree = jax.tree.flatten(abstract)
             masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
@@ -411,8 +436,34 @@ class TrainStep:
         arrays, flags = _split(kwargs)
         loss_fn, dtype = functools.partial(self._loss_fn, **flags), self._compute_dtype(self._params)
         parts = partition(loss_fn, self._params, args, arrays, compute_dtype=dtype, layers=self._layers)
-        self._layers = self._layers or parts.layers
+        if self._layers is None:
+            # What was evaluated before in layers of its own takes over these, so that the state need not change them.
+            self._layers, self._evaluators = parts.layers, {}
         return parts
+
+    def _evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
+        key = (function, _structure(args, kwargs))
+        if key not in self._evaluators:
+            parts = self._forward_partition(function, args, kwargs)
+            transport, is_native = self._transport_of(parts.layers), self._transport == "ferry"
+            budget = self._options.memory_budget_bytes
+            self._evaluators[key] = Evaluator(parts, self._placement, transport, is_native, budget)
+        return self._evaluators[key]
+
+    def _forward_partition(
+        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> ForwardPartition:
+        if function is self._loss_fn:
+            return self._partition(args, kwargs)
+        arrays, flags = _split(kwargs)
+        function, dtype = functools.partial(function, **flags), self._compute_dtype(self._params)
+        return partition_forward(function, self._params, args, arrays, compute_dtype=dtype, layers=self._layers)
+
+    def _transport_of(self, layers: tuple[Layer, ...]) -> Transport:
+        """What moves these layers: one for all programs, so that none keeps memory from another."""
+        if layers not in self._transports:
+            self._transports[layers] = make_transport(self._transport, self._placement, layers)
+        return self._transports[layers]
 
     def _prepare(self, args: Any, kwargs: Any) -> Prepared:
         options = self._options
@@ -428,7 +479,7 @@ class TrainStep:
         if needs_all or self._host_optimizer().is_joint:
             plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
         gradients = [layer.gradient for layer in plan.layers]
-        transport = make_transport(self._transport, self._placement, parts.layers)
+        transport = self._transport_of(parts.layers)
 
         def lowered(modes: Sequence[Mode]) -> Schedule:
             layers = [dataclasses.replace(layer, mode=mode) for layer, mode in zip(plan.layers, modes, strict=True)]

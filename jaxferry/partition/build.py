@@ -1,4 +1,4 @@
-"""From a loss function to its partition: the steps in order."""
+"""From a function to its partition: the steps in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.groups import Group, group_leaves, leaf_paths
 from jaxferry.partition.keys import Canonical, bytes_of
 from jaxferry.partition.layout import Layer, make_layer
-from jaxferry.partition.segments import Partition, Segment, build_segments, prelude_with_views
+from jaxferry.partition.segments import (
+    ForwardPartition,
+    Partition,
+    Segment,
+    build_segments,
+    prelude_with_views,
+)
 
 
 def partition(
@@ -44,12 +50,78 @@ def partition(
       InputError: if a parameter is not real floating point, or there is none.
       PartitionError: if the loss is no real scalar or reads no parameter.
     """
-    paths = ["/".join(path) for path in leaf_paths(params)]
-    abstract, master_dtypes = _abstract_params(params, paths, compute_dtype)
-    graph = trace(loss_fn, abstract, args, kwargs or {})
-    loss, aux_tree = _check_outputs(graph)
+    traced = _trace(loss_fn, params, args, kwargs, compute_dtype)
+    loss, aux_tree = _check_outputs(traced.graph)
+    parts = _segmented(traced, layers)
+    if not any(loss in segment.outputs for segment in parts.segments):
+        raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
+    return Partition(**vars(parts), loss=loss, aux=traced.graph.outputs[1:], aux_tree=aux_tree)
+
+
+def partition_forward(
+    function: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    compute_dtype: Any = None,
+    layers: Sequence[Layer] | None = None,
+) -> ForwardPartition:
+    """Cuts any function of parameters into segments, to be run without derivatives.
+
+    Args:
+      function: `function(params, *args, **kwargs)` returns a tree of arrays.
+      params: as for `partition`.
+      args: likewise.
+      kwargs: likewise.
+      compute_dtype: likewise.
+      layers: likewise.
+
+    Raises:
+      InputError: if a parameter is not real floating point, or there is none.
+      PartitionError: if the function reads no parameter.
+    """
+    traced = _trace(_without_parameters(function), params, args, kwargs, compute_dtype)
+    parts = _segmented(traced, layers, is_differentiated=False)
+    if not parts.segments:
+        raise PartitionError("the function reads no parameter: does it use its first argument?")
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A function traced on parameters in the compute dtype."""
+
+    graph: Graph
+    paths: list[tuple[str, ...]]
+    avals: list[Any]
+    master_dtypes: list[np.dtype]
+
+
+def _trace(
+    function: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, dtype: Any
+) -> _Traced:
+    paths = leaf_paths(params)
+    abstract, master_dtypes = _abstract_params(params, ["/".join(path) for path in paths], dtype)
+    return _Traced(trace(function, abstract, args, kwargs or {}), paths, jax.tree.leaves(abstract), master_dtypes)
+
+
+def _without_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with copies in place of parameters that it returns as they are."""
+
+    def copied(params: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {id(leaf) for leaf in jax.tree.leaves(params)}
+        results = function(params, *args, **kwargs)
+        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True) if id(leaf) in given else leaf, results)
+
+    return copied
+
+
+def _segmented(traced: _Traced, layers: Sequence[Layer] | None, is_differentiated: bool = True) -> ForwardPartition:
+    """Finds layers, or keeps those that are given, and cuts between them."""
+    graph, paths = traced.graph, ["/".join(path) for path in traced.paths]
     if layers is None:
-        groups = group_leaves(leaf_paths(params), tables=_tables(graph))
+        groups = group_leaves(traced.paths, tables=_tables(graph))
     else:
         groups = tuple(Group(layer.name, tuple(leaf.index for leaf in layer.leaves)) for layer in layers)
     first_group = [0] * len(paths)
@@ -57,28 +129,23 @@ def partition(
         for leaf in group.leaves:
             first_group[leaf] = number
     flow, stretches, group_of_leaf = _cut(graph, first_group, may_join=layers is None)
-    if not stretches or loss not in flow.active:
-        raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
     names = [groups[group].name for group in first_group]
     order = _order_of_use(stretches, group_of_leaf)
-    avals = jax.tree.leaves(abstract)
-    made = tuple(_layer(group, group_of_leaf, names, paths, avals, master_dtypes) for group in order)
+    made = tuple(_layer(group, group_of_leaf, names, paths, traced.avals, traced.master_dtypes) for group in order)
     if layers is not None and set(layers) == set(made):
-        # The order of first use may differ between loss functions; the arrangement of the state need not.
+        # The order of first use may differ between functions; the arrangement of the state need not.
         order = [order[made.index(layer)] for layer in layers]
         made = tuple(layers)
     layer_of_group = {group: index for index, group in enumerate(order)}
-    segments = _share_programs(graph, build_segments(graph, flow, stretches, made, layer_of_group))
+    segments = build_segments(graph, flow, stretches, made, layer_of_group)
+    segments = _share_programs(graph, segments, is_differentiated)
     prelude = prelude_with_views(flow)
-    return Partition(
+    return ForwardPartition(
         layers=made,
         segments=tuple(segments),
         graph=graph,
         prelude=prelude,
         prelude_outputs=_prelude_outputs(graph, prelude, segments),
-        loss=loss,
-        aux=graph.outputs[1:],
-        aux_tree=aux_tree,
     )
 
 
@@ -188,22 +255,20 @@ def _layer(
     return make_layer(name, leaves, paths, avals, master_dtypes)
 
 
-def _share_programs(graph: Graph, segments: Sequence[Segment]) -> list[Segment]:
-    """Gives equal segments the same program number."""
-    numbers: dict[str, int] = {}
-    return [
-        dataclasses.replace(segment, program=numbers.setdefault(_program_key(graph, segment), len(numbers)))
-        for segment in segments
-    ]
+def _share_programs(graph: Graph, segments: Sequence[Segment], is_differentiated: bool) -> list[Segment]:
+    """Gives equal segments the same program number; where no derivative is taken, rules for one say nothing."""
+    keys = [_program_key(graph, segment, is_differentiated) for segment in segments]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [dataclasses.replace(segment, program=numbers[key]) for segment, key in zip(segments, keys, strict=True)]
 
 
-def _program_key(graph: Graph, segment: Segment) -> str:
+def _program_key(graph: Graph, segment: Segment, is_differentiated: bool) -> str:
     inputs = (*segment.weights, *segment.inputs, *segment.passive)
     outputs = (*segment.outputs, *segment.extras)
     roles = [len(part) for part in (segment.weights, segment.inputs, segment.passive, segment.outputs)]
-    canonical = Canonical()
+    canonical = Canonical(is_derived=not is_differentiated)
     content = canonical.equations(segment.equations, inputs, outputs, graph.avals)
-    if canonical.is_opaque:
+    if canonical.is_opaque and is_differentiated:
         derived = joint_graph(graph, segment)
         content = Canonical(is_derived=True).equations(
             derived.equations, (*derived.parameters, *derived.batch, *derived.constants), derived.outputs, derived.avals
