@@ -28,6 +28,7 @@ Metrics = Annotated[Path | None, typer.Option(help="Write one JSON object a step
 Save = Annotated[Path | None, typer.Option(help="Save the state here at the end.")]
 Resume = Annotated[Path | None, typer.Option(help="Continue from a saved state.")]
 SampleTokens = Annotated[int, typer.Option(min=0, help="Length of the text written at the end.")]
+FillTokens = Annotated[int, typer.Option(min=0, help="Number of masked tokens filled in at the end.")]
 
 
 def make_app():

@@ -134,7 +134,7 @@ class Run:
             records.append({"loss": float(loss)} | {name: float(value) for name, value in told.items()})
         means = {name: sum(record[name] for record in records) / len(records) for name in records[0]}
         others = "".join(f", {name} {mean:.4f}" for name, mean in means.items() if name != "loss")
-        console.print(f"validation loss after {self.state.step} steps: {means['loss']:.4f}{others}")
+        console.print(f"validation loss after {self.state.step} steps: {means['loss']:.4f}{others}", soft_wrap=True)
 
     def save(self, path):
         self.step.save(self.state, path)
