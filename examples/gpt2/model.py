@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from examples.common.layers import dropout
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -78,14 +80,6 @@ class GPT2(nn.Module):
         for i in range(cfg.num_layers):
             x, key = Block(cfg, name=f"h_{i}")(x, key)
         return wte.attend(nn.LayerNorm(name="ln_f")(x))
-
-
-def dropout(x, rate, key):
-    """Drops a share of x and scales up the rest; gives back the key for the next one. Does nothing without a key."""
-    if key is None or rate == 0:
-        return x, key
-    key, this = jax.random.split(key)
-    return jnp.where(jax.random.bernoulli(this, 1 - rate, x.shape), x / (1 - rate), 0), key
 
 
 def make_loss(config):
