@@ -188,6 +188,8 @@ class TrainStep:
 
         Args:
           params: the model's tree of parameters: NumPy or JAX arrays of a real floating-point dtype. They are copied.
+            Leaves may also be read only now, one after the other: anything with `shape` and `dtype` that `np.asarray`
+            reads, and piece by piece the tensors of `jaxferry.pretrained`.
 
         Raises:
           InputError: if a parameter is not real floating point.
