@@ -56,6 +56,27 @@ def load(path, vocab_size, train_tokenizer, name, separator=None):
     return Corpus(Tokenizer.from_file(str(tokenizer_file)), tokens[:split], tokens[split:])
 
 
+def load_pretrained(path, vocab_size, weights):
+    """As `load`, in the tokens of pretrained weights: of the `tokenizer.json` beside them.
+
+    Args:
+      path: as for `load`.
+      vocab_size: the model's.
+      weights: the folder of the weights, or a file in it.
+
+    Raises:
+      InputError: if there is no tokenizer, or it has more tokens than the model.
+    """
+    file = (weights if weights.is_dir() else weights.parent) / "tokenizer.json"
+    if not file.exists():
+        raise InputError(f"--weights needs the tokenizer of the weights beside them: there is no {file}")
+    tokenizer = Tokenizer.from_file(str(file))
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise InputError(f"{file} has {tokenizer.get_vocab_size()} tokens, the model only {vocab_size}")
+    name = f"pretrained-{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
+    return load(path, vocab_size, lambda texts, size: tokenizer, name)
+
+
 def read_library():
     """The sources of Python's standard library, without its tests and what was installed beside it."""
     root = Path(sysconfig.get_path("stdlib"))

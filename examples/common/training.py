@@ -55,12 +55,14 @@ class Run:
     def __post_init__(self):
         self.first_carried, self.is_resumed = self.carried, False
 
-    def start(self, init_fn, seed, resume=None):
-        """Makes fresh parameters, layer by layer, or reads a saved state."""
+    def start(self, init_fn, seed, resume=None, params=None):
+        """Makes fresh parameters, layer by layer, takes those that are given, or reads a saved state."""
         key = jax.random.key(seed)
         self.is_resumed = resume is not None
+        if self.is_resumed and params is not None:
+            raise InputError("--resume and --weights both name the parameters to begin with: give one of them")
         if not self.is_resumed:
-            self.state = self.step.init_from(init_fn, key)
+            self.state = self.step.init_from(init_fn, key) if params is None else self.step.init(params)
             return
         self.state = self.step.restore(resume, jax.eval_shape(init_fn, key))
         if self.carried:

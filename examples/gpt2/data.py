@@ -8,6 +8,11 @@ from examples.common.text import train_byte_bpe as train_tokenizer
 __all__ = ["VALIDATION_SHARE", "Batches", "load", "read_library", "read_texts", "train_tokenizer"]
 
 
-def load(path, vocab_size):
-    """The text under `path`, or Python's own library for None, as tokens below `vocab_size` of a byte-level BPE."""
+def load(path, vocab_size, weights=None):
+    """The text under `path`, or Python's own library for None, as tokens below `vocab_size` of a byte-level BPE.
+
+    With pretrained weights it is their own, else one that is trained on the text.
+    """
+    if weights is not None:
+        return text.load_pretrained(path, vocab_size, weights)
     return text.load(path, vocab_size, lambda texts, size: train_tokenizer(texts, size), "gpt2")

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import optax
 import typer
-from rich.text import Text
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
@@ -14,7 +13,9 @@ import data as text_data
 import jaxferry
 import model
 import sample
+import weights as published
 from examples.common import command_line
+from examples.common.sampling import print_sample
 from examples.common.training import Run, console
 
 # GPT-3's (Brown et al. 2020, table 2.1), but for the tiny model.
@@ -41,10 +42,11 @@ def train(
     metrics: command_line.Metrics = None,
     save: command_line.Save = None,
     resume: command_line.Resume = None,
+    weights: command_line.Weights = None,
     sample_tokens: command_line.SampleTokens = 96,
 ) -> int:
     config = command_line.read_size(model.SIZES, size, seq)
-    corpus = text_data.load(data, config.vocab_size)
+    corpus = text_data.load(data, config.vocab_size, weights)
     train_batches = text_data.Batches(corpus.train, batch, seq, seed)
     valid_batches = text_data.Batches(corpus.validation, batch, seq, seed)
     step = jaxferry.train_step(
@@ -56,22 +58,15 @@ def train(
         compute_dtype=command_line.read_dtype(compute_dtype),
     )
     run = Run(step, train_batches, valid_batches, batch * seq)
-    run.start(model.make_init(config), seed, resume)
+    params = None if weights is None else published.load(config, weights)
+    run.start(model.make_init(config), seed, resume, params)
     num_parameters = model.count_parameters(config)
     console.print(f"GPT-2 {size} with {num_parameters:,} parameters, {len(corpus.train):,} tokens of text to train on")
     status = run.finish(steps, metrics, save)
     if status == 0 and sample_tokens:
-        print_sample(config, run.state.params, corpus, sample_tokens)
+        prompt = corpus.validation[:PROMPT_TOKENS].tolist()
+        print_sample(corpus.tokenizer, prompt, sample.generate(step, run.state, config, prompt, sample_tokens))
     return status
-
-
-def print_sample(config, params, corpus, num_tokens):
-    """Lets the model continue the first words of the validation text."""
-    prompt = corpus.validation[:PROMPT_TOKENS].tolist()
-    tokens = sample.generate(config, params, prompt, num_tokens)
-    text = Text(corpus.tokenizer.decode(prompt), style="dim")
-    console.rule("a sample")
-    console.print(text.append(corpus.tokenizer.decode(tokens), style="not dim"))
 
 
 def main(args=None):
