@@ -29,7 +29,7 @@ Save = Annotated[Path | None, typer.Option(help="Save the state here at the end.
 Resume = Annotated[Path | None, typer.Option(help="Continue from a saved state.")]
 Weights = Annotated[
     Path | None,
-    typer.Option(help="Begin with pretrained weights: a folder with .safetensors files and tokenizer.json."),
+    typer.Option(help="A folder with pretrained weights in .safetensors, and tokenizer.json."),
 ]
 SampleTokens = Annotated[int, typer.Option(min=0, help="Length of the text written at the end.")]
 FillTokens = Annotated[int, typer.Option(min=0, help="Number of masked tokens filled in at the end.")]

@@ -19,7 +19,7 @@ from examples.common.training import Run, console, count_parameters
 from examples.llama import model, sample
 from examples.llama import weights as published
 
-# The published ones (Touvron et al. 2023, table 2 of Llama 2; Grattafiori et al. 2024, table 3), but for the tiny model.
+# The published ones of pretraining, but for the tiny model.
 LEARNING_RATES = {"tiny": 1e-3, "3.2-1b": 3e-4, "2-7b": 3e-4, "3-8b": 3e-4}
 WARMUP_STEPS = 20
 PROMPT_TOKENS = 16
