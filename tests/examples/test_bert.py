@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from scipy.special import erf, log_softmax
 
-from example_runs import assert_same_losses, read_losses, read_metrics
 from examples.bert import data, fill, masking, model, train
 from examples.common.training import count_parameters
 from jaxferry.errors import InputError
 from jaxferry.partition import partition
+from metrics_files import read_losses, read_metrics
+from plain_optax import assert_same_losses
 
 SMALL = model.Config(num_layers=2, num_heads=2, channels=16, max_length=16, vocab_size=64)
 SPECIAL = len(data.SPECIAL_TOKENS)

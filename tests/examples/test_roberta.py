@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from example_runs import assert_same_losses, read_losses
 from examples.common.training import count_parameters
 from examples.roberta import data, model, train
 from jaxferry.errors import InputError
 from jaxferry.partition import partition
+from metrics_files import read_losses
+from plain_optax import assert_same_losses
 
 SMALL = model.configure(2, 2, 16, max_length=16, vocab_size=300)
 

@@ -1,7 +1,5 @@
 """An example's training beside its twin: an ordinary jitted Optax loop over the very same loss function."""
 
-import json
-
 import jax
 import numpy as np
 import optax
@@ -47,12 +45,3 @@ def assert_same_losses(loss_fn, optimizer, params, batches, num_steps=10, carrie
     losses = offloaded_losses(loss_fn, optimizer, params, batches, num_steps, carried, **options)
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
     assert len(set(losses)) == num_steps
-
-
-def read_metrics(file):
-    """What --metrics wrote."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def read_losses(file):
-    return [(record["step"], record["loss"]) for record in read_metrics(file)]
