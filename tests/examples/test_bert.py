@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 from scipy.special import erf, log_softmax
 
 from examples.bert import data, fill, masking, model, train
@@ -225,6 +226,27 @@ def test_what_is_filled_in_is_the_likeliest_token(params, batch):
         expected = logits[batch["positions"][b]]
         np.testing.assert_array_equal(filled[b], expected.argmax(-1))
         np.testing.assert_allclose(likely[b], np.exp(log_softmax(expected, axis=-1)).max(-1), rtol=1e-4)
+
+
+def test_the_table_of_filled_in_tokens_shows_the_text_as_it_is(params, batch):
+    class Tokenizer:
+        def decode(self, tokens):
+            return "".join(f"[/{token}]" for token in tokens)
+
+    hidden = {name: batch[name].copy() for name in batch}
+    np.put_along_axis(hidden["tokens"], hidden["positions"], data.MASK, axis=1)
+    console = Console(width=400)
+    with console.capture() as capture:
+        console.print(fill.make_table(SMALL, params, hidden, Tokenizer(), data.MASK, 1))
+    at, label = min(zip(hidden["positions"][0].tolist(), hidden["labels"][0].tolist()))
+    _, row = capture.get().rstrip().split("\n")
+    around, guess, probability, truth = row.split("  ", 1)[0], *row.split()[-3:]
+    before = "".join(f"[/{token}]" for token in hidden["tokens"][0, max(0, at - fill.CONTEXT_TOKENS) : at])
+    assert around.strip().startswith(f"{before} ____ ")
+    filled, likely = fill.fill_in(SMALL, params, hidden)
+    i = hidden["positions"][0].tolist().index(at)
+    assert (guess, truth) == (f"'[/{filled[0, i]}]'", f"'[/{label}]'")
+    assert probability == f"{likely[0, i]:.2f}"
 
 
 @pytest.fixture
