@@ -1,4 +1,4 @@
-"""The twin of an example's training: an ordinary jitted Optax loop over the very same loss function."""
+"""An example's training beside its twin: an ordinary jitted Optax loop over the very same loss function."""
 
 import jax
 import numpy as np

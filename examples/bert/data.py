@@ -50,7 +50,7 @@ class Pairs:
     batch_size: int
     length: int
     seed: int
-    vocab_size: int
+    tokenizer: Tokenizer
 
     def __post_init__(self):
         if self.length < 8:
@@ -68,7 +68,7 @@ class Pairs:
         num_first = rng.integers(num_tokens // 4, num_tokens - num_tokens // 4 + 1, size=B)[:, None]
         tokens, types = join(first, np.where(follows[:, None] == 1, first, other), num_first)
         return {
-            **masking.mask_tokens(rng, tokens, len(SPECIAL_TOKENS), MASK, self.vocab_size),
+            **masking.mask_tokens(rng, tokens, len(SPECIAL_TOKENS), MASK, self.tokenizer.get_vocab_size()),
             "types": types,
             "follows": follows,
         }

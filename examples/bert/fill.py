@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from rich.table import Table
+from rich.text import Text
 
 from examples.bert.model import Bert
 
@@ -41,10 +42,7 @@ def make_table(config, params, batch, tokenizer, mask, num_tokens):
         at = positions[i]
         before, after = tokens[max(0, at - CONTEXT_TOKENS) : at], tokens[at + 1 : at + 1 + CONTEXT_TOKENS]
         around = " ____ ".join(tokenizer.decode(part.tolist()) for part in (before, after))
-        guess, truth = (show(tokenizer, token) for token in (filled[0, i], batch["labels"][0, i]))
-        table.add_row(repr(around)[1:-1], guess, f"{likely[0, i]:.2f}", truth)
+        guess, truth = (repr(tokenizer.decode([int(token)])) for token in (filled[0, i], batch["labels"][0, i]))
+        # As Text, so that brackets are no markup.
+        table.add_row(*map(Text, (repr(around)[1:-1], guess, f"{likely[0, i]:.2f}", truth)))
     return table
-
-
-def show(tokenizer, token):
-    return repr(tokenizer.decode([int(token)]))

@@ -100,9 +100,10 @@ class Bert(nn.Module):
         follows = None
         if cfg.predicts_next:
             follows = Dense(2, name="next")(nn.tanh(Dense(cfg.channels, name="pooler")(x[:, 0])))
-        x = jnp.take_along_axis(x, positions[..., None], axis=1)
         x = nn.gelu(Dense(cfg.channels, name="transform")(x), approximate=False)
         x = nn.LayerNorm(cfg.epsilon, name="transform_ln")(x)
+        # Picked only here, as a selection right behind the last block would become a part of it: another program.
+        x = jnp.take_along_axis(x, positions[..., None], axis=1)
         bias = self.param("bias", nn.initializers.zeros, (cfg.vocab_size,))
         return table.attend(x) + bias, follows
 

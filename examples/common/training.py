@@ -165,6 +165,9 @@ def load_carried(path, step, like):
     wanted, tree = jax.tree.flatten(like)
     if saved_step != step:
         raise InputError(f"{file} belongs to step {saved_step}, the state beside it to step {step}: save it again")
+    dtypes = [jax.dtypes.result_type(leaf) for leaf in wanted]
+    # NumPy reads what is not its own, as bfloat16, as bytes.
+    saved = [leaf.view(dtype) if leaf.dtype.kind == "V" else leaf for leaf, dtype in zip(saved, dtypes)]
     kinds = [[(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves] for leaves in (saved, wanted)]
     if kinds[0] != kinds[1]:
         raise InputError(f"{file} was saved with another --batch, --size or --compute-dtype: resume with the same ones")

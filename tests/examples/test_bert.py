@@ -1,20 +1,20 @@
 """examples/bert: its model against NumPy and the published sizes, its batches, its command line from end to end."""
 
 import dataclasses
-import json
 import math
-import random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 from scipy.special import erf, log_softmax
 
 from examples.bert import data, fill, masking, model, train
 from examples.common.training import count_parameters
 from jaxferry.errors import InputError
 from jaxferry.partition import partition
+from metrics_files import read_losses, read_metrics
 from plain_optax import assert_same_losses
 
 SMALL = model.Config(num_layers=2, num_heads=2, channels=16, max_length=16, vocab_size=64)
@@ -30,9 +30,19 @@ def params():
     return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])
 
 
-def make_batches(length=16, batch_size=3):
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """What batches ask of a tokenizer."""
+
+    size: int
+
+    def get_vocab_size(self):
+        return self.size
+
+
+def make_batches():
     tokens = np.random.default_rng(1).integers(SPECIAL, SMALL.vocab_size, size=2000).astype(np.uint16)
-    return data.Pairs(tokens, batch_size, length, 0, SMALL.vocab_size)
+    return data.Pairs(tokens, 3, 16, 0, Vocabulary(SMALL.vocab_size))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +127,7 @@ def test_sizes_are_the_published_ones(size, encoder, C):
 
 
 def test_losses_agree_with_a_plain_optax_loop(params):
-    assert_same_losses(model.make_loss(SMALL), train.make_optimizer(1e-3), params, make_batches())
+    assert_same_losses(model.make_loss(SMALL), train.BERT.make_optimizer(1e-3), params, make_batches())
 
 
 def test_losses_with_dropout_agree_too(params):
@@ -127,7 +137,7 @@ def test_losses_with_dropout_agree_too(params):
         return {**draw(step), "key": jax.random.fold_in(jax.random.key(0), step)}
 
     config = dataclasses.replace(SMALL, dropout=0.1)
-    assert_same_losses(model.make_loss(config), train.make_optimizer(1e-3), params, batches)
+    assert_same_losses(model.make_loss(config), train.BERT.make_optimizer(1e-3), params, batches)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
@@ -144,7 +154,7 @@ def test_all_blocks_share_one_program_and_only_the_hidden_state_crosses(rate, pa
 
 
 def test_weights_decay_but_not_biases_and_norms(params):
-    step = train.make_optimizer(1.0)
+    step = train.BERT.make_optimizer(1.0)
     zeros = jax.tree.map(jnp.zeros_like, params)
     state = step.init(params)
     for _ in range(2):
@@ -177,7 +187,7 @@ def test_the_masked_share_is_hidden_replaced_or_kept():
 
 
 def test_a_row_is_two_spans_that_follow_each_other_or_not():
-    batches = data.Pairs(np.arange(SPECIAL, 5000, dtype=np.uint16), 64, 32, 0, 5000)
+    batches = data.Pairs(np.arange(SPECIAL, 5000, dtype=np.uint16), 64, 32, 0, Vocabulary(5000))
     batch = batches(3)
     tokens = batch["tokens"].copy()
     np.put_along_axis(tokens, batch["positions"], batch["labels"], 1)
@@ -201,7 +211,7 @@ def test_a_batch_depends_on_seed_and_step_alone():
     tokens = np.random.default_rng(1).integers(SPECIAL, 64, size=2000).astype(np.uint16)
 
     def draw(seed, step):
-        return data.Pairs(tokens, 4, 16, seed, 64)(step)
+        return data.Pairs(tokens, 4, 16, seed, Vocabulary(64))(step)
 
     first, again = draw(0, 7), draw(0, 7)
     assert all((first[name] == again[name]).all() for name in first)
@@ -218,18 +228,25 @@ def test_what_is_filled_in_is_the_likeliest_token(params, batch):
         np.testing.assert_allclose(likely[b], np.exp(log_softmax(expected, axis=-1)).max(-1), rtol=1e-4)
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def test_the_table_of_filled_in_tokens_shows_the_text_as_it_is(params, batch):
+    class Tokenizer:
+        def decode(self, tokens):
+            return "".join(f"[/{token}]" for token in tokens)
 
-
-@pytest.fixture
-def text(tmp_path):
-    words = ["Fähre", "ferry", "laden", "löschen", "    return", "the", "of", "\n"]
-    file = tmp_path / "text.txt"
-    file.write_text(" ".join(random.Random(0).choices(words, k=6000)))
-    return file
+    hidden = {name: batch[name].copy() for name in batch}
+    np.put_along_axis(hidden["tokens"], hidden["positions"], data.MASK, axis=1)
+    console = Console(width=400)
+    with console.capture() as capture:
+        console.print(fill.make_table(SMALL, params, hidden, Tokenizer(), data.MASK, 1))
+    at, label = min(zip(hidden["positions"][0].tolist(), hidden["labels"][0].tolist()))
+    _, row = capture.get().rstrip().split("\n")
+    around, guess, probability, truth = row.split("  ", 1)[0], *row.split()[-3:]
+    before = "".join(f"[/{token}]" for token in hidden["tokens"][0, max(0, at - fill.CONTEXT_TOKENS) : at])
+    assert around.strip().startswith(f"{before} ____ ")
+    filled, likely = fill.fill_in(SMALL, params, hidden)
+    i = hidden["positions"][0].tolist().index(at)
+    assert (guess, truth) == (f"'[/{filled[0, i]}]'", f"'[/{label}]'")
+    assert probability == f"{likely[0, i]:.2f}"
 
 
 @pytest.fixture
@@ -241,10 +258,6 @@ def small(monkeypatch):
 def run(text, *args):
     small = ["--batch", "2", "--seq", "16", "--sample-tokens", "0"]
     return train.main(["--data", str(text), *small, *map(str, args)])
-
-
-def read_metrics(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_the_tokenizer_knows_the_words_and_the_special_tokens(cache, text):
@@ -273,8 +286,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(small, cache, text, tmp_path):
     assert run(text, "--steps", 6, "--metrics", whole) == 0
     assert run(text, "--steps", 3, "--metrics", parts, "--save", tmp_path / "saved") == 0
     assert run(text, "--steps", 6, "--metrics", parts, "--resume", tmp_path / "saved") == 0
-    losses = [[(record["step"], record["loss"]) for record in read_metrics(file)] for file in (whole, parts)]
-    assert losses[0] == losses[1]
+    assert read_losses(whole) == read_losses(parts)
 
 
 @pytest.mark.parametrize(
@@ -298,4 +310,4 @@ def test_bad_input_is_one_line_and_status_2(args, message, cache, text, capsys):
 
 def test_a_text_shorter_than_a_row_is_refused():
     with pytest.raises(InputError, match="--seq must be below the 8 tokens"):
-        data.Pairs(np.arange(8, dtype=np.uint16), 1, 8, 0, 100)
+        data.Pairs(np.arange(8, dtype=np.uint16), 1, 8, 0, Vocabulary(100))
