@@ -13,14 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import save_file
 
 import data
 import jaxferry
 import model
 import sample
 import train
+import weights
 from jaxferry.errors import InputError
 from jaxferry.partition import partition
+from planned import assert_same_bits
 
 SMALL = model.Config(num_layers=2, num_heads=2, channels=16, max_length=12, vocab_size=37)
 
@@ -222,6 +225,40 @@ def test_a_text_shorter_than_a_row_is_refused():
     data.Batches(np.arange(9, dtype=np.uint16), 1, 8, 0)
     with pytest.raises(InputError, match="--seq must be below the 8 tokens"):
         data.Batches(np.arange(8, dtype=np.uint16), 1, 8, 0)
+
+
+def published(params):
+    """The parameters as Hugging Face's checkpoints have them, with masks and the tied head."""
+    p = jax.tree.map(np.asarray, params)
+
+    def of(name, node, weight):
+        return {f"{name}.weight": node[weight], f"{name}.bias": node["bias"]}
+
+    tensors = {"wte.weight": p["wte"]["embedding"], "wpe.weight": p["wpe"]["embedding"]}
+    tensors |= of("ln_f", p["ln_f"], "scale") | {"lm_head.weight": p["wte"]["embedding"]}
+    for i in range(SMALL.num_layers):
+        block = p[f"h_{i}"]
+        tensors |= of(f"h.{i}.ln_1", block["ln_1"], "scale") | of(f"h.{i}.ln_2", block["ln_2"], "scale")
+        tensors |= of(f"h.{i}.attn.c_attn", block["qkv"], "kernel") | of(f"h.{i}.attn.c_proj", block["proj"], "kernel")
+        tensors |= of(f"h.{i}.mlp.c_fc", block["up"], "kernel") | of(f"h.{i}.mlp.c_proj", block["down"], "kernel")
+        tensors[f"h.{i}.attn.bias"] = np.tril(np.ones((1, 1, 12, 12), np.float32))
+    return {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_published_weights_become_the_model_that_they_are(prefix, params, tmp_path):
+    tensors = {name if name == "lm_head.weight" else prefix + name: t for name, t in published(params).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    step = jaxferry.train_step(model.make_loss(SMALL), optax.sgd(0.1))
+    assert_same_bits(step.init(weights.load(SMALL, tmp_path)).params, params)
+
+
+def test_weights_of_another_size_are_refused_by_name(params, tmp_path):
+    save_file(published(params), tmp_path / "model.safetensors")
+    with pytest.raises(
+        InputError, match=r"missing: h\.2\.attn\.c_attn\.bias, .*: wpe\.weight is \[12, 16\]"
+    ):
+        weights.load(dataclasses.replace(SMALL, num_layers=3, max_length=16), tmp_path)
 
 
 @pytest.fixture
