@@ -31,6 +31,7 @@ from jaxferry.engine import (
     Recorder,
     StepResult,
     TrainState,
+    Transport,
     Use,
     Variants,
     checkpoint,
@@ -54,7 +55,17 @@ from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.modes import Mode, Remat
 from jaxferry.options import MEASURE, Options, read_options
-from jaxferry.partition import AUTO, Layer, Partition, Trainable, frozen_leaves, layers_by_path, partition
+from jaxferry.partition import (
+    AUTO,
+    ForwardPartition,
+    Layer,
+    Partition,
+    Trainable,
+    frozen_leaves,
+    layers_by_path,
+    partition,
+    partition_forward,
+)
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
@@ -200,6 +211,7 @@ class TrainStep:
         self._layers: tuple[Layer, ...] | None = None
         self._prepared: dict[Any, Prepared] = {}
         self._evaluators: dict[Any, Evaluator] = {}
+        self._transports: dict[tuple[Layer, ...], Transport] = {}
         self._has_warned = False
 
     def init(self, params: Any) -> TrainState:
@@ -207,6 +219,8 @@ class TrainStep:
 
         Args:
           params: the model's tree of parameters: NumPy or JAX arrays of a real floating-point dtype. They are copied.
+            Leaves may also be read only now, one after the other: anything with `shape` and `dtype` that `np.asarray`
+            reads, and piece by piece the tensors of `jaxferry.pretrained`.
 
         Raises:
           InputError: if a parameter is not real floating point.
@@ -301,24 +315,46 @@ class TrainStep:
     def evaluate(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
         """What the loss function returns for the current parameters, layer by layer, without derivatives.
 
+        The memory budget holds for it as well.
+
         Args:
           state: the training state.
           *args: as for the step.
           **kwargs: likewise.
+
+        Raises:
+          BudgetError: if it does not fit into `memory_budget`.
+        """
+        return self.apply(state, self._loss_fn, *args, **kwargs)
+
+    def apply(self, state: TrainState, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What any function of the parameters returns for the current ones, layer by layer, without derivatives.
+
+        The function is cut into segments as the loss function is, and run under the same memory budget; for instance
+        the logits of a last position, with the keys and values of earlier ones as an argument and a result.
+
+        Args:
+          state: the training state.
+          function: `function(params, *args, **kwargs)` returns a tree of arrays; it sees the parameters in the compute
+            dtype. It is compiled once for each structure of its arguments, as by `jax.jit`: give the same object again.
+          *args: arrays, or trees of them.
+          **kwargs: likewise; booleans, strings and None are handed through as they are.
+
+        Returns:
+          What the function returns, with arrays on the device.
+
+        Raises:
+          BudgetError: if it does not fit into `memory_budget`.
+          PartitionError: if the function reads no parameter.
         """
         self._check(state)
-        key = _structure(args, kwargs)
-        if key not in self._evaluators:
-            parts = self._partition(args, kwargs)
-            transport = make_transport(self._transport, self._placement, parts.layers)
-            self._evaluators[key] = Evaluator(parts, self._placement, transport)
-        evaluator = self._evaluators[key]
+        evaluator = self._evaluator(function, args, kwargs)
         state.settle()
         state.arrange(evaluator.partition.layers)
         state.fill()
-        loss, aux = evaluator.run(state, _leaves(args, kwargs))
-        tree = evaluator.partition.aux_tree
-        return loss if tree is None else (loss, jax.tree.unflatten(tree, aux))
+        graphs = [prepared.partition.graph for prepared in self._prepared.values()]
+        held_bytes = sum(graph.num_bytes(constant) for graph in graphs for constant in graph.constants)
+        return evaluator.run(state, _leaves(args, kwargs), held_bytes)
 
     def recorded(self) -> Run | None:
         """When each task of the last steps started and ended, in seconds from the start of the first of them.
@@ -390,7 +426,8 @@ class TrainStep:
         layers = layers_by_path(params, compute_dtype)
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         if self._optimizer is None or self._params != abstract:
-            self._params, self._prepared, self._evaluators, self._layers = abstract, {}, {}, None
+            self._params, self._prepared, self._layers = abstract, {}, None
+            self._evaluators, self._transports = {}, {}
             dtypes = _master_dtypes(layers)
             leaves, tree = jax.tree.flatten(abstract)
             masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
@@ -440,8 +477,37 @@ class TrainStep:
         loss_fn, dtype = functools.partial(self._loss_fn, **flags), self._compute_dtype(self._params)
         known, frozen = self._layers, self._host_optimizer().frozen
         parts = partition(loss_fn, self._params, args, arrays, compute_dtype=dtype, layers=known, frozen=frozen)
-        self._layers = self._layers or parts.layers
+        if self._layers is None:
+            # What was evaluated before in layers of its own takes over these, so that the state need not change them.
+            self._layers, self._evaluators = parts.layers, {}
         return parts
+
+    def _evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
+        key = (function, _structure(args, kwargs))
+        if key not in self._evaluators:
+            parts = self._forward_partition(function, args, kwargs)
+            transport, is_native = self._transport_of(parts.layers), self._transport == "ferry"
+            budget = self._options.memory_budget_bytes
+            self._evaluators[key] = Evaluator(parts, self._placement, transport, is_native, budget)
+        return self._evaluators[key]
+
+    def _forward_partition(
+        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> ForwardPartition:
+        if function is self._loss_fn:
+            return self._partition(args, kwargs)
+        arrays, flags = _split(kwargs)
+        function, dtype = functools.partial(function, **flags), self._compute_dtype(self._params)
+        frozen = self._host_optimizer().frozen
+        return partition_forward(
+            function, self._params, args, arrays, compute_dtype=dtype, layers=self._layers, frozen=frozen
+        )
+
+    def _transport_of(self, layers: tuple[Layer, ...]) -> Transport:
+        """What moves these layers: one for all programs, so that none keeps memory from another."""
+        if layers not in self._transports:
+            self._transports[layers] = make_transport(self._transport, self._placement, layers)
+        return self._transports[layers]
 
     def _prepare(self, args: Any, kwargs: Any) -> Prepared:
         options = self._options
@@ -458,7 +524,7 @@ class TrainStep:
         if needs_all or not self._host_optimizer().is_by_layer(parts.layers):
             plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
         gradients = [layer.gradient for layer in plan.layers]
-        transport = make_transport(self._transport, self._placement, parts.layers)
+        transport = self._transport_of(parts.layers)
 
         def lowered(modes: Sequence[Mode], recomputes: Sequence[bool]) -> Schedule:
             chosen = zip(plan.layers, modes, recomputes, strict=True)

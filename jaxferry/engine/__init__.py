@@ -21,6 +21,7 @@ from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.script import Event, Peak, kept_layers, lower_plan, make_script, peak_bytes
 from jaxferry.engine.shadow import Kind, Source, Target, Use, onto_sums, resident_layers, shadow_model
 from jaxferry.engine.state import TrainState
+from jaxferry.engine.transfers import Transport
 from jaxferry.engine.transports import TRANSPORTS, choose_transport, make_transport
 from jaxferry.engine.variants import Variants
 
@@ -41,6 +42,7 @@ __all__ = [
     "StepResult",
     "Target",
     "TrainState",
+    "Transport",
     "Use",
     "Variants",
     "checkpoint",

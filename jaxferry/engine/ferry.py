@@ -54,7 +54,7 @@ class Ferry(Transport):
         layout = self._layers[layer].layout
         free = self._free.setdefault(layout, [])
         if not free:
-            self._clear()
+            self.release()
             free.append(self._program("buffers", layer)())
         load, wait = self._program("load", layer), self._program("arrived", layer)
         under_way = self._under_way
@@ -80,8 +80,8 @@ class Ferry(Transport):
         # A copy that nobody has waited for may still be writing.
         self._free.setdefault(self._layers[held.layer].layout, []).append(held.parameters())
 
-    def _clear(self) -> None:
-        """Frees the buffers of layers that are gone, so that there are never more than were in use at a time."""
+    def release(self) -> None:
+        """See `Transport.release`; loads call it, so that there are never more buffers than were in use at a time."""
         for buffers in self._free.values():
             while buffers:
                 for array in buffers.pop():

@@ -106,6 +106,9 @@ class Transport:
             self.device_bytes += num_bytes
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
+    def release(self) -> None:
+        """Frees device memory that is kept for later loads."""
+
     def abandon(self, kept: Iterable[DeviceLayer]) -> None:
         """Drops what was loaded and lost by an interrupt before anybody knew of it: all but `kept`."""
 
