@@ -27,6 +27,7 @@ TARGETS = (
     "ferry_load",
     "ferry_store",
     "ferry_wait",
+    "mark",
 )
 
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden"]
