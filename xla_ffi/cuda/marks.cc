@@ -46,22 +46,26 @@ void DeviceMarks::NoteWait(cudaStream_t stream) {
 }
 
 void DeviceMarks::NoteStart(MarkQueue queue, cudaStream_t stream) {
-  SharedEvent& start = starts_[queue == MarkQueue::kStores];
+  SharedEvent& start = CopiedBy(queue).start;
   if (start == nullptr && TheMarks().IsAnyOpen()) start = Record(stream);
 }
 
-void DeviceMarks::Add(int ordinal, const void* token, MarkQueue queue, cudaStream_t stream) {
+void DeviceMarks::NoteEnd(MarkQueue queue, cudaStream_t stream) {
+  if (TheMarks().IsAnyOpen()) CopiedBy(queue).end = Record(stream);
+}
+
+void DeviceMarks::AddProgram(int ordinal, const void* token, cudaStream_t stream) {
   SharedEvent end = Record(stream);
-  SharedEvent start;
-  if (queue != MarkQueue::kProgram) {
-    start = std::exchange(starts_[queue == MarkQueue::kStores], nullptr);
-  } else {
-    // Events of another stream say nothing of what this one was waiting for.
-    if (stream == programs_) start = std::move(last_);
-    last_ = end;
-    programs_ = stream;
-  }
+  // Events of another stream say nothing of what this one was waiting for.
+  SharedEvent start = stream == programs_ ? std::move(last_) : nullptr;
+  last_ = end;
+  programs_ = stream;
   TheMarks().Add(token, {ordinal, std::move(start), std::move(end)});
+}
+
+void DeviceMarks::AddCopies(int ordinal, const void* token, MarkQueue queue) {
+  Copied copied = std::exchange(CopiedBy(queue), {});
+  TheMarks().Add(token, {ordinal, std::move(copied.start), std::move(copied.end)});
 }
 
 DeviceMarks::Now DeviceMarks::ReadClocks() {
@@ -83,8 +87,8 @@ DeviceMarks::Now DeviceMarks::ReadClocks() {
 }
 
 void RunMark(Device& device, int ordinal, const void* token, MarkQueue queue, cudaStream_t stream) {
-  const cudaStream_t streams[] = {stream, device.loads.get(), device.stores.get()};
-  device.marks.Add(ordinal, token, queue, streams[static_cast<int>(queue)]);
+  if (queue == MarkQueue::kProgram) return device.marks.AddProgram(ordinal, token, stream);
+  device.marks.AddCopies(ordinal, token, queue);
 }
 
 void ReadMarks(int64_t count, const void* const* tokens, const int64_t* numbers, double* starts_s, double* ends_s) {
@@ -93,7 +97,7 @@ void ReadMarks(int64_t count, const void* const* tokens, const int64_t* numbers,
     std::optional<Span> span = TheMarks().Find(tokens[i], numbers[i]);
     if (!span) continue;
     const CurrentDevice current(span->ordinal);
-    if (span->end->HasRun()) spans[static_cast<size_t>(i)] = std::move(span);
+    if (span->end != nullptr && span->end->HasRun()) spans[static_cast<size_t>(i)] = std::move(span);
   }
   // Read after all of these have run, and so later than any of them.
   std::map<int, DeviceMarks::Now> clocks;

@@ -21,7 +21,7 @@ using SharedEvent = std::shared_ptr<const Event>;
 struct Span {
   int ordinal;
   SharedEvent start;  // null where nothing is known of what came before
-  SharedEvent end;
+  SharedEvent end;    // null where there was nothing to mark
 };
 
 // The marks of all devices: addresses of tokens differ between them.
@@ -32,10 +32,13 @@ class DeviceMarks {
  public:
   // The stream was made to wait: what it is given from now on starts after that.
   void NoteWait(cudaStream_t stream);
-  // A queue is about to be given copies.
+  // A queue of copies is about to be given some, or has been; whoever is told of their end must be told after this.
   void NoteStart(MarkQueue queue, cudaStream_t stream);
-  // A mark behind what the stream was given last, which is that of the queue.
-  void Add(int ordinal, const void* token, MarkQueue queue, cudaStream_t stream);
+  void NoteEnd(MarkQueue queue, cudaStream_t stream);
+  // Marks what the stream has run so far.
+  void AddProgram(int ordinal, const void* token, cudaStream_t stream);
+  // Marks what the queue was given since its last mark.
+  void AddCopies(int ordinal, const void* token, MarkQueue queue);
 
   // A moment by both clocks.
   struct Now {
@@ -45,14 +48,19 @@ class DeviceMarks {
   Now ReadClocks();
 
  private:
+  struct Copied {
+    SharedEvent start, end;
+  };
+
   SharedEvent Record(cudaStream_t stream);
+  Copied& CopiedBy(MarkQueue queue) { return copied_[queue == MarkQueue::kStores]; }
 
   EventPool events_{cudaEventDefault};
   // The last event on the stream that programs run on, and which that is.
   SharedEvent last_;
   cudaStream_t programs_ = nullptr;
-  // Since the last mark of each queue of copies.
-  SharedEvent starts_[2];
+  // Of the copies since the last mark, loads and stores.
+  Copied copied_[2];
   // Of its own, so that nothing that is under way holds it up.
   std::optional<Stream> clock_;
 };

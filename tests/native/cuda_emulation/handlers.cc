@@ -46,7 +46,7 @@ extern "C" __attribute__((visibility("default"))) void emulation_synchronize() {
 extern "C" __attribute__((visibility("default"))) void emulation_marks_read(int64_t count, const void* const* tokens,
                                                                             const int64_t* numbers, double* starts_s,
                                                                             double* ends_s) {
-  const auto lock = Lock();
+  const auto lock = emulation::Lock();
   jaxferry_marks_read(count, tokens, numbers, starts_s, ends_s);
 }
 
