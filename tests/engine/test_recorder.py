@@ -26,6 +26,7 @@ from jaxferry.schedule import Kind, Lane, ProgramFacts, repeat, schedule_step
 from jaxferry.simulate import machine
 from native_calls import load, wait
 from profiles import deterministic, planned
+from recorded import check_times
 
 WIDTH = 256
 
@@ -104,17 +105,6 @@ def perceptron(num_layers=4):
         return jnp.mean(x**2)
 
     return loss_fn, params, np.ones((4, WIDTH), np.float32)
-
-
-def check_times(run):
-    """Everything follows what it waits for, and the lanes of the device their order."""
-    last = {}
-    for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
-        assert 0 <= start <= end, task
-        assert all(run.ends_s[earlier] <= start for earlier in task.after), task
-        if task.lane is not Lane.HOST:
-            assert start >= last.get(task.lane, 0.0), task
-            last[task.lane] = end
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from native import emulated_cuda
 from native.native_operations import check_product, numbers
 from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSuite
 from planned import assert_same_bits
+from recorded import check_times
 
 
 @pytest.fixture(scope="module")
@@ -269,9 +270,11 @@ class TestMarks(MarkSuite):
         assert_same_bits(state.params, expected[0].params)
         run = step.recorded()
         assert run.schedule.steps == 3
+        check_times(run)
+        assert max(run.ends_s) <= took_s
         for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
-            assert 0 <= start <= end <= took_s, task
-            assert all(run.ends_s[earlier] <= start for earlier in task.after), task
+            # Forward and backward of the last layer are one program.
+            assert start < end or task.name == "backward c", task
         counts = []
         for _ in range(3):
             for _ in range(5):
