@@ -92,7 +92,8 @@ def _has_ended(work: Work) -> bool:
 
 def _times(steps: Sequence[tuple[Work, StepMarks | None]]) -> dict[int, tuple[float, float]]:
     """What is known of each task of a chain of steps."""
-    known, offset = {}, 0
+    known: dict[int, tuple[float, float]] = {}
+    offset = 0
     for work, marks in steps:
         times = {} if marks is None else marks.times()
         known |= {index + offset: seen for index, seen in times.items()}

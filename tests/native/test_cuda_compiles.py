@@ -190,7 +190,8 @@ class TestProgramsForAnH200:
             assert [found.target for found in custom_calls(executable)] == [f"jaxferry_ferry_{name}", "jaxferry_mark"]
             check_host_operands(executable)
             stats = executable.get_compiled_memory_stats()
-            assert stats.temp_size_in_bytes == stats.host_temp_size_in_bytes == 0
+            # A table of the results' addresses is all that there may be.
+            assert stats.temp_size_in_bytes < 64 and stats.host_temp_size_in_bytes == 0
             assert stats.alias_size_in_bytes + stats.host_alias_size_in_bytes >= moved
 
     @pytest.mark.parametrize("where", [DEVICE, HOST])
