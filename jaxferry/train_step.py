@@ -135,7 +135,8 @@ def train_step(
       transport: `"ferry"`: the native library moves layers and gradients on queues of its own, and computes in host
         memory (the default where it is built). `"device_put"`: plain JAX does both by copies, with the same results but
         for the order in which products in host memory are summed.
-      record_steps: of how many of the last steps `TrainStep.recorded` tells the times of all tasks; 0 records nothing.
+      record_steps: of how many of the last steps `TrainStep.recorded` tells the times of all tasks; 0 records nothing,
+        and costs nothing.
 
     Raises:
       InputError: if an argument is not acceptable.
@@ -361,6 +362,13 @@ class TrainStep:
 
         `jaxferry.simulate.trace.chrome_trace` makes of it a document for Perfetto, as it does of what was predicted.
         None if no step has ended, or `record_steps` is 0. Steps whose updates are under way are left out.
+
+        Where the device is an accelerator, its tasks' times are the device's own. With `transport="ferry"` they are
+        those of events on its queues, put on the host's clock to some 10 microseconds; none starts before it was
+        issued. With `transport="device_put"`, and for rows of lookups always, threads wait for results: ends are some
+        tens of microseconds late, starts are those of the machine model (what a task waited for has ended, and the task
+        before in its lane), and a copy that was freed before a thread could wait for it counts as no time. This call
+        waits for what the device has left to do of these steps.
         """
         return None if self._recorder is None else self._recorder.run()
 

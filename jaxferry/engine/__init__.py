@@ -4,6 +4,7 @@ Placement   where arrays live          Programs    what runs on the device
 script      what happens in which order HostOptimizer what runs on the host
 TrainState  what outlives a step       Executor    carries out the tasks of a step
 Lanes       the threads that it has    Recorder    when each task started and ended
+                                       Marks       the same on a device that works by itself
 """
 
 from jaxferry.engine import checkpoint
