@@ -240,7 +240,8 @@ def test_the_table_of_filled_in_tokens_shows_the_text_as_it_is(params, batch):
         console.print(fill.make_table(SMALL, params, hidden, Tokenizer(), data.MASK, 1))
     at, label = min(zip(hidden["positions"][0].tolist(), hidden["labels"][0].tolist()))
     _, row = capture.get().rstrip().split("\n")
-    around, guess, probability, truth = row.split("  ", 1)[0], *row.split()[-3:]
+    around = row.split("  ", 1)[0]
+    guess, probability, truth = row.split()[-3:]
     before = "".join(f"[/{token}]" for token in hidden["tokens"][0, max(0, at - fill.CONTEXT_TOKENS) : at])
     assert around.strip().startswith(f"{before} ____ ")
     filled, likely = fill.fill_in(SMALL, params, hidden)
