@@ -255,9 +255,7 @@ def test_published_weights_become_the_model_that_they_are(prefix, params, tmp_pa
 
 def test_weights_of_another_size_are_refused_by_name(params, tmp_path):
     save_file(published(params), tmp_path / "model.safetensors")
-    with pytest.raises(
-        InputError, match=r"missing: h\.2\.attn\.c_attn\.bias, .*: wpe\.weight is \[12, 16\]"
-    ):
+    with pytest.raises(InputError, match=r"missing: h\.2\.attn\.c_attn\.bias, .*: wpe\.weight is \[12, 16\]"):
         weights.load(dataclasses.replace(SMALL, num_layers=3, max_length=16), tmp_path)
 
 
