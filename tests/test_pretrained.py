@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import save_file
 
 import jaxferry
 from jaxferry import pretrained
 from jaxferry.engine import initialise
 from planned import assert_same_bits
-
-safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
 RNG = np.random.default_rng(0)
 TENSORS = {
@@ -45,7 +44,7 @@ def loss_fn(params, scale):
 
 
 def save(tensors, file):
-    safetensors_numpy.save_file({name: np.array(array, order="C") for name, array in tensors.items()}, file)
+    save_file({name: np.array(array, order="C") for name, array in tensors.items()}, file)
     return file
 
 
