@@ -58,12 +58,8 @@ def train(
         policy=policy,
         compute_dtype=dtype,
     )
-<<<<<<< HEAD
-    train_batches, valid_batches = (Batches(tokens, batch, seq, seed) for tokens in (corpus.train, corpus.validation))
-=======
     train_batches = Batches(corpus.train, batch, seq, seed)
     valid_batches = Batches(corpus.validation, batch, seq, seed)
->>>>>>> examples-vision-llama
     run = Run(step, train_batches, valid_batches, batch * seq)
     init_fn = model.make_init(config)
     run.start(init_fn, seed, resume, None if weights is None else published.load(config, weights, seed))
