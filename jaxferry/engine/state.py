@@ -211,8 +211,8 @@ class TrainState:
             numbers = {leaf.vector for leaf in missing}
             flat = {number: np.asarray(jax.device_put(vectors[number], self._placement.host)) for number in numbers}
             for leaf in missing:
-                array = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
-                found.setdefault(leaf.source, {})[leaf.part] = on_host(array, self._placement)
+                cut_out = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
+                found.setdefault(leaf.source, {})[leaf.part] = on_host(cut_out, self._placement)
         return found
 
     def _trained(self) -> dict[int, dict[Part | None, jax.Array]]:
