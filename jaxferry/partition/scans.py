@@ -29,7 +29,7 @@ class Scan:
         self.equation = equation
         self.length, self.is_reverse = int(params["length"]), bool(params["reverse"])
         self.jaxpr: core.ClosedJaxpr = params["jaxpr"]
-        first, self.num_carry = int(params["num_consts"]), int(params["num_carry"])
+        first, self.num_carry = _numbers_of_operands(params)
         self.consts, self.carry = inputs[:first], inputs[first : first + self.num_carry]
         self.xs = inputs[first + self.num_carry :]
 
@@ -207,6 +207,14 @@ class _Search:
         return found
 
 
+def _numbers_of_operands(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried; the others are taken slice by slice."""
+    if "num_consts" in params:
+        return int(params["num_consts"]), int(params["num_carry"])
+    consts, carry, _ = params["ft_in"].unpack()  # JAX 0.12 keeps the trees of all three in place of numbers
+    return len(consts), len(carry)
+
+
 def axis_before(equation: Equation, axis: int) -> int:
     """Where an axis of the result of an equation that works by part lies in its operands."""
     return int(equation.params["permutation"][axis]) if equation.primitive.name == "transpose" else axis
@@ -244,7 +252,7 @@ def _scanned_over(jaxpr: core.Jaxpr) -> set[Any]:
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and int(eqn.params["length"]) > 1:
-            found.update(v for v in eqn.invars[int(eqn.params["num_consts"]) + int(eqn.params["num_carry"]) :])
+            found.update(eqn.invars[sum(_numbers_of_operands(eqn.params)) :])
         for inner in _jaxprs_in(eqn):
             scanned = _scanned_over(inner)
             pairs = zip(reversed(inner.invars), reversed(eqn.invars), strict=False)
