@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import time
@@ -102,8 +103,10 @@ class Marks:
         """Start and end of tasks by the numbers of their marks."""
         if self._library is None or not numbers:
             return {}
-        # Whatever has been issued has been marked then, and whatever has been marked has ended.
-        jax.block_until_ready(list(self._results.values()))
+        # Whatever has been issued has been marked then, and whatever has been marked has ended. Of a program that has
+        # failed nothing is known here; its own step tells why.
+        with contextlib.suppress(RuntimeError):
+            jax.block_until_ready(list(self._results.values()))
         self._library.synchronize()
         addresses = [self._addresses[index] for index in numbers]
         return dict(zip(numbers, self._library.read_marks(addresses, list(numbers.values())), strict=True))
