@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.flight import Flight, StepResult
-from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Lanes, TaskList, Work
+from jaxferry.engine.marks import Marks
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs, squared_norm
 from jaxferry.engine.recorder import Recorder
@@ -34,6 +35,7 @@ from jaxferry.engine.script import Event, programs_of
 from jaxferry.engine.shadow import Kind, Source, Target
 from jaxferry.engine.state import Accumulated, LateFailure, TrainState, UnderWay, task_error, to_pinned
 from jaxferry.engine.transfers import DeviceLayer, Transport, Vectors
+from jaxferry.engine.units import Unit
 from jaxferry.errors import StateError
 from jaxferry.partition import Partition, Segment
 from jaxferry.schedule import Kind as TaskKind
@@ -99,6 +101,7 @@ class Executor:
         self._total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
         self._norm_thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")
         self._no_norm = jax.device_put(np.float32(0), placement.host_compute)
+        self._marks = self._make_marks()
 
     def step(self, state: TrainState, batch: Sequence[Any]) -> StepResult:
         """Takes one step, which updates `state`; its updates may still be under way.
@@ -115,6 +118,7 @@ class Executor:
             flight = self._begin(state, batch)
             self._transfers.reset_peak(state.resident.values() if previous is None else None)
             lanes = (Lane.GPU, Lane.D2H)
+            flight.marks = None if self._marks is None else self._marks.begin()
             flight.work = work = self._lanes.make(self._tasks, functools.partial(self._act, state, flight), previous)
             self._lanes.submit(work)
             work.wait(lanes, interrupts.are_raised)
@@ -122,9 +126,11 @@ class Executor:
             if work.is_over(lanes) and not work.is_stopped and work.failure is None:
                 state.in_flight = UnderWay(work, again)
                 if self._recorder is not None:
-                    self._recorder.add(work)
+                    self._recorder.add(work, flight.marks)
                 if (result := self._finished(state, flight)) is not None:
                     return result
+            # Some programs may have been issued whose marks never come.
+            self._marks = self._make_marks()
             is_sum_lost = flight.has_added and not flight.is_updating and self._replay.has_lost_sums(flight)
             if work.failure is not None and is_sum_lost:
                 # All gradients since the last update are lost with it.
@@ -144,6 +150,12 @@ class Executor:
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
         self._optimizer.compile_updates(state.units, state.layers, [uses > 0 for uses in self._num_uses])
+
+    def _make_marks(self) -> Marks | None:
+        """What notes when tasks start and end; None if the threads see that, or nobody wants to know."""
+        if self._recorder is None or self._placement.is_cpu:
+            return None
+        return Marks(self._placement, self._recorder.num_steps, self._transfers.library)
 
     def _previous(self, state: TrainState) -> Work | None:
         """The work whose updates this step's loads wait for; anything else under way is waited for here."""
@@ -266,12 +278,12 @@ class Executor:
         task = self._tasks.tasks[index]
         layer = self.partition.segments[task.layer].layer
         if task.kind in (TaskKind.LOAD, TaskKind.RELOAD):
-            flight.copies[index] = self._transfers.load(layer, state.vectors[layer])
-            self._arrived(flight.copies[index])
+            held = flight.copies[index] = self._transfers.load(layer, state.vectors[layer], flight.mark(index))
+            self._arrived(held)
         elif task.kind is TaskKind.REFRESH and flight.is_last:
             self._transfers.drop(state.resident[layer])
-            state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
-            self._arrived(state.resident[layer])
+            held = state.resident[layer] = self._transfers.load(layer, state.vectors[layer], flight.mark(index))
+            self._arrived(held)
         elif index in self._places:
             self._run(index, state, flight)
         elif task.kind is TaskKind.OFFLOAD:
@@ -293,6 +305,7 @@ class Executor:
             if not self._may_add(segment.layer, flight):
                 return
             event = self._onto_sums(event, flight)
+        ended: Any
         if event.kind is Kind.BACKWARD:
             ended = self._backward(index, event, state, flight)
         else:
@@ -302,18 +315,21 @@ class Executor:
                 [values[v] for v in segment.passive],
             )
             if event.kind is Kind.FORWARD:
-                outputs, extras, saved, finite = ended = self._ran(self.programs[event.use](*arguments))
+                outputs, extras, saved, finite = self._ran(self.programs[event.use](*arguments))
                 flight.saved[event.segment] = saved
             else:
                 destinations = self._destinations(event, segment.layer, flight)
-                ended = self._ran(self.programs[event.use](*destinations, *arguments, *flight.seed))
-                gradients, (outputs, extras, finite, cotangents), norm = ended
+                made = self._ran(self.programs[event.use](*destinations, *arguments, *flight.seed))
+                gradients, (outputs, extras, finite, cotangents), norm = made
                 self._receive(event, segment, flight, gradients, cotangents, norm)
             values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
             flight.finite.append(finite)
+            ended = finite
         flight.num_programs += 1
         flight.release()
         if not self._placement.is_cpu:
+            if flight.marks is not None:
+                flight.marks.after(index, ended)
             self._land(flight)
         if event.use.writes is not Target.DEVICE:
             self._note_arrival(segment.layer, flight)
@@ -372,7 +388,7 @@ class Executor:
         for value in segment.outputs:
             flight.cotangents.pop(value, None)
         self._receive(event, segment, flight, gradients, cotangents, norm)
-        return gradients, cotangents, norm
+        return norm, gradients, cotangents
 
     def _receive(
         self, event: Event, segment: Segment, flight: Flight, gradients: Any, cotangents: Any, norm: jax.Array | None
@@ -407,7 +423,8 @@ class Executor:
             return True
         if not self._may_add(layer, flight):
             return True
-        stored = self._transfers.store(layer, flight.leaving[segment], flight.gradients.get(layer))
+        known = flight.gradients.get(layer)
+        stored = self._transfers.store(layer, flight.leaving[segment], known, flight.mark(index))
         del flight.leaving[segment]
         flight.gradients[layer] = stored
         flight.stored.add(segment)

@@ -6,8 +6,8 @@ at the end. Three moves undo that:
 
   * a *view* (made from one layer's parameters or from nothing, and no smaller than what it reads: a cast, a transpose,
     a mask) is computed again in each segment that uses it, so no copy of a weight has to cross segments;
-  * small values made from the batch alone (dropout keys, counts) go into a *prelude* that runs once a step, so that
-    blocks which differ only in such constants are the same program;
+  * small values made from the batch alone (dropout keys, counts), and small slices of constants, go into a *prelude*
+    that runs once a step, so that blocks which differ only in such constants are the same program;
   * an equation on the batch alone, or on parameters alone, waits until its first use; a summary of one layer's
     parameters (its share of a penalty) is made where the batch meets that layer.
 """
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxferry.partition.graph import Equation, Graph
 
-_PRELUDE_BYTES = 4096
+PRELUDE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Dataflow:
 
 def analyse(graph: Graph, group_of_leaf: Mapping[int, int]) -> Dataflow:
     """Sorts the equations of `graph`; `group_of_leaf` maps a leaf index to its layer."""
-    batch, active = _dependences(graph)
+    batch, active = dependences(graph)
     views, leaves = _views(graph, batch, group_of_leaf)
     viewed = set(views)
     rest = [e for e in graph.equations if e.has_effects or not viewed.issuperset(e.outputs)]
@@ -58,7 +58,7 @@ def analyse(graph: Graph, group_of_leaf: Mapping[int, int]) -> Dataflow:
     return dataclasses.replace(flow, main=_reorder(flow, batch, group_of_leaf))
 
 
-def _dependences(graph: Graph) -> tuple[set[int], frozenset[int]]:
+def dependences(graph: Graph) -> tuple[set[int], frozenset[int]]:
     """Values that depend on the batch, and values that depend on parameters."""
     batch, active = set(graph.batch), set(graph.parameters)
     for equation in graph.equations:
@@ -86,6 +86,8 @@ def _views(
         size_out = sum(graph.num_bytes(value) for value in equation.outputs)
         if len({group_of_leaf[leaf] for leaf in made_from}) > 1 or (made_from and 2 * size_out < size_in):
             continue
+        if not made_from and equation.primitive.name == "slice" and size_out <= PRELUDE_BYTES:
+            continue
         views |= dict.fromkeys(equation.outputs, equation)
         leaves |= dict.fromkeys(equation.outputs, made_from)
     return views, leaves
@@ -97,7 +99,7 @@ def _prelude(
     ready = {*graph.batch, *graph.constants, *(value for value in views if value not in active)}
     prelude = []
     for equation in equations:
-        small = all(graph.num_bytes(value) <= _PRELUDE_BYTES for value in equation.outputs)
+        small = all(graph.num_bytes(value) <= PRELUDE_BYTES for value in equation.outputs)
         if small and ready.issuperset(equation.reads) and not equation.has_effects:
             ready.update(equation.outputs)
             prelude.append(equation)
