@@ -12,6 +12,8 @@ Quality: near the optimum of `exact` on average, but layers are decided once, so
 O(L^2) array operations on L layers at worst.
 """
 
+from __future__ import annotations
+
 import numpy as np
 
 from jaxferry.plan.base import ModePolicy
@@ -50,15 +52,33 @@ class Forward:
             self.held[group] = self.holds(group) | ~by_dha
         return end
 
+    def copy(self) -> Forward:
+        """The same, to go on from here in another way."""
+        other = Forward(self.profile)
+        other.link, other.gpu, other.held = self.link, self.gpu, dict(self.held)
+        return other
+
+    def plan(self, number: int) -> Forward:
+        """One of the plans alone; all plans are alike where there is but one number for them."""
+        other = Forward(self.profile)
+        other.link, other.gpu = _one(self.link, number), _one(self.gpu, number)
+        other.held = {group: _one(held, number) for group, held in self.held.items()}
+        return other
+
     def holds(self, group: int) -> np.ndarray:
         """Where the group's copy is on the device already, (plans,)."""
         return self.held.get(group, np.zeros(1, dtype=bool))
+
+
+def _one(array: np.ndarray, number: int) -> np.ndarray:
+    return array if len(array) == 1 else array[number : number + 1]
 
 
 def forward_modes(profile: Profile) -> np.ndarray:
     """GFGB or DHA for each layer, (layers,) codes, by Algorithm 1 as its text means."""
     modes = np.full(len(profile.layers), GFGB, dtype=np.int8)
     before = Forward(profile)
+    history: list[Forward] = []
     for index, layer in enumerate(profile.layers):
         loaded = bool(before.holds(profile.group_of[index])[0])
         load_s = 0.0 if loaded else layer.load_s
@@ -66,7 +86,8 @@ def forward_modes(profile: Profile) -> np.ndarray:
         if layer.forward_dha_s <= layer.forward_s + max(load_s - reserved_s, 0.0):
             modes[index] = DHA
         elif not loaded and _stalls(before, layer):
-            before = _backtrack(profile, modes, index)
+            before = _backtrack(profile, modes, history, before)
+        history.append(before.copy())
         before.layer(index, modes[index : index + 1] == DHA)
     return modes
 
@@ -75,36 +96,39 @@ def _stalls(before: Forward, layer: LayerProfile) -> bool:
     return bool(before.link[0] + layer.load_s > before.gpu[0])
 
 
-def _backtrack(profile: Profile, modes: np.ndarray, stalled: int) -> Forward:
-    """Makes earlier GFGB layers DHA, in place, first to last; returns the forward before the stalled layer.
+def _backtrack(profile: Profile, modes: np.ndarray, history: list[Forward], before: Forward) -> Forward:
+    """Makes GFGB layers before a stalled one DHA, first to last; returns the forward before the stalled layer.
 
     All candidates that are still ahead are tried at once; after the first one that helps, the later ones again.
+
+    Args:
+      profile: the layers.
+      modes: (layers,) codes, changed in place.
+      history: the forward before each layer that is ahead of the stalled one, changed in place.
+      before: the forward before the stalled layer.
     """
-    first = 0
-    before, time = _run_to(profile, modes[None, : stalled + 1])
+    first, stalled = 0, len(history)
+    by_load = modes[stalled : stalled + 1] == DHA
+    end = before.copy().layer(stalled, by_load)
     while True:
         candidates = first + np.flatnonzero(modes[first:stalled] == GFGB)
         if len(candidates) == 0 or not _stalls(before, profile.layers[stalled]):
             return before
-        trials = np.repeat(modes[None, : stalled + 1], len(candidates), axis=0)
-        trials[np.arange(len(candidates)), candidates] = DHA
-        helps = np.flatnonzero(_run_to(profile, trials)[1] < time[0])
+        start = int(candidates[0])
+        trials = np.repeat(modes[None, start:stalled] == DHA, len(candidates), axis=0)
+        trials[np.arange(len(candidates)), candidates - start] = True
+        forward, tried = history[start].copy(), []
+        for index in range(start, stalled):
+            tried.append(forward.copy())
+            forward.layer(index, trials[:, index - start])
+        ends = forward.copy().layer(stalled, by_load)
+        helps = np.flatnonzero(ends < end[0])
         if len(helps) == 0:
             return before
-        modes[candidates[helps[0]]] = DHA
-        first = int(candidates[helps[0]]) + 1
-        before, time = _run_to(profile, modes[None, : stalled + 1])
-
-
-def _run_to(profile: Profile, modes: np.ndarray) -> tuple[Forward, np.ndarray]:
-    """Runs (plans, layers) modes: the forward before the last of these layers, and the end of its own, (plans,)."""
-    forward = Forward(profile)
-    num_layers = modes.shape[1]
-    for index in range(num_layers - 1):
-        forward.layer(index, modes[:, index] == DHA)
-    after = Forward(profile)
-    after.link, after.gpu, after.held = forward.link, forward.gpu, dict(forward.held)
-    return forward, after.layer(num_layers - 1, modes[:, -1] == DHA)
+        chosen = int(helps[0])
+        modes[candidates[chosen]] = DHA
+        first, end, before = int(candidates[chosen]) + 1, ends[chosen : chosen + 1], forward.plan(chosen)
+        history[start:] = [each.plan(chosen) for each in tried]
 
 
 def with_dfgb(profile: Profile, modes: np.ndarray, to_host: np.ndarray) -> np.ndarray:
