@@ -282,8 +282,8 @@ class MarkSuite:
         for found, vector in zip(out, vectors):
             [found] = operations.wait(found)
             check_same(found, vector)
-        end_s = time.perf_counter()
         loads, stores = (self.read(marks, *((t, 0) for t in of)) for of in (load_tokens, store_tokens))
+        end_s = time.perf_counter()  # now: a copy that has arrived may be marked a little later
         for spans in (loads, stores):
             edges = [edge for span in spans for edge in span]
             assert all(a <= b + 1e-6 for a, b in itertools.pairwise(edges))
