@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxferry.engine.loss_scale import LossScale
 from jaxferry.errors import InputError
@@ -88,7 +89,7 @@ def read_options(
         skip_nonfinite=skip_nonfinite,
         record_steps=record_steps,
         accumulate=accumulate,
-        loss_scale=_read_loss_scale(loss_scale, compute_dtype),
+        loss_scale=_read_loss_scale(loss_scale, compute_dtype, accumulate),
         trainable=trainable,
     )
 
@@ -113,13 +114,19 @@ def _read_dtype(value: Any) -> Any:
     return dtype
 
 
-def _read_loss_scale(value: Any, compute_dtype: Any) -> LossScale | None:
+def _read_loss_scale(value: Any, compute_dtype: Any, accumulate: int) -> LossScale | None:
     if value is None:
         return LossScale() if _read_dtype(compute_dtype) == jnp.float16 else None
     if value == "dynamic":
         return LossScale()
     if not (_is_number(value) and math.isfinite(value) and value > 0):
         raise InputError(f'loss_scale must be "dynamic", a positive number or None, got {value!r}')
+    # Gradients are divided by it, times the number of micro-batches, in fp32, whose subnormal numbers count as zero.
+    least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    if not least <= value <= most / accumulate:
+        raise InputError(
+            f"loss_scale must lie in the range of fp32, here [{least:.3g}, {most / accumulate:.3g}], got {value!r}"
+        )
     return None if value == 1 else LossScale(float(value), is_dynamic=False)
 
 

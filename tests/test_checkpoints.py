@@ -3,11 +3,14 @@
 import json
 import pathlib
 import signal
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxferry
@@ -52,6 +55,53 @@ def test_an_interrupt_between_the_renames_leaves_the_new_checkpoint(tmp_path, mo
         step.save(state, tmp_path / "saved")
     monkeypatch.undo()
     assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
+
+
+def test_an_interrupt_while_a_checkpoint_is_written_comes_after_it_and_leaves_nothing_beside(tmp_path):
+    step, state = make()
+    step.save(state, tmp_path / "saved")
+    state, _ = step(state, X)
+
+    def interrupt():
+        while not any("orbax-checkpoint-tmp" in path.name for path in tmp_path.rglob("*")):
+            time.sleep(1e-4)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        step.save(state, tmp_path / "saved")
+        thread.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
+
+
+@pytest.mark.parametrize("failing", ["write", "rename"])
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_beside(tmp_path, monkeypatch, failing):
+    step, state = make()
+    step.save(state, tmp_path / "saved")
+    before = state.params
+    state, _ = step(state, X)
+    rename = pathlib.Path.rename
+
+    def full(self, folder, *args, **kwargs):
+        folder.with_name(f"{folder.name}.orbax-checkpoint-tmp").mkdir()
+        raise OSError("disk full")
+
+    def stopped(self, target):
+        if self.name == "fresh":
+            raise OSError("disk full")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        if failing == "write":
+            patch.setattr(ocp.Checkpointer, "save", full)
+        else:
+            patch.setattr(pathlib.Path, "rename", stopped)
+        with pytest.raises(OSError, match="disk full"):
+            step.save(state, tmp_path / "saved")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert_same_bits(step.restore(tmp_path / "saved").params, before)
 
 
 def test_a_restore_that_fails_leaves_the_step_as_it_was(tmp_path):

@@ -133,7 +133,9 @@ def test_training_steps_are_timed_and_policies_that_move_data_agree(tmp_path):
         assert row["losses"] == pytest.approx(rows["plain"]["losses"], rel=2.0**-8)
         assert row["losses"][-1] < row["losses"][0]
         if row["contender"] not in ("plain", "recipe"):
-            assert all(0 < share <= 1 for share in row["recorded"].values())
+            # A plan without loads, or without gradients that are sent, leaves that direction alone.
+            assert all((0 < share <= 1) == (row["busy"][lane] > 0) for lane, share in row["recorded"].items())
+            assert row["recorded"]["GPU"] > 0 and row["recorded"]["host"] > 0
             assert row["mean_of_kind_s"]["update"][0] > 0
     assert "bit-identical" in finished.stdout
     assert [line.split()[0] for line in summary.steps_lines(result)] == [row["contender"] for row in result["rows"]]

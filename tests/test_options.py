@@ -26,6 +26,7 @@ def train(optimizer=None, **options):
         *(("skip_nonfinite", value) for value in (1, "yes")),
         *(("record_steps", value) for value in (-1, 1.5, True)),
         *(("memory_budget", value) for value in (1.5, "8 apples", -1)),
+        *(("loss_scale", value) for value in ("1", 0, -1.0, float("inf"), 1e300, 1e-300, 1e-40)),
         ("policy", "best"),
         ("device", "cpu"),
         ("transport", "bus"),
@@ -36,6 +37,12 @@ def test_an_argument_that_is_not_acceptable_is_named_with_its_value(name, value)
         train(**{name: value})
     message = str(caught.value)
     assert name in message and str(value) in message and len(message.splitlines()) == 1
+
+
+def test_a_loss_scale_that_overflows_by_the_number_of_micro_batches_is_refused():
+    train(loss_scale=2.0**127)
+    with pytest.raises(jaxferry.InputError, match="loss_scale must lie in the range of fp32"):
+        train(loss_scale=2.0**127, accumulate=2)
 
 
 @pytest.mark.parametrize("optimizer", [optax.polyak_sgd(1.0), optax.lbfgs(), optax.contrib.reduce_on_plateau()])

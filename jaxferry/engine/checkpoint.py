@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import shutil
-import uuid
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +74,6 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
     target = pathlib.Path(path).absolute()
     if target.exists() and not _is_checkpoint(target):
         raise CheckpointError(f"{path} exists and is no JaxFerry checkpoint: choose another path")
-    fresh = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     keys = [name for name, leaf in checkpoint.optimizer.items() if _is_key(leaf)]
     about = {
         "format": _FORMAT,
@@ -91,18 +90,29 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
         for part, leaves in (("params", checkpoint.params), ("optimizer", checkpoint.optimizer))
     }
     target.parent.mkdir(parents=True, exist_ok=True)
+    saved = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about))
+    # An interrupt comes when it is written: Orbax's own threads, which nobody can stop, would go on writing.
+    with deferred_interrupts():
+        scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+                checkpointer.save(scratch / "fresh", saved)
+            _replace(target, scratch)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _replace(target: pathlib.Path, scratch: pathlib.Path) -> None:
+    """Moves what is fresh to its place; what was there stays if that fails."""
+    if not target.exists():
+        (scratch / "fresh").rename(target)
+        return
+    target.rename(scratch / "old")
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            saved = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about))
-            checkpointer.save(fresh, saved)
-        with deferred_interrupts():
-            old = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-            if target.exists():
-                target.rename(old)
-            fresh.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+        (scratch / "fresh").rename(target)
+    except BaseException:
+        (scratch / "old").rename(target)
+        raise
 
 
 def load(path: str | pathlib.Path) -> Checkpoint:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from jaxferry.errors import StateError
 from jaxferry.schedule import Lane, Schedule
 
 Action = Callable[[int], bool]
@@ -261,5 +262,12 @@ class Lanes:
         """Has the threads do what is left of some work."""
         with self._changed:
             work._num_threads += len(self._lanes)
-        for thread, lanes in zip(self._threads, self._lanes, strict=True):
-            thread.submit(work.do, lanes)
+        for number, (thread, lanes) in enumerate(zip(self._threads, self._lanes, strict=True)):
+            try:
+                thread.submit(work.do, lanes)
+            except RuntimeError as error:
+                with self._changed:
+                    work.is_stopped = True
+                    work._num_threads -= len(self._lanes) - number
+                    self._changed.notify_all()
+                raise StateError("the process is ending, so nothing more is trained") from error

@@ -90,6 +90,17 @@ class NativeLibrary:
         self.platform = platform
         self._functions = functions
         self.emulated: dict[str, float] = {}
+        self._threads_wanted, self._best_simd = 0, SIMD[-1]
+
+    @property
+    def host_threads(self) -> int:
+        """How many threads share a host step."""
+        return self.set_host_threads(self._threads_wanted)
+
+    @property
+    def host_simd(self) -> str:
+        """The instruction set of host steps."""
+        return self.set_host_simd(self._best_simd)
 
     def synchronize(self) -> None:
         """Returns when no copy is queued or under way, in either direction."""
@@ -186,6 +197,7 @@ class NativeLibrary:
         self._check_is_cpu("set_host_threads")
         if count < 0:
             raise InputError(f"count must be 0 (the default) or more, got {count}")
+        self._threads_wanted = count
         function = self._functions.jaxferry_set_host_threads
         function.restype = ctypes.c_int64
         return int(function(ctypes.c_int64(count)))
@@ -203,6 +215,7 @@ class NativeLibrary:
         self._check_is_cpu("set_host_simd")
         if simd not in SIMD:
             raise InputError(f"simd must be one of {', '.join(SIMD)}, got {simd!r}")
+        self._best_simd = simd
         return SIMD[self._functions.jaxferry_set_host_simd(ctypes.c_int(SIMD.index(simd)))]
 
     def _check_is_cpu(self, function: str) -> None:

@@ -30,6 +30,8 @@ OFF = "off"
 MEASUREMENT_FORMAT = "jaxferry.measurement/1"
 """Another number here makes every older measurement one that is not found."""
 
+THREAD_VARIABLES = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OPENBLAS_CORETYPE")
+"""What XLA's CPU backend, and the BLAS that products in host memory are computed by, take threads and kernels from."""
 
 _LARGEST = 10_000
 """Characters of a file that one measurement is ever written to."""
@@ -113,10 +115,12 @@ def surroundings(platform_name: str, device_kind: str) -> dict[str, Any]:
         "device": device_kind,
         "host_cpu": _host_cpu(),
         "num_threads": num_threads(),
+        "environment": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
         "jaxferry": _version("jaxferry"),
+        "scipy": _version("scipy"),
         "native": {name: _native(name) for name in sorted({"cpu", platform_name})},
     }
 
@@ -142,13 +146,17 @@ def _replace(path: pathlib.Path, text: str) -> None:
 
 
 def _native(platform_name: str) -> dict[str, Any] | None:
-    """The native library's digest, and the speed of the link that it emulates, if it does."""
+    """The native library's digest, what its host steps run on, and the link that it emulates, if it does."""
     found = status(platform_name)
     if not found.is_available or found.path is None:
         return None
     with open(found.path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"sha256": digest, "emulated": dict(library(platform_name).emulated)}
+    loaded = library(platform_name)
+    about: dict[str, Any] = {"sha256": digest, "emulated": dict(loaded.emulated)}
+    if platform_name == "cpu":
+        about |= {"host_threads": loaded.host_threads, "host_simd": loaded.host_simd}
+    return about
 
 
 def _host_cpu() -> str:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxferry.engine.lanes import ONE_EACH, Lanes, TaskList
+from jaxferry.errors import StateError
 from jaxferry.modes import Mode
 from jaxferry.schedule import Kind, Lane, ProgramFacts, schedule_step
 from jaxferry.simulate import machine
@@ -187,6 +188,21 @@ def test_sleeping_tasks_take_as_long_as_the_simulator_says():
     measured_s = (ends[-1] - ends[0]) / 3
     # Other processes can only make it longer; the benchmark of overlap has the narrow bounds.
     assert 0.6 * 0.97 <= measured_s <= 0.6 * 1.5
+
+
+def test_work_that_threads_do_not_take_any_more_is_refused_and_nobody_waits_for_it():
+    profile = transformer(2)
+    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 2))
+    for closed in range(len(ONE_EACH)):
+        lanes = Lanes()
+        lanes._threads[closed].shutdown()  # as Python does at its end
+        work = lanes.make(TaskList(schedule), lambda index: True)
+        with pytest.raises(StateError, match="the process is ending"):
+            lanes.submit(work)
+        waiting = threading.Thread(target=work.wait, daemon=True)
+        waiting.start()
+        waiting.join(10)
+        assert not waiting.is_alive() and work.is_over()
 
 
 @deterministic

@@ -71,7 +71,7 @@ class Table(MeasurementCache):
 
 def stack(params, x):
     for name in sorted(params):
-        for _ in range(24 if name.startswith("slow") else 1):
+        for _ in range(96 if name.startswith("slow") else 1):
             x = jnp.tanh(x @ params[name]["kernel"])
     return jnp.mean(x**2)
 
@@ -146,6 +146,7 @@ def test_equal_segments_have_equal_times(measured):
 
 def test_a_layer_that_computes_more_measures_as_slower(measured):
     _, fast, _, slow, _, _ = measured[1].layers
+    # 96 products instead of one, which the fixed cost of a call to a program hides in part.
     assert slow.forward_s > 4 * fast.forward_s
     assert slow.backward_s > 4 * fast.backward_s
 

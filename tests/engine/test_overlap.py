@@ -79,7 +79,8 @@ def delayed(executor, draw, longest_s):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, monkeypatch):
-    """200 steps in all, of eight networks; every second one clips, has one thread for the device, or plain copies."""
+    """Every second network clips, has one thread for the device, or plain copies; the first one takes 200 steps."""
+    num_steps = 25 if seed else 200
     draw = random.Random(seed)
     loss_fn, params, batch = network(draw)
     clip_norm, transport, is_issued = [None, 0.1][seed % 2], ["ferry", "device_put"][seed // 2 % 2], seed // 4 % 2
@@ -98,11 +99,11 @@ def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, m
     step = make(plan)
     state, serial = step.init(params), other.init(params)
     delayed(step.prepare(batch)._executor, draw, 2e-3)
-    losses = [step(state, batch)[1]["loss"] for _ in range(25)]
+    losses = [step(state, batch)[1]["loss"] for _ in range(num_steps)]
     state.block_until_ready()
     monkeypatch.undo()
     one_by_one = Serial(other, serial, batch)
-    assert [float(loss) for loss in losses] == [one_by_one.step() for _ in range(25)]
+    assert [float(loss) for loss in losses] == [one_by_one.step() for _ in range(num_steps)]
     assert_same_bits(state.params, serial.params)
     assert_same_bits(list(state.optimizer_state().values()), list(serial.optimizer_state().values()))
 
@@ -255,6 +256,53 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
     assert_same_bits(state.params, expected.params)
     resident = sum(held.num_bytes for held in state.resident.values())
     assert executor._transfers.device_bytes == resident
+
+
+@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
+def test_device_bytes_count_what_a_state_holds_whatever_the_batches_and_the_other_states(threads, monkeypatch):
+    if threads != "lanes":
+        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    loss_fn, params, batch = network(random.Random(5))
+    first = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    first.init(params)
+    plan = random_plan(random.Random(5), first, batch, [Mode.RESIDENT])
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
+    state, other = step.init(params), step.init(params)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    for size in (6, 4, 6, 3, 4):
+        state, metrics = step(state, batch[:size])
+        assert metrics["device_param_bytes_peak"] == whole
+        other, metrics = step(other, batch[:size])
+        assert metrics["device_param_bytes_peak"] == whole
+
+
+def test_a_failure_of_one_state_leaves_the_copies_of_another_alone(monkeypatch):
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    loss_fn, params, batch = network(random.Random(6))
+    first = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    first.init(params)
+    plan = random_plan(random.Random(6), first, batch, [Mode.RESIDENT])
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
+    halves = jax.tree.map(lambda leaf: leaf / 2, params)
+    expected = [step.init(params), step.init(halves)]
+    for _ in range(4):
+        expected = [step(each, batch)[0] for each in expected]
+    one, other = step.init(params), step.init(halves)
+    executor = step.prepare(batch)._executor
+    for _ in range(2):
+        (one, _), (other, _) = step(one, batch), step(other, batch)
+        run = executor._run
+        monkeypatch.setattr(executor, "_run", fails)
+        with pytest.raises(jaxferry.TaskError, match="no memory"):
+            step(one, batch)
+        monkeypatch.setattr(executor, "_run", run)
+        (one, _), (other, _) = step(one, batch), step(other, batch)
+    assert_same_bits(one.params, expected[0].params)
+    assert_same_bits(other.params, expected[1].params)
+
+
+def fails(*args):
+    raise RuntimeError("no memory")
 
 
 @pytest.mark.parametrize("place", list(GradientPlace))

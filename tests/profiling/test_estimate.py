@@ -1,6 +1,7 @@
 """Estimated profiles: the roofline by hand, and what must hold for every model and machine."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -120,7 +121,7 @@ def test_detours_never_gain_time_and_times_never_undercut_the_resources(
     assert layer.load_s * machine.link_bytes_per_s >= num_bytes * (1 - 1e-12)
 
 
-def _tied_model() -> tuple[Any, Any, Any]:
+def _tied_model(activation: Callable[[Any], Any] = jnp.tanh) -> tuple[Any, Any, Any]:
     """An embedding that is also the head, and two equal blocks between."""
     shapes = {
         "embed": {"table": (100, 8)},
@@ -134,7 +135,7 @@ def _tied_model() -> tuple[Any, Any, Any]:
     def loss_fn(params: Any, ids: Any) -> Any:
         x = params["embed"]["table"][ids]
         for name in ("block_0", "block_1"):
-            x = jnp.tanh(x @ params[name]["kernel"] + params[name]["bias"])
+            x = activation(x @ params[name]["kernel"] + params[name]["bias"])
         return jnp.mean(jax.nn.logsumexp(x @ params["embed"]["table"].T, axis=-1))
 
     return loss_fn, params, (jax.ShapeDtypeStruct((4, 6), jnp.int32),)
@@ -177,7 +178,7 @@ def test_a_partition_becomes_a_profile_with_shared_parameters() -> None:
 
 
 def test_what_recomputation_costs_is_estimated_where_it_is_left_to_plans() -> None:
-    parts = partition(*_tied_model())
+    parts = partition(*_tied_model(lambda x: x))  # what an activation keeps differs between releases of JAX
     layers = estimate_profile(partition_costs(parts, "auto"), MACHINES["a100-pcie3"]).layers
     assert [layer.can_recompute for layer in layers] == [False] * 4  # nothing but its inputs is kept of any
     assert not any(costs.recomputation for costs in partition_costs(parts))
