@@ -46,6 +46,7 @@ from jaxferry.engine import (
     masters_from_arrays,
     masters_layer_by_layer,
     measure_profile,
+    num_kept_backwards,
     onto_sums,
     peak_bytes,
     resident_layers,
@@ -557,7 +558,7 @@ class TrainStep:
             made = variants.of(recomputes)
             script = make_script(made, derivatives, modes, gradients)
             other_bytes = transport.staging_bytes + sum(made.layers[layer].trained.num_bytes for layer in kept)
-            needs = (programs.temporary_bytes, other_bytes)
+            needs = (programs.temporary_bytes, other_bytes, num_kept_backwards(self._placement))
             return peak_bytes(made, derivatives, lowered(modes, recomputes), script, modes, *needs)
 
         # Sums that stay save transfers that are hidden anyway, so they go before any layer is loaded twice.

@@ -9,7 +9,7 @@ Lanes       the threads that it has    Recorder    when each task started and en
 
 from jaxferry.engine import checkpoint
 from jaxferry.engine.evaluator import Evaluator
-from jaxferry.engine.executor import Executor, make_lanes
+from jaxferry.engine.executor import Executor, make_lanes, num_kept_backwards
 from jaxferry.engine.fit import fit_plan
 from jaxferry.engine.flight import StepResult
 from jaxferry.engine.host_optimizer import HostOptimizer
@@ -60,6 +60,7 @@ __all__ = [
     "masters_from_arrays",
     "masters_layer_by_layer",
     "measure_profile",
+    "num_kept_backwards",
     "onto_sums",
     "peak_bytes",
     "resident_layers",

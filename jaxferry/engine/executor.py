@@ -371,6 +371,7 @@ class Executor:
     def _backward(self, index: int, event: Event, state: TrainState, flight: Flight) -> Any:
         segment, values = self.partition.segments[event.segment], flight.values
         derivative = self.programs.derivatives[segment.program]
+        flight.release(num_kept_backwards(self._placement))
         started = flight.start(self._places[index], event.segment)
         gradients, cotangents, norm = self._ran(
             self.programs[event.use](
@@ -530,6 +531,14 @@ class Executor:
         for held in flight.copies.values():
             self._transfers.drop(held)
         flight.copies = {}
+
+
+def num_kept_backwards(placement: Placement) -> int:
+    """Of how many backward programs before the running one cotangents are kept: they may still turn out to fail.
+
+    Two keep an accelerator's queue filled, and take the memory of two cotangents.
+    """
+    return 0 if placement.is_cpu else 2
 
 
 def make_lanes(placement: Placement) -> Lanes:

@@ -159,10 +159,10 @@ class Flight:
         self.started.append(Started(place, segment, dict(self.cotangents)))
         return self.started[-1]
 
-    def release(self) -> None:
-        """Forgets what was kept for backward programs that have run."""
+    def release(self, num_kept: int | None = None) -> None:
+        """Forgets what was kept for backward programs that have run; waits until at most `num_kept` are left."""
         with contextlib.suppress(IndexError):  # another thread may forget them all
-            while self.started[0].has_run():
+            while self.started[0].has_run(waits=num_kept is not None and len(self.started) > num_kept):
                 self.started.popleft()
 
     def failed(self) -> Started | None:

@@ -177,6 +177,7 @@ def peak_bytes(
     modes: Sequence[Mode],
     temporary_bytes: Mapping[Use, int],
     other_bytes: int = 0,
+    num_kept: int = 0,
 ) -> Peak:
     """Adds up the most that can be held at each program, however long the transfers take.
 
@@ -188,6 +189,7 @@ def peak_bytes(
       modes: the mode of each segment.
       temporary_bytes: device memory that each program needs beside its arguments and results; none if not there.
       other_bytes: device memory that is taken all the time, beside RESIDENT layers.
+      num_kept: of how many backward programs before the running one cotangents are kept.
     """
     graph = partition.graph
     resident = sum(partition.layers[layer].num_bytes for layer in resident_layers(partition, modes))
@@ -195,22 +197,28 @@ def peak_bytes(
     other = sum(graph.num_bytes(v) for v in (*graph.batch, *graph.constants, *partition.prelude_outputs))
     peak_parameters = peak_held = peak_total = resident
     cotangents: dict[int, int] = {}
+    kept: collections.deque[int] = collections.deque(maxlen=num_kept)
     for place, event in enumerate(script):
         segment = partition.segments[event.segment]
         if event.kind is not Kind.BACKWARD:
             other += sum(graph.num_bytes(v) for v in (*segment.outputs, *segment.extras))
         if event.kind is Kind.FORWARD:
             other += derivatives[segment.program].saved_bytes
-        else:
+        added: set[int] = set()
+        if event.kind is not Kind.FORWARD:
+            added = {v for v in segment.inputs if v in cotangents}
             cotangents |= {v: graph.num_bytes(v) for v in segment.inputs}
         parameters = resident + copies[place]
-        held = parameters + other + gradients[place] + sum(cotangents.values()) + other_bytes
+        # While one cotangent is added to another there are both and their sum.
+        backward = sum(cotangents.values()) + 2 * sum(map(graph.num_bytes, added)) + sum(kept)
+        held = parameters + other + gradients[place] + backward + other_bytes
         peak_parameters = max(peak_parameters, parameters)
         peak_held = max(peak_held, held)
         peak_total = max(peak_total, held + temporary_bytes.get(event.use, 0))
         other -= sum(graph.num_bytes(v) for v in event.frees)
         if event.kind is Kind.BACKWARD:
             other -= derivatives[segment.program].saved_bytes
+            kept.append(sum(map(graph.num_bytes, added | (cotangents.keys() & set(segment.outputs)))))
             cotangents = {v: n for v, n in cotangents.items() if v not in segment.outputs}
     return Peak(peak_parameters, peak_held, peak_total)
 
