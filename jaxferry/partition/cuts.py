@@ -2,7 +2,8 @@
 
 The equations that read parameters, taken in order, give the sequence of layers. Between the last reader of one and the
 first reader of the next lies a stretch in which the cut may fall; the bytes alive at each place of it decide. For a
-transformer that is the residual stream alone.
+transformer that is the residual stream alone. Where one layer is applied several times in a row (ALBERT), its readers
+repeat themselves, and each application is a segment.
 
 A cut that is far dearer than the others (between a tied head and its bias it would carry all logits) is not worth
 making, unless both layers have more bytes of parameters than it has to carry: those two layers become one.
@@ -37,7 +38,7 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Readers of one group that no reader of another group separates."""
+    """Readers of one group that no reader of another group separates, for one application of it."""
 
     group: int
     first: int
@@ -54,11 +55,11 @@ def merge_shared_readers(flow: Dataflow, group_of_leaf: Sequence[int]) -> list[i
 
 
 def find_cuts(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int]) -> list[Stretch]:
-    """Cuts `flow.main` into one stretch for each run of readers of one group.
+    """Cuts `flow.main` into one stretch for each run of readers of one group, and each application within it.
 
     Every equation of `flow.main` must read leaves of at most one group. The result is empty if none reads any.
     """
-    runs = _runs(flow, group_of_leaf)
+    runs = _runs(graph, flow, group_of_leaf)
     alive = _alive_bytes(graph, flow)
     stops = [
         min(range(run.last + 1, following.first + 1), key=lambda place: (alive[place], -place))
@@ -85,15 +86,33 @@ def dear_cut(stretches: Sequence[Stretch], group_bytes: Sequence[int]) -> tuple[
     return max(dear)[1:] if dear else None
 
 
-def _runs(flow: Dataflow, group_of_leaf: Sequence[int]) -> list[_Run]:
-    runs: list[_Run] = []
+def _runs(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int]) -> list[_Run]:
+    readers: list[tuple[int, list[int]]] = []
     for place, equation in enumerate(flow.main):
         for group in {group_of_leaf[leaf] for leaf in flow.leaves_read(equation)}:
-            if runs and runs[-1].group == group:
-                runs[-1] = dataclasses.replace(runs[-1], last=place)
-            else:
-                runs.append(_Run(group, place, place))
-    return runs
+            if not readers or readers[-1][0] != group:
+                readers.append((group, []))
+            readers[-1][1].append(place)
+    return [
+        _Run(group, part[0], part[-1]) for group, places in readers for part in _applications(graph, flow, places)
+    ]
+
+
+def _applications(graph: Graph, flow: Dataflow, places: list[int]) -> list[list[int]]:
+    """The readers of one run, apart for each time that the layer is applied.
+
+    A layer of one parameter is not taken apart: lookups in the same table are better made together.
+    """
+    readers = [flow.main[place] for place in places]
+    if len(frozenset().union(*map(flow.leaves_read, readers))) == 1:
+        return [places]
+    kinds = [
+        (e.primitive.name, flow.leaves_read(e), [(graph.avals[v].shape, graph.avals[v].dtype) for v in e.outputs])
+        for e in readers
+    ]
+    num = len(kinds)
+    period = next(p for p in range(1, num + 1) if num % p == 0 and kinds[p:] == kinds[: num - p])
+    return [places[start : start + period] for start in range(0, num, period)]
 
 
 def _alive_bytes(graph: Graph, flow: Dataflow) -> list[int]:

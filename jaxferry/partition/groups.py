@@ -2,9 +2,10 @@
 
 The tree of a Flax model mirrors its modules. A subtree is one layer, unless modules that repeat lie below it:
 siblings with numbered names and the same modules inside, as the blocks of a transformer (`h_0`, `h_1`, ... or
-`layers/0`, `layers/1`, ...). Such a subtree is opened, and each sibling becomes a layer. So a residual block is one
-layer, and what surrounds the blocks (embedding tables, the final norm) has a layer each. A table that rows are looked
-up in is always a layer of its own, wherever its module lies: only its touched rows need to travel.
+`layers/0`, `layers/1`, ...), or a list of like modules of any kind. Such a subtree is opened, and each sibling becomes a
+layer. So a residual block is one layer, and what surrounds the blocks (embedding tables, the final norm) has a layer
+each. A table that rows are looked up in is always a layer of its own, wherever its module lies: only its touched rows
+need to travel.
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ def _opens(below: Mapping[int, Path]) -> bool:
 
 
 def _repeated(children: Mapping[str, Mapping[int, Path]]) -> set[str]:
-    """Children named alike but for a number, with the same modules inside."""
+    """Children named alike but for a number, with the same modules inside, or the same parameters in a list."""
     families: dict[tuple[str, frozenset[Path]], list[str]] = {}
     for key, leaves in children.items():
         match = _NUMBERED.fullmatch(key)
-        if match and any(len(path) > 1 for path in leaves.values()):
+        if match and any(len(path) > (1 if match[1] else 0) for path in leaves.values()):
             families.setdefault((match[1], frozenset(leaves.values())), []).append(key)
     return {key for family in families.values() if len(family) > 1 for key in family}

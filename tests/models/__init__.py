@@ -21,11 +21,14 @@ class Task:
       loss_fn: `loss_fn(params, batch)`.
       params: initial parameters.
       batch: one batch.
+      advance: `advance(batch, aux)` is the batch of the next step; `aux` is what the loss function returned beside the
+        loss. None repeats the batch.
     """
 
     loss_fn: Callable[..., Any]
     params: Any
     batch: Any
+    advance: Callable[[Any, Any], Any] | None = None
 
 
 class Block(nn.Module):
@@ -125,6 +128,21 @@ def nnx_net(vocab: int = 64, width: int = 16, depth: int = 3) -> Task:
         return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)
 
     return Task(loss_fn, params, jax.random.randint(jax.random.key(1), (2, 9), 0, vocab))
+
+
+# Initialisers are dear to optimise, and run once.
+_QUICKLY = {"xla_backend_optimization_level": 0}
+
+
+def initialise(model: nn.Module) -> Callable[..., Any]:
+    """`model.init` as one program that is compiled in little time."""
+    return jax.jit(model.init, compiler_options=_QUICKLY)
+
+
+def initialise_nnx(make: Callable[[], nnx.Module]) -> Any:
+    """The module that `make` returns, made by one program that is compiled in little time."""
+    graph = nnx.graphdef(nnx.eval_shape(make))
+    return nnx.merge(graph, jax.jit(lambda: nnx.state(make()), compiler_options=_QUICKLY)())
 
 
 def plain_loop(task: Task, optimizer: optax.GradientTransformation, num_steps: int, **kwargs: Any) -> tuple[Any, list]:
