@@ -4,6 +4,7 @@ loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments 
 """
 
 from jaxferry.partition.build import layers_by_path, partition
+from jaxferry.partition.cuts import Merge
 from jaxferry.partition.derivative import REMAT, Derivative, differentiate
 from jaxferry.partition.host_reads import read_in_place
 from jaxferry.partition.host_stores import store_in_place
@@ -18,6 +19,7 @@ __all__ = [
     "Gradient",
     "Layer",
     "Leaf",
+    "Merge",
     "Partition",
     "RowGradient",
     "Segment",

@@ -56,7 +56,7 @@ def partition(
     for number, group in enumerate(groups):
         for leaf in group.leaves:
             first_group[leaf] = number
-    flow, stretches, group_of_leaf = _cut(graph, first_group, may_join=layers is None)
+    flow, stretches, group_of_leaf, joins = _cut(graph, first_group, may_join=layers is None)
     if not stretches or loss not in flow.active:
         raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
     names = [groups[group].name for group in first_group]
@@ -79,6 +79,7 @@ def partition(
         loss=loss,
         aux=graph.outputs[1:],
         aux_tree=aux_tree,
+        merges=_merges(joins, first_group, names),
     )
 
 
@@ -148,18 +149,43 @@ def _tables(graph: Graph) -> frozenset[int]:
     return frozenset(leaf for leaf in found if graph.avals[graph.parameters[leaf]].ndim == 2)
 
 
-def _cut(graph: Graph, group_of_leaf: list[int], may_join: bool) -> tuple[Dataflow, list[cuts.Stretch], list[int]]:
-    """Analyses and cuts, joining groups until every equation reads one and (if they may) every cut is worth making."""
+def _cut(
+    graph: Graph, group_of_leaf: list[int], may_join: bool
+) -> tuple[Dataflow, list[cuts.Stretch], list[int], list[tuple[set[int], str, bool]]]:
+    """Analyses and cuts, joining groups until every equation reads one and (if they may) every cut is worth making.
+
+    The last result tells what was joined: groups as they were at first, why, and whether they had to be.
+    """
+    first, joins = group_of_leaf, list[tuple[set[int], str, bool]]()
+
+    def note(groups: set[int], reason: str, is_forced: bool) -> None:
+        joins.append(({old for old, new in zip(first, group_of_leaf, strict=True) if new in groups}, reason, is_forced))
+
     while True:
         flow = analyse(graph, dict(enumerate(group_of_leaf)))
-        merged = cuts.merge_shared_readers(flow, group_of_leaf)
-        if merged == group_of_leaf:
+        merged, shared = cuts.merge_shared_readers(flow, group_of_leaf)
+        for groups, reason in shared:
+            note(groups, reason, is_forced=True)
+        if not shared:
             stretches = cuts.find_cuts(graph, flow, group_of_leaf)
-            pair = cuts.dear_cut(stretches, _group_bytes(graph, group_of_leaf)) if may_join else None
-            if pair is None:
-                return flow, stretches, group_of_leaf
-            merged = [min(pair) if group in pair else group for group in group_of_leaf]
+            dear = cuts.dear_cut(stretches, _group_bytes(graph, group_of_leaf)) if may_join else None
+            if dear is None:
+                return flow, stretches, group_of_leaf, joins
+            note(*dear, is_forced=False)
+            merged = [min(dear[0]) if group in dear[0] else group for group in group_of_leaf]
         group_of_leaf = merged
+
+
+def _merges(
+    joins: Sequence[tuple[set[int], str, bool]], group_of_leaf: Sequence[int], names: Sequence[str]
+) -> tuple[cuts.Merge, ...]:
+    """The joins with the names of the layers that were joined."""
+    return tuple(
+        cuts.Merge(
+            tuple(dict.fromkeys(n for n, g in zip(names, group_of_leaf, strict=True) if g in groups)), reason, is_forced
+        )
+        for groups, reason, is_forced in joins
+    )
 
 
 def _group_bytes(graph: Graph, group_of_leaf: Sequence[int]) -> list[int]:

@@ -8,8 +8,9 @@ at the end. Three moves undo that:
     a mask) is computed again in each segment that uses it, so no copy of a weight has to cross segments. Parameters that
     are repeated or looked up (learned queries for each example, a table of relative positions) are activations, no views:
     other layers may read them many times, and should not need their layer each time;
-  * small values made from the batch alone (dropout keys, counts) go into a *prelude* that runs once a step, so that
-    blocks which differ only in such constants are the same program;
+  * small values made from the batch alone (dropout keys, counts), or selected from a constant (a block's row of a mask
+    over heads), go into a *prelude* that runs once a step, so that blocks which differ only in such constants are the
+    same program;
   * an equation on the batch alone, or on parameters alone, waits until its first use; a summary of one layer's
     parameters (its share of a penalty) is made where the batch meets that layer.
 """
@@ -23,6 +24,7 @@ from jaxferry.partition.graph import Equation, Graph
 
 _PRELUDE_BYTES = 4096
 _REPEATING = ("broadcast_in_dim", "gather")
+_SELECTING = ("slice", "dynamic_slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,8 @@ def _views(
         size_out = sum(graph.num_bytes(value) for value in equation.outputs)
         if len({group_of_leaf[leaf] for leaf in made_from}) > 1 or (made_from and 2 * size_out < size_in):
             continue
-        if made_from and size_out > size_in and equation.primitive.name in _REPEATING:
+        name = equation.primitive.name
+        if name in _REPEATING if made_from and size_out > size_in else name in _SELECTING and not made_from:
             continue
         views |= dict.fromkeys(equation.outputs, equation)
         leaves |= dict.fromkeys(equation.outputs, made_from)

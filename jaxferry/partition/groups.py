@@ -91,12 +91,13 @@ def _split(below: Mapping[int, Path], prefix: Path) -> Iterator[tuple[Path, list
 
 
 def _opens(below: Mapping[int, Path]) -> bool:
-    """Whether repeated modules lie at this level or further down."""
+    """Whether repeated modules, or a list of modules, lie at this level or further down."""
     children: dict[str, dict[int, Path]] = {}
     for index, path in below.items():
         if len(path) > 1:
             children.setdefault(path[0], {})[index] = path[1:]
-    return bool(_repeated(children)) or any(_opens(leaves) for leaves in children.values())
+    is_list = any(key.isdigit() for key in children)
+    return is_list or bool(_repeated(children)) or any(_opens(leaves) for leaves in children.values())
 
 
 def _repeated(children: Mapping[str, Mapping[int, Path]]) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxferry.partition.cuts import Merge
 from jaxferry.partition.dataflow import Dataflow
 from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, is_inexact
 from jaxferry.partition.layout import Layer
@@ -66,6 +67,7 @@ class Partition:
       loss: the value of the loss.
       aux: the flattened auxiliary outputs.
       aux_tree: their tree, or None if the loss function returns a scalar alone.
+      merges: which layers could not be, or were not worth being, apart, and why.
     """
 
     layers: tuple[Layer, ...]
@@ -76,6 +78,7 @@ class Partition:
     loss: int
     aux: tuple[Atom, ...]
     aux_tree: jax.tree_util.PyTreeDef | None
+    merges: tuple[Merge, ...] = ()
 
     @property
     def num_programs(self) -> int:

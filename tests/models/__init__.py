@@ -130,19 +130,19 @@ def nnx_net(vocab: int = 64, width: int = 16, depth: int = 3) -> Task:
     return Task(loss_fn, params, jax.random.randint(jax.random.key(1), (2, 9), 0, vocab))
 
 
-# Initialisers are dear to optimise, and run once.
-_QUICKLY = {"xla_backend_optimization_level": 0}
+def quickly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One program that is compiled in little time: for what is dear to optimise and runs once, as initialisers do."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def initialise(model: nn.Module) -> Callable[..., Any]:
-    """`model.init` as one program that is compiled in little time."""
-    return jax.jit(model.init, compiler_options=_QUICKLY)
+    """`model.init` as one program."""
+    return quickly(model.init)
 
 
 def initialise_nnx(make: Callable[[], nnx.Module]) -> Any:
-    """The module that `make` returns, made by one program that is compiled in little time."""
-    graph = nnx.graphdef(nnx.eval_shape(make))
-    return nnx.merge(graph, jax.jit(lambda: nnx.state(make()), compiler_options=_QUICKLY)())
+    """The module that `make` returns, made by one program."""
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(make)), quickly(lambda: nnx.state(make()))())
 
 
 def plain_loop(task: Task, optimizer: optax.GradientTransformation, num_steps: int, **kwargs: Any) -> tuple[Any, list]:

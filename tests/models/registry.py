@@ -26,6 +26,7 @@ from models import (
     rematerialised,
     shared,
     stacked,
+    third_party,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -88,4 +89,18 @@ OURS = (
     Model("float32, bfloat16 and float16 parameters", "linen", mixed_dtypes.linen_mixed_dtypes),
 )
 
-MODELS = OURS
+THIRD_PARTY = (
+    Model("BERT", "linen", third_party.bert, "transformers"),
+    Model("ALBERT", "linen", third_party.albert, "transformers"),
+    Model("GPT-2", "linen", third_party.gpt2, "transformers"),
+    Model("Llama", "linen", third_party.llama, "transformers"),
+    Model("T5", "linen", third_party.t5, "transformers"),
+    Model("ViT", "linen", third_party.vit, "transformers"),
+    Model("ResNet", "linen", third_party.resnet, "transformers"),
+    Model("decoder", "NNX", third_party.attnax_decoder, "attnax"),
+    Model("ViT", "NNX", third_party.attnax_vit, "attnax"),
+    Model("Mamba 2", "NNX", third_party.mamba, "mamba2-jax"),
+    Model("GAT", "NNX", third_party.graph_attention, "jraphx"),
+)
+
+MODELS = (*OURS, *THIRD_PARTY)
