@@ -167,8 +167,7 @@ def adamw(
       eps_root: added under its root.
       mu_dtype: dtype of the first moment; any but fp32 is left to Optax.
       weight_decay: a number, or a function of the number of steps taken.
-      mask: which parameters decay: a tree of booleans (one of the whole model makes all layers one update), or a
-        function from parameters to one; None for all.
+      mask: which parameters decay: a tree of booleans, or a function from parameters to one; None for all.
       nesterov: whether to use Nesterov momentum.
     """
     plain = optax.adamw(learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask, nesterov=nesterov)

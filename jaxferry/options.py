@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxferry.engine.loss_scale import LossScale
 from jaxferry.errors import InputError
-from jaxferry.partition import REMAT
+from jaxferry.partition import REMAT, Trainable
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy
 from jaxferry.profiling.records import Profile
@@ -38,6 +38,7 @@ class Options:
     record_steps: int
     accumulate: int
     loss_scale: LossScale | None
+    trainable: Trainable | None = None
 
 
 def read_options(
@@ -54,6 +55,7 @@ def read_options(
     record_steps: Any,
     accumulate: Any,
     loss_scale: Any,
+    trainable: Any = None,
 ) -> Options:
     """Checks the arguments of `train_step`; reads plan and profile where they are files.
 
@@ -89,6 +91,7 @@ def read_options(
         record_steps=record_steps,
         accumulate=accumulate,
         loss_scale=_read_loss_scale(loss_scale, compute_dtype),
+        trainable=trainable,
     )
 
 

@@ -28,7 +28,9 @@ Rules (the machine model; MemFerry, section IV-B):
   layer's forward and backward are one program, for which one copy serves. A copy that a backward does not read is not
   loaded for it. A backward waits until all but the last `GRADIENT_SLOTS` gradients before it have left the device. One
   that adds to a gradient in host memory waits until that has arrived. Of the updates that could start, the host takes
-  the one whose parameters the next forward needs first, not the first in the list.
+  the one whose parameters the next forward needs first, not the first in the list (unless that is slower: `choice.py`).
+  A layer without trained parameters has no offload and no update; where nothing trained lies before it either, it has
+  no backward.
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, start not before the previous step's
   update of these parameters; a forward on a RESIDENT copy not before its refresh.
 
@@ -158,10 +160,14 @@ class ProgramFacts:
       reads_back: for each layer, whether its backward reads the parameters (that of a lookup does not).
       sends_rows: for each layer, whether its gradient leaves as the rows of lookups, which no program writes to host
         memory itself.
+      runs_back: for each layer, whether it has a backward; none stands for all.
+      has_gradient: for each layer, whether that gives a gradient of its parameters; likewise.
     """
 
     reads_back: tuple[bool, ...]
     sends_rows: tuple[bool, ...]
+    runs_back: tuple[bool, ...] = ()
+    has_gradient: tuple[bool, ...] = ()
 
 
 def schedule_step(profile: Profile, plan: Plan, programs: ProgramFacts | None = None) -> Schedule:
@@ -226,6 +232,9 @@ class _StepBuilder:
                     self.modes[layer] = Mode.DHA
                 if programs.sends_rows[layer]:
                     self.gradients[layer] = GradientPlace.DEVICE
+        everywhere = (True,) * len(self.layers)
+        self.runs_back = (programs and programs.runs_back) or everywhere
+        self.has_gradient = (programs and programs.has_gradient) or everywhere
         self.tasks: list[Task] = []
         self.forwards: list[int] = []
         self.arrivals: dict[int, int] = {}
@@ -349,10 +358,14 @@ class _StepBuilder:
 
     def backward(self, layer: int) -> None:
         profile, mode, group = self.layers[layer], self.modes[layer], self.profile.group_of[layer]
+        if not self.runs_back[layer]:
+            self.add_bytes(self.forwards[layer], end_bytes=profile.activation_bytes)
+            return
         copy = self.copy_for_backward(layer)
         if profile.inter_backward_s > 0:
             self.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
-        by_dha, to_host = mode is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
+        has_gradient = self.has_gradient[layer]
+        by_dha, to_host = mode is Mode.DHA, has_gradient and self.gradients[layer] is GradientPlace.HOST
         key = f"backward{'_dha' if by_dha else ''}{'_go' if to_host else ''}_s"
         duration = (key, profile.backward_for(by_dha, to_host))
         after = self.room_for_gradient(layer) if copy is None else (copy.load, *self.room_for_gradient(layer))
@@ -365,6 +378,8 @@ class _StepBuilder:
                 self.reload_uses[-1] = task
             elif copy is not self.held.get(group):
                 self.reload_uses.append(task)
+        if not has_gradient:
+            return
         self.arrivals[layer] = task if to_host else self.offload(layer, task)
         if to_host:
             self.add_bytes(task, host_start_bytes=profile.grad_bytes)
@@ -374,7 +389,7 @@ class _StepBuilder:
 
     def room_for_gradient(self, layer: int) -> tuple[int, ...]:
         """What a backward waits for before it may write its gradient."""
-        if self.programs is None:
+        if self.programs is None or not self.has_gradient[layer]:
             return ()
         arrivals = list(self.arrivals.items())
         waits = {task for _, task in arrivals[: len(arrivals) - GRADIENT_SLOTS]}
@@ -394,7 +409,7 @@ class _StepBuilder:
         """The group's update, at its first layer, which is the last one in backward order."""
         group = self.profile.group_of[layer]
         members = self.profile.groups[group]
-        if layer != members[0]:
+        if layer != members[0] or not self.has_gradient[layer]:
             return
         duration = ("update_s", self.profile.group_update_s[group])
         task = self.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted(after)))
@@ -415,4 +430,5 @@ class _StepBuilder:
     def wait_for_previous(self) -> None:
         for waits, ends in ((self.waits_for_update, self.updates), (self.waits_for_refresh, self.refreshes)):
             for task, group in waits:
-                self.tasks[task] = dataclasses.replace(self.tasks[task], after_previous=(ends[group],))
+                if group in ends:
+                    self.tasks[task] = dataclasses.replace(self.tasks[task], after_previous=(ends[group],))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxferry.choice import choose_plan, needs_times
+from jaxferry.choice import choose_plan, choose_update_order, needs_times
 from jaxferry.engine import (
     UNSCALED,
     Evaluator,
@@ -53,7 +53,7 @@ from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.modes import Mode
 from jaxferry.options import MEASURE, Options, read_options
-from jaxferry.partition import Layer, Partition, layers_by_path, partition
+from jaxferry.partition import Layer, Partition, Trainable, frozen_leaves, layers_by_path, partition
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
@@ -64,6 +64,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
+    trainable: Trainable | None = None,
     memory_budget: int | str | None = None,
     reserve_factor: float | None = None,
     clip_norm: float | None = None,
@@ -85,11 +86,18 @@ def train_step(
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar, or `(scalar, aux)`; the arguments beside the
         parameters are those that the step is called with, most often one batch.
       optimizer: any Optax transformation. It is run layer by layer if that gives the same result, else as one update
-        after the last gradient, with a warning.
+        after the last gradient, with a warning. Parameters whose update it makes zero whatever happens, and for which
+        it keeps nothing (`optax.set_to_zero` under `optax.multi_transform`, say), are frozen: see `trainable`.
+      trainable: which parameters are trained: a function of a parameter's path (`lambda path: "lora" in path`), or a
+        tree of booleans, of which each may stand for a whole subtree; None for all. The others are frozen: they have no
+        gradient, no optimizer state and no update, are not shown to `optimizer`, and keep the dtype in which they are
+        given. They are loaded, or read in host memory, like any other. The same as `optax.multi_transform` with
+        `optax.set_to_zero` for them.
       memory_budget: device memory, such as `"8GiB"` or a number of bytes; None for no limit.
       reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device until a transfer takes them;
         None for the policy's default, most often 1.
-      clip_norm: global norm that gradients are clipped to, exactly; None clips nothing.
+      clip_norm: global norm that gradients are clipped to, exactly; None clips nothing. It is that of the gradients
+        that exist: those of trained parameters.
       accumulate: number of steps (micro-batches) whose mean gradient one update takes, as `optax.MultiSteps` does. Sums
         are in the gradients' dtype; they stay on the device where the plan lets gradients stay there and they fit into
         the budget, else they are added up in host memory.
@@ -132,6 +140,7 @@ def train_step(
         record_steps=record_steps,
         accumulate=accumulate,
         loss_scale=loss_scale,
+        trainable=trainable,
     )
     return TrainStep(loss_fn, optimizer, options, device, transport)
 
@@ -175,6 +184,7 @@ class TrainStep:
         self._lanes = make_lanes(self._placement)
         self._recorder = Recorder(options.record_steps) if options.record_steps else None
         self._params: Any = None
+        self._master_dtypes: dict[int, np.dtype] = {}
         self._optimizer: HostOptimizer | None = None
         self._layers: tuple[Layer, ...] | None = None
         self._prepared: dict[Any, Prepared] = {}
@@ -213,9 +223,10 @@ class TrainStep:
             are handed through as they are; each combination is compiled once.
 
         Returns:
-          The state, and metrics: `loss`; `grad_norm` (of the mean gradient before clipping; with `accumulate` only for
-          the last micro-batch before an update); `skipped` (whether `skip_nonfinite` left the state as it was); `aux`
-          (what the loss function returned beside the loss, if anything); `device_param_bytes_peak` (bytes).
+          The state, and metrics: `loss`; `grad_norm` (of the mean gradient of all trained parameters, before clipping;
+          with `accumulate` only for the last micro-batch before an update); `skipped` (whether `skip_nonfinite` left
+          the state as it was); `aux` (what the loss function returned beside the loss, if anything);
+          `device_param_bytes_peak` (bytes).
 
         Raises:
           NonFiniteError: if the loss is not finite, unless `skip_nonfinite`; the state is that before the step.
@@ -363,15 +374,19 @@ class TrainStep:
 
     def _adopt(self, params: Any) -> tuple[Layer, ...]:
         """Remembers the model's tree; returns the layers that its paths suggest."""
-        layers = layers_by_path(params, self._compute_dtype(params))
+        compute_dtype, hidden = self._compute_dtype(params), frozen_leaves(self._options.trainable, params)
+        layers = layers_by_path(params, compute_dtype)
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         if self._optimizer is None or self._params != abstract:
             self._params, self._prepared, self._evaluators, self._layers = abstract, {}, {}, None
-            dtypes = {leaf.index: leaf.master_dtype for layer in layers for leaf in layer.leaves}
+            dtypes = _master_dtypes(layers)
             leaves, tree = jax.tree.flatten(abstract)
             masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-            self._optimizer = HostOptimizer(self._optax, tree, masters, self._placement, self._options.clip_norm)
-            self._optimizer.check_parts(layers)
+            clip_norm = self._options.clip_norm
+            self._optimizer = HostOptimizer(self._optax, tree, masters, self._placement, clip_norm, hidden)
+            self._optimizer.check_parts(layers_by_path(params, compute_dtype, self._optimizer.frozen))
+        layers = layers_by_path(params, compute_dtype, self._optimizer.frozen)
+        self._master_dtypes = _master_dtypes(layers)
         return layers
 
     def _compute_dtype(self, params: Any) -> Any:
@@ -385,7 +400,7 @@ class TrainStep:
         return self._optimizer
 
     def _masters(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        dtypes = [aval.dtype for aval in self._host_optimizer().avals]
+        dtypes = [self._master_dtypes[leaf] for leaf in range(len(leaves))]
         return masters_from_arrays(leaves, dtypes, self._placement)
 
     def _new_state(
@@ -410,7 +425,8 @@ class TrainStep:
         """The partition for these arguments; the first decides on the layers, the others keep them where they can."""
         arrays, flags = _split(kwargs)
         loss_fn, dtype = functools.partial(self._loss_fn, **flags), self._compute_dtype(self._params)
-        parts = partition(loss_fn, self._params, args, arrays, compute_dtype=dtype, layers=self._layers)
+        known, frozen = self._layers, self._host_optimizer().frozen
+        parts = partition(loss_fn, self._params, args, arrays, compute_dtype=dtype, layers=known, frozen=frozen)
         self._layers = self._layers or parts.layers
         return parts
 
@@ -439,7 +455,7 @@ class TrainStep:
 
         def peak_of(modes: Sequence[Mode]) -> Peak:
             script = make_script(parts, derivatives, modes, gradients)
-            other_bytes = transport.staging_bytes + sum(parts.layers[layer].num_bytes for layer in kept)
+            other_bytes = transport.staging_bytes + sum(parts.layers[layer].trained.num_bytes for layer in kept)
             needs = (programs.temporary_bytes, other_bytes)
             return peak_bytes(parts, derivatives, lowered(modes), script, modes, *needs)
 
@@ -455,7 +471,7 @@ class TrainStep:
                 kept.pop()
             fitted = fit_modes(parts, plan.modes, budget, peak_of)
         programs.keep(uses)
-        schedule = lowered(modes)
+        schedule = choose_update_order(lowered(modes))
         executor = Executor(
             parts,
             programs,
@@ -540,6 +556,10 @@ class TrainStep:
         if parts.aux_tree is not None:
             metrics["aux"] = jax.tree.unflatten(parts.aux_tree, result.aux)
         return metrics
+
+
+def _master_dtypes(layers: Sequence[Layer]) -> dict[int, np.dtype]:
+    return {leaf.index: leaf.master_dtype for layer in layers for leaf in layer.leaves}
 
 
 def _split(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

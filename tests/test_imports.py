@@ -30,6 +30,7 @@ LAYERS = (
     ("engine",),
     ("options",),
     ("train_step",),
+    ("compare",),
     ("report",),
     ("cli",),
     ("__main__",),

@@ -35,7 +35,7 @@ class Busiest:
     """The segments that facts about the machine are measured on, by index.
 
     Attributes:
-      moving: has the most bytes to move, all of its gradient among them.
+      moving: has the most bytes to move, of those whose gradient is moved, all of it.
       computing: computes the longest forward.
       reading: its forward by Direct Host Access is the shortest beside its load: reading is most of it.
     """
@@ -48,7 +48,8 @@ class Busiest:
     def of(cls, partition: Partition, programs: Programs, layers: Sequence[LayerProfile]) -> Busiest:
         """Those of a partition whose layers have been measured."""
         numbers = range(len(layers))
-        whole = [n for n in numbers if not programs.derivatives[partition.segments[n].program].has_rows] or numbers
+        trained = [n for n in numbers if partition.segments[n].trained]
+        whole = [n for n in trained if not programs.derivatives[partition.segments[n].program].has_rows] or trained
         return cls(
             max(whole, key=lambda n: layers[n].param_bytes),
             max(numbers, key=lambda n: layers[n].forward_s),
@@ -199,7 +200,9 @@ class _Offload(_Move):
 
     def begin(self, is_early: bool = False) -> None:
         self.close()
-        self._gradients = jax.block_until_ready([sample(leaf, self._placement.device) for leaf in self._layer.leaves])
+        self._gradients = jax.block_until_ready(
+            [sample(leaf, self._placement.device) for leaf in self._layer.trained.leaves]
+        )
         super().begin(is_early)
 
     def close(self) -> None:

@@ -309,6 +309,8 @@ class Executor:
             known = flight.cotangents.get(value)
             flight.cotangents[value] = cotangent if known is None else self._add(known, cotangent)
         layer = segment.layer
+        if not segment.trained:
+            return
         flight.device_norms[layer] = norm
         if event.use.writes is Target.DEVICE:
             total = flight.sums.pop(layer, None)
@@ -389,11 +391,15 @@ class Executor:
             self._transfers.gather(layer, flight.gradients[layer]) if layer in flight.gradients else ()
             for layer in unit.layers
         ]
-        vectors = [state.vectors[layer] if self._placement.is_cpu else () for layer in unit.layers]
+        num_trained = [len(state.layers[layer].trained.vectors) for layer in unit.layers]
+        vectors = [
+            state.vectors[layer][:num] if self._placement.is_cpu else ()
+            for layer, num in zip(unit.layers, num_trained, strict=True)
+        ]
         program = unit.programs[tuple(bool(used) for used in gradients)]
         unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm, flight.scale)
-        for layer, vector, used in zip(unit.layers, packed, gradients, strict=True):
-            state.vectors[layer] = to_pinned(vector, self._placement)
+        for layer, vector, num in zip(unit.layers, packed, num_trained, strict=True):
+            state.vectors[layer] = (*to_pinned(vector, self._placement), *state.vectors[layer][num:])
         jax.block_until_ready((unit.masters, unit.state, [state.vectors[layer] for layer in unit.layers]))
         for layer, used in zip(unit.layers, gradients, strict=True):
             flight.gradients.pop(layer, None)

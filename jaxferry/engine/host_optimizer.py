@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -63,9 +63,12 @@ class HostOptimizer:
       avals: shapes and master dtypes of the parameters.
       placement: where arrays live.
       clip_norm: global norm to clip gradients to, or None.
+      hidden: leaves that are frozen whatever the transformation would do: it is not shown them.
 
     Attributes:
       avals: shapes and master dtypes of the parameters.
+      frozen: leaves that are not updated, and whose gradient nobody asks for: those hidden, and those that the
+        transformation itself freezes.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
     """
 
@@ -76,11 +79,18 @@ class HostOptimizer:
         avals: Sequence[Any],
         placement: Placement,
         clip_norm: float | None,
+        hidden: Collection[int] = (),
     ) -> None:
         self._optimizer, self._tree, self.avals = optimizer, tree, list(avals)
         self._placement, self._clip_norm = placement, clip_norm
-        self._whole = WholeUpdate(optimizer, tree, avals)
+        self._whole = WholeUpdate(optimizer, tree, avals, hidden)
         self._programs: dict[Any, Any] = {}
+        self._prunes = False
+        self._shown = [leaf for leaf in range(len(avals)) if leaf not in hidden]
+        self.frozen = frozenset(hidden)
+        if (found := self._whole.frozen()) and self._takes_parts([[i for i in self._shown if i not in found]]):
+            self.frozen |= found
+        self._prunes_whole = self._prunes
         self.is_joint = self._whole.mixes()
         if self.is_joint:
             warnings.warn(NOT_SEPARABLE.format(where=""), stacklevel=4)
@@ -90,48 +100,68 @@ class HostOptimizer:
 
         Layers whose parts are equal share the program that was made for the first of them, so only that is compared.
         """
-        checked = set()
-        for layer in () if self.is_joint else layers:
-            leaves = [leaf.index for leaf in layer.leaves]
-            content = self._whole.content(leaves)
-            if content is not None and content in checked:
-                continue
-            checked.add(content)
-            if content is None or content != self._part_content(leaves):
-                self.is_joint = True
-                warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {layer.name!r})"), stacklevel=4)
-                break
+        parts = {layer.name: [leaf.index for leaf in layer.trained.leaves] for layer in layers if layer.trained.leaves}
+        if not self.is_joint and not self._takes_parts(list(parts.values())):
+            self.is_joint = True
+            name = next(name for name, leaves in parts.items() if not self._takes_parts([leaves]))
+            self._prunes = self._prunes_whole
+            warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {name!r})"), stacklevel=4)
 
-    def _part_content(self, leaves: Sequence[int]) -> Any:
-        """What the update of a part alone does; None where the optimizer takes no part (a mask given whole)."""
+    def _takes_parts(self, parts: Sequence[Sequence[int]]) -> bool:
+        """Whether the optimizer, given each of these parts alone, does to it what it does to it in the whole.
+
+        Trees without what is missing are tried first, then trees that mark it (`subtree`): what it takes it is given.
+        """
+        first: dict[Any, Sequence[int]] = {}
+        for leaves in parts:
+            first.setdefault(self._whole.content(leaves), leaves)
+        for prune in (True, False):
+            if all(content and content == self._part_content(leaves, prune) for content, leaves in first.items()):
+                self._prunes = prune
+                return True
+        return False
+
+    def _part_content(self, leaves: Sequence[int], prune: bool) -> Any:
+        """What the update of a part alone does; None where the optimizer does not take such a tree."""
         try:
-            return part_content(self._optimizer, self._tree, self.avals, leaves)
+            return part_content(self._optimizer, self._tree, self.avals, leaves, prune)
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
+    def _subtree(self, leaves: Mapping[int, Any]) -> Any:
+        """What the optimizer is given of a part of the tree."""
+        return subtree(self._tree, leaves, self._prunes)
+
     def units_of(self, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """The layers and leaves of each unit."""
+        parts = {i: tuple(leaf.index for leaf in layer.trained.leaves) for i, layer in enumerate(layers)}
+        parts = {i: leaves for i, leaves in parts.items() if leaves}
         if self.is_joint:
-            return [(tuple(range(len(layers))), tuple(range(len(self.avals))))]
-        return [((i,), tuple(leaf.index for leaf in layer.leaves)) for i, layer in enumerate(layers)]
+            return [(tuple(parts), tuple(sorted(leaf for leaves in parts.values() for leaf in leaves)))]
+        return [((i,), leaves) for i, leaves in parts.items()]
 
     def abstract_state(self, leaves: Sequence[int]) -> Any:
         """Shapes of the Optax state of these leaves."""
-        return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self.avals, leaves)))
+        return jax.eval_shape(self._optimizer.init, self._subtree(select(self.avals, leaves)))
 
     def state_shapes(self) -> dict[str, Any]:
         """Shapes of the whole Optax state by path."""
-        state = self.abstract_state(range(len(self.avals)))
+        state = self.abstract_state(self._shown)
         return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
+
+    def whole_state(self, leaves: Mapping[str, Any]) -> Any:
+        """The Optax state with these leaves, by path."""
+        state = self.abstract_state(self._shown)
+        return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])
 
     def init_state(self, leaves: Sequence[int], masters: Sequence[jax.Array]) -> dict[str, jax.Array]:
         """The initial Optax state of these leaves by path, in host memory."""
 
         def init(masters: Any) -> list[jax.Array]:
             masters = jax.device_put(masters, jax.memory.Space.Device)
-            return jax.tree.leaves(self._optimizer.init(subtree(self._tree, dict(zip(leaves, masters, strict=True)))))
+            return jax.tree.leaves(self._optimizer.init(self._subtree(dict(zip(leaves, masters, strict=True)))))
 
-        key = init_content(self._optimizer, self._tree, self.avals, leaves) or tuple(leaves)
+        key = init_content(self._optimizer, self._tree, self.avals, leaves, self._prunes) or tuple(leaves)
         if key not in self._programs:
             self._programs[key] = jax.jit(init, out_shardings=self._placement.host)
         state = self._programs[key](masters)
@@ -141,10 +171,10 @@ class HostOptimizer:
         """Makes the compiled update of every unit in `unit.programs`; equal units share it.
 
         It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
-        `gradients` hold the flat vectors of each layer of the unit, `gradients` an empty tuple for a layer that no
-        segment reads. Gradients are divided by `scale` before anything else; `norm` is the global norm after that. Both
-        are fp32 scalars. The first three arguments are donated. The old `vectors` only lend their memory; where the CPU
-        backend cannot reach pinned memory they are empty tuples.
+        `gradients` hold the flat vectors of each layer's trained parameters, `gradients` an empty tuple for a layer
+        that no segment reads. Gradients are divided by `scale` before anything else; `norm` is the global norm after
+        that. Both are fp32 scalars. The first three arguments are donated. The old `vectors` only lend their memory;
+        where the CPU backend cannot reach pinned memory they are empty tuples.
         """
         lowered: dict[Any, Any] = {}
         wanted = []
@@ -163,7 +193,7 @@ class HostOptimizer:
 
     def update_key(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
         """What the update of a unit depends on: units with equal keys share it."""
-        layouts = tuple(layers[i].layout for i in unit.layers)
+        layouts = tuple(layers[i].trained.layout for i in unit.layers)
         return (self._whole.content(unit.leaves) or unit.leaves, layouts, tuple(is_read[i] for i in unit.layers))
 
     def update_text(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
@@ -172,7 +202,7 @@ class HostOptimizer:
         return text
 
     def _lower(self, unit: Unit, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
-        place, unit_layers = self._placement, [layers[i] for i in unit.layers]
+        place, unit_layers = self._placement, [layers[i].trained for i in unit.layers]
         state = self.abstract_state(unit.leaves)
         rule = fused_rule(self._optimizer, state, unit_layers, reads)
         update = self._optax_update if rule is None else functools.partial(self._fused_update, rule)
@@ -181,7 +211,7 @@ class HostOptimizer:
             # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
             host = (masters, state_leaves, vectors, gradients)
             masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
-            params = subtree(self._tree, dict(zip(unit.leaves, masters, strict=True)))
+            params = self._subtree(dict(zip(unit.leaves, masters, strict=True)))
             before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
             params, after, packed = update(unit_layers, params, before, vectors, gradients, *numbers)
             return jax.tree.leaves(params), jax.tree.leaves(after), packed
@@ -233,7 +263,7 @@ class HostOptimizer:
         scale: jax.Array,
     ) -> Any:
         by_leaf = self._clipped(_by_leaf(layers, gradients, scale), norm)
-        updates, state = self._optimizer.update(subtree(self._tree, by_leaf), state, params)
+        updates, state = self._optimizer.update(self._subtree(by_leaf), state, params)
         params = optax.apply_updates(params, updates)
         masters = dict(zip(sorted(by_leaf), jax.tree.leaves(params), strict=True))
         packed = [

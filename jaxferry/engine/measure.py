@@ -8,6 +8,7 @@ What the cache knows is not measured again, and its programs are not even compil
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -142,7 +143,7 @@ class _Measured:
                 self.subjects["load", layer.layout] = load_subject(transport, placement, layer)
             gradients = gradient_shapes(partition, derivative)
             store = ("offload", layer.layout, gradients_text(gradients), is_sum)
-            if store not in self.subjects:
+            if segment.trained and store not in self.subjects:
                 self.subjects[store] = offload_subject(transport, placement, layer, gradients, is_sum)
             self._stores.append(store)
         self._add_updates(optimizer, placement)
@@ -152,7 +153,7 @@ class _Measured:
         used = {segment.layer for segment in self._partition.segments}
         is_read = [layer in used for layer in range(len(layers))]
         # A joint optimizer has one update for all layers. A profile has one for each, so they share it by their bytes.
-        all_bytes = sum(layers[layer].num_bytes for layer in used)
+        all_bytes = sum(layers[layer].trained.num_bytes for layer in used)
         self._updates: dict[int, tuple[Any, float]] = {}
         for unit in abstract_units(optimizer, layers):
             if used.isdisjoint(unit.layers):
@@ -161,16 +162,17 @@ class _Measured:
             if key not in self.subjects:
                 self.subjects[key] = update_subject(optimizer, placement, unit, layers, is_read)
             for layer in unit.layers:
-                share = layers[layer].num_bytes / all_bytes if optimizer.is_joint and all_bytes else 1.0
+                share = layers[layer].trained.num_bytes / all_bytes if optimizer.is_joint and all_bytes else 1.0
                 self._updates[layer] = (key, share)
 
     def layer(self, segment: Segment, costs: Any, seconds: Mapping[Any, float]) -> LayerProfile:
         """The profile of a segment."""
         number = self._partition.segments.index(segment)
-        times = {name: seconds[use] for name, use in self.uses[number].items()}
+        times = {field.name: 0.0 for field in dataclasses.fields(LayerProfile) if field.name.startswith("backward_")}
+        times |= {name: seconds[use] for name, use in self.uses[number].items()}
         if number == len(self._partition.segments) - 1:
             times = _halves(times)
-        update, share = self._updates[segment.layer]
+        update, share = self._updates.get(segment.layer, (None, 0.0))
         return LayerProfile(
             name=costs.name,
             parameters=costs.parameters,
@@ -178,8 +180,8 @@ class _Measured:
             grad_bytes=costs.grad_bytes,
             activation_bytes=costs.activation_bytes,
             load_s=seconds["load", self._partition.layers[segment.layer].layout],
-            offload_s=seconds[self._stores[number]],
-            update_s=seconds[update] * share,
+            offload_s=seconds[self._stores[number]] if segment.trained else 0.0,
+            update_s=seconds[update] * share if segment.trained else 0.0,
             **times,
         )
 

@@ -228,13 +228,13 @@ class _Maker:
 
             return self._traced(returned, *arguments, donate=(4, 5) if use.kind is Kind.BACKWARD else ())
         accumulate = use.writes is Target.HOST_SUM
-        store = store_in_place(function, layer, arguments, accumulate=accumulate, native=self._native)
+        store = store_in_place(function, layer.trained, arguments, accumulate=accumulate, native=self._native)
 
         def stored(destinations: Any, *given: Any) -> Any:
             vectors, gradients, rest = store(destinations, *given)
             return vectors, rest, None if gradients is None else squared_norm(gradients)
 
-        destinations = [self._struct(v, pinned) for v in layer.vectors]
+        destinations = [self._struct(v, pinned) for v in layer.trained.vectors]
         donated = (0, 5, 6) if use.kind is Kind.BACKWARD else (0,)
         return self._traced(stored, destinations, *arguments, donate=donated, shardings=(pinned, device, device))
 

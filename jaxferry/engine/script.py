@@ -58,7 +58,7 @@ def make_script(
       gradients: where each segment's gradient goes.
     """
     uses = shadow_model(partition, derivatives, modes, gradients)
-    events = [Event(segment, use) for (_, segment), use in zip(places(len(partition.segments)), uses, strict=True)]
+    events = [Event(segment, use) for (_, segment), use in zip(places(partition), uses, strict=True)]
     frees = _frees(partition, derivatives, events)
     return [dataclasses.replace(event, frees=tuple(frees.get(place, ()))) for place, event in enumerate(events)]
 
@@ -78,6 +78,8 @@ def lower_plan(
     facts = ProgramFacts(
         reads_back=tuple(derivative.reads_weights for derivative in of_segments),
         sends_rows=tuple(derivative.has_rows for derivative in of_segments),
+        runs_back=tuple(segment.runs_back for segment in partition.segments),
+        has_gradient=tuple(bool(segment.trained) for segment in partition.segments),
     )
     return schedule_step(profile or _without_times(partition), plan, facts)
 
@@ -87,7 +89,7 @@ def _without_times(partition: Partition) -> Profile:
     layers = []
     for segment in partition.segments:
         layer = partition.layers[segment.layer]
-        facts: dict[str, Any] = {"param_bytes": layer.num_bytes, "grad_bytes": layer.num_bytes, **times}
+        facts: dict[str, Any] = {"param_bytes": layer.num_bytes, "grad_bytes": layer.trained.num_bytes, **times}
         layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
     return Profile({}, tuple(layers))
 
@@ -103,7 +105,10 @@ def kept_layers(
     return [
         segment.layer
         for segment, place in zip(partition.segments, gradients, strict=True)
-        if place is GradientPlace.DEVICE and uses[segment.layer] == 1 and not derivatives[segment.program].has_rows
+        if place is GradientPlace.DEVICE
+        and uses[segment.layer] == 1
+        and segment.trained
+        and not derivatives[segment.program].has_rows
     ]
 
 
@@ -179,8 +184,7 @@ def peak_bytes(
     """
     graph = partition.graph
     resident = sum(partition.layers[layer].num_bytes for layer in resident_layers(partition, modes))
-    sizes = [partition.layers[segment.layer].num_bytes for segment in partition.segments]
-    copies, gradients = _held_by_transfers(schedule, len(script), sizes)
+    copies, gradients = _held_by_transfers(schedule, len(script), partition)
     other = sum(graph.num_bytes(v) for v in (*graph.batch, *graph.constants, *partition.prelude_outputs))
     peak_parameters = peak_held = peak_total = resident
     cotangents: dict[int, int] = {}
@@ -204,13 +208,14 @@ def peak_bytes(
     return Peak(peak_parameters, peak_held, peak_total)
 
 
-def _held_by_transfers(schedule: Schedule, num_places: int, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+def _held_by_transfers(schedule: Schedule, num_places: int, partition: Partition) -> tuple[list[int], list[int]]:
     """At each place of the script, the most bytes of copies of parameters, and of gradients, that there can be.
 
     A copy may be there as soon as the last program has ended that its load waits for. A gradient may be there until the
     first program that waits for its transfer, or for one behind it.
     """
-    tasks, places, loss_place = schedule.tasks, programs_of(schedule), (num_places - 1) // 2
+    tasks, places, loss_place = schedule.tasks, programs_of(schedule), len(partition.segments) - 1
+    layers = [partition.layers[segment.layer] for segment in partition.segments]
     last_program: list[int] = []
     before: dict[Lane, int] = {}
     last_use: dict[int, int] = {}
@@ -230,10 +235,10 @@ def _held_by_transfers(schedule: Schedule, num_places: int, sizes: Sequence[int]
     copies, gradients = [0] * num_places, [0] * num_places
     for copy, last in last_use.items():
         for place in range(last_program[copy] + 1, last + 1):
-            copies[place] += sizes[tasks[copy].layer]
+            copies[place] += layers[tasks[copy].layer].num_bytes
     free_from = num_places
     for index in reversed([i for i, task in enumerate(tasks) if task.kind is TaskKind.OFFLOAD]):
         free_from = min(free_from, first_waiter.get(index, free_from))
         for place in range(last_program[index], free_from):
-            gradients[place] += sizes[tasks[index].layer]
+            gradients[place] += layers[tasks[index].layer].trained.num_bytes
     return copies, gradients

@@ -7,14 +7,18 @@ other gradients exist. Clipping by global norm, for one, is not.
 Independence alone does not prove that the update of a part equals that part of the update: an optimizer may look at
 the tree's structure (noise with one key for each leaf, drawn in order). So the two programs are compared as well,
 equation by equation.
+
+The same trace tells which parameters are frozen: those whose update is zero whatever happens, and whose gradient nobody
+reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jaxferry.engine.subtree import path_names, subtree
@@ -23,6 +27,7 @@ from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.keys import Canonical, bytes_of
 
 _SHARED = -1
+_SAME_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
 
 
 class WholeUpdate:
@@ -32,15 +37,20 @@ class WholeUpdate:
       optimizer: the transformation.
       tree: the structure of the parameters.
       avals: their shapes and master dtypes.
+      hidden: leaves that the optimizer is not shown, by index.
     """
 
     def __init__(
-        self, optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any]
+        self,
+        optimizer: optax.GradientTransformation,
+        tree: jax.tree_util.PyTreeDef,
+        avals: Sequence[Any],
+        hidden: Collection[int] = (),
     ) -> None:
-        self._avals = list(avals)
-        params = jax.tree.unflatten(tree, self._avals)
+        self._leaves = [leaf for leaf in range(len(avals)) if leaf not in hidden]
+        params = subtree(tree, {leaf: avals[leaf] for leaf in self._leaves}, prune=False)
         state = jax.eval_shape(optimizer.init, params)
-        names = {name: index for index, name in enumerate(path_names(params))}
+        names = dict(zip(path_names(params), self._leaves, strict=True))
         self._owners = [_owner(name, names) for name in path_names(state)]
         self._graph = trace_update(optimizer, params, state)
         self._made_by = _makers(self._graph)
@@ -48,21 +58,44 @@ class WholeUpdate:
 
     def mixes(self) -> bool:
         """Whether an output of one leaf depends on another leaf."""
-        graph, count = self._graph, len(self._avals)
+        if any(equation.has_effects for equation in self._graph.equations):
+            return True
+        owners = [*self._leaves, *self._owners]
+        return any(made_from - {owner} for owner, made_from in zip(owners, self._sources(), strict=True))
+
+    def frozen(self) -> frozenset[int]:
+        """Leaves whose update is zero whatever happens, that own no state and that nothing else is made from."""
+        found = {
+            leaf
+            for leaf, atom in zip(self._leaves, self._graph.outputs, strict=False)
+            if self._is_zero(atom) and leaf not in self._owners
+        }
+        if any(equation.has_effects for equation in self._graph.equations):
+            return frozenset()
+        return frozenset(found).difference(*self._sources()) if found else frozenset()
+
+    def _sources(self) -> list[frozenset[int]]:
+        """For each output the leaves that it is made from, through their gradient, parameter or state."""
+        graph = self._graph
         sources: dict[int, frozenset[int]] = {}
-        owners = [*range(count), *range(count), *self._owners]
+        owners = [*self._leaves, *self._leaves, *self._owners]
         for value, owner in zip((*graph.parameters, *graph.batch), owners, strict=True):
             sources[value] = frozenset() if owner == _SHARED else frozenset([owner])
         for equation in graph.equations:
             made_from = frozenset().union(*(sources.get(value, frozenset()) for value in equation.reads))
-            if equation.has_effects:
-                return True
             sources |= dict.fromkeys(equation.outputs, made_from)
-        for owner, atom in zip([*range(count), *self._owners], graph.outputs, strict=True):
-            made_from = sources.get(atom, frozenset()) if isinstance(atom, int) else frozenset()
-            if made_from - {owner}:
-                return True
-        return False
+        return [sources.get(atom, frozenset()) if isinstance(atom, int) else frozenset() for atom in graph.outputs]
+
+    def _is_zero(self, atom: Any) -> bool:
+        """Whether an output is a constant zero."""
+        if not isinstance(atom, int):
+            return not np.any(np.asarray(atom.val))
+        if atom in self._graph.constants:
+            return not np.any(np.asarray(self._graph.constants[atom]))
+        equation = self._made_by.get(atom)
+        if equation is None or equation.primitive.name not in _SAME_ZEROS:
+            return False
+        return self._is_zero(equation.inputs[0])
 
     def content(self, leaves: Sequence[int]) -> Any:
         """What the update does to these leaves and to the state that they share: a digest, or None if it has none."""
@@ -72,11 +105,12 @@ class WholeUpdate:
         return self._contents[key]
 
     def _content(self, leaves: Sequence[int]) -> Any:
-        graph, count, chosen = self._graph, len(self._avals), set(leaves)
+        graph, count, chosen = self._graph, len(self._leaves), set(leaves)
+        places = [place for place, leaf in enumerate(self._leaves) if leaf in chosen]
         kept_state = [i for i, owner in enumerate(self._owners) if owner == _SHARED or owner in chosen]
-        wanted = [*sorted(chosen), *(count + i for i in kept_state)]
+        wanted = [*places, *(count + i for i in kept_state)]
         inputs = (*graph.parameters, *graph.batch)
-        kept = [*sorted(chosen), *(count + leaf for leaf in sorted(chosen)), *(2 * count + i for i in kept_state)]
+        kept = [*places, *(count + place for place in places), *(2 * count + i for i in kept_state)]
         return _content(graph, self._made_by, [inputs[i] for i in kept], [graph.outputs[i] for i in wanted])
 
 
@@ -97,19 +131,30 @@ def trace_update(optimizer: optax.GradientTransformation, params: Any, state: An
 
 
 def part_content(
-    optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any], leaves: Sequence[int]
+    optimizer: optax.GradientTransformation,
+    tree: jax.tree_util.PyTreeDef,
+    avals: Sequence[Any],
+    leaves: Sequence[int],
+    prune: bool = True,
 ) -> Any:
-    """The digest of the update of a part of the tree alone; equal to `WholeUpdate.content` if the arithmetic is."""
-    params = subtree(tree, {leaf: avals[leaf] for leaf in leaves})
+    """The digest of the update of a part of the tree alone; equal to `WholeUpdate.content` if the arithmetic is.
+
+    `prune` is that of `subtree`, as for `init_content`.
+    """
+    params = subtree(tree, {leaf: avals[leaf] for leaf in leaves}, prune)
     graph = trace_update(optimizer, params, jax.eval_shape(optimizer.init, params))
     return _content(graph, _makers(graph), (*graph.parameters, *graph.batch), graph.outputs)
 
 
 def init_content(
-    optimizer: optax.GradientTransformation, tree: jax.tree_util.PyTreeDef, avals: Sequence[Any], leaves: Sequence[int]
+    optimizer: optax.GradientTransformation,
+    tree: jax.tree_util.PyTreeDef,
+    avals: Sequence[Any],
+    leaves: Sequence[int],
+    prune: bool = True,
 ) -> Any:
     """What making the state of a part of the tree does: a digest, or None if it has none."""
-    graph = trace(optimizer.init, subtree(tree, {leaf: avals[leaf] for leaf in leaves}), (), {})
+    graph = trace(optimizer.init, subtree(tree, {leaf: avals[leaf] for leaf in leaves}, prune), (), {})
     return _content(graph, _makers(graph), graph.parameters, graph.outputs)
 
 

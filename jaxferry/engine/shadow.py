@@ -59,11 +59,12 @@ class Use:
     writes: Target = Target.DEVICE
 
 
-def places(num_segments: int) -> list[tuple[Kind, int]]:
+def places(partition: Partition) -> list[tuple[Kind, int]]:
     """The programs of a step in order: what each computes, and its segment."""
-    last = num_segments - 1
+    last = len(partition.segments) - 1
     forwards = [(Kind.FORWARD, s) for s in range(last)]
-    return [*forwards, (Kind.LOSS, last), *((Kind.BACKWARD, s) for s in reversed(range(last)))]
+    backwards = [(Kind.BACKWARD, s) for s in reversed(range(last)) if partition.segments[s].runs_back]
+    return [*forwards, (Kind.LOSS, last), *backwards]
 
 
 def resident_layers(partition: Partition, modes: Sequence[Mode]) -> frozenset[int]:
@@ -88,14 +89,14 @@ def shadow_model(
     """
     written: set[int] = set()
     table = []
-    for kind, number in places(len(partition.segments)):
+    for kind, number in places(partition):
         segment = partition.segments[number]
         derivative = derivatives[segment.program]
         is_read = kind is not Kind.BACKWARD or derivative.reads_weights
         by_dha = modes[number] is Mode.DHA or (modes[number] is Mode.DFGB and kind is not Kind.BACKWARD)
         reads = Source.HOST if is_read and by_dha else Source.DEVICE
         writes = Target.DEVICE
-        if kind is not Kind.FORWARD:
+        if kind is not Kind.FORWARD and segment.trained:
             if gradients[number] is GradientPlace.HOST and not derivative.has_rows:
                 writes = Target.HOST_SUM if segment.layer in written else Target.HOST
             written.add(segment.layer)

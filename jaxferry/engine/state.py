@@ -66,6 +66,9 @@ def task_error(work: Work) -> TaskError:
 class TrainState:
     """Master parameters (fp32), optimizer state and their compute copy, all in host memory.
 
+    A frozen parameter is kept in the dtype in which it was given. If that is the compute dtype, the compute copy is all
+    that there is of it; else it has a copy in its own dtype as well.
+
     `step(state, batch)` updates it in place and returns the same object. It is made by `step.init`, `step.init_from` or
     `step.restore`.
 
@@ -101,12 +104,25 @@ class TrainState:
         self.in_flight: UnderWay | None = None
         self.accumulated = Accumulated()
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
+        self._frozen: dict[int, jax.Array] = {}
         self.units = self._make_units(list(masters), None if state is None else dict(state))
 
     @property
     def params(self) -> Any:
-        """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates."""
+        """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates.
+
+        Frozen parameters are among them, with the bits with which they were given.
+        """
         return jax.tree.unflatten(self._tree, [np.array(master) for master in self.masters()])
+
+    @property
+    def opt_state(self) -> Any:
+        """The current state of the optimizer as Optax makes it, of NumPy arrays (copies). Waits for updates.
+
+        For what is read from there, such as an average of the parameters or the hyperparameters of a schedule.
+        """
+        leaves = self.optimizer_state()
+        return self.optimizer.whole_state({name: _copied(leaf) for name, leaf in leaves.items()})
 
     def check(self) -> None:
         """Raises `StateError` if a failure left the state between two steps."""
@@ -160,6 +176,14 @@ class TrainState:
         """The master parameters in the order of the flattened tree."""
         self.settle()
         by_leaf = {leaf: master for u in self.units for leaf, master in zip(u.leaves, u.masters, strict=True)}
+        by_leaf |= self._frozen
+        for layer, vectors in zip(self.layers, self.vectors, strict=False):
+            missing = [leaf for leaf in layer.leaves if leaf.index not in by_leaf]
+            numbers = {leaf.vector for leaf in missing}
+            flat = {number: np.asarray(jax.device_put(vectors[number], self._placement.host)) for number in numbers}
+            for leaf in missing:
+                part = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
+                by_leaf[leaf.index] = jax.device_put(part, self._placement.host, may_alias=False)
         return [by_leaf[leaf] for leaf in range(len(by_leaf))]
 
     def optimizer_state(self) -> dict[str, jax.Array]:
@@ -184,13 +208,17 @@ class TrainState:
 
     def fill(self) -> None:
         """Makes `vectors`, the compute copy of the parameters, if it is not there."""
-        if not self.vectors:
-            masters = self.masters()
-            programs = {layer.layout: self._packing(layer) for layer in self.layers}
-            self.vectors = [
-                to_pinned(programs[layer.layout]([masters[leaf.index] for leaf in layer.leaves]), self._placement)
-                for layer in self.layers
-            ]
+        if len(self.vectors) == len(self.layers):
+            return
+        self.settle()
+        trained = {leaf: master for u in self.units for leaf, master in zip(u.leaves, u.masters, strict=True)}
+        programs = {layer.layout: self._packing(layer) for layer in self.layers}
+        for layer in self.layers[len(self.vectors) :]:
+            leaves = [trained[i] if i in trained else self._frozen[i] for i in (leaf.index for leaf in layer.leaves)]
+            self.vectors.append(to_pinned(programs[layer.layout](leaves), self._placement))
+            for leaf in layer.leaves:
+                if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
+                    del self._frozen[leaf.index]
 
     def block_until_ready(self) -> None:
         """Waits until every update in flight has ended."""
@@ -198,6 +226,8 @@ class TrainState:
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.units])
 
     def _make_units(self, masters: list[jax.Array], state: dict[str, jax.Array] | None) -> list[Unit]:
+        frozen = [leaf.index for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
+        self._frozen = {leaf: masters[leaf] for leaf in frozen}
         taken: set[str] = set()
         units = []
         for layers, leaves in self.optimizer.units_of(self.layers):
@@ -220,6 +250,11 @@ class TrainState:
             return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
 
         return jax.jit(pack, out_shardings=self._placement.update_output)
+
+
+def _copied(leaf: jax.Array) -> Any:
+    """A copy as a NumPy array; PRNG keys stay what they are."""
+    return leaf if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
 
 
 def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:

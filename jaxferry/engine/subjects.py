@@ -163,7 +163,7 @@ def offload_subject(kind: str, placement: Placement, layer: Layer, gradients: Se
 
     def time(effort: Effort) -> float:
         transport = make_transport(kind, placement, [layer])
-        known = [sample_vectors(layer, placement.update_output)] if is_sum else []
+        known = [sample_vectors(layer.trained, placement.update_output)] if is_sum else []
 
         def prepare(num_calls: int) -> list[Any]:
             return [jax.tree.map(lambda leaf: sample(leaf, placement.device), list(gradients))]
@@ -213,10 +213,12 @@ def update_subject(
         optimizer.compile_updates([own], layers, is_read)
         [program] = own.programs.values()
         on_cpu = placement.is_cpu
-        parts = [layers[i] for i in unit.layers]
+        parts = [layers[i].trained for i in unit.layers]
         vectors: list[Vectors] = [sample_vectors(layer, placement.pinned) if on_cpu else () for layer in parts]
         where = placement.update_output
-        gradients = [sample_vectors(layers[i], where) if is_read[i] else () for i in unit.layers]
+        gradients = [
+            sample_vectors(part, where) if is_read[i] else () for i, part in zip(unit.layers, parts, strict=True)
+        ]
         # The gradient's norm, and whatever else there is: one number each.
         num_scalars = len(program.args_info[0]) - 4
         scalars = [jax.device_put(np.float32(1), placement.host_compute) for _ in range(num_scalars)]
@@ -249,7 +251,7 @@ def sample_vectors(layer: Layer, where: Any) -> Vectors:
 
 
 def uses_of(program: int, derivative: Derivative, is_last: bool, is_sum: bool) -> dict[str, Use]:
-    """The programs that a segment's times come from, by the times' names in a profile.
+    """The programs that a segment's times come from, by the times' names in a profile; none for a backward it has not.
 
     Args:
       program: the segment's program number.
@@ -261,10 +263,15 @@ def uses_of(program: int, derivative: Derivative, is_last: bool, is_sum: bool) -
     # A lookup's backward reads no weight, and its few rows are no gradient that a program would write to the host.
     by_dha = Source.HOST if is_last or derivative.reads_weights else Source.DEVICE
     target = Target.HOST_SUM if is_sum else Target.HOST
-    return {
+    stays = derivative.has_rows or not derivative.segment.trained
+    forwards = {
         "forward_s": Use(Kind.FORWARD, program),
         "forward_dha_s": Use(Kind.FORWARD, program, Source.HOST),
+    }
+    if not derivative.segment.runs_back:
+        return forwards
+    return forwards | {
         "backward_s": Use(kind, program),
         "backward_dha_s": Use(kind, program, by_dha),
-        "backward_go_s": Use(kind, program, writes=Target.DEVICE if derivative.has_rows else target),
+        "backward_go_s": Use(kind, program, writes=Target.DEVICE if stays else target),
     }

@@ -9,14 +9,16 @@ import jax
 import optax
 
 
-def subtree(tree: jax.tree_util.PyTreeDef, leaves: Mapping[int, Any]) -> Any:
+def subtree(tree: jax.tree_util.PyTreeDef, leaves: Mapping[int, Any], prune: bool = True) -> Any:
     """The tree with only the leaves whose indices are given, at their own paths.
 
     Dictionaries lose their other entries. In other containers (lists, NNX states) an `optax.MaskedNode`, which holds no
-    leaf, takes the place of what is missing; Optax itself marks parameters that a transformation shall not see so.
+    leaf, takes the place of what is missing; Optax itself marks parameters that a transformation shall not see so. With
+    `prune=False` it does so in dictionaries too: masks and labels that are given as a tree of the whole model fit then.
     """
     slots = [leaves.get(index, optax.MaskedNode()) for index in range(tree.num_leaves)]
-    return _prune(jax.tree.unflatten(tree, slots))
+    whole = jax.tree.unflatten(tree, slots)
+    return _prune(whole) if prune else whole
 
 
 def _prune(node: Any) -> Any:

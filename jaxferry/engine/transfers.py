@@ -21,6 +21,9 @@ from jaxferry.partition import Gradient, Layer, RowGradient
 
 Vectors = tuple[jax.Array, ...]
 
+_OF_LOADS = frozenset({"unpack", "buffers", "load", "arrived"})
+"""Programs that move parameters; all others move gradients."""
+
 
 @dataclasses.dataclass
 class DeviceLayer:
@@ -66,7 +69,7 @@ class Transport:
 
     Args:
       placement: where they come from and go to.
-      layers: the layers.
+      layers: the layers; loads move all their parameters, gradients are those of the trained ones.
 
     Attributes:
       staging_bytes: device memory that transfers need beside what is moved.
@@ -111,7 +114,7 @@ class Transport:
 
         Args:
           layer: the layer.
-          gradients: one for each of its parameters, on the device.
+          gradients: one for each of its trained parameters, on the device.
           onto: what an earlier use of the layer has stored, to which these are added; it is given away.
         """
         raise NotImplementedError
@@ -171,7 +174,7 @@ class Transport:
         return tuple(self._program("zeros", layer)())
 
     def _program(self, name: str, layer: int) -> Any:
-        made = self._layers[layer]
+        made = self._layers[layer] if name in _OF_LOADS else self._layers[layer].trained
         key = (name, made.layout)
         if key not in self._programs:
             self._programs[key] = self._jitted(name, made)

@@ -47,7 +47,8 @@ CPU_TARGETS = ("jaxferry_host_step",)
 SIMD = ("portable", "avx2", "avx512", "avx512-bf16")
 """Instruction sets of the host step, in ascending order."""
 
-DIRECTIONS = ("load", "store")
+DIRECTIONS = ("load", "store", "host")
+"""Across the link, and between the host and its own memory."""
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "CUDA", "cuda": "CUDA"}
 _REMEDY = "build it with `jaxferry build-native`"
@@ -101,10 +102,11 @@ class NativeLibrary:
         self.synchronize()
 
     def set_bandwidth(self, direction: str, bytes_per_s: float) -> None:
-        """Sets the speed of the emulated link.
+        """Sets the speed of the emulated link, or of the host's own memory.
 
         Args:
-          direction: "load" or "store".
+          direction: "load" or "store", for copies and for operations that read or write host memory; "host", for host
+            steps (gradients, masters and moments both ways, compute copies).
           bytes_per_s: the speed; 0 for as fast as memory is.
 
         Raises:
@@ -113,7 +115,7 @@ class NativeLibrary:
         """
         self._check_is_cpu("set_bandwidth")
         if direction not in DIRECTIONS:
-            raise InputError(f'direction must be "load" or "store", got {direction!r}')
+            raise InputError(f'direction must be "load", "store" or "host", got {direction!r}')
         if not bytes_per_s >= 0:
             raise InputError(f"bytes_per_s must be 0 (no limit) or more, got {bytes_per_s}")
         self._functions.jaxferry_ferry_set_bandwidth(

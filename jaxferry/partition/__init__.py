@@ -6,6 +6,7 @@ loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments 
 from jaxferry.partition.build import layers_by_path, partition
 from jaxferry.partition.cuts import Merge
 from jaxferry.partition.derivative import REMAT, Derivative, differentiate
+from jaxferry.partition.frozen import Trainable, frozen_leaves
 from jaxferry.partition.host_reads import read_in_place
 from jaxferry.partition.host_stores import store_in_place
 from jaxferry.partition.layout import Layer, Leaf
@@ -23,7 +24,9 @@ __all__ = [
     "Partition",
     "RowGradient",
     "Segment",
+    "Trainable",
     "differentiate",
+    "frozen_leaves",
     "layers_by_path",
     "partition",
     "print_table",

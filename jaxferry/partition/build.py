@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.groups import Group, group_leaves, leaf_paths
 from jaxferry.partition.keys import Canonical, bytes_of
 from jaxferry.partition.layout import Layer, make_layer
-from jaxferry.partition.segments import Partition, Segment, build_segments, prelude_with_views
+from jaxferry.partition.segments import Partition, Segment, build_segments, depending_on, prelude_with_views
 
 
 def partition(
@@ -29,6 +29,7 @@ def partition(
     *,
     compute_dtype: Any = None,
     layers: Sequence[Layer] | None = None,
+    frozen: Collection[int] = (),
 ) -> Partition:
     """Cuts a loss function into segments; nothing is computed and no model is held.
 
@@ -39,13 +40,15 @@ def partition(
       kwargs: keyword arguments, likewise; for instance a PRNG key for dropout.
       compute_dtype: the dtype in which the loss function is given its parameters; None leaves them as they are.
       layers: the layers of an earlier partition of the same parameters, to be kept as far as possible; None finds them.
+      frozen: indices of the leaves of `params` that are not trained: no derivative is taken for them, and none passes
+        through what is made of them alone.
 
     Raises:
-      InputError: if a parameter is not real floating point, or there is none.
+      InputError: if a parameter is not real floating point, or there is none, or the loss depends on frozen ones alone.
       PartitionError: if the loss is no real scalar or reads no parameter.
     """
     paths = ["/".join(path) for path in leaf_paths(params)]
-    abstract, master_dtypes = _abstract_params(params, paths, compute_dtype)
+    abstract, master_dtypes = _abstract_params(params, paths, compute_dtype, frozen)
     graph = trace(loss_fn, abstract, args, kwargs or {})
     loss, aux_tree = _check_outputs(graph)
     if layers is None:
@@ -59,16 +62,28 @@ def partition(
     flow, stretches, group_of_leaf, joins = _cut(graph, first_group, may_join=layers is None)
     if not stretches or loss not in flow.active:
         raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
+    trained = [value for leaf, value in enumerate(graph.parameters) if leaf not in frozen]
+    derived = depending_on(graph, trained)
+    if loss not in derived:
+        raise InputError("the loss depends on frozen parameters alone: let the optimizer, or trainable=, train others")
     names = [groups[group].name for group in first_group]
     order = _order_of_use(stretches, group_of_leaf)
     avals = jax.tree.leaves(abstract)
-    made = tuple(_layer(group, group_of_leaf, names, paths, avals, master_dtypes) for group in order)
+    made = tuple(_layer(group, group_of_leaf, names, paths, avals, master_dtypes, frozen) for group in order)
     if layers is not None and set(layers) == set(made):
         # The order of first use may differ between loss functions; the arrangement of the state need not.
         order = [order[made.index(layer)] for layer in layers]
         made = tuple(layers)
     layer_of_group = {group: index for index, group in enumerate(order)}
-    segments = _share_programs(graph, build_segments(graph, flow, stretches, made, layer_of_group))
+    # Where cuts are as good at several places, those are better with which more segments share their program.
+    early = cuts.find_cuts(graph, flow, group_of_leaf, is_early=True)
+    segments = min(
+        (
+            _share_programs(graph, build_segments(graph, flow, derived, cut, made, layer_of_group))
+            for cut in (stretches, early)
+        ),
+        key=lambda segments: len({segment.program for segment in segments}),
+    )
     prelude = prelude_with_views(flow)
     return Partition(
         layers=made,
@@ -83,7 +98,7 @@ def partition(
     )
 
 
-def layers_by_path(params: Any, compute_dtype: Any = None) -> tuple[Layer, ...]:
+def layers_by_path(params: Any, compute_dtype: Any = None, frozen: Collection[int] = ()) -> tuple[Layer, ...]:
     """The layers that module paths alone suggest, for a model whose loss function has not been traced yet.
 
     Raises:
@@ -91,18 +106,20 @@ def layers_by_path(params: Any, compute_dtype: Any = None) -> tuple[Layer, ...]:
     """
     parts = leaf_paths(params)
     paths = ["/".join(path) for path in parts]
-    abstract, master_dtypes = _abstract_params(params, paths, compute_dtype)
+    abstract, master_dtypes = _abstract_params(params, paths, compute_dtype, frozen)
     avals = jax.tree.leaves(abstract)
-    return tuple(make_layer(g.name, g.leaves, paths, avals, master_dtypes) for g in group_leaves(parts))
+    return tuple(make_layer(g.name, g.leaves, paths, avals, master_dtypes, frozen) for g in group_leaves(parts))
 
 
-def _abstract_params(params: Any, paths: Sequence[str], compute_dtype: Any) -> tuple[Any, list[np.dtype]]:
+def _abstract_params(
+    params: Any, paths: Sequence[str], compute_dtype: Any, frozen: Collection[int]
+) -> tuple[Any, list[np.dtype]]:
     """Shape structs in the compute dtype, and the dtypes of the master parameters."""
     leaves, tree = jax.tree.flatten(params)
     if not leaves:
         raise InputError("params holds no parameter")
     dtypes = []
-    for leaf, path in zip(leaves, paths, strict=True):
+    for index, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise InputError(f"parameter {path!r} is a {type(leaf).__name__}, not an array")
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -111,7 +128,7 @@ def _abstract_params(params: Any, paths: Sequence[str], compute_dtype: Any) -> t
                 "keep others out of params, for instance in the batch"
             )
         # Updates need the precision of fp32 even where the model was stored in 16 bits.
-        dtypes.append(np.dtype(jnp.promote_types(leaf.dtype, jnp.float32)))
+        dtypes.append(np.dtype(leaf.dtype if index in frozen else jnp.promote_types(leaf.dtype, jnp.float32)))
     computed = [jax.ShapeDtypeStruct(leaf.shape, compute_dtype or leaf.dtype) for leaf in leaves]
     return jax.tree.unflatten(tree, computed), dtypes
 
@@ -207,11 +224,12 @@ def _layer(
     paths: Sequence[str],
     avals: Sequence[Any],
     master_dtypes: Sequence[np.dtype],
+    frozen: Collection[int],
 ) -> Layer:
     """The layer of a group; `names` holds for each leaf the group that it was in before groups were joined."""
     leaves = [leaf for leaf, other in enumerate(group_of_leaf) if other == group]
     name = "+".join(dict.fromkeys(names[leaf] for leaf in leaves))
-    return make_layer(name, leaves, paths, avals, master_dtypes)
+    return make_layer(name, leaves, paths, avals, master_dtypes, frozen)
 
 
 def _share_programs(graph: Graph, segments: Sequence[Segment]) -> list[Segment]:
@@ -227,6 +245,7 @@ def _program_key(graph: Graph, segment: Segment) -> str:
     inputs = (*segment.weights, *segment.inputs, *segment.passive)
     outputs = (*segment.outputs, *segment.extras)
     roles = [len(part) for part in (segment.weights, segment.inputs, segment.passive, segment.outputs)]
+    roles += segment.trained
     canonical = Canonical()
     content = canonical.equations(segment.equations, inputs, outputs, graph.avals)
     if canonical.is_opaque:

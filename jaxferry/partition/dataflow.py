@@ -92,7 +92,9 @@ def _views(
         if len({group_of_leaf[leaf] for leaf in made_from}) > 1 or (made_from and 2 * size_out < size_in):
             continue
         name = equation.primitive.name
-        if name in _REPEATING if made_from and size_out > size_in else name in _SELECTING and not made_from:
+        if made_from and size_out > size_in and name in _REPEATING:
+            continue
+        if not made_from and size_out <= _PRELUDE_BYTES and name in _SELECTING:
             continue
         views |= dict.fromkeys(equation.outputs, equation)
         leaves |= dict.fromkeys(equation.outputs, made_from)

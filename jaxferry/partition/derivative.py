@@ -1,7 +1,7 @@
 """The forward and backward program of a segment, and what has to be kept between the two.
 
     forward(weights, inputs, passive)                            -> outputs, extras, saved
-    backward(weights, inputs, passive, outputs, saved, cotangents) -> weight gradients, input cotangents
+    backward(weights, inputs, passive, outputs, saved, cotangents) -> gradients of trained weights, input cotangents
 
 A derivative needs residuals. Many of them somebody holds anyway: the weights, which the engine drops after the forward
 and puts back for the backward, the segment's inputs, its outputs. These are not handed out a second time but supplied
@@ -60,7 +60,7 @@ class Derivative:
     def backward(
         self, weights: Any, inputs: Any, passive: Any, outputs: Any, saved: Any, cotangents: Any
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the gradients of the weights (arrays, or `RowGradient`s of lookups) and the inputs' cotangents.
+        """Returns gradients of the trained weights (arrays, or `RowGradient`s of lookups) and the inputs' cotangents.
 
         `inputs`, `passive` and `outputs` hold only the values at `inputs_read`, `passive_read`, `outputs_read`; weights
         that are not read may be shape structs.
@@ -82,16 +82,29 @@ class Derivative:
 
 def differentiate(graph: Graph, segment: Segment, remat: str = "none") -> Derivative:
     """Builds the forward and the backward of `segment`; `remat` is one of `REMAT`."""
+    if not segment.runs_back:
+        return _without_backward(segment)
     made = _recomputing(segment) if remat == "full" else _keeping(segment, _linearise(graph, segment))
-    sparse = keep_rows(made.backward, made.backward_arguments(graph))
+    sparse = keep_rows(made.backward, made.backward_arguments(graph), len(segment.trained))
     return made if sparse is None else dataclasses.replace(made, _backward=sparse, has_rows=True)
 
 
 def _pullback(segment: Segment, weights: Any, inputs: Any, passive: Any) -> tuple[list[Any], Any, list[Any]]:
-    def run(weights: Any, inputs: Any) -> tuple[list[Any], list[Any]]:
-        return segment.forward(weights, inputs, passive)
+    def run(trained: Any, inputs: Any) -> tuple[list[Any], list[Any]]:
+        given = dict(zip(segment.trained, trained, strict=True))
+        return segment.forward([given.get(i, weight) for i, weight in enumerate(weights)], inputs, passive)
 
-    return jax.vjp(run, weights, inputs, has_aux=True)
+    return jax.vjp(run, [weights[i] for i in segment.trained], inputs, has_aux=True)
+
+
+def _without_backward(segment: Segment) -> Derivative:
+    def forward(weights: Any, inputs: Any, passive: Any) -> Any:
+        return (*segment.forward(weights, inputs, passive), [])
+
+    def backward(*given: Any) -> Any:
+        return [], []
+
+    return Derivative(segment, (), False, (), (), (), forward, backward)
 
 
 def _recomputing(segment: Segment) -> Derivative:

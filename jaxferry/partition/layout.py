@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -21,9 +22,10 @@ class Leaf:
       path: its path in that tree, joined by "/".
       shape: its shape.
       dtype: the dtype in which the loss function sees it (the compute dtype).
-      master_dtype: the dtype in which the optimizer updates it.
+      master_dtype: the dtype in which the optimizer updates it; of a frozen one that in which it was given.
       vector: which vector of the layer holds it.
       offset: its first element there.
+      is_trained: whether it has a gradient and an update; else it is frozen.
     """
 
     index: int
@@ -33,6 +35,7 @@ class Leaf:
     master_dtype: np.dtype
     vector: int
     offset: int
+    is_trained: bool = True
 
     @property
     def size(self) -> int:
@@ -43,6 +46,8 @@ class Leaf:
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """The unit of planning: parameters that are moved together, one flat vector for each dtype among them.
+
+    Frozen parameters have vectors of their own, after those of trained ones; gradients and updates leave them out.
 
     Attributes:
       name: module path.
@@ -62,6 +67,12 @@ class Layer:
             dtypes[leaf.vector] = leaf.dtype
         return tuple(jax.ShapeDtypeStruct((sizes[i],), dtypes[i]) for i in sorted(sizes))
 
+    @functools.cached_property
+    def trained(self) -> Layer:
+        """The trained parameters alone, as gradients and updates move them; their vectors are the layer's first."""
+        leaves = tuple(leaf for leaf in self.leaves if leaf.is_trained)
+        return self if leaves == self.leaves else Layer(self.name, leaves)
+
     @property
     def num_parameters(self) -> int:
         """Number of parameters."""
@@ -69,7 +80,7 @@ class Layer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the compute dtype, as loads and gradients move them."""
+        """Bytes in the compute dtype, as loads move them."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
 
     @property
@@ -104,15 +115,23 @@ class Layer:
 
 
 def make_layer(
-    name: str, indices: Sequence[int], paths: Sequence[str], avals: Sequence[Any], master_dtypes: Sequence[np.dtype]
+    name: str,
+    indices: Sequence[int],
+    paths: Sequence[str],
+    avals: Sequence[Any],
+    master_dtypes: Sequence[np.dtype],
+    frozen: Collection[int] = (),
 ) -> Layer:
-    """Lays out the leaves `indices` of a flattened tree; `avals` have the compute dtypes."""
-    numbers: dict[np.dtype, int] = {}
+    """Lays out the leaves `indices` of a flattened tree; `avals` have the compute dtypes, `frozen` are indices."""
+    numbers: dict[tuple[bool, np.dtype], int] = {}
+    for index in sorted(indices, key=lambda index: index in frozen):
+        numbers.setdefault((index in frozen, np.dtype(avals[index].dtype)), len(numbers))
     filled: dict[int, int] = {}
     leaves = []
     for index in indices:
-        dtype, shape = np.dtype(avals[index].dtype), tuple(avals[index].shape)
-        vector = numbers.setdefault(dtype, len(numbers))
-        leaves.append(Leaf(index, paths[index], shape, dtype, master_dtypes[index], vector, filled.get(vector, 0)))
-        filled[vector] = leaves[-1].offset + leaves[-1].size
+        dtype, shape, is_trained = np.dtype(avals[index].dtype), tuple(avals[index].shape), index not in frozen
+        vector = numbers[not is_trained, dtype]
+        offset = filled.get(vector, 0)
+        leaves.append(Leaf(index, paths[index], shape, dtype, master_dtypes[index], vector, offset, is_trained))
+        filled[vector] = offset + leaves[-1].size
     return Layer(name, tuple(leaves))

@@ -50,16 +50,16 @@ class RowGradient:
 Gradient = jax.Array | RowGradient
 
 
-def keep_rows(backward: Callable[..., Any], arguments: Sequence[Any]) -> Callable[..., Any] | None:
+def keep_rows(backward: Callable[..., Any], arguments: Sequence[Any], num_gradients: int) -> Callable[..., Any] | None:
     """The same backward with the gradients of lookups left as rows, or None if there are none.
 
     Args:
       backward: `(weights, *others) -> (weight gradients, input cotangents)`.
       arguments: shape structs of its arguments.
+      num_gradients: number of weight gradients.
     """
     graph = trace(backward, arguments[0], tuple(arguments[1:]), {})
-    num_weights = len(arguments[0])
-    scatters = {i: found for i in range(num_weights) if (found := _scatter_of_zeros(graph, i)) is not None}
+    scatters = {i: found for i in range(num_gradients) if (found := _scatter_of_zeros(graph, i)) is not None}
     if not scatters:
         return None
     atoms = [
@@ -75,7 +75,7 @@ def keep_rows(backward: Callable[..., Any], arguments: Sequence[Any]) -> Callabl
         evaluate(equations, values)
         results = [values[atom] if isinstance(atom, int) else atom.val for atom in atoms]
         gradients: list[Any] = []
-        for i in range(num_weights):
+        for i in range(num_gradients):
             scatter = scatters.get(i)
             if scatter is None:
                 gradients.append(results.pop(0))

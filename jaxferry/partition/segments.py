@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ class Segment:
       passive: all other values that it reads: batch, constants, prelude, and values without derivative.
       outputs: values for later segments (or the loss) through which a derivative flows.
       extras: further values that later segments or the caller read.
+      trained: which of `weights` have a gradient, as indices.
       alive_bytes: bytes of the values alive at its end.
       program: segments with the same number share their compiled programs.
     """
@@ -41,8 +42,14 @@ class Segment:
     passive: tuple[int, ...]
     outputs: tuple[int, ...]
     extras: tuple[int, ...]
+    trained: tuple[int, ...]
     alive_bytes: int
     program: int = -1
+
+    @property
+    def runs_back(self) -> bool:
+        """Whether it has a backward: not if nothing trained lies in it or before it."""
+        return bool(self.trained or self.inputs)
 
     def forward(
         self, weights: Sequence[Any], inputs: Sequence[Any], passive: Sequence[Any]
@@ -81,23 +88,47 @@ class Partition:
     merges: tuple[Merge, ...] = ()
 
     @property
+    def coarse_merges(self) -> tuple[Merge, ...]:
+        """Merges that had to be, of more than half of all parameters: no plan needs less of them on the device."""
+        total = sum(layer.num_bytes for layer in self.layers)
+        names = [(set(layer.name.split("+")), layer.num_bytes) for layer in self.layers]
+        return tuple(
+            merge
+            for merge in self.merges
+            if merge.is_forced and any(set(merge.layers) <= layers and 2 * size > total for layers, size in names)
+        )
+
+    @property
     def num_programs(self) -> int:
         """Number of different segments."""
         return len({segment.program for segment in self.segments})
 
     @property
     def unread_leaves(self) -> tuple[str, ...]:
-        """Paths of the parameters that the loss never reads."""
+        """Paths of the trained parameters that the loss never reads."""
         read = {value for s in self.segments for equation in s.equations for value in equation.reads}
-        return tuple(
-            leaf.path for layer in self.layers for leaf in layer.leaves if self.graph.parameters[leaf.index] not in read
-        )
+        leaves = [leaf for layer in self.layers for leaf in layer.trained.leaves]
+        return tuple(leaf.path for leaf in leaves if self.graph.parameters[leaf.index] not in read)
 
 
 def build_segments(
-    graph: Graph, flow: Dataflow, stretches: Sequence[Any], layers: Sequence[Layer], layer_of_group: Mapping[int, int]
+    graph: Graph,
+    flow: Dataflow,
+    derived: Collection[int],
+    stretches: Sequence[Any],
+    layers: Sequence[Layer],
+    layer_of_group: Mapping[int, int],
 ) -> list[Segment]:
-    """Turns stretches of `flow.main` into segments; `layer_of_group` maps a stretch's group to its layer."""
+    """Turns stretches of `flow.main` into segments.
+
+    Args:
+      graph: the traced loss function.
+      flow: its equations.
+      derived: values that depend on trained parameters.
+      stretches: of `flow.main`.
+      layers: the layers.
+      layer_of_group: maps a stretch's group to its layer.
+    """
     made_by = {v: i for i, s in enumerate(stretches) for e in flow.main[s.start : s.stop] for v in e.outputs}
     bodies = [_with_views(flow, flow.main[s.start : s.stop]) for s in stretches]
     wanted: set[int] = {value for value in graph.outputs if isinstance(value, int)}
@@ -113,7 +144,7 @@ def build_segments(
         suffix = f"#{uses[layer]}" if uses[layer] > 1 else ""
         weights = tuple(graph.parameters[leaf.index] for leaf in layers[layer].leaves)
         read = _read_from_outside(body, weights)
-        inputs = tuple(v for v in read if v in made_by and _has_derivative(graph, flow, v))
+        inputs = tuple(v for v in read if v in made_by and _has_derivative(graph, derived, v))
         leaving = tuple(v for v in leaving if v in made_by)
         segments.append(
             Segment(
@@ -123,16 +154,26 @@ def build_segments(
                 weights=weights,
                 inputs=inputs,
                 passive=tuple(v for v in read if v not in inputs),
-                outputs=tuple(v for v in leaving if _has_derivative(graph, flow, v)),
-                extras=tuple(v for v in leaving if not _has_derivative(graph, flow, v)),
+                outputs=tuple(v for v in leaving if _has_derivative(graph, derived, v)),
+                extras=tuple(v for v in leaving if not _has_derivative(graph, derived, v)),
+                trained=tuple(i for i, leaf in enumerate(layers[layer].leaves) if leaf.is_trained),
                 alive_bytes=stretch.alive_bytes,
             )
         )
     return segments
 
 
-def _has_derivative(graph: Graph, flow: Dataflow, value: int) -> bool:
-    return value in flow.active and is_inexact(graph.avals[value])
+def depending_on(graph: Graph, values: Iterable[int]) -> frozenset[int]:
+    """These values, and all that are made from them."""
+    found = set(values)
+    for equation in graph.equations:
+        if not found.isdisjoint(equation.reads):
+            found.update(equation.outputs)
+    return frozenset(found)
+
+
+def _has_derivative(graph: Graph, derived: Collection[int], value: int) -> bool:
+    return value in derived and is_inexact(graph.avals[value])
 
 
 def _with_views(flow: Dataflow, equations: Iterable[Equation]) -> tuple[Equation, ...]:

@@ -55,9 +55,9 @@ class _ProgramCosts:
         return LayerCosts(
             name=segment.name,
             parameters=layer.name,
-            num_parameters=layer.num_parameters,
+            num_parameters=layer.trained.num_parameters,
             param_bytes=layer.num_bytes,
-            grad_bytes=layer.num_bytes,
+            grad_bytes=layer.trained.num_bytes,
             activation_bytes=activation_bytes,
             forward_flops=self.forward.flops,
             forward_bytes=self.forward.bytes,

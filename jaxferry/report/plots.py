@@ -67,12 +67,19 @@ def _place(point: SweepPoint) -> tuple[float, float]:
     return point.plan.predicted.peak_device_bytes / 2**30, point.plan.predicted.steady_step_s
 
 
-def _figure() -> tuple[Any, Any, Any]:
-    """A figure, its axes, and colours for shares in [0, 1]."""
+def load_figure(size: tuple[float, float]) -> Any:
+    """An empty figure of a size in inches.
+
+    Raises:
+      InputError: if matplotlib is missing.
+    """
     try:
-        figures = importlib.import_module("matplotlib.figure")
-        colormaps = importlib.import_module("matplotlib").colormaps
+        return importlib.import_module("matplotlib.figure").Figure(figsize=size)
     except ImportError as error:
         raise InputError("--plot needs matplotlib: pip install matplotlib") from error
-    figure = figures.Figure(figsize=(7, 4.5))
-    return figure, figure.add_subplot(), colormaps["viridis"]
+
+
+def _figure() -> tuple[Any, Any, Any]:
+    """A figure, its axes, and colours for shares in [0, 1]."""
+    figure = load_figure((7, 4.5))
+    return figure, figure.add_subplot(), importlib.import_module("matplotlib").colormaps["viridis"]

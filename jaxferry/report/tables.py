@@ -5,6 +5,7 @@ import itertools
 import rich.markup
 from rich.table import Table
 
+from jaxferry.compare import Comparison, ratio
 from jaxferry.plan.records import Plan
 from jaxferry.planning import Compared, SweepPoint
 from jaxferry.simulate.report import CHAIN_STEPS, Simulation
@@ -108,6 +109,29 @@ def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
             cells = [*times, format_bytes(predicted.peak_device_bytes)]
         table.add_row(f"{point.reserve_factor:g}", budget, *cells, "knee" if point is best else "")
     return table
+
+
+def bench_table(compared: Comparison) -> Table:
+    """What steps take under each policy, beside what was predicted and what bounds them."""
+    heads = ("measured", "predicted", "/ predicted", "own bound", "/ own bound", "/ bound", "peak device")
+    table = _table("policy", *heads, title="policies, trained")
+    for row in compared.rows:
+        ratios = [ratio(row.measured_s, by) for by in (row.predicted_s, row.own_bound_s, compared.bound_s)]
+        shown = ["-" if value is None else f"{value:.3f}" for value in ratios]
+        measured, predicted, own = map(format_seconds, (row.measured_s, row.predicted_s, row.own_bound_s))
+        table.add_row(
+            row.policy, measured, predicted, shown[0], own, shown[1], shown[2], format_bytes(row.peak_device_bytes)
+        )
+    return table
+
+
+def bench_lines(compared: Comparison) -> list[str]:
+    """What the bounds are."""
+    works = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in compared.work_s.items())
+    return [
+        f"a step's work: {works}; the longest is the bound",
+        "own bound: the busiest lane under the policy's own plan, which may load twice, or read host memory in place",
+    ]
 
 
 def _table(first: str, *rest: str, title: str) -> Table:

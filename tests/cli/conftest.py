@@ -1,6 +1,9 @@
 """Runs the command line in this process, and files to run it on."""
 
 import dataclasses
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +53,14 @@ def profile(tmp_path):
     path = tmp_path / "profile.json"
     transformer(14).save(path)
     return path
+
+
+@pytest.fixture
+def user_model(tmp_path, monkeypatch):
+    """Names a function of `user_model.py`, as a module of the current directory: `user_model("arrays")`."""
+    name = "model_on_the_command_line"
+    shutil.copy(Path(__file__).parent / "user_model.py", tmp_path / f"{name}.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return lambda function: f"{name}:{function}"

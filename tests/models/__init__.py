@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -143,6 +144,30 @@ def initialise(model: nn.Module) -> Callable[..., Any]:
 def initialise_nnx(make: Callable[[], nnx.Module]) -> Any:
     """The module that `make` returns, made by one program."""
     return nnx.merge(nnx.graphdef(nnx.eval_shape(make)), quickly(lambda: nnx.state(make()))())
+
+
+def adapters(depth: int = 4, width: int = 16, rank: int = 2, vocab: int = 32) -> Task:
+    """A residual net with low-rank adapters beside its kernels, a norm and a tied head, of plain functions."""
+    generator = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return (0.3 * generator.normal(size=shape)).astype(np.float32)
+
+    def block() -> Any:
+        lora = {"a": normal(width, rank), "b": normal(rank, width)}
+        return {"kernel": {"w": normal(width, width)}, "lora": lora, "bias": {"b": normal(width)}}
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = params["table"]["w"][batch[:, :-1]]
+        for i in range(depth):
+            block = params[f"block_{i}"]
+            y = x @ block["kernel"]["w"] + (x @ block["lora"]["a"]) @ block["lora"]["b"]
+            x = x + jnp.tanh(y + block["bias"]["b"])
+        return next_token_loss((x * params["norm"]["scale"]) @ params["table"]["w"].T, batch)
+
+    params: Any = {"table": {"w": normal(vocab, width)}, "norm": {"scale": 1 + normal(width)}}
+    params |= {f"block_{i}": block() for i in range(depth)}
+    return Task(loss_fn, params, generator.integers(0, vocab, (3, 6)))
 
 
 def plain_loop(task: Task, optimizer: optax.GradientTransformation, num_steps: int, **kwargs: Any) -> tuple[Any, list]:

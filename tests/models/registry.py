@@ -94,7 +94,7 @@ THIRD_PARTY = (
     Model("ALBERT", "linen", third_party.albert, "transformers"),
     Model("GPT-2", "linen", third_party.gpt2, "transformers"),
     Model("Llama", "linen", third_party.llama, "transformers"),
-    Model("T5", "linen", third_party.t5, "transformers"),
+    Model("BART", "linen", third_party.bart, "transformers"),
     Model("ViT", "linen", third_party.vit, "transformers"),
     Model("ResNet", "linen", third_party.resnet, "transformers"),
     Model("decoder", "NNX", third_party.attnax_decoder, "attnax"),

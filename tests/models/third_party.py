@@ -1,4 +1,4 @@
-"""Models that others wrote, from packages on PyPI (the extra `models`): small configurations, random weights, untouched."""
+"""Models that others wrote, from packages on PyPI (the extra `models`), untouched: small configurations, random weights."""
 
 from __future__ import annotations
 
@@ -112,19 +112,21 @@ def llama() -> Task:
     return Task(loss_fn, params, _tokens())
 
 
-def t5() -> Task:
-    """T5: an encoder and a decoder, one table, positions by a table that the first layer of each has for all."""
+def bart() -> Task:
+    """BART: an encoder and a decoder with cross attention, one table for both and the head."""
     model, params = _transformers(
-        "FlaxT5ForConditionalGeneration",
-        "T5Config",
+        "FlaxBartForConditionalGeneration",
+        "BartConfig",
         (1, 8),
         vocab_size=_VOCAB,
         d_model=32,
-        d_kv=16,
-        d_ff=64,
-        num_layers=3,
-        num_heads=2,
-        dropout_rate=0.0,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=16,
     )
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:

@@ -18,4 +18,5 @@ def cpu():
 def reset(found):
     found.set_bandwidth("load", 0)
     found.set_bandwidth("store", 0)
+    found.set_bandwidth("host", 0)
     found.set_delay(0)

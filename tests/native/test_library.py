@@ -136,7 +136,7 @@ def test_another_platform_is_an_input_error():
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        ("set_bandwidth", ("up", 1e9), 'direction must be "load" or "store", got \'up\''),
+        ("set_bandwidth", ("up", 1e9), 'direction must be "load", "store" or "host", got \'up\''),
         ("set_bandwidth", ("load", -1), r"bytes_per_s must be 0 \(no limit\) or more, got -1"),
         ("set_bandwidth", ("load", float("nan")), r"bytes_per_s must be 0 \(no limit\) or more, got nan"),
         ("set_delay", (-0.5,), r"seconds must be 0 \(no delays\) or more, got -0.5"),

@@ -2,6 +2,7 @@
 
 #include "common/checks.h"
 #include "common/exports.h"
+#include "cpu/emulated_time.h"
 
 namespace jaxferry {
 
@@ -10,6 +11,7 @@ static ffi::Error DhaGather(ffi::AnyBuffer table, ffi::AnyBuffer indices, ffi::R
   return Guarded("dha_gather", [&] {
     Gather call;
     JAXFERRY_RETURN_IF_ERROR(CheckGather(table, indices, *result, offset, rows, columns, &call));
+    const EmulatedTime reading(kLoad, call.num_indices * call.columns * ItemSize(call.dtype));
     RunGather(call);
     return ffi::Error::Success();
   });

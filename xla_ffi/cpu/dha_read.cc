@@ -2,6 +2,7 @@
 #include "common/checks.h"
 #include "common/exports.h"
 #include "cpu/copy.h"
+#include "cpu/emulated_time.h"
 
 namespace jaxferry {
 
@@ -9,6 +10,9 @@ static ffi::Error DhaRead(ffi::AnyBuffer vector, ffi::RemainingRets results, Int
   return Guarded("dha_read", [&] {
     Copies copies;
     JAXFERRY_RETURN_IF_ERROR(CheckRead(vector, results, offsets, &copies));
+    int64_t bytes = 0;
+    for (const Copy& copy : copies) bytes += copy.bytes;
+    const EmulatedTime reading(kLoad, bytes);
     for (const Copy& copy : copies) RunCopy(copy);
     return ffi::Error::Success();
   });

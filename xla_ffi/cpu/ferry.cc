@@ -35,7 +35,7 @@ Ferry& Ferry::Get() {
 }
 
 LinkSettings& Ferry::Settings(Direction direction) {
-  static LinkSettings* settings = new LinkSettings[2];
+  static LinkSettings* settings = new LinkSettings[3];
   return settings[direction];
 }
 

@@ -10,14 +10,15 @@
 
 namespace jaxferry {
 
-enum Direction { kLoad = 0, kStore = 1 };
+// Across the link, and, which no queue does, between the host and its own memory.
+enum Direction { kLoad = 0, kStore = 1, kHost = 2 };
 
 class Ferry {
  public:
   // That of the process; a child that was forked gets queues of its own, empty ones.
   static Ferry& Get();
 
-  // The link emulator's settings, the same for a parent and its children.
+  // The emulator's settings, the same for a parent and its children.
   static LinkSettings& Settings(Direction direction);
 
   Ferry() : queues_{{Settings(kLoad), callbacks_}, {Settings(kStore), callbacks_}} {}

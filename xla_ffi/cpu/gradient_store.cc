@@ -2,6 +2,7 @@
 #include "common/checks.h"
 #include "common/exports.h"
 #include "cpu/convert.h"
+#include "cpu/emulated_time.h"
 
 namespace jaxferry {
 
@@ -18,6 +19,7 @@ static ffi::Error GradientStore(ffi::AnyBuffer destination, ffi::AnyBuffer gradi
   return Guarded("gradient_store", [&] {
     Store call;
     JAXFERRY_RETURN_IF_ERROR(CheckStore(destination, gradient, *result, offset, accumulate, &call));
+    const EmulatedTime writing(kStore, call.size * ItemSize(call.destination_dtype));
     RunStore(call);
     return ffi::Error::Success();
   });

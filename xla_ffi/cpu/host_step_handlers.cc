@@ -5,6 +5,7 @@
 #include "common/buffers.h"
 #include "common/checks.h"
 #include "common/exports.h"
+#include "cpu/emulated_time.h"
 #include "cpu/host_step.h"
 
 namespace jaxferry {
@@ -129,6 +130,16 @@ ffi::Error FindParts(const StepOperands& operands, Integers vectors, Integers of
   return ffi::Error::Success();
 }
 
+// What a step reads and writes: gradients, masters and moments both ways, copies.
+int64_t NumBytes(const StepOperands& operands) {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < operands.num_vectors; ++i) {
+    bytes += operands.Gradient(i).size_bytes() + operands.Copy(i).size_bytes();
+  }
+  for (size_t i = 0; i < operands.NumUpdated(); ++i) bytes += 2 * operands.Updated(i).size_bytes();
+  return bytes;
+}
+
 StepFactors FactorsFrom(ffi::AnyBuffer buffer) {
   const float* f = static_cast<const float*>(buffer.untyped_data());
   return {f[0], f[1], f[2], f[3], f[4], f[5], f[6]};
@@ -155,6 +166,7 @@ ffi::Error HostStepHandler(ffi::RemainingArgs arguments, ffi::RemainingRets resu
     // Kept by the thread: once it has been as long as the longest layer, no call allocates.
     thread_local std::vector<StepPart> parts;
     JAXFERRY_RETURN_IF_ERROR(FindParts(operands, vectors, offsets, decays, &parts));
+    const EmulatedTime updating(kHost, NumBytes(operands));
     RunHostStep({static_cast<StepRule>(rule), FactorsFrom(factors), ConstantsFrom(b1, b2, eps, eps_root), parts.data(),
                  static_cast<int64_t>(parts.size())});
     return ffi::Error::Success();

@@ -41,10 +41,10 @@ int jaxferry_abi() { return JAXFERRY_ABI; }
 void jaxferry_ferry_synchronize() { jaxferry::Ferry::Get().Synchronize(); }
 
 void jaxferry_ferry_set_bandwidth(int direction, double bytes_per_s) {
-  if (direction != jaxferry::kLoad && direction != jaxferry::kStore) return;
+  if (direction < jaxferry::kLoad || direction > jaxferry::kHost) return;
   const jaxferry::Direction which = static_cast<jaxferry::Direction>(direction);
   jaxferry::Ferry::Settings(which).bytes_per_s = bytes_per_s;
-  jaxferry::Ferry::Get().queue(which).NoteSettings();
+  if (which != jaxferry::kHost) jaxferry::Ferry::Get().queue(which).NoteSettings();
 }
 
 void jaxferry_ferry_set_delay(double seconds, unsigned seed) {

@@ -3,6 +3,7 @@
 #include "common/exports.h"
 #include "cpu/blas.h"
 #include "cpu/dha_matmul.h"
+#include "cpu/emulated_time.h"
 
 namespace jaxferry {
 
@@ -24,6 +25,7 @@ static ffi::Error DhaMatmul(ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer s
     Matmul call;
     JAXFERRY_RETURN_IF_ERROR(CheckMatmul(x, w, scratch, *y, offset, k, n, transpose, method, &call));
     JAXFERRY_RETURN_IF_ERROR(CheckBlas("dha_matmul", k, n));
+    const EmulatedTime reading(kLoad, call.k * call.n * ItemSize(call.w_dtype));
     RunMatmul(call);
     return ffi::Error::Success();
   });
@@ -37,6 +39,7 @@ static ffi::Error DhaMatmulGradient(ffi::AnyBuffer destination, ffi::AnyBuffer x
     JAXFERRY_RETURN_IF_ERROR(CheckMatmulGradient(destination, x, dy, scratch, *result, offset, k, n, transpose,
                                                  accumulate, round_to, &call));
     JAXFERRY_RETURN_IF_ERROR(CheckBlas("dha_matmul_gradient", k, n));
+    const EmulatedTime writing(kStore, call.k * call.n * ItemSize(call.destination_dtype));
     RunMatmulGradient(call);
     return ffi::Error::Success();
   });

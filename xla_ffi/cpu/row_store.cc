@@ -2,6 +2,7 @@
 #include "common/checks.h"
 #include "common/exports.h"
 #include "cpu/convert.h"
+#include "cpu/emulated_time.h"
 
 namespace jaxferry {
 
@@ -21,6 +22,7 @@ static ffi::Error RowStoreHandler(ffi::AnyBuffer destination, ffi::AnyBuffer ind
     RowStore call;
     JAXFERRY_RETURN_IF_ERROR(
         CheckRowStore(destination, indices, rows_added, *result, offset, rows, columns, &call));
+    const EmulatedTime writing(kStore, call.num_indices * call.columns * ItemSize(call.destination_dtype));
     RunRowStore(call);
     return ffi::Error::Success();
   });

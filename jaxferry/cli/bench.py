@@ -1,0 +1,106 @@
+"""`jaxferry bench`: trains a model under several policies, and sets its steps against what was predicted."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxferry.cli.common import AsJson, naming, print_json, print_report, read_budget
+from jaxferry.cli.model import OPTIMIZERS, ModelName, UserModel, call_model, code_of_a_user, make_optimizer, read_dtype
+from jaxferry.compare import Comparison, compare_policies
+from jaxferry.plan.registry import make_policy, policies
+from jaxferry.profiling.progress import progress_bar
+from jaxferry.profiling.records import Profile
+from jaxferry.records import write_json
+from jaxferry.report.plots import plot_format
+from jaxferry.report.tables import bench_lines, bench_table
+from jaxferry.report.timelines import plot_timelines
+from jaxferry.train_step import TrainStep, train_step
+
+_BY_DEFAULT = ("zero-offload", "native-overlapped", "memferry", "exact", "auto")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("bench", help="Train a model under several policies; compare measured and predicted steps.")(bench)
+
+
+def bench(
+    model: ModelName,
+    policy: Annotated[
+        list[str] | None, typer.Option(help=f"A policy of {', '.join(policies())}; may be given several times.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="PROFILE.json", help="What to plan with; by default one is measured.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "adamw",
+    steps: Annotated[int, typer.Option(min=4, help="Steps in a row.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="How often, after a round that is not counted.")] = 3,
+    one_at_a_time: Annotated[
+        bool, typer.Option("--one-at-a-time", help="Hold one state at a time in host memory; policies take no turns.")
+    ] = False,
+    memory_budget: Annotated[str | None, typer.Option(help='Device memory, such as "8GiB".')] = None,
+    reserve_factor: Annotated[float | None, typer.Option(help="Share of gradient bytes that may stay.")] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="The dtype in which the device holds parameters.")] = None,
+    remat: Annotated[str, typer.Option(help="What is recomputed in the backward.")] = "none",
+    seed: Annotated[int, typer.Option(help="Of the first parameters, where a function makes them.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="BENCH.json", help="Where to write it, for `report`.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Trains the model on its first batch."""
+    if plot is not None:
+        plot_format(plot)
+    options: dict[str, Any] = {
+        "memory_budget": read_budget(memory_budget),
+        "reserve_factor": reserve_factor,
+        "compute_dtype": read_dtype(compute_dtype),
+        "remat": remat,
+        "record_steps": steps,
+    }
+    names = policy or _BY_DEFAULT
+    for name in names:
+        make_policy(name)  # refuses one that there is not, before anything is measured
+    update = make_optimizer(optimizer)
+    known = None if profile is None else Profile.load(profile)
+    with code_of_a_user(model):
+        user = call_model(model)
+        user.check_is_whole()
+    batch = user.batch_of(0)
+
+    def make_step(policy: str | None, planned: Profile | str = "measure") -> TrainStep:
+        return train_step(user.loss_fn, update, policy=policy, profile=planned, **options)
+
+    with code_of_a_user(model):
+        measured = make_step(None).measure(user.shapes(), batch) if known is None else known
+        with progress_bar("training") as report, naming(*(() if profile is None else (profile,))):
+            compared = compare_policies(
+                names,
+                measured,
+                lambda name: make_step(name, measured),
+                lambda step: user.new_state(step, seed),
+                batch,
+                num_steps=steps,
+                num_rounds=rounds,
+                one_at_a_time=one_at_a_time,
+                report=report,
+            )
+    _give(compared, user, optimizer, plot, output, as_json)
+
+
+def _give(
+    compared: Comparison, user: UserModel, optimizer: str, plot: Path | None, output: Path | None, as_json: bool
+) -> None:
+    document: dict[str, Any] = {**compared.to_json(), "model": user.name, "optimizer": optimizer}
+    if output is not None:
+        write_json(output, document)
+    if plot is not None:
+        plot_timelines(compared, plot)
+    if as_json:
+        print_json(document)
+    else:
+        print_report(bench_table(compared), *bench_lines(compared))

@@ -1,0 +1,146 @@
+"""`jaxferry train`: trains a user's model."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
+from jaxferry.cli.model import OPTIMIZERS, ModelName, UserModel, call_model, code_of_a_user, make_optimizer, read_dtype
+from jaxferry.compare import plan_counts
+from jaxferry.engine import TrainState
+from jaxferry.errors import InputError
+from jaxferry.plan.registry import policies
+from jaxferry.records import write_json
+from jaxferry.report.tables import plan_table
+from jaxferry.simulate.trace import chrome_trace
+from jaxferry.train_step import TrainStep, train_step
+from jaxferry.units import format_bytes, format_seconds
+
+_INTERRUPTED = 130
+_LINES = 10
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("train", help="Train a model of yours, its parameters and optimizer state in host memory.")(train)
+
+
+def train(
+    model: ModelName,
+    steps: Annotated[int, typer.Option(min=0, help="Train up to this step; a resumed run counts on.")] = 10,
+    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "adamw",
+    learning_rate: Annotated[float, typer.Option(help="The learning rate.")] = 1e-3,
+    policy: Annotated[str | None, typer.Option(help=f"Who plans: {', '.join(policies())}.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="A plan in place of a policy.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="PROFILE.json|measure|estimate", help="What the policy plans with.")
+    ] = None,
+    memory_budget: Annotated[str | None, typer.Option(help='Device memory, such as "8GiB".')] = None,
+    reserve_factor: Annotated[float | None, typer.Option(help="Share of gradient bytes that may stay.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Global norm that gradients are clipped to.")] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches whose mean gradient one update takes.")] = 1,
+    compute_dtype: Annotated[str | None, typer.Option(help="The dtype in which the device holds parameters.")] = None,
+    remat: Annotated[str, typer.Option(help="What is recomputed in the backward.")] = "none",
+    seed: Annotated[int, typer.Option(help="Of the first parameters, where a function makes them.")] = 0,
+    save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from a saved state.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="TRACE.json", help="Write the last steps as a Chrome trace, for Perfetto.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Trains it; the batch may be a function of the step's number, or the same for every step."""
+    with code_of_a_user(model):
+        user = call_model(model)
+        user.check_is_whole()
+        step = train_step(
+            user.loss_fn,
+            make_optimizer(optimizer, learning_rate),
+            policy=policy,
+            plan=plan,
+            profile=profile,
+            memory_budget=read_budget(memory_budget),
+            reserve_factor=reserve_factor,
+            clip_norm=clip_norm,
+            accumulate=accumulate,
+            compute_dtype=read_dtype(compute_dtype),
+            remat=remat,
+        )
+        state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
+        run = _Run(user, step, state, Console(stderr=True, highlight=False))
+        was_interrupted = run.train(steps)
+    if save is not None:
+        step.save(run.state, save)
+    if trace is not None:
+        write_json(trace, chrome_trace(run.recorded()))
+    if as_json:
+        print_json(run.to_json())
+    else:
+        run.print()
+    return _INTERRUPTED if was_interrupted else 0
+
+
+class _Run:
+    """Training under way; `state` is always one that can be saved."""
+
+    def __init__(self, user: UserModel, step: TrainStep, state: TrainState, console: Console) -> None:
+        self._user, self._step, self.state, self._console = user, step, state, console
+        self._losses: list[float] = []
+        self._step_s: list[float] = []
+        self._peak = 0
+
+    def train(self, steps: int) -> bool:
+        """Trains up to a step; true if Ctrl-C ended it earlier."""
+        try:
+            while self.state.step < steps:
+                self._train_one()
+                if self.state.step % max(1, steps // _LINES) == 0:
+                    told = f"loss {self._losses[-1]:.4f}  {format_seconds(self._step_s[-1])} a step"
+                    self._console.print(f"{self.state.step}/{steps}  {told}")
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def _train_one(self) -> None:
+        start_s = time.perf_counter()
+        self.state, metrics = self._step(self.state, self._user.batch_of(self.state.step))
+        self._losses.append(float(metrics["loss"]))
+        self._step_s.append(time.perf_counter() - start_s)
+        self._peak = int(metrics["device_param_bytes_peak"])
+
+    def recorded(self) -> Any:
+        """The last steps.
+
+        Raises:
+          InputError: if none was taken.
+        """
+        self.state.block_until_ready()
+        run = self._step.recorded()
+        if run is None:
+            raise InputError("--trace needs steps to show: none was taken")
+        return run
+
+    def to_json(self) -> dict[str, Any]:
+        """What happened."""
+        document = {"model": self._user.name, "steps": self.state.step, "losses": self._losses, "step_s": self._step_s}
+        if not self._losses:
+            return document
+        plan = self._step.prepare(self._user.batch_of(self.state.step - 1)).plan
+        more = {"device_param_bytes_peak": self._peak, "policy": plan.policy, "modes": plan_counts(plan)}
+        return {**document, **more}
+
+    def print(self) -> None:
+        """Prints what happened, for people."""
+        if not self._losses:
+            print_report(f"nothing to do: the state is that after step {self.state.step}")
+            return
+        prepared = self._step.prepare(self._user.batch_of(self.state.step - 1))
+        first, last, fastest = self._losses[0], self._losses[-1], format_seconds(min(self._step_s))
+        print_report(
+            plan_table(prepared.plan),
+            f"{len(self._losses)} steps: loss {first:.4f} -> {last:.4f}, the fastest step {fastest}",
+            f"at most {format_bytes(self._peak)} of parameters on the device at a time",
+        )

@@ -1,0 +1,284 @@
+"""Trains one model under several policies in turn, and sets what its steps take against what was predicted."""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxferry.engine import TrainState
+from jaxferry.errors import InputError
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.progress import Report
+from jaxferry.profiling.records import Profile
+from jaxferry.records import check_format, required
+from jaxferry.schedule import Lane, Run, Schedule
+from jaxferry.simulate import machine
+from jaxferry.train_step import TrainStep
+
+FORMAT = "jaxferry.bench/1"
+_SHOWN_STEPS = 2
+
+Bars = Mapping[Lane, Sequence[tuple[float, float]]]
+"""Of each lane, when its tasks start and end, in seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyRun:
+    """What training under a policy took.
+
+    Attributes:
+      policy: its name.
+      step_s: seconds of each step, from the end of the last program of the step before to that of its own.
+      predicted_s: the simulator's steady step of the same tasks, with the profile's times.
+      own_bound_s: the work of the busiest lane under this plan.
+      peak_device_bytes: device memory that a step needs.
+      losses: of all steps, the warm-up included.
+      measured: the lanes in two steps in the middle of the run, from the end of the program before them.
+      predicted: the lanes in two steps as the simulator says.
+    """
+
+    policy: str
+    step_s: tuple[float, ...]
+    predicted_s: float
+    own_bound_s: float
+    peak_device_bytes: int
+    losses: tuple[float, ...]
+    measured: Bars
+    predicted: Bars
+
+    @property
+    def measured_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.step_s)
+
+    def to_json(self, bound_s: float) -> dict[str, Any]:
+        """All of it as JSON values, with its ratios."""
+        return {
+            "policy": self.policy,
+            "measured_s": self.measured_s,
+            "step_s": list(self.step_s),
+            "predicted_s": self.predicted_s,
+            "own_bound_s": self.own_bound_s,
+            "measured_over_predicted": ratio(self.measured_s, self.predicted_s),
+            "measured_over_bound": ratio(self.measured_s, bound_s),
+            "measured_over_own_bound": ratio(self.measured_s, self.own_bound_s),
+            "peak_device_bytes": self.peak_device_bytes,
+            "losses": list(self.losses),
+            "measured": _bars_to_json(self.measured),
+            "predicted": _bars_to_json(self.predicted),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Policies side by side.
+
+    Attributes:
+      work_s: seconds of compute, upload, download and host update in a step, whatever the plan.
+      rows: one for each policy.
+    """
+
+    work_s: Mapping[str, float]
+    rows: tuple[PolicyRun, ...]
+
+    @property
+    def bound_s(self) -> float:
+        """The longest of the work, which no plan beats that neither keeps nor spares anything."""
+        return max(self.work_s.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        rows = [row.to_json(self.bound_s) for row in self.rows]
+        return {"format": FORMAT, "work_s": dict(self.work_s), "bound_s": self.bound_s, "rows": rows}
+
+    @classmethod
+    def from_json(cls, document: Any) -> "Comparison":
+        """Reads what `to_json` gives.
+
+        Raises:
+          InputError: if it is something else.
+        """
+        fields = check_format(document, FORMAT)
+        try:
+            rows = tuple(_row_from_json(row) for row in required(fields, "rows", "bench"))
+            work_s = {str(name): float(seconds) for name, seconds in required(fields, "work_s", "bench").items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"rows and work_s are not those of a bench: {type(error).__name__} at {error}") from error
+        if not rows or not work_s:
+            raise InputError("a bench must have rows and work_s")
+        return cls(work_s, rows)
+
+
+def compare_policies(
+    policies: Sequence[str],
+    profile: Profile,
+    make_step: Callable[[str], TrainStep],
+    new_state: Callable[[TrainStep], TrainState],
+    batch: Any,
+    *,
+    num_steps: int = 8,
+    num_rounds: int = 3,
+    one_at_a_time: bool = False,
+    report: Report | None = None,
+) -> Comparison:
+    """Trains under each policy.
+
+    Args:
+      policies: their names.
+      profile: what they plan and are predicted with.
+      make_step: makes a policy's training step, which plans with the profile and records at least `num_steps` steps.
+      new_state: makes its state.
+      batch: of every step.
+      num_steps: steps in a row, of which the first is not timed; at least 4.
+      num_rounds: how often; a further round comes first and is not counted.
+      one_at_a_time: whether a policy has all its rounds, and gives its state up, before the next one starts. Otherwise
+        they take turns, so that what else the machine does hits all alike; but host memory holds a state for each.
+      report: told what comes next.
+
+    Raises:
+      InputError: if there are too few steps.
+    """
+    if num_steps < 4 or num_rounds < 1:
+        raise InputError(f"there must be at least 4 steps and 1 round, got {num_steps} and {num_rounds}")
+    told = report or (lambda part, done, total: None)
+    count = itertools.count()
+    total = len(policies) * (num_rounds + 1)
+
+    def begin(policy: str) -> _Trained:
+        told(policy, next(count), total)
+        trained = _Trained(policy, make_step(policy), new_state, batch)
+        trained.take(num_steps)
+        trained.forget()
+        return trained
+
+    def go_on(trained: _Trained) -> None:
+        told(trained.policy, next(count), total)
+        trained.take(num_steps)
+
+    def alone(policy: str) -> PolicyRun:
+        trained = begin(policy)
+        for _ in range(num_rounds):
+            go_on(trained)
+        return trained.row()
+
+    if one_at_a_time:
+        rows = [alone(policy) for policy in policies]
+    else:
+        every = [begin(policy) for policy in policies]
+        for _, trained in itertools.product(range(num_rounds), every):
+            go_on(trained)
+        rows = [trained.row() for trained in every]
+    return Comparison(works_s(profile), tuple(rows))
+
+
+class _Trained:
+    """Training under one policy."""
+
+    def __init__(self, policy: str, step: TrainStep, new_state: Callable[[TrainStep], TrainState], batch: Any) -> None:
+        self.policy, self._step, self._batch = policy, step, batch
+        self._state = new_state(step)
+        self._prepared = step.prepare(batch)
+        step.compile_updates(self._state, batch)
+        self._seconds: list[float] = []
+        self._losses: list[float] = []
+        self._run: Run | None = None
+
+    def take(self, num_steps: int) -> None:
+        """Takes steps, and notes how long each is but the first."""
+        for _ in range(num_steps):
+            self._state, metrics = self._step(self._state, self._batch)
+            self._losses.append(float(metrics["loss"]))
+        self._state.block_until_ready()
+        self._run = self._step.recorded()
+        if self._run is None or self._run.schedule.steps < num_steps:
+            raise InputError(f"the step must record at least {num_steps} steps: record_steps={num_steps}")
+        ends = ends_of_steps(self._run)[-num_steps:]
+        self._seconds += [after - before for before, after in itertools.pairwise(ends)]
+
+    def forget(self) -> None:
+        """Does not count what was timed so far."""
+        self._seconds.clear()
+
+    def row(self) -> PolicyRun:
+        """What it took."""
+        assert self._run is not None
+        schedule = self._prepared.schedule
+        return PolicyRun(
+            policy=self.policy,
+            step_s=tuple(self._seconds),
+            predicted_s=machine.steady_step_s(schedule),
+            own_bound_s=own_bound_s(schedule),
+            peak_device_bytes=self._prepared.peak.total,
+            losses=tuple(self._losses),
+            measured=_middle(self._run),
+            predicted=_middle(machine.run(self._run.schedule)),
+        )
+
+
+def own_bound_s(step: Schedule) -> float:
+    """The work of the busiest lane in one step, in seconds."""
+    return max(sum(task.duration_s for task in step.tasks if task.lane is lane) for lane in Lane)
+
+
+def works_s(profile: Profile) -> dict[str, float]:
+    """Seconds that each lane has to work in a step whatever the plan: compute, upload, download, host update."""
+    layers = profile.layers
+    return {
+        "compute": sum(layer.forward_s + layer.backward_s for layer in layers),
+        "upload": sum(layers[group[0]].load_s for group in profile.groups),
+        "download": sum(layer.offload_s for layer in layers),
+        "update": sum(profile.group_update_s),
+    }
+
+
+def ends_of_steps(of: Run) -> list[float]:
+    """When the last program of each step has ended, in seconds."""
+    ends = [0.0] * of.schedule.steps
+    for task, end in zip(of.schedule.tasks, of.ends_s, strict=True):
+        if task.lane is Lane.GPU:
+            ends[task.step] = max(ends[task.step], end)
+    return ends
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """None where there is nothing to divide by."""
+    return numerator / denominator if denominator > 0 else None
+
+
+def plan_counts(plan: Plan) -> dict[str, int]:
+    """How many layers have each mode."""
+    modes = [mode.value for mode in plan.modes]
+    return {mode: modes.count(mode) for mode in dict.fromkeys(modes)}
+
+
+def _middle(of: Run) -> Bars:
+    """The bars of two steps before the last one, in seconds from the end of the program before them."""
+    ends = ends_of_steps(of)
+    first, last = ends[-_SHOWN_STEPS - 2], ends[-2]
+    bars: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
+    for task, start, end in zip(of.schedule.tasks, of.starts_s, of.ends_s, strict=True):
+        if end > first and start < last:
+            bars[task.lane].append((start - first, end - first))
+    return bars
+
+
+def _bars_to_json(bars: Bars) -> dict[str, list[list[float]]]:
+    return {lane.value: [list(bar) for bar in of_lane] for lane, of_lane in bars.items()}
+
+
+def _bars_from_json(fields: Mapping[str, Any]) -> Bars:
+    return {Lane(lane): [(float(start), float(end)) for start, end in bars] for lane, bars in fields.items()}
+
+
+def _row_from_json(fields: Mapping[str, Any]) -> PolicyRun:
+    return PolicyRun(
+        policy=str(fields["policy"]),
+        step_s=tuple(map(float, fields["step_s"])),
+        predicted_s=float(fields["predicted_s"]),
+        own_bound_s=float(fields["own_bound_s"]),
+        peak_device_bytes=int(fields["peak_device_bytes"]),
+        losses=tuple(map(float, fields["losses"])),
+        measured=_bars_from_json(fields["measured"]),
+        predicted=_bars_from_json(fields["predicted"]),
+    )

@@ -1,0 +1,152 @@
+"""`jaxferry bench` and `jaxferry report` from outside."""
+
+import dataclasses
+import json
+import weakref
+
+import optax
+import pytest
+
+import jaxferry as package
+from jaxferry.cli.model import call_model
+from jaxferry.compare import Comparison, compare_policies, works_s
+from jaxferry.errors import InputError
+from jaxferry.profiling.records import Profile
+from jaxferry.records import read_json
+from jaxferry.schedule import Lane
+
+POLICIES = ("--policy", "zero-offload", "--policy", "native-overlapped", "--policy", "exact")
+SHORT = ("--steps", 4, "--rounds", 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    """Nothing of what is measured here is kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXFERRY_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def bench(jaxferry, user_model, tmp_path):
+    path = tmp_path / "bench.json"
+    result = jaxferry("bench", "--model", user_model("functions"), *POLICIES, *SHORT, "-o", path, "--json")
+    assert result.status == 0, result.err
+    return path, json.loads(result.out)
+
+
+def test_a_bench_holds_measured_and_predicted_steps(bench):
+    path, document = bench
+    assert read_json(path) == document
+    assert [row["policy"] for row in document["rows"]] == ["zero-offload", "native-overlapped", "exact"]
+    assert set(document["work_s"]) == {"compute", "upload", "download", "update"}
+    for row in document["rows"]:
+        assert len(row["step_s"]) == 2 * 3
+        assert row["measured_over_predicted"] == pytest.approx(row["measured_s"] / row["predicted_s"])
+        assert row["measured_over_bound"] == pytest.approx(row["measured_s"] / document["bound_s"])
+        assert row["peak_device_bytes"] > 0
+        assert set(row["measured"]) == {lane.value for lane in Lane}
+        for which in ("measured", "predicted"):
+            assert all(start <= end for bars in row[which].values() for start, end in bars)
+            assert len(row[which]["GPU"]) >= 2 * 11
+    losses = [row["losses"] for row in document["rows"]]
+    assert len(losses[0]) == 4 * 3
+    assert losses[0] == losses[1]
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)  # products in host memory may sum in another order
+
+
+def test_a_report_shows_a_bench_again(bench, jaxferry, tmp_path):
+    path, document = bench
+    picture = tmp_path / "lanes.png"
+    result = jaxferry("report", path, "--plot", picture)
+    assert result.status == 0
+    assert "native-overlapped" in result.out and "own bound" in result.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    again = json.loads(jaxferry("report", path, "--json").out)
+    assert again["rows"] == document["rows"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", 'format must be "jaxferry.bench/1"'),
+        ('{"format": "jaxferry.bench/1"}', 'key "rows" is missing'),
+        ('{"format": "jaxferry.bench/1", "rows": [], "work_s": {}}', "must have rows"),
+        ('{"format": "jaxferry.bench/1", "rows": [{}], "work_s": {"compute": 1}}', "are not those of a bench"),
+        ("[", "malformed JSON"),
+    ],
+)
+def test_a_report_refuses_what_is_no_bench(refused, tmp_path, content, message):
+    path = tmp_path / "bench.json"
+    path.write_text(content)
+    error = refused("report", path)
+    assert message in error and "bench.json" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--policy", "best"), "unknown policy 'best'"),
+        (("--profile", "none.json"), "cannot read none.json"),
+        (("--plot", "lanes.txt"), "a plot's name must end in .png, .pdf, .svg"),
+        (("--steps", 2), "--steps"),
+        (("--optimizer", "best"), "--optimizer must be one of"),
+    ],
+)
+def test_a_bench_refuses_bad_input(refused, user_model, options, message):
+    assert message in refused("bench", "--model", user_model("arrays"), *options)
+
+
+def test_another_models_profile_is_refused_by_its_name(refused, user_model, profile):
+    error = refused("bench", "--model", user_model("arrays"), "--policy", "exact", "--profile", profile, *SHORT)
+    assert "profile.json" in error and "is for another model" in error
+
+
+def test_one_at_a_time_holds_one_state(user_model):
+    user = call_model(user_model("arrays"))
+    measured = package.train_step(user.loss_fn, optax.sgd(0.1)).measure(user.params, user.batch)
+    alive, most = set(), 0
+
+    def new_state(step):
+        nonlocal most
+        state = step.init(user.params)
+        alive.add(id(state))
+        weakref.finalize(state, alive.discard, id(state))
+        most = max(most, len(alive))
+        return state
+
+    def make_step(policy):
+        return package.train_step(user.loss_fn, optax.sgd(0.1), policy=policy, profile=measured)
+
+    order = []
+    compared = compare_policies(
+        ("zero-offload", "l2l"),
+        measured,
+        make_step,
+        new_state,
+        user.batch,
+        num_steps=4,
+        num_rounds=2,
+        one_at_a_time=True,
+        report=lambda part, done, total: order.append((part, done, total)),
+    )
+    assert most == 1
+    assert order == [("zero-offload", n, 6) for n in range(3)] + [("l2l", n, 6) for n in range(3, 6)]
+    assert [len(row.step_s) for row in compared.rows] == [6, 6]
+    assert Comparison.from_json(compared.to_json()).rows == compared.rows
+
+
+def test_too_few_steps_are_refused(profile):
+    with pytest.raises(InputError, match="at least 4 steps and 1 round, got 3 and 1"):
+        compare_policies((), Profile.load(profile), None, None, None, num_steps=3, num_rounds=1)
+
+
+def test_the_work_of_tied_layers_counts_each_load_and_update_once(profile):
+    known = Profile.load(profile)
+    tied = Profile(
+        known.machine,
+        (*known.layers[:-1], dataclasses.replace(known.layers[-1], parameters=known.layers[0].parameters)),
+    )
+    works = works_s(tied)
+    assert works["upload"] == pytest.approx(sum(layer.load_s for layer in known.layers[:-1]))
+    assert works["download"] == pytest.approx(sum(layer.offload_s for layer in known.layers))

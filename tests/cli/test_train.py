@@ -1,0 +1,111 @@
+"""`jaxferry train` from outside."""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxferry as package
+from jaxferry.cli.model import call_model
+from jaxferry.train_step import TrainStep
+
+
+def test_it_trains_as_a_loop_of_ones_own_does(jaxferry, user_model):
+    result = jaxferry("train", "--model", user_model("functions"), "--steps", 5, "--seed", 3, "--json")
+    assert result.status == 0, result.err
+    document = json.loads(result.out)
+    user = call_model(user_model("functions"))
+    params = user.params(jax.random.key(3))
+    optimizer = optax.adamw(1e-3)
+    state = optimizer.init(params)
+    losses = []
+    for number in range(5):
+        loss, gradients = jax.value_and_grad(user.loss_fn)(params, user.batch(number))
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    np.testing.assert_allclose(document["losses"], losses, rtol=1e-5)
+    assert document["steps"] == len(document["step_s"]) == 5
+    assert document["modes"] == {"GFGB": len(params)}
+
+
+def test_a_resumed_run_goes_on_where_it_ended(jaxferry, user_model, tmp_path):
+    model = user_model("functions")
+    whole = jaxferry("train", "--model", model, "--steps", 6, "--json")
+    first = jaxferry("train", "--model", model, "--steps", 4, "--save", tmp_path / "state", "--json")
+    rest = jaxferry("train", "--model", model, "--steps", 6, "--resume", tmp_path / "state", "--json")
+    losses = [json.loads(result.out)["losses"] for result in (whole, first, rest)]
+    assert losses[0] == losses[1] + losses[2]
+    assert jaxferry("train", "--model", model, "--steps", 6, "--resume", tmp_path / "state").status == 0
+    done = jaxferry("train", "--model", model, "--steps", 4, "--resume", tmp_path / "state")
+    assert "nothing to do" in done.out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--policy", "exact", "--profile", "estimate"),
+        ("--memory-budget", "1MiB"),
+        ("--accumulate", 2, "--clip-norm", 0.1),
+        ("--optimizer", "lion", "--learning-rate", 1e-4),
+        ("--reserve-factor", 0),
+    ],
+    ids=lambda options: options[0],
+)
+def test_options_reach_the_step(jaxferry, user_model, options):
+    result = jaxferry("train", "--model", user_model("arrays"), "--steps", 4, *options)
+    assert result.status == 0, result.err
+    assert "4 steps: loss" in result.out
+
+
+def test_a_trace_shows_the_last_steps(jaxferry, user_model, tmp_path):
+    trace = tmp_path / "trace.json"
+    assert jaxferry("train", "--model", user_model("arrays"), "--steps", 3, "--trace", trace).status == 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"load layer_0", "forward layer_5", "offload layer_0", "update layer_3"} <= names
+
+
+def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkeypatch):
+    take = TrainStep.__call__
+
+    def interrupted(self, state, *args, **kwargs):
+        if state.step == 2:
+            signal.raise_signal(signal.SIGINT)
+        return take(self, state, *args, **kwargs)
+
+    monkeypatch.setattr(TrainStep, "__call__", interrupted)
+    result = jaxferry("train", "--model", user_model("functions"), "--steps", 9, "--save", tmp_path / "state", "--json")
+    assert result.status == 130
+    assert json.loads(result.out)["steps"] == 2
+    monkeypatch.undo()
+    step = package.train_step(call_model(user_model("functions")).loss_fn, optax.adamw(1e-3))
+    assert step.restore(tmp_path / "state").step == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        ("shapes", (), "returns shapes for the parameters: give arrays, or a function that makes them"),
+        ("shaped_batch", (), "returns shapes for the batch: give arrays, or a function that makes them"),
+        ("broken", (), "ValueError: no such thing"),
+        ("missing", (), "has no function 'missing'"),
+        ("arrays", ("--optimizer", "best"), "--optimizer must be one of adamw, adam"),
+        ("arrays", ("--policy", "best"), "unknown policy 'best'"),
+        ("arrays", ("--plan", "none.json"), "cannot read none.json"),
+        ("arrays", ("--resume", "nowhere"), "nowhere is no JaxFerry checkpoint"),
+        ("arrays", ("--memory-budget", "1KiB"), "memory"),
+        ("arrays", ("--compute-dtype", "int8"), "--compute-dtype must be a floating dtype"),
+        ("arrays", ("--steps", 0, "--trace", "t.json"), "--trace needs steps to show"),
+    ],
+)
+def test_bad_input_is_one_line(refused, user_model, function, options, message):
+    assert message in refused("train", "--model", user_model(function), *options)
+
+
+def test_a_loss_that_is_not_finite_ends_it_with_a_line(jaxferry, user_model):
+    result = jaxferry("train", "--model", user_model("diverging"), "--steps", 2)
+    assert result.status == 2
+    assert "the loss of step 0 is" in result.err

@@ -1,0 +1,50 @@
+"""A model as a user of the command line writes it: copied into the test's folder as a module."""
+
+import jax
+import jax.numpy as jnp
+
+NUM_LAYERS, WIDTH = 6, 32
+
+
+def init(key):
+    keys = jax.random.split(key, NUM_LAYERS)
+    return {f"layer_{i}": {"kernel": jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5} for i, k in enumerate(keys)}
+
+
+def loss_fn(params, batch):
+    x = batch["x"]
+    for i in range(NUM_LAYERS):
+        x = jnp.tanh(x @ params[f"layer_{i}"]["kernel"])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def batch(number):
+    x, y = jax.random.normal(jax.random.key(number), (2, 8, WIDTH))
+    return {"x": x, "y": jnp.tanh(y)}
+
+
+def arrays():
+    return loss_fn, init(jax.random.key(0)), batch(0)
+
+
+def functions():
+    return loss_fn, init, batch
+
+
+def shapes():
+    return loss_fn, jax.eval_shape(init, jax.random.key(0)), batch(0)
+
+
+def shaped_batch():
+    return loss_fn, init, jax.eval_shape(lambda: batch(0))
+
+
+def diverging():
+    return (lambda params, batch: loss_fn(params, batch) / 0.0), init, batch
+
+
+def broken():
+    def loss(params, batch):
+        raise ValueError("no such thing")
+
+    return loss, init, batch

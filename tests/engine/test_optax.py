@@ -1,0 +1,188 @@
+"""Optimizers as users write them: run layer by layer and overlapped, or jointly with a warning; the same either way."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.plan.records import Updates
+from planned import assert_same_bits, train
+from tolerances import LOSS_RTOL
+
+NUM_STEPS = 10
+TASK = models.adapters(depth=2)
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, NUM_STEPS)
+
+
+def each(function):
+    """A tree of what a function says of the path and the shape of each parameter."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(path[0].key, leaf.ndim), TASK.params)
+
+
+class AverageState(NamedTuple):
+    average: Any
+
+
+def average_of_params(decay):
+    """Keeps an exponential moving average of the parameters, as the last of a chain; updates pass through."""
+
+    def init(params):
+        return AverageState(jax.tree.map(jnp.asarray, params))
+
+    def update(updates, state, params):
+        new = optax.apply_updates(params, updates)
+        return updates, AverageState(optax.incremental_update(new, state.average, 1 - decay))
+
+    return optax.GradientTransformation(init, update)
+
+
+def by_layer(label_of):
+    rates = {"block_0": 1e-3, "block_1": 3e-3, "norm": 1e-2, "table": 3e-2}
+    return optax.multi_transform({name: optax.adam(rate, eps=1e-3) for name, rate in rates.items()}, label_of)
+
+
+def layer_names(params):
+    return {name: jax.tree.map(lambda _, name=name: name, layer) for name, layer in params.items()}
+
+
+SEPARABLE = {
+    "schedule": optax.adamw(SCHEDULE, eps=1e-3),
+    "joined schedules": optax.sgd(
+        optax.join_schedules([optax.constant_schedule(0.1), optax.linear_schedule(0.1, 0, 5)], [4])
+    ),
+    "labels": by_layer(layer_names),
+    "tree of labels": by_layer(each(lambda name, _: name)),
+    "prefix tree of labels": by_layer({name: name for name in TASK.params}),
+    "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, eps=1e-3, weight_decay=0.1),
+    "masked decay": optax.adamw(1e-2, eps=1e-3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "tree of masked decay": optax.adamw(1e-2, eps=1e-3, mask=each(lambda _, ndim: ndim > 1)),
+    "masked": optax.chain(optax.masked(optax.scale(0.1), each(lambda name, _: name == "table")), optax.sgd(0.1)),
+    "ema of updates": optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+    "ema of parameters": optax.chain(optax.adam(1e-2, eps=1e-3), average_of_params(0.9)),
+    "schedule-free": optax.contrib.schedule_free_adamw(1e-2, warmup_steps=3, eps=1e-3),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "lamb": optax.lamb(1e-2),
+    "lars": optax.lars(1e-1),
+    "muon": optax.contrib.muon(1e-2),
+    "adaptive clipping": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+    "by value": optax.chain(optax.clip(0.01), optax.zero_nans(), optax.sgd(0.1)),
+    "one pass": jaxferry.adamw(SCHEDULE, eps=1e-3, mask=each(lambda _, ndim: ndim > 1)),
+}
+JOINT = {
+    "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),
+    "global norm of a part": optax.multi_transform(
+        {"block": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), "other": optax.sgd(0.1)},
+        each(lambda name, _: "block" if "block" in name else "other"),
+    ),
+    "accumulation": optax.MultiSteps(optax.sgd(0.1), 2),
+    "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "noise": optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1)),
+    "prodigy": optax.contrib.prodigy(0.1, eps=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", SEPARABLE)
+def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
+    expected = models.plain_loop(TASK, SEPARABLE[name], NUM_STEPS)[1]
+    step = jaxferry.train_step(TASK.loss_fn, SEPARABLE[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, losses = train(step, TASK, NUM_STEPS)
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+    assert len(state.units) == len(state.layers) == 4
+    assert step.prepare(TASK.batch).plan.updates is Updates.OVERLAPPED
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
+    expected = models.plain_loop(TASK, JOINT[name], NUM_STEPS)[1]
+    step = jaxferry.train_step(TASK.loss_fn, JOINT[name])
+    with pytest.warns(UserWarning, match="updates do not overlap the backward"):
+        state, losses = train(step, TASK, NUM_STEPS)
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+    assert len(state.units) == 1
+    assert step.prepare(TASK.batch).plan.updates is Updates.AFTER_ALL
+
+
+def test_lookahead_is_trained_on_its_pair_of_parameters():
+    """Its update takes gradients of the fast parameters alone, so a loop of one tree needs these three lines."""
+    ahead = optax.lookahead(optax.sgd(0.1), sync_period=3, slow_step_size=0.5)
+    optimizer = optax.GradientTransformation(
+        ahead.init, lambda gradients, state, params: ahead.update(gradients.fast, state, params)
+    )
+
+    def loss_fn(params, batch):
+        return TASK.loss_fn(params.fast, batch)
+
+    task = models.Task(loss_fn, optax.LookaheadParams.init_synced(TASK.params), TASK.batch)
+    expected, expected_losses = models.plain_loop(task, optimizer, NUM_STEPS)
+    with pytest.warns(UserWarning, match=r"looks at all parameters at once|never reads"):
+        state, losses = train(jaxferry.train_step(loss_fn, optimizer), task, NUM_STEPS)
+    np.testing.assert_allclose(losses, expected_losses, rtol=LOSS_RTOL)
+    assert isinstance(state.params, optax.LookaheadParams)
+    for ours, theirs in zip(jax.tree.leaves(state.params.slow), jax.tree.leaves(expected.slow), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def plain_state(optimizer, num_steps):
+    """The optimizer's state of a plain loop, and its parameters."""
+
+    @jax.jit
+    def step(params, state):
+        updates, state = optimizer.update(jax.grad(TASK.loss_fn)(params, TASK.batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = TASK.params, optimizer.init(TASK.params)
+    for _ in range(num_steps):
+        params, state = step(params, state)
+    return params, state
+
+
+@pytest.mark.parametrize("name", ["ema of parameters", "hyperparameters", "tree of labels", "schedule-free"])
+def test_the_state_is_handed_back_as_optax_makes_it(name):
+    optimizer = SEPARABLE[name]
+    _, expected = plain_state(optimizer, 4)
+    state, _ = train(jaxferry.train_step(TASK.loss_fn, optimizer), TASK, 4)
+    assert jax.tree.structure(state.opt_state) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(expected), strict=True):
+        assert isinstance(ours, np.ndarray) and ours.dtype == theirs.dtype
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+def test_what_is_kept_in_the_state_is_used_as_optax_says():
+    average, free = SEPARABLE["ema of parameters"], SEPARABLE["schedule-free"]
+    state, _ = train(jaxferry.train_step(TASK.loss_fn, average), TASK, 4)
+    kept = state.opt_state[-1].average
+    assert jax.tree.structure(kept) == jax.tree.structure(state.params)
+    assert not np.array_equal(kept["norm"]["scale"], state.params["norm"]["scale"])
+    assert np.isfinite(TASK.loss_fn(kept, TASK.batch))
+    state, _ = train(jaxferry.train_step(TASK.loss_fn, free), TASK, 4)
+    params, plain = plain_state(free, 4)
+    ours = optax.contrib.schedule_free_eval_params(state.opt_state, state.params)
+    theirs = optax.contrib.schedule_free_eval_params(plain, params)
+    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tree of labels", "tree of masked decay", "ema of parameters"])
+def test_a_state_of_such_an_optimizer_is_resumed(name, tmp_path):
+    def make():
+        return jaxferry.train_step(TASK.loss_fn, SEPARABLE[name])
+
+    whole, losses = train(make(), TASK, 6)
+    step = make()
+    state, _ = train(step, TASK, 3)
+    step.save(state, tmp_path / "saved")
+    fresh = make()
+    resumed, more = fresh.restore(tmp_path / "saved"), []
+    for _ in range(3):
+        resumed, metrics = fresh(resumed, TASK.batch)
+        more.append(float(metrics["loss"]))
+    assert more == losses[3:]
+    assert_same_bits(resumed.opt_state, whole.opt_state)

@@ -1,0 +1,102 @@
+"""The emulator under operations that read or write host memory themselves: they take as long as their bytes."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxferry.native.host_step import FACTORS, StepPart, StepRule, host_step
+from native.native_operations import Operations, numbers
+
+ROWS, COLUMNS = 256, 512
+NUM_BYTES = ROWS * COLUMNS * 4
+SECONDS = 0.2
+
+
+@pytest.fixture(scope="module")
+def operations():
+    return Operations(jax.devices("cpu")[0], "jaxferry_", 2.0**-23)
+
+
+def gather(operations, indices):
+    table = operations.host(numbers(0, ROWS * COLUMNS))
+    return lambda: operations.gather(table, operations.device(indices), 0, ROWS, COLUMNS)
+
+
+def read(operations):
+    vector = operations.host(numbers(0, ROWS * COLUMNS))
+    return lambda: operations.read(vector, [(ROWS, COLUMNS // 2)] * 2, [0, ROWS * COLUMNS // 2])
+
+
+def matmul(operations):
+    x, w = operations.device(numbers(0, (8, ROWS))), operations.host(numbers(1, ROWS * COLUMNS))
+    return lambda: operations.matmul(x, w, (ROWS, COLUMNS))
+
+
+def store(operations):
+    gradient = operations.device(numbers(0, ROWS * COLUMNS))
+    return lambda: operations.store(operations.host(np.zeros(ROWS * COLUMNS, np.float32)), gradient)
+
+
+def matmul_gradient(operations):
+    x, dy = operations.device(numbers(0, (8, ROWS))), operations.device(numbers(1, (8, COLUMNS)))
+    return lambda: operations.matmul_gradient(operations.host(np.zeros(ROWS * COLUMNS, np.float32)), x, dy)
+
+
+def add_rows(operations):
+    indices, rows = operations.device(np.arange(ROWS, dtype=np.int32)), operations.device(numbers(0, (ROWS, COLUMNS)))
+    return lambda: operations.add_rows(operations.host(np.zeros(ROWS * COLUMNS, np.float32)), indices, rows, 0, ROWS)
+
+
+def seconds_of(run):
+    """Of a call whose program has run before."""
+    jax.block_until_ready(run())
+    start_s = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start_s
+
+
+@pytest.mark.parametrize(
+    ("make", "direction"),
+    [
+        (lambda operations: gather(operations, np.arange(ROWS, dtype=np.int32)), "load"),
+        (read, "load"),
+        (matmul, "load"),
+        (store, "store"),
+        (matmul_gradient, "store"),
+        (add_rows, "store"),
+    ],
+    ids=["gather", "read", "matmul", "store", "matmul_gradient", "add_rows"],
+)
+def test_an_operation_on_host_memory_takes_as_long_as_its_bytes(cpu, operations, make, direction):
+    run = make(operations)
+    other = "store" if direction == "load" else "load"
+    cpu.set_bandwidth(other, NUM_BYTES / 60)
+    freely_s = seconds_of(run)
+    cpu.set_bandwidth(direction, NUM_BYTES / (freely_s + SECONDS))
+    assert freely_s + SECONDS <= seconds_of(run) < 30
+    assert freely_s < 30
+
+
+def test_only_the_rows_that_are_looked_up_cross_the_link(cpu, operations):
+    run = gather(operations, np.zeros(ROWS // 32, np.int32))
+    cpu.set_bandwidth("load", NUM_BYTES / 16)
+    assert 0.5 <= seconds_of(run) < 8
+
+
+def test_a_host_step_takes_as_long_as_its_bytes(cpu):
+    rule, size = StepRule("adam", b1=0.9, b2=0.99, eps=1e-8), 1 << 14
+
+    @jax.jit
+    def step(gradient, master, first, second):
+        factors = jnp.ones(len(FACTORS))
+        copy = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
+        return host_step(rule, [StepPart(0, 0, False)], factors, [gradient], [master], [[first], [second]], [copy])
+
+    arguments = [numbers(0, size, "bfloat16"), *(abs(numbers(i, size)) for i in range(3))]
+    cpu.set_bandwidth("load", size / 60)
+    cpu.set_bandwidth("store", size / 60)
+    cpu.set_bandwidth("host", 28 * size / SECONDS)  # two for the gradient and the copy, eight for each of the others
+    assert SECONDS <= seconds_of(lambda: step(*arguments)) < 30

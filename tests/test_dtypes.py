@@ -1,0 +1,141 @@
+"""Parameters of several dtypes in one tree: each is seen in its own, all are updated in fp32."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.records import LayerPlan, Plan
+from planned import assert_same_bits, train
+from tolerances import LOSS_RTOL
+
+DTYPES = {"w": jnp.bfloat16, "scale": jnp.float32, "b": jnp.float16}
+HALF_RTOL = 1e-2
+
+
+def make_task(is_half):
+    """Layers of a matrix in bf16, a scale in fp32, a bias in fp16; products in bf16 if `is_half`, else in fp32."""
+    generator = np.random.default_rng(0)
+
+    def layer():
+        shapes = {"w": (12, 12), "scale": (12,), "b": (12,)}
+        return {name: jnp.asarray(0.3 * generator.normal(size=shapes[name]), DTYPES[name]) for name in shapes}
+
+    def loss_fn(params, x):
+        seen = {leaf.dtype for leaf in jax.tree.leaves(params)}
+        assert seen == {jnp.dtype(dtype) for dtype in DTYPES.values()}
+        for i in range(3):
+            layer = params[f"layer_{i}"]
+            dtype = jnp.bfloat16 if is_half else jnp.float32
+            y = (x.astype(dtype) @ layer["w"].astype(dtype)).astype(jnp.float32)
+            x = x + jnp.tanh(y * (1 + layer["scale"]) + layer["b"])
+        return jnp.mean((x - 1) ** 2)
+
+    params = {f"layer_{i}": layer() for i in range(3)}
+    return models.Task(loss_fn, params, jnp.asarray(generator.normal(size=(4, 12)), jnp.float32))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "bf16"])
+def is_half(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def task(is_half):
+    return make_task(is_half)
+
+
+def plain_loop(task, optimizer, num_steps):
+    """Plain Optax on fp32 masters: the loss is given a copy in the model's dtypes."""
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, task.params)
+
+    @jax.jit
+    def step(masters, state):
+        params = jax.tree.map(lambda master, dtype: master.astype(dtype), masters, dtypes)
+        loss, gradients = jax.value_and_grad(task.loss_fn)(params, task.batch)
+        gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
+        updates, state = optimizer.update(gradients, state, masters)
+        return optax.apply_updates(masters, updates), state, loss
+
+    masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), task.params)
+    state, losses = optimizer.init(masters), []
+    for _ in range(num_steps):
+        masters, state, loss = step(masters, state)
+        losses.append(float(loss))
+    return masters, losses
+
+
+def plan_of(task, modes, places):
+    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1))
+    step.init(task.params)
+    names = [segment.name for segment in step.prepare(task.batch).partition.segments]
+    kinds = zip(names, itertools.cycle(modes), itertools.cycle(places))
+    return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.adamw(1e-2, eps=1e-3), jaxferry.adamw(1e-2, eps=1e-3)], ids=["optax", "one pass"]
+)
+def test_losses_are_those_of_plain_optax_on_fp32_masters(task, is_half, optimizer):
+    expected, expected_losses = plain_loop(task, optimizer, 10)
+    state, losses = train(jaxferry.train_step(task.loss_fn, optimizer), task, 10)
+    np.testing.assert_allclose(losses, expected_losses, rtol=HALF_RTOL if is_half else LOSS_RTOL)
+    assert losses[-1] < 0.9 * losses[0]
+    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == np.float32
+        np.testing.assert_allclose(ours, theirs, rtol=HALF_RTOL, atol=1e-2 if is_half else 1e-5)
+    for layer, vectors in zip(state.layers, state.vectors, strict=True):
+        assert [vector.dtype for vector in vectors] == [vector.dtype for vector in layer.vectors]
+        assert {vector.dtype for vector in vectors} == {jnp.dtype(dtype) for dtype in DTYPES.values()}
+        for leaf in layer.leaves:
+            master = state.params[layer.name][leaf.path.split("/")[-1]]
+            copy = np.asarray(vectors[leaf.vector])[leaf.offset : leaf.offset + leaf.size]
+            assert copy.tobytes() == master.astype(leaf.dtype).ravel().tobytes()
+
+
+def test_every_plan_and_transport_has_the_same_bits(task, tmp_path):
+    def run(num_steps=5, **options):
+        step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), clip_norm=0.1, accumulate=2, **options)
+        return step, *train(step, task, num_steps)
+
+    step, state, losses = run()
+    places = (GradientPlace.HOST, GradientPlace.DEVICE)
+    for options in (
+        {"plan": plan_of(task, [Mode.RELOAD, Mode.GFGB], places)},
+        {"plan": plan_of(task, [Mode.RESIDENT, Mode.RELOAD], places), "transport": "device_put"},
+        {"reserve_factor": 0.0},
+    ):
+        _, other, others = run(**options)
+        assert others == losses, options
+        assert_same_bits(other.params, state.params)
+    step, state, _ = run(4)
+    step.save(state, tmp_path / "saved")
+    fresh = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), clip_norm=0.1, accumulate=2)
+    _, metrics = fresh(fresh.restore(tmp_path / "saved"), task.batch)
+    assert float(metrics["loss"]) == losses[4]
+
+
+@pytest.mark.parametrize("mode", [Mode.DHA, Mode.DFGB])
+def test_parameters_of_all_dtypes_are_read_in_host_memory(task, is_half, mode):
+    expected = plain_loop(task, optax.adamw(1e-2), 5)[1]
+    plan = plan_of(task, [mode], [GradientPlace.HOST])
+    losses = train(jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), plan=plan), task, 5)[1]
+    np.testing.assert_allclose(losses, expected, rtol=HALF_RTOL if is_half else LOSS_RTOL)
+
+
+def test_a_compute_dtype_is_that_of_all():
+    def loss_fn(params, x):
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+        return jnp.mean((x @ params["a"]["w"] * params["a"]["scale"]) ** 2)
+
+    params = {"a": {"w": jnp.ones((4, 4), jnp.float16), "scale": jnp.ones(4, jnp.float32)}}
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), compute_dtype=jnp.bfloat16)
+    state, _ = step(step.init(params), jnp.ones((2, 4), jnp.bfloat16))
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+    assert [vector.dtype for vector in state.vectors[0]] == [jnp.bfloat16]

@@ -1,0 +1,386 @@
+"""Frozen parameters: loaded or read like others, but without gradient, optimizer state and update."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxferry
+import models
+from jaxferry.engine.placement import Placement
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.partition import host_stores
+from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.schedule import Kind
+from planned import assert_same_bits, train
+from tolerances import LOSS_RTOL, PARAMS_RTOL
+
+WIDTH, RANK, DEPTH = 16, 2, 4
+
+
+def is_trained(path):
+    """The adapters of two blocks, and the norm after all of them."""
+    return ("lora" in path and path.startswith(("block_1", "block_2"))) or path.startswith("norm")
+
+
+def labels(params):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "adapter" if is_trained("/".join(key.key for key in path)) else "frozen", params
+    )
+
+
+def by_label(inner, spoken=labels):
+    return optax.multi_transform({"adapter": inner, "frozen": optax.set_to_zero()}, spoken)
+
+
+@pytest.fixture(scope="module")
+def task():
+    return models.adapters(DEPTH, WIDTH, RANK)
+
+
+def plan_of(task, modes, places=(GradientPlace.DEVICE,)):
+    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), trainable=is_trained)
+    step.init(task.params)
+    names = [segment.name for segment in step.prepare(task.batch).partition.segments]
+    kinds = zip(names, itertools.cycle(modes), itertools.cycle(places))
+    return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
+
+
+def tasks_of(step, task, kind):
+    return [t.name.split()[-1] for t in step.prepare(task.batch).schedule.tasks if t.kind is kind]
+
+
+def frozen_copies(state):
+    """Where each vector of frozen parameters lies."""
+    return [
+        vector.unsafe_buffer_pointer()
+        for layer, vectors in zip(state.layers, state.vectors, strict=True)
+        for vector in vectors[len(layer.trained.vectors) :]
+    ]
+
+
+@pytest.mark.parametrize("say", ["function", "prefix tree", "labels", "tree of labels", "masks", "one pass"])
+def test_however_it_is_said_it_is_what_plain_optax_does(task, say):
+    inner = optax.adamw(1e-2, eps=1e-3)
+    expected, expected_losses = models.plain_loop(task, by_label(inner), 10)
+    off = {"kernel": False, "lora": False, "bias": False}
+    prefix = {"table": False, "norm": True, "block_0": False, "block_3": off}
+    prefix |= dict.fromkeys(("block_1", "block_2"), off | {"lora": True})
+    trained = jax.tree.map(lambda label: label == "adapter", labels(task.params))
+    frozen = jax.tree.map(lambda value: not value, trained)
+    optimizer, options = {
+        "function": (inner, {"trainable": is_trained}),
+        "prefix tree": (inner, {"trainable": prefix}),
+        "labels": (by_label(inner), {}),
+        "tree of labels": (by_label(inner, labels(task.params)), {}),
+        "masks": (optax.chain(optax.masked(inner, trained), optax.masked(optax.set_to_zero(), frozen)), {}),
+        "one pass": (jaxferry.adamw(1e-2, eps=1e-3), {"trainable": is_trained}),
+    }[say]
+    state, losses = train(jaxferry.train_step(task.loss_fn, optimizer, **options), task, 10)
+    np.testing.assert_allclose(losses, expected_losses, rtol=LOSS_RTOL)
+    assert losses[-1] < losses[0]
+    assert [state.layers[layer].name for unit in state.units for layer in unit.layers] == ["block_1", "block_2", "norm"]
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) < 3 * (4 * WIDTH * RANK + WIDTH)
+    for label, ours, theirs, given in zip(
+        *map(jax.tree.leaves, (labels(task.params), state.params, expected, task.params)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-6)
+        assert (label == "frozen") == (ours.tobytes() == given.tobytes())
+
+
+def test_only_what_training_needs_is_scheduled_and_computed(task):
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained)
+    state = step.init(task.params)
+    state, _ = step(state, task.batch)
+    # The head, the norm, a frozen block that a derivative passes through, and the two with adapters.
+    assert tasks_of(step, task, Kind.BACKWARD) == ["table#2", "norm", "block_3", "block_2", "block_1"]
+    assert tasks_of(step, task, Kind.OFFLOAD) == ["norm", "block_2", "block_1"]
+    assert tasks_of(step, task, Kind.UPDATE) == ["norm", "block_2", "block_1"]
+    segments = {segment.name: segment for segment in step.prepare(task.batch).partition.segments}
+    assert not segments["block_0"].outputs and not segments["block_1"].inputs
+    assert segments["block_1"].program != segments["block_0"].program != segments["block_3"].program
+    block = next(layer for layer in state.layers if layer.name == "block_1")
+    assert block.num_parameters == WIDTH * (WIDTH + 2 * RANK + 1)
+    assert [leaf.path for leaf in block.trained.leaves] == ["block_1/lora/a", "block_1/lora/b"]
+    assert [vector.shape for vector in block.vectors] == [(2 * WIDTH * RANK,), (WIDTH * WIDTH + WIDTH,)]
+
+
+def test_the_copy_of_a_frozen_parameter_is_never_written_again_and_the_only_one(task):
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained)
+    state, _ = train(step, task, 1)
+    before = frozen_copies(state)
+    for _ in range(3):
+        state, _ = step(state, task.batch)
+    state.settle()
+    assert frozen_copies(state) == before and len(before) == 1 + DEPTH
+    assert not state._frozen
+    assert sum(len(unit.masters) for unit in state.units) == 5
+    # Another arrangement of the layers takes them along.
+    state.arrange(tuple(reversed(state.layers)))
+    assert_same_bits(state.params["block_0"], task.params["block_0"])
+    state, _ = step(state, task.batch)
+    assert not state._frozen
+
+
+@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
+def test_a_frozen_parameter_keeps_its_dtype_and_bits_whatever_the_compute_dtype(task, given, tmp_path):
+    params = jax.tree.map(
+        lambda x, label: x if label == "adapter" else x.astype(given), task.params, labels(task.params)
+    )
+    step = jaxferry.train_step(
+        task.loss_fn, optax.adamw(1e-2), trainable=is_trained, compute_dtype=jnp.bfloat16, clip_norm=0.5
+    )
+    state, losses = train(step, models.Task(task.loss_fn, params, task.batch), 3)
+    assert losses[-1] < losses[0]
+    assert {str(v.dtype) for vectors in state.vectors for v in vectors} == {"bfloat16"}
+    assert len(state._frozen) == (0 if given == jnp.bfloat16 else 1 + DEPTH * 4 - 4)
+    for label, ours, theirs in zip(*map(jax.tree.leaves, (labels(params), state.params, params)), strict=True):
+        assert ours.dtype == (jnp.float32 if label == "adapter" else given)
+        assert (label == "frozen") == (ours.tobytes() == np.asarray(theirs).tobytes())
+    step.save(state, tmp_path / "saved")
+    assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_plan_and_transport_has_the_same_bits(task, dtype, accumulate):
+    def run(**more):
+        step = jaxferry.train_step(
+            task.loss_fn,
+            optax.adamw(1e-2),
+            trainable=is_trained,
+            compute_dtype=dtype,
+            clip_norm=0.05,
+            accumulate=accumulate,
+            skip_nonfinite=True,
+            **more,
+        )
+        state, losses = train(step, task, 6)
+        return losses, state.params
+
+    losses, params = run()
+    places = (GradientPlace.HOST, GradientPlace.DEVICE)
+    for more in (
+        {"plan": plan_of(task, [Mode.RELOAD])},
+        {"plan": plan_of(task, [Mode.RESIDENT, Mode.GFGB], places), "transport": "device_put"},
+        {"plan": plan_of(task, [Mode.RELOAD, Mode.RESIDENT, Mode.GFGB], places)},
+        {"reserve_factor": 0.0, "remat": "full"} if dtype is None else {"reserve_factor": 0.0},
+    ):
+        others, other_params = run(**more)
+        if more.get("remat") == "full":
+            np.testing.assert_allclose(others, losses, rtol=LOSS_RTOL)
+        else:
+            assert others == losses, more
+            assert_same_bits(other_params, params)
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_an_engine_that_only_issues_its_work_has_the_same_bits(task, transport, monkeypatch):
+    """As on an accelerator, whose pinned memory the optimizer does not reach."""
+
+    def run(plan):
+        step = jaxferry.train_step(
+            task.loss_fn, optax.adamw(1e-2), trainable=is_trained, plan=plan, transport=transport
+        )
+        state, losses = train(step, task, 4)
+        return losses, state.params
+
+    plan = plan_of(task, [Mode.RESIDENT, Mode.RELOAD, Mode.GFGB], tuple(GradientPlace))
+    losses, params = run(plan)
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    others, other_params = run(plan)
+    assert others == losses
+    assert_same_bits(other_params, params)
+
+
+@pytest.mark.parametrize("modes", [[Mode.DHA], [Mode.DFGB], [Mode.DHA, Mode.GFGB, Mode.DFGB]])
+def test_frozen_parameters_are_read_in_host_memory_and_gradients_written_there(task, modes, monkeypatch):
+    monkeypatch.setattr(host_stores, "FUSED_BYTES", 0)
+    expected = models.plain_loop(task, by_label(optax.adamw(1e-2)), 5)[1]
+    results = []
+    for places in ([GradientPlace.DEVICE], [GradientPlace.HOST]):
+        plan = plan_of(task, modes, places)
+        step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, plan=plan)
+        results.append(train(step, task, 5))
+        np.testing.assert_allclose(results[-1][1], expected, rtol=LOSS_RTOL)
+    for ours, theirs in zip(*(jax.tree.leaves(state.params) for state, _ in results), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-5)
+
+
+def test_a_layer_that_is_frozen_and_resident_is_loaded_once(task):
+    plan = plan_of(task, [Mode.RESIDENT])
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, plan=plan)
+    state, _ = train(step, task, 2)
+    assert tasks_of(step, task, Kind.REFRESH) == ["norm", "block_2", "block_1"]
+    names = [state.layers[layer].name for layer in state.resident]
+    held = {name: state.resident[layer] for name, layer in zip(names, state.resident, strict=True)}
+    state, _ = step(state, task.batch)
+    now = {state.layers[layer].name: copy for layer, copy in state.resident.items()}
+    state.settle()
+    assert now["block_0"] is held["block_0"] and now["table"] is held["table"]
+
+
+def test_grad_norm_is_that_of_the_gradients_that_exist(task):
+    gradients = jax.grad(task.loss_fn)(task.params, task.batch)
+    chosen = [
+        g
+        for g, label in zip(*map(jax.tree.leaves, (gradients, labels(task.params))), strict=True)
+        if label == "adapter"
+    ]
+    norm = float(np.sqrt(sum(np.sum(np.square(g)) for g in chosen)))
+    inner = optax.chain(optax.clip_by_global_norm(norm / 3), optax.sgd(0.1))
+    expected = models.plain_loop(task, by_label(inner), 5)[1]
+    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), trainable=is_trained, clip_norm=norm / 3)
+    _, metrics = step(step.init(task.params), task.batch)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(train(step, task, 5)[1], expected, rtol=LOSS_RTOL)
+
+
+@pytest.mark.parametrize("spoken", ["function", "tree", "argument"])
+def test_a_joint_optimizer_of_the_trained_parameters_leaves_the_others_frozen(task, spoken):
+    inner = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
+    expected = models.plain_loop(task, by_label(inner), 5)[1]
+    optimizer = {"function": by_label(inner), "tree": by_label(inner, labels(task.params)), "argument": inner}[spoken]
+    step = jaxferry.train_step(task.loss_fn, optimizer, trainable=is_trained if spoken == "argument" else None)
+    with pytest.warns(UserWarning, match="looks at all parameters at once"):
+        state, losses = train(step, task, 5)
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+    assert len(state.units) == 1 and len(state.units[0].leaves) == 5
+    assert tasks_of(step, task, Kind.OFFLOAD) == ["norm", "block_2", "block_1"]
+
+
+def test_a_parameter_whose_gradient_others_depend_on_is_not_frozen(task):
+    optimizer = optax.chain(optax.clip_by_global_norm(0.05), by_label(optax.sgd(1.0)))
+    expected = models.plain_loop(task, optimizer, 5)[1]
+    step = jaxferry.train_step(task.loss_fn, optimizer)
+    with pytest.warns(UserWarning, match="looks at all parameters at once"):
+        state, losses = train(step, task, 5)
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+    assert len(state.units[0].leaves) == len(jax.tree.leaves(task.params))
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_parameter_with_state_or_decay_is_not_frozen(task, where):
+    zero = optax.masked(optax.set_to_zero(), jax.tree.map(lambda label: label == "frozen", labels(task.params)))
+    chain = [optax.trace(0.9), zero] if where == "before" else [zero, optax.add_decayed_weights(0.1)]
+    optimizer = optax.chain(*chain, optax.scale(-0.1))
+    expected, losses = models.plain_loop(task, optimizer, 3)
+    state, ours = train(jaxferry.train_step(task.loss_fn, optimizer), task, 3)
+    np.testing.assert_allclose(ours, losses, rtol=LOSS_RTOL)
+    assert len(state.units) == len(state.layers)
+    for mine, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=PARAMS_RTOL, atol=1e-6)
+
+
+def test_a_resumed_run_continues_bit_identically(task, tmp_path):
+    def make(**more):
+        return jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, **more)
+
+    whole, losses = train(make(), task, 6)
+    step = make()
+    state, _ = train(step, task, 3)
+    step.save(state, tmp_path / "saved")
+    fresh = make(plan=plan_of(task, [Mode.RELOAD, Mode.RESIDENT]))
+    resumed, more = fresh.restore(tmp_path / "saved"), []
+    for _ in range(3):
+        resumed, metrics = fresh(resumed, task.batch)
+        more.append(float(metrics["loss"]))
+    assert more == losses[3:]
+    assert_same_bits(resumed.params, whole.params)
+    assert_same_bits(resumed.opt_state, whole.opt_state)
+
+
+def test_a_profile_knows_what_frozen_layers_do_not_cost_and_policies_plan_with_it(task):
+    def make(**more):
+        return jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, **more)
+
+    layers = {layer.name: layer for layer in make().measure(task.params, task.batch).layers}
+    for name in ("table", "block_0", "block_3", "table#2"):
+        assert layers[name].grad_bytes == 0 == layers[name].offload_s == layers[name].update_s
+    assert layers["block_0"].backward_s == layers["block_0"].backward_dha_s == 0 < layers["block_3"].backward_s
+    assert layers["block_1"].grad_bytes == 8 * WIDTH * RANK < layers["block_1"].param_bytes
+    assert layers["block_1"].update_s > 0 < layers["block_1"].offload_s
+    expected = train(make(), task, 3)[1]
+    for policy in ("exact", "memferry", "go-memferry", "auto", "l2l", "zero-offload"):
+        _, losses = train(make(policy=policy, profile="estimate"), task, 3)
+        np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+
+
+def test_evaluation_and_budgets_know_frozen_layers(task):
+    free = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained)
+    state, losses = train(free, task, 3)
+    plain = task.loss_fn(jax.tree.map(jnp.asarray, state.params), task.batch)
+    np.testing.assert_allclose(free.evaluate(state, task.batch), plain, rtol=LOSS_RTOL)
+    whole = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2))
+    whole.init(task.params)
+    peak = free.prepare(task.batch).peak.total
+    assert peak < whole.prepare(task.batch).peak.total
+    tight = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, memory_budget=peak - 1)
+    assert train(tight, task, 3)[1] == losses
+    assert Mode.RELOAD in tight.prepare(task.batch).modes
+
+
+def test_lora_of_nnx_is_fine_tuned_in_its_own_tree():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(16, 8, rngs=rngs)
+            self.blocks = nnx.List([nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs) for _ in range(3)])
+            self.head = nnx.Linear(8, 16, rngs=rngs)
+
+        def __call__(self, x):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = x + jnp.tanh(block(x))
+            return self.head(x)
+
+    graph, params = nnx.split(Net(nnx.Rngs(0)))
+
+    def nnx_loss(params, batch):
+        return models.next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)
+
+    task = models.Task(nnx_loss, params, jax.random.randint(jax.random.key(1), (2, 9), 0, 16))
+    chosen = jax.tree_util.tree_map_with_path(lambda path, _: "lora" in jax.tree_util.keystr(path), params)
+    spoken = jax.tree.map(lambda value: "adapter" if value else "frozen", chosen)
+    expected = models.plain_loop(task, by_label(optax.adam(1e-2), spoken), 10)[1]
+    results = []
+    for optimizer, trainable in (
+        (optax.adam(1e-2), lambda path: "lora" in path),
+        (optax.adam(1e-2), chosen),
+        (by_label(optax.adam(1e-2), spoken), None),
+    ):
+        state, losses = train(jaxferry.train_step(nnx_loss, optimizer, trainable=trainable), task, 10)
+        np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+        assert jax.tree.structure(state.params) == jax.tree.structure(params)
+        assert {layer.name for layer in state.layers if layer.trained.leaves} == {"blocks/0", "blocks/1", "blocks/2"}
+        results.append(state.params)
+    assert_same_bits(results[0], results[1])
+    assert_same_bits(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    ("trainable", "match"),
+    [
+        (lambda path: "nothing" in path, "trainable leaves no parameter to train"),
+        (False, "trainable leaves no parameter to train"),
+        (lambda path: None, "must say True or False for every parameter, got None for 'block_0/bias/b'"),
+        ({"table": True}, "no tree of booleans that fits the parameters"),
+        ("lora", "must say True or False"),
+    ],
+)
+def test_what_is_trainable_must_be_said_for_every_parameter(task, trainable, match):
+    with pytest.raises(jaxferry.InputError, match=match):
+        jaxferry.train_step(task.loss_fn, optax.sgd(0.1), trainable=trainable).init(task.params)
+
+
+def test_a_loss_of_frozen_parameters_alone_is_refused(task):
+    for optimizer, trainable in ((optax.set_to_zero(), None), (optax.sgd(0.1), lambda path: path == "block_0/bias/b")):
+        step = jaxferry.train_step(
+            lambda params, batch: params["table"]["w"][batch].mean(), optimizer, trainable=trainable
+        )
+        state = step.init(task.params)
+        with pytest.raises(jaxferry.InputError, match="the loss depends on frozen parameters alone"):
+            step(state, task.batch)
