@@ -190,6 +190,7 @@ class TrainStep:
         self._prepared: dict[Any, Prepared] = {}
         self._evaluators: dict[Any, Evaluator] = {}
         self._has_warned = False
+        self._has_warned_of_merges = False
 
     def init(self, params: Any) -> TrainState:
         """Copies parameters into host memory and makes the optimizer's state there, layer by layer.
@@ -434,6 +435,7 @@ class TrainStep:
         options = self._options
         parts = self._partition(args, kwargs)
         self._warn_of_unread(parts)
+        self._warn_of_merges(parts)
         derivatives = derivatives_of(parts, options.remat)
         self._host_optimizer().check_parts(parts.layers)
         is_native, is_scaled = self._transport == "ferry", options.loss_scale is not None
@@ -524,6 +526,15 @@ class TrainStep:
             self._has_warned = True
             warnings.warn(
                 f"the loss never reads {', '.join(map(repr, parts.unread_leaves))}: trained with a zero gradient",
+                stacklevel=5,
+            )
+
+    def _warn_of_merges(self, parts: Partition) -> None:
+        if parts.coarse_merges and not self._has_warned_of_merges:
+            self._has_warned_of_merges = True
+            messages = "; ".join(merge.message for merge in parts.coarse_merges)
+            warnings.warn(
+                f"most of the parameters can only be on the device together: {messages} (print_table shows all)",
                 stacklevel=5,
             )
 

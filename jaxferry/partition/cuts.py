@@ -50,7 +50,9 @@ class Merge:
     @property
     def message(self) -> str:
         """The names and the reason on one line."""
-        return f"{', '.join(self.layers)} are one layer: {self.reason}"
+        first, *_, last = self.layers
+        names = " and ".join(self.layers) if len(self.layers) <= 3 else f"{len(self.layers)} layers, {first} to {last},"
+        return f"{names} are one layer: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +143,7 @@ def _runs(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int]) -> list[_R
             if not readers or readers[-1][0] != group:
                 readers.append((group, []))
             readers[-1][1].append(place)
-    return [
-        _Run(group, part[0], part[-1]) for group, places in readers for part in _applications(graph, flow, places)
-    ]
+    return [_Run(group, part[0], part[-1]) for group, places in readers for part in _applications(graph, flow, places)]
 
 
 def _applications(graph: Graph, flow: Dataflow, places: list[int]) -> list[list[int]]:

@@ -5,9 +5,9 @@ loss often casts its whole tree of parameters first, slices labels at the top, o
 at the end. Three moves undo that:
 
   * a *view* (made from one layer's parameters or from nothing, and no smaller than what it reads: a cast, a transpose,
-    a mask) is computed again in each segment that uses it, so no copy of a weight has to cross segments. Parameters that
-    are repeated or looked up (learned queries for each example, a table of relative positions) are activations, no views:
-    other layers may read them many times, and should not need their layer each time;
+    a mask) is computed again in each segment that uses it, so no copy of a weight has to cross segments. Parameters
+    that are repeated or looked up (learned queries for each example, a table of relative positions) are activations,
+    not views: other layers may read them many times, and should not need their layer each time;
   * small values made from the batch alone (dropout keys, counts), or selected from a constant (a block's row of a mask
     over heads), go into a *prelude* that runs once a step, so that blocks which differ only in such constants are the
     same program;

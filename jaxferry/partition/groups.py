@@ -2,10 +2,9 @@
 
 The tree of a Flax model mirrors its modules. A subtree is one layer, unless modules that repeat lie below it:
 siblings with numbered names and the same modules inside, as the blocks of a transformer (`h_0`, `h_1`, ... or
-`layers/0`, `layers/1`, ...), or a list of like modules of any kind. Such a subtree is opened, and each sibling becomes a
-layer. So a residual block is one layer, and what surrounds the blocks (embedding tables, the final norm) has a layer
-each. A table that rows are looked up in is always a layer of its own, wherever its module lies: only its touched rows
-need to travel.
+`layers/0`, `layers/1`, ...), or a list of modules. Such a subtree is opened, and each sibling becomes a layer. So a
+residual block is one layer, and what surrounds the blocks (embedding tables, the final norm) has a layer each. A table
+that rows are looked up in is always a layer of its own, wherever its module lies: only its touched rows need to travel.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def gpt(**config: Any) -> Task:
         return next_token_loss(logits, batch)
 
     batch = jax.random.randint(jax.random.key(1), (2, 17), 0, model.vocab)
-    return Task(loss_fn, model.init(jax.random.key(0), batch[:, :-1])["params"], batch)
+    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
 
 
 class NnxBlock(nnx.Module):
@@ -123,7 +123,7 @@ class NnxNet(nnx.Module):
 
 def nnx_net(vocab: int = 64, width: int = 16, depth: int = 3) -> Task:
     """The NNX model, split into graph definition and parameters."""
-    graph, params = nnx.split(NnxNet(vocab, width, depth, nnx.Rngs(0)), nnx.Param)
+    graph, params = nnx.split(initialise_nnx(lambda: NnxNet(vocab, width, depth, nnx.Rngs(0))), nnx.Param)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)

@@ -14,7 +14,7 @@ import optax
 
 import jaxferry
 from jaxferry.partition import Partition
-from models import Task
+from models import Task, quickly
 
 NUM_STEPS = 10
 LEARNING_RATE = 1e-3
@@ -79,14 +79,14 @@ def _plain_losses(task: Task, optimizer: optax.GradientTransformation) -> Iterat
         result = task.loss_fn(params, batch)
         return result if isinstance(result, tuple) else (result, None)
 
-    @jax.jit
+    @quickly
     def step(masters: Any, state: Any, batch: Any) -> Any:
         (loss, aux), gradients = jax.value_and_grad(loss_and_aux, has_aux=True)(masters, batch)
         updates, state = optimizer.update(gradients, state, masters)
         return optax.apply_updates(masters, updates), state, loss, aux
 
     masters = jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), task.params)
-    state, batch = optimizer.init(masters), task.batch
+    state, batch = quickly(optimizer.init)(masters), task.batch
     for _ in range(NUM_STEPS):
         masters, state, loss, aux = step(masters, state, batch)
         yield float(loss)

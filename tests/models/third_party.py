@@ -1,4 +1,4 @@
-"""Models that others wrote, from packages on PyPI (the extra `models`), untouched: small configurations, random weights."""
+"""Models that others wrote, from packages on PyPI (the extra `models`), untouched: small, with random weights."""
 
 from __future__ import annotations
 
