@@ -1,16 +1,21 @@
 """Every model of the registry trains to the losses of plain Optax, cut as its author would cut it."""
 
 import importlib.metadata
+import json
+from pathlib import Path
 
 import pytest
 
+from benchmarks import model_table
 from jaxferry.partition import partition
 from models import registry
 from models.compare import NUM_STEPS, compare
 from tolerances import LOSS_RTOL
 
-# Segments and programs: what surrounds the blocks, and one program for all blocks that do the same. How scans and frozen
-# parameters are cut is tested elsewhere.
+ROOT = Path(__file__).parent.parent
+
+# Segments and programs: what surrounds the blocks, and one program for all blocks that do the same. How scans and
+# frozen parameters are cut is tested elsewhere.
 EXPECTED = {
     "gpt": (8, 5),
     "nnx_net": (5, 3),
@@ -79,3 +84,11 @@ def test_segments_and_programs_are_those_of_its_blocks(model):
     task = installed(model).make()
     parts = partition(task.loss_fn, task.params, (task.batch,))
     assert (len(parts.segments), parts.num_programs) == expected
+
+
+def test_the_page_of_models_is_what_the_script_writes_and_has_every_model():
+    result = json.loads((ROOT / "benchmarks/results/models.json").read_text())
+    assert (ROOT / "docs/models.md").read_text() == model_table.page(result)
+    rows = [(row["name"], row["source"].split()[0], row["style"]) for row in result["models"]]
+    assert rows == [(model.name, model.origin, model.style) for model in registry.MODELS]
+    assert all(row["max_relative_difference"] <= LOSS_RTOL for row in result["models"])

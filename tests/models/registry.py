@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -49,11 +48,14 @@ class Model:
     package: str | None = None
 
     @property
+    def origin(self) -> str:
+        """The package, or the file in this repository."""
+        return self.package or str(Path(inspect.getfile(self.make)).resolve().relative_to(ROOT))
+
+    @property
     def source(self) -> str:
-        """The package and its version, or the file in this repository."""
-        if self.package is not None:
-            return f"{self.package} {importlib.metadata.version(self.package)}"
-        return str(Path(inspect.getfile(self.make)).resolve().relative_to(ROOT))
+        """The origin, with the version of a package."""
+        return self.origin + (f" {importlib.metadata.version(self.package)}" if self.package else "")
 
 
 OURS = (
