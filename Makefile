@@ -1,6 +1,7 @@
 # Every target sets up what it needs in $(VENV) first; what is there already is not installed again.
 #
 #   make train ARGS="--size 124m --steps 5"     make test ARGS="-k partition"
+#   make train EXAMPLE=bert
 #   make test PYTHON=python3.13 VENV=.venv-3.13
 #   make test TEST_EXTRAS=test,models
 #   make sanitize CXX=clang++
@@ -10,6 +11,8 @@ VENV ?= .venv
 ARGS ?=
 # What to install for the tests; with `models` those of third-party models run too.
 TEST_EXTRAS ?= test
+# Which of examples/ `make train` trains.
+EXAMPLE ?= gpt2
 # Processes that share the tests; each takes some 2 GB of memory.
 JOBS ?= 2
 
@@ -26,7 +29,7 @@ help:
 	@echo "make train | test | sanitize | lint | format | typecheck | clean      (README.md, CONTRIBUTING.md)"
 
 train: install-train
-	@$(VENV)/bin/python examples/gpt2/train.py $(ARGS)
+	@$(VENV)/bin/python examples/$(EXAMPLE)/train.py $(ARGS)
 
 test: install-test
 	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)

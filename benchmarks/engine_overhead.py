@@ -21,6 +21,7 @@ import optax
 from rich.console import Console
 from rich.table import Table
 
+sys.path.append(str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 import measure
 

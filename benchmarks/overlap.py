@@ -30,6 +30,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
 os.environ["JAXFERRY_HOST_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # products in host memory are part of XLA's programs
+sys.path.append(str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
-from jaxferry.partition import Partition
+from jaxferry.partition import AUTO, Partition
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.planning import make_plan
 from jaxferry.profiling.estimate import estimate_profile
@@ -38,7 +38,7 @@ def choose_plan(
     device_kind: str,
     reserve_factor: float | None,
     memory_budget_bytes: int | None,
-    remat: str,
+    remat: Any = None,
 ) -> tuple[Plan, Profile | None]:
     """Chooses the modes of the segments; returns the plan, and the profile that it was made with, if there is one.
 
@@ -52,7 +52,8 @@ def choose_plan(
       reserve_factor: share of all gradient bytes that may stay on the device; None for the policy's default.
       memory_budget_bytes: handed to the policy. The engine counts for itself afterwards, to the byte, so a policy that
         finds nothing in it is asked again for the least that it needs.
-      remat: what is kept between forward and backward.
+      remat: what is kept between forward and backward, the same for all; None for each segment's own choice. `AUTO`
+        leaves it to the plan.
 
     Raises:
       InputError: if the plan or the profile is for another model, or there is no such policy.
@@ -70,6 +71,8 @@ def choose_plan(
         machine = _machine_of(device_kind)
         profile = estimate_profile(partition_costs(parts, remat), MACHINES[machine], {"device": device_kind})
     _check_names("profile", [layer.name for layer in profile.layers], names)
+    choices = [segment.remat if remat is None else remat for segment in parts.segments]
+    profile = profile.only_recomputing([choice == AUTO for choice in choices])
     options: dict[str, Any] = {"reserve_factor": reserve_factor}
     try:
         return make_plan(profile, policy, memory_budget_bytes=memory_budget_bytes, **options), profile

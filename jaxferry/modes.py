@@ -25,3 +25,12 @@ class GradientPlace(enum.StrEnum):
     """Into device memory, from where a transfer brings it to the host."""
     HOST = "host"
     """Straight into host memory: gradient offloading (GO-MemFerry)."""
+
+
+class Remat(enum.StrEnum):
+    """What a plan lets a layer keep on the device from its forward to its backward."""
+
+    NONE = "none"
+    """All that its derivative asks for: the profile's `activation_bytes`."""
+    FULL = "full"
+    """Its inputs alone: its backward runs its forward again."""

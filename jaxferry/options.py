@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxferry.engine.loss_scale import LossScale
 from jaxferry.errors import InputError
-from jaxferry.partition import REMAT, Trainable
+from jaxferry.partition import Trainable, check_remat
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy
 from jaxferry.profiling.records import Profile
@@ -33,7 +33,7 @@ class Options:
     plan: Plan | None
     policy: str | None
     profile: Profile | str | None
-    remat: str
+    remat: Any
     skip_nonfinite: bool
     record_steps: int
     accumulate: int
@@ -66,8 +66,6 @@ def read_options(
         raise InputError(f"reserve_factor must lie in [0, 1], got {reserve_factor!r}")
     if clip_norm is not None and not (_is_number(clip_norm) and math.isfinite(clip_norm) and clip_norm > 0):
         raise InputError(f"clip_norm must be a positive number or None, got {clip_norm!r}")
-    if remat not in REMAT:
-        raise InputError(f"remat must be one of {', '.join(REMAT)}, got {remat!r}")
     if not isinstance(skip_nonfinite, bool):
         raise InputError(f"skip_nonfinite must be True or False, got {skip_nonfinite!r}")
     if not (_is_whole(record_steps) and record_steps >= 0):
@@ -86,7 +84,7 @@ def read_options(
         plan=_read_record(Plan, plan, "plan"),
         policy=policy,
         profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
-        remat=remat,
+        remat=check_remat(remat),
         skip_nonfinite=skip_nonfinite,
         record_steps=record_steps,
         accumulate=accumulate,

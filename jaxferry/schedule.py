@@ -24,6 +24,8 @@ Rules (the machine model; MemFerry, section IV-B):
   the host. One copy on the device while one is held: GFGB and DFGB hold it from the load to the backward, RELOAD in
   the forward and in the backward, RESIDENT always. A layer that finds its group's copy held
   loads nothing and uses that one; the copy goes when its last holder's backward has ended.
+- **Recomputation** (`remat: "full"`): the backward takes `recompute_s` more, by DHA also what the forward is slower by,
+  and keeps `recompute_activation_bytes` in place of `activation_bytes`.
 - **Programs** (`ProgramFacts`, only where they are known): what the engine's programs add to this model. The last
   layer's forward and backward are one program, for which one copy serves. A copy that a backward does not read is not
   loaded for it. A backward waits until all but the last `GRADIENT_SLOTS` gradients before it have left the device. One
@@ -82,7 +84,7 @@ class Task:
       kind: what it does.
       lane: what it occupies; tasks of a lane run in the order of the list.
       duration_key: the profile's key of its duration; `backward_dha_go_s` stands for a backward that reads its
-        parameters and writes its gradient in host memory.
+        parameters and writes its gradient in host memory; `_recompute_s` ends that of one that runs its forward again.
       duration_s: seconds.
       after: indices of tasks in the same list that must have ended; all of them lower than its own.
       after_previous: indices of tasks of the previous step that must have ended; no tasks where there is no such step.
@@ -224,6 +226,7 @@ class _StepBuilder:
         self.profile, self.plan, self.programs = profile, plan, programs
         self.layers = profile.layers
         self.modes, self.gradients = list(plan.modes), list(plan.gradients)
+        self.recomputes = plan.recomputes
         last = len(self.layers) - 1
         if programs is not None:
             # Nothing can be loaded within the program of the last layer, nothing need be for one that reads nothing.
@@ -318,7 +321,7 @@ class _StepBuilder:
         after = barrier if copy is None else tuple(sorted({copy.load, *barrier}))
         task = self.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
         self.tasks[task] = dataclasses.replace(self.tasks[task], copy=None if copy is None else copy.load)
-        self.add_bytes(task, start_bytes=profile.activation_bytes)
+        self.add_bytes(task, start_bytes=profile.kept_bytes(self.recomputes[layer]))
         self.forwards.append(task)
         if by_dha:
             self.waits_for_update.append((task, group))
@@ -364,14 +367,14 @@ class _StepBuilder:
         copy = self.copy_for_backward(layer)
         if profile.inter_backward_s > 0:
             self.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
-        has_gradient = self.has_gradient[layer]
+        has_gradient, again = self.has_gradient[layer], self.recomputes[layer]
         by_dha, to_host = mode is Mode.DHA, has_gradient and self.gradients[layer] is GradientPlace.HOST
-        key = f"backward{'_dha' if by_dha else ''}{'_go' if to_host else ''}_s"
-        duration = (key, profile.backward_for(by_dha, to_host))
+        key = f"backward{'_dha' * by_dha}{'_go' * to_host}{'_recompute' * again}_s"
+        duration = (key, profile.backward_for(by_dha, to_host, again))
         after = self.room_for_gradient(layer) if copy is None else (copy.load, *self.room_for_gradient(layer))
         task = self.emit(Kind.BACKWARD, Lane.GPU, layer, duration, tuple(sorted({*after})))
         self.tasks[task] = dataclasses.replace(self.tasks[task], copy=None if copy is None else copy.load)
-        self.add_bytes(task, end_bytes=profile.activation_bytes)
+        self.add_bytes(task, end_bytes=profile.kept_bytes(self.recomputes[layer]))
         if copy is not None:
             copy.last_use = task
             if copy is self.loss_copy:

@@ -31,10 +31,12 @@ from jaxferry.engine import (
     Recorder,
     StepResult,
     TrainState,
+    Transport,
+    Use,
+    Variants,
     checkpoint,
     choose_transport,
-    derivatives_of,
-    fit_modes,
+    fit_plan,
     kept_layers,
     lower_plan,
     make_lanes,
@@ -51,9 +53,19 @@ from jaxferry.engine import (
 )
 from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
-from jaxferry.modes import Mode
+from jaxferry.modes import Mode, Remat
 from jaxferry.options import MEASURE, Options, read_options
-from jaxferry.partition import Layer, Partition, Trainable, frozen_leaves, layers_by_path, partition
+from jaxferry.partition import (
+    AUTO,
+    ForwardPartition,
+    Layer,
+    Partition,
+    Trainable,
+    frozen_leaves,
+    layers_by_path,
+    partition,
+    partition_forward,
+)
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
@@ -74,7 +86,7 @@ def train_step(
     plan: Plan | str | os.PathLike[str] | None = None,
     policy: str | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
-    remat: str = "none",
+    remat: Any = "none",
     skip_nonfinite: bool = False,
     device: jax.Device | None = None,
     transport: str | None = None,
@@ -111,14 +123,20 @@ def train_step(
       profile: what the policy plans with, or the path of its JSON file. None measures one on the device for policies
         that plan with times, and keeps what was measured in the user's cache folder (`JAXFERRY_CACHE_DIR` names
         another, or "off"). `"measure"` does so for any policy; `"estimate"` runs nothing, and takes the roofline.
-      remat: `"none"`, or `"full"` to compute each segment's forward again in its backward.
+      remat: what segments keep on the device between forward and backward. `"none"`: what their derivatives ask for.
+        `"full"`: their inputs alone; the backward computes the forward again. A policy, such as
+        `jax.checkpoint_policies.dots_saveable`: what it says. `"auto"`: policy `"auto"` chooses between none and full,
+        and where not even loading all layers twice fits into the memory budget, segments recompute as well. Or one of
+        these for each segment: a mapping of names of segments or layers (`"none"` for the others), or a function of
+        the segment's name. Segments of which `plan` says so recompute in any case.
       skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
         non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
       device: the device to train on; by default JAX's first.
       transport: `"ferry"`: the native library moves layers and gradients on queues of its own, and computes in host
         memory (the default where it is built). `"device_put"`: plain JAX does both by copies, with the same results but
         for the order in which products in host memory are summed.
-      record_steps: of how many of the last steps `TrainStep.recorded` tells the times of all tasks; 0 records nothing.
+      record_steps: of how many of the last steps `TrainStep.recorded` tells the times of all tasks; 0 records nothing,
+        and costs nothing.
 
     Raises:
       InputError: if an argument is not acceptable.
@@ -166,6 +184,11 @@ class Prepared:
     schedule: Schedule
     _executor: Executor = dataclasses.field(repr=False)
 
+    @property
+    def remat(self) -> tuple[Any, ...]:
+        """What each segment keeps between forward and backward: `"none"`, `"full"`, or a policy."""
+        return tuple("none" if segment.remat == AUTO else segment.remat for segment in self.partition.segments)
+
 
 class TrainStep:
     """A training step; made by `train_step`, called as `state, metrics = step(state, batch)`."""
@@ -189,14 +212,16 @@ class TrainStep:
         self._layers: tuple[Layer, ...] | None = None
         self._prepared: dict[Any, Prepared] = {}
         self._evaluators: dict[Any, Evaluator] = {}
+        self._transports: dict[tuple[Layer, ...], Transport] = {}
         self._has_warned = False
-        self._has_warned_of_merges = False
 
     def init(self, params: Any) -> TrainState:
         """Copies parameters into host memory and makes the optimizer's state there, layer by layer.
 
         Args:
           params: the model's tree of parameters: NumPy or JAX arrays of a real floating-point dtype. They are copied.
+            Leaves may also be read only now, one after the other: anything with `shape` and `dtype` that `np.asarray`
+            reads, and piece by piece the tensors of `jaxferry.pretrained`.
 
         Raises:
           InputError: if a parameter is not real floating point.
@@ -266,9 +291,10 @@ class TrainStep:
         """
         self._adopt(params)
         parts = self._partition(args, kwargs)
-        derivatives = derivatives_of(parts, self._options.remat)
+        variants = Variants(parts, self._options.remat)
         self._host_optimizer().check_parts(parts.layers)
-        return self._measured(parts, Programs(parts, derivatives, self._placement, native=self._transport == "ferry"))
+        is_native = self._transport == "ferry"
+        return self._measured(variants, Programs(variants.base, variants.derivatives, self._placement, is_native))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
         """Compiles the host updates too, so that the first step takes no longer than the next.
@@ -290,30 +316,59 @@ class TrainStep:
     def evaluate(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
         """What the loss function returns for the current parameters, layer by layer, without derivatives.
 
+        The memory budget holds for it as well.
+
         Args:
           state: the training state.
           *args: as for the step.
           **kwargs: likewise.
+
+        Raises:
+          BudgetError: if it does not fit into `memory_budget`.
+        """
+        return self.apply(state, self._loss_fn, *args, **kwargs)
+
+    def apply(self, state: TrainState, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What any function of the parameters returns for the current ones, layer by layer, without derivatives.
+
+        The function is cut into segments as the loss function is, and run under the same memory budget; for instance
+        the logits of a last position, with the keys and values of earlier ones as an argument and a result.
+
+        Args:
+          state: the training state.
+          function: `function(params, *args, **kwargs)` returns a tree of arrays; it sees the parameters in the compute
+            dtype. It is compiled once for each structure of its arguments, as by `jax.jit`: give the same object again.
+          *args: arrays, or trees of them.
+          **kwargs: likewise; booleans, strings and None are handed through as they are.
+
+        Returns:
+          What the function returns, with arrays on the device.
+
+        Raises:
+          BudgetError: if it does not fit into `memory_budget`.
+          PartitionError: if the function reads no parameter.
         """
         self._check(state)
-        key = _structure(args, kwargs)
-        if key not in self._evaluators:
-            parts = self._partition(args, kwargs)
-            transport = make_transport(self._transport, self._placement, parts.layers)
-            self._evaluators[key] = Evaluator(parts, self._placement, transport)
-        evaluator = self._evaluators[key]
+        evaluator = self._evaluator(function, args, kwargs)
         state.settle()
         state.arrange(evaluator.partition.layers)
         state.fill()
-        loss, aux = evaluator.run(state, _leaves(args, kwargs))
-        tree = evaluator.partition.aux_tree
-        return loss if tree is None else (loss, jax.tree.unflatten(tree, aux))
+        graphs = [prepared.partition.graph for prepared in self._prepared.values()]
+        held_bytes = sum(graph.num_bytes(constant) for graph in graphs for constant in graph.constants)
+        return evaluator.run(state, _leaves(args, kwargs), held_bytes)
 
     def recorded(self) -> Run | None:
         """When each task of the last steps started and ended, in seconds from the start of the first of them.
 
         `jaxferry.simulate.trace.chrome_trace` makes of it a document for Perfetto, as it does of what was predicted.
         None if no step has ended, or `record_steps` is 0. Steps whose updates are under way are left out.
+
+        Where the device is an accelerator, its tasks' times are the device's own. With `transport="ferry"` they are
+        those of events on its queues, put on the host's clock to some 10 microseconds; none starts before it was
+        issued. With `transport="device_put"`, and for rows of lookups always, threads wait for results: ends are some
+        tens of microseconds late, starts are those of the machine model (what a task waited for has ended, and the task
+        before in its lane), and a copy that was freed before a thread could wait for it counts as no time. This call
+        waits for what the device has left to do of these steps.
         """
         return None if self._recorder is None else self._recorder.run()
 
@@ -330,10 +385,10 @@ class TrainStep:
         self._check(state)
         saved = checkpoint.Checkpoint(
             step=state.updated_step,
-            params=dict(zip(path_names(self._params), map(np.asarray, state.masters()), strict=True)),
+            params=dict(zip(path_names(self._params), state.masters(), strict=True)),
             dtypes=[str(leaf.dtype) for leaf in jax.tree.leaves(self._params)],
             dictionary_paths=checkpoint.dictionary_paths(self._params),
-            optimizer=state.optimizer_state(),
+            optimizer=state.stored_optimizer_state(),
             loss_scale=[state.loss_scale.value, state.loss_scale.num_finite] if state.loss_scale.is_dynamic else None,
         )
         checkpoint.save(saved, os.fspath(path))
@@ -379,7 +434,8 @@ class TrainStep:
         layers = layers_by_path(params, compute_dtype)
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         if self._optimizer is None or self._params != abstract:
-            self._params, self._prepared, self._evaluators, self._layers = abstract, {}, {}, None
+            self._params, self._prepared, self._layers = abstract, {}, None
+            self._evaluators, self._transports = {}, {}
             dtypes = _master_dtypes(layers)
             leaves, tree = jax.tree.flatten(abstract)
             masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
@@ -407,13 +463,14 @@ class TrainStep:
     def _new_state(
         self,
         layers: Sequence[Layer],
-        masters: Sequence[jax.Array],
-        optimizer: Mapping[str, jax.Array] | None = None,
+        masters: list[jax.Array],
+        optimizer: dict[str, jax.Array] | None = None,
         step: int = 0,
     ) -> TrainState:
         tree = jax.tree.structure(self._params)
         scale = self._options.loss_scale or UNSCALED
-        return TrainState(tree, self._host_optimizer(), self._placement, layers, masters, optimizer, step, scale)
+        known = self._layers or layers  # what batches have shown before
+        return TrainState(tree, self._host_optimizer(), self._placement, known, masters, optimizer, step, scale)
 
     def _check(self, state: TrainState) -> None:
         if not isinstance(state, TrainState):
@@ -428,52 +485,90 @@ class TrainStep:
         loss_fn, dtype = functools.partial(self._loss_fn, **flags), self._compute_dtype(self._params)
         known, frozen = self._layers, self._host_optimizer().frozen
         parts = partition(loss_fn, self._params, args, arrays, compute_dtype=dtype, layers=known, frozen=frozen)
-        self._layers = self._layers or parts.layers
+        if self._layers is None:
+            # What was evaluated before in layers of its own takes over these, so that the state need not change them.
+            self._layers, self._evaluators = parts.layers, {}
         return parts
+
+    def _evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
+        key = (function, _structure(args, kwargs))
+        if key not in self._evaluators:
+            parts = self._forward_partition(function, args, kwargs)
+            transport, is_native = self._transport_of(parts.layers), self._transport == "ferry"
+            budget = self._options.memory_budget_bytes
+            self._evaluators[key] = Evaluator(parts, self._placement, transport, is_native, budget)
+        return self._evaluators[key]
+
+    def _forward_partition(
+        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> ForwardPartition:
+        if function is self._loss_fn:
+            return self._partition(args, kwargs)
+        arrays, flags = _split(kwargs)
+        function, dtype = functools.partial(function, **flags), self._compute_dtype(self._params)
+        frozen = self._host_optimizer().frozen
+        return partition_forward(
+            function, self._params, args, arrays, compute_dtype=dtype, layers=self._layers, frozen=frozen
+        )
+
+    def _transport_of(self, layers: tuple[Layer, ...]) -> Transport:
+        """What moves these layers: one for all programs, so that none keeps memory from another."""
+        if layers not in self._transports:
+            self._transports[layers] = make_transport(self._transport, self._placement, layers)
+        return self._transports[layers]
 
     def _prepare(self, args: Any, kwargs: Any) -> Prepared:
         options = self._options
         parts = self._partition(args, kwargs)
-        self._warn_of_unread(parts)
-        self._warn_of_merges(parts)
-        derivatives = derivatives_of(parts, options.remat)
+        self._warn_of_remarks(parts)
+        variants = Variants(parts, options.remat)
+        parts, derivatives = variants.base, variants.derivatives
         self._host_optimizer().check_parts(parts.layers)
         is_native, is_scaled = self._transport == "ferry", options.loss_scale is not None
         programs = Programs(parts, derivatives, self._placement, is_native, is_scaled)
-        plan, profile = self._plan(parts, programs)
+        plan, profile = self._plan(variants, programs)
         is_adapted = options.loss_scale is not None and options.loss_scale.is_dynamic
         needs_all = options.clip_norm is not None or options.skip_nonfinite or is_adapted
-        if needs_all or self._host_optimizer().is_joint:
+        if needs_all or not self._host_optimizer().is_by_layer(parts.layers):
             plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
         gradients = [layer.gradient for layer in plan.layers]
-        transport = make_transport(self._transport, self._placement, parts.layers)
+        transport = self._transport_of(parts.layers)
 
-        def lowered(modes: Sequence[Mode]) -> Schedule:
-            layers = [dataclasses.replace(layer, mode=mode) for layer, mode in zip(plan.layers, modes, strict=True)]
-            return lower_plan(parts, derivatives, dataclasses.replace(plan, layers=tuple(layers)), profile)
+        def lowered(modes: Sequence[Mode], recomputes: Sequence[bool]) -> Schedule:
+            chosen = zip(plan.layers, modes, recomputes, strict=True)
+            layers = [
+                dataclasses.replace(layer, mode=mode, remat=Remat.FULL if again else Remat.NONE)
+                for layer, mode, again in chosen
+            ]
+            made = dataclasses.replace(plan, layers=tuple(layers))
+            return lower_plan(variants.of(recomputes), derivatives, made, profile)
 
         budget = options.memory_budget_bytes
         kept = kept_layers(parts, derivatives, gradients) if options.accumulate > 1 else []
 
-        def peak_of(modes: Sequence[Mode]) -> Peak:
-            script = make_script(parts, derivatives, modes, gradients)
-            other_bytes = transport.staging_bytes + sum(parts.layers[layer].trained.num_bytes for layer in kept)
-            needs = (programs.temporary_bytes, other_bytes)
-            return peak_bytes(parts, derivatives, lowered(modes), script, modes, *needs)
+        def uses_of(modes: Sequence[Mode], recomputes: Sequence[bool]) -> list[Use]:
+            uses = shadow_model(variants.of(recomputes), derivatives, modes, gradients)
+            return [*uses, *onto_sums(uses)] if options.accumulate > 1 else uses
 
-        modes, fitted = None, list(plan.modes)
-        # What programs need beside their arguments is known once they are compiled, and which are, once modes are.
-        while fitted != modes:
-            modes = fitted
-            uses = shadow_model(parts, derivatives, modes, gradients)
-            uses += onto_sums(uses) if options.accumulate > 1 else []
-            programs.require(uses)
-            # Sums that stay save transfers that are hidden anyway, so they go before any layer is loaded twice.
-            while kept and budget is not None and peak_of(plan.modes).total > budget:
-                kept.pop()
-            fitted = fit_modes(parts, plan.modes, budget, peak_of)
+        def peak_of(modes: Sequence[Mode], recomputes: Sequence[bool]) -> Peak:
+            # What programs need beside their arguments is known once they are compiled.
+            programs.require(uses_of(modes, recomputes))
+            made = variants.of(recomputes)
+            script = make_script(made, derivatives, modes, gradients)
+            other_bytes = transport.staging_bytes + sum(made.layers[layer].trained.num_bytes for layer in kept)
+            needs = (programs.temporary_bytes, other_bytes)
+            return peak_bytes(made, derivatives, lowered(modes, recomputes), script, modes, *needs)
+
+        # Sums that stay save transfers that are hidden anyway, so they go before any layer is loaded twice.
+        while kept and budget is not None and peak_of(plan.modes, plan.recomputes).total > budget:
+            kept.pop()
+        modes, recomputes = fit_plan(
+            parts, plan.modes, plan.recomputes, variants.largest_first, options.memory_budget_bytes, peak_of
+        )
+        parts, uses = variants.of(recomputes), uses_of(modes, recomputes)
+        programs.require(uses)
         programs.keep(uses)
-        schedule = choose_update_order(lowered(modes))
+        schedule = choose_update_order(lowered(modes, recomputes))
         executor = Executor(
             parts,
             programs,
@@ -491,52 +586,47 @@ class TrainStep:
             accumulate=options.accumulate,
             kept=kept,
         )
-        return Prepared(parts, plan, tuple(modes), peak_of(modes), programs.num_executables, schedule, executor)
+        peak = peak_of(modes, recomputes)
+        return Prepared(parts, plan, tuple(modes), peak, programs.num_executables, schedule, executor)
 
-    def _plan(self, parts: Partition, programs: Programs) -> tuple[Plan, Profile | None]:
+    def _plan(self, variants: Variants, programs: Programs) -> tuple[Plan, Profile | None]:
         options = self._options
         profile = options.profile
         if profile == MEASURE or (profile is None and needs_times(options.policy)):
-            profile = self._measured(parts, programs)
+            profile = self._measured(variants, programs)
         return choose_plan(
-            parts,
+            variants.base,
             plan=options.plan,
             policy=options.policy,
             profile=profile if isinstance(profile, Profile) else None,
             device_kind=self._placement.device_kind,
             reserve_factor=options.reserve_factor,
             memory_budget_bytes=options.memory_budget_bytes,
-            remat=options.remat,
         )
 
-    def _measured(self, parts: Partition, programs: Programs) -> Profile:
+    def _measured(self, variants: Variants, programs: Programs) -> Profile:
+        remat = self._options.remat
         with progress_bar("measuring") as progress:
             return measure_profile(
-                parts,
+                variants.base,
                 programs,
                 self._host_optimizer(),
                 self._placement,
                 self._transport,
-                remat=self._options.remat,
+                recomputing=variants.of(variants.may_recompute),
+                remat=remat if isinstance(remat, str) else "per segment",
                 progress=progress,
             )
 
-    def _warn_of_unread(self, parts: Partition) -> None:
-        if parts.unread_leaves and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"the loss never reads {', '.join(map(repr, parts.unread_leaves))}: trained with a zero gradient",
-                stacklevel=5,
-            )
-
-    def _warn_of_merges(self, parts: Partition) -> None:
-        if parts.coarse_merges and not self._has_warned_of_merges:
-            self._has_warned_of_merges = True
-            messages = "; ".join(merge.message for merge in parts.coarse_merges)
-            warnings.warn(
-                f"most of the parameters can only be on the device together: {messages} (print_table shows all)",
-                stacklevel=5,
-            )
+    def _warn_of_remarks(self, parts: Partition) -> None:
+        remarks = list(parts.notes)
+        remarks += [f"{merge.message}; that is most of the model" for merge in parts.coarse_merges]
+        if parts.unread_leaves:
+            unread = ", ".join(map(repr, parts.unread_leaves))
+            remarks.append(f"the loss never reads {unread}: trained with a zero gradient")
+        for remark in () if self._has_warned else remarks:
+            warnings.warn(remark, stacklevel=5)
+        self._has_warned = self._has_warned or bool(remarks)
 
     def _metrics(self, number: int, parts: Partition, result: StepResult) -> dict[str, Any]:
         loss = np.asarray(result.loss)

@@ -18,6 +18,7 @@ class Oracle:
         self.layers, self.size = profile.layers, len(profile.layers)
         self.mode = [layer.mode for layer in plan.layers]
         self.on_host = [layer.gradient is GradientPlace.HOST for layer in plan.layers]
+        self.recomputes = [layer.remat == "full" for layer in plan.layers]
         self.bulk, self.after_all = plan.loads == "bulk", plan.updates == "after-all"
         self.end = functools.cache(self._end)
         names = [layer.parameters for layer in self.layers]
@@ -89,6 +90,10 @@ class Oracle:
         duration = profile.backward_dha_s if self.mode[layer] is Mode.DHA else profile.backward_s
         if self.on_host[layer]:
             duration = max(duration + profile.backward_go_s - profile.backward_s, 0.0)
+        if self.recomputes[layer]:
+            duration += profile.recompute_s
+            if self.mode[layer] is Mode.DHA:
+                duration += max(profile.forward_dha_s - profile.forward_s, 0.0)
         return start + duration
 
     def _offload(self, layer, step):

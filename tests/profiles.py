@@ -1,11 +1,12 @@
 """Profiles and plans for tests. Times are eighths of a second, so that sums are exact whatever their order."""
 
+import dataclasses
 import random
 
 import hypothesis
 import hypothesis.strategies as st
 
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
 from jaxferry.profiling.records import LayerProfile, Profile
 
@@ -16,13 +17,19 @@ positive_bytes = st.integers(1, 60)
 
 
 @st.composite
-def profiles(draw, min_layers=1, max_layers=6, tied=None):
-    """Profiles with any times; where `tied`, the last layer shares the first one's parameters."""
+def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False):
+    """Profiles with any times; where `tied`, the last layer shares the first one's parameters.
+
+    Where `recomputing`, some layers say what recomputation costs.
+    """
     size = draw(st.integers(min_layers, max_layers))
     shares = draw(st.booleans()) if tied is None else tied
     layers = []
     for index in range(size):
         last = shares and index == size - 1 and size > 1
+        again = {}
+        if recomputing and draw(st.booleans()):
+            again = {"recompute_s": draw(seconds), "recompute_activation_bytes": draw(st.integers(0, 60))}
         layers.append(
             LayerProfile(
                 name=f"layer{index}",
@@ -30,6 +37,7 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None):
                 grad_bytes=draw(positive_bytes),
                 activation_bytes=draw(st.integers(0, 60)),
                 parameters="layer0" if last else f"layer{index}",
+                **again,
                 **{
                     key: draw(seconds)
                     for key in (
@@ -46,7 +54,12 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None):
 def plans(draw, profile, modes=tuple(Mode)):
     """Any plans for a profile, whether good or bad, over the given modes."""
     layers = tuple(
-        LayerPlan(layer.name, draw(st.sampled_from(modes)), draw(st.sampled_from(tuple(GradientPlace))))
+        LayerPlan(
+            layer.name,
+            draw(st.sampled_from(modes)),
+            draw(st.sampled_from(tuple(GradientPlace))),
+            draw(st.sampled_from(tuple(Remat))) if layer.can_recompute else Remat.NONE,
+        )
         for layer in profile.layers
     )
     loads = draw(st.sampled_from(tuple(Loads)))
@@ -103,3 +116,16 @@ def with_modes(profile, modes, gradients=None, **kwargs):
     gradients = gradients or [GradientPlace.DEVICE] * len(modes)
     layers = zip(profile.layers, modes, gradients, strict=True)
     return Plan("any", 1.0, tuple(LayerPlan(layer.name, mode, place) for layer, mode, place in layers), **kwargs)
+
+
+def recomputing(profile, seconds_of_forward=1.0, share=0.25):
+    """The profile, of which every layer but the last may recompute: its forward once more, for a share of the bytes."""
+    layers = [
+        dataclasses.replace(
+            layer,
+            recompute_s=layer.forward_s * seconds_of_forward,
+            recompute_activation_bytes=int(layer.activation_bytes * share),
+        )
+        for layer in profile.layers[:-1]
+    ]
+    return Profile(profile.machine, (*layers, profile.layers[-1]))

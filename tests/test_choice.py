@@ -71,13 +71,10 @@ def busy_profile(compute_s=1.0, load_s=0.9, offload_s=0.7, update_s=0.9):
         backward_dha_s=max(2 * compute_s / 3, load_s),
         backward_go_s=max(2 * compute_s / 3, offload_s),
     )
-    times = {key: value / NUM_LAYERS for key, value in vars_of(layer).items() if key.endswith("_s")}
+    known = {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
+    times = {key: value / NUM_LAYERS for key, value in known.items() if key.endswith("_s") and value is not None}
     layers = [dataclasses.replace(layer, name=f"layer{i}", parameters=f"layer{i}", **times) for i in range(NUM_LAYERS)]
     return Profile({}, tuple(layers))
-
-
-def vars_of(layer):
-    return {field.name: getattr(layer, field.name) for field in dataclasses.fields(layer)}
 
 
 @pytest.mark.parametrize(("policy", "is_by_need"), [("native-overlapped", True), ("memferry", True), ("auto", False)])

@@ -54,7 +54,7 @@ def test_a_check_whose_stages_fail_still_sums_them_up(tmp_path):
     assert finished.returncode == 1
     assert "NOT all passed" in finished.stdout
     result = json.loads((tmp_path / "results" / "summary.json").read_text())
-    assert [stage["outcome"] for stage in result["stages"]] == ["passed"] + ["failed (3)"] * 7
+    assert [stage["outcome"] for stage in result["stages"]] == ["passed"] + ["failed (3)"] * 8
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,9 @@ def test_training_steps_are_timed_and_policies_that_move_data_agree(tmp_path):
         # bfloat16 has 8 bits: the programs differ, the training does not.
         assert row["losses"] == pytest.approx(rows["plain"]["losses"], rel=2.0**-8)
         assert row["losses"][-1] < row["losses"][0]
+        if row["contender"] not in ("plain", "recipe"):
+            assert all(0 < share <= 1 for share in row["recorded"].values())
+            assert row["mean_of_kind_s"]["update"][0] > 0
     assert "bit-identical" in finished.stdout
     assert [line.split()[0] for line in summary.steps_lines(result)] == [row["contender"] for row in result["rows"]]
 

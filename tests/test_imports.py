@@ -20,6 +20,7 @@ LAYERS = (
     ("native",),
     ("optimizers",),
     ("partition",),
+    ("pretrained",),
     ("profiling",),
     ("plan.records",),
     ("schedule",),
@@ -42,7 +43,7 @@ RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 STRANGERS = {("engine", "simulate"), ("simulate", "engine")}
 
 # Heavy and optional: the only packages that a function may import.
-OPTIONAL = {"matplotlib"}
+OPTIONAL = {"matplotlib", "safetensors"}
 
 
 def find_modules(root):

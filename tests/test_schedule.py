@@ -1,13 +1,15 @@
 """The rules of the task list, one by one."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
 from jaxferry.simulate import machine
-from profiles import deterministic, planned, profiles, transformer, with_modes
+from profiles import deterministic, planned, profiles, recomputing, transformer, with_modes
 
 
 def tasks_of(schedule, *kinds):
@@ -138,3 +140,20 @@ def test_host_gradients_are_given_back_once_updated(case):
 def test_a_profile_of_one_layer_is_a_schedule_too():
     profile = Profile({}, transformer(3).layers[:1])
     assert len(schedule_step(profile, with_modes(profile, [Mode.GFGB])).tasks) == 7
+
+
+def test_a_layer_that_recomputes_has_a_longer_backward_and_holds_less_until_then():
+    profile = recomputing(transformer(4), share=0.25)
+    plain = with_modes(profile, [Mode.GFGB, Mode.DHA, Mode.GFGB, Mode.GFGB])
+    layers = [dataclasses.replace(layer, remat=Remat.FULL) for layer in plain.layers[:2]]
+    again = dataclasses.replace(plain, layers=(*layers, *plain.layers[2:]))
+    for before, after in zip(schedule_step(profile, plain).tasks, schedule_step(profile, again).tasks, strict=True):
+        layer = profile.layers[before.layer]
+        changes = before.layer < 2 and before.kind in (Kind.FORWARD, Kind.BACKWARD)
+        saved = layer.activation_bytes - layer.recompute_activation_bytes if changes else 0
+        more_s = 0.0
+        if changes and before.kind is Kind.BACKWARD:
+            more_s = layer.recompute_s + (layer.forward_dha_s - layer.forward_s if before.layer == 1 else 0.0)
+        assert after.duration_s == pytest.approx(before.duration_s + more_s, rel=1e-12)
+        assert before.start_bytes - after.start_bytes == (saved if before.kind is Kind.FORWARD else 0)
+        assert before.end_bytes - after.end_bytes == (saved if before.kind is Kind.BACKWARD else 0)

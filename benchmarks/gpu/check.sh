@@ -11,7 +11,7 @@ python=${PYTHON:-python3}
 output=${1:-benchmarks/results/gpu}
 mkdir -p "$output" || exit 1
 output=$(cd "$output" && pwd)
-for name in build tests link_rates overlap criteria host_library steps_medium steps_xl summary jax; do
+for name in build tests link_rates overlap criteria host_library recorded steps_medium steps_xl summary jax; do
   rm -f "$output/$name.json" "$output/$name.log"
 done
 export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$PWD/tests"
@@ -75,6 +75,7 @@ if stage build 120 "$python" benchmarks/gpu/build.py "$build"; then
   export JAXFERRY_NATIVE_DIR=$build
   stage host_library 60 "$python" -m jaxferry build-native --platform cpu ||
     cp jaxferry/native/libjaxferry_cpu.so "$build" 2>/dev/null
+  stage recorded 60 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_recorded.py
   steps medium 270 75
   steps xl 525 120
 fi

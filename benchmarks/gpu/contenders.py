@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" / "gpt2"))
 
 import jaxferry
@@ -126,6 +127,7 @@ class Ferry:
         prepared = self.prepared
         schedule = prepared.schedule
         work_s = {lane.value: sum(task.duration_s for task in schedule.tasks if task.lane is lane) for lane in Lane}
+        run = self.step.recorded()
         predicted_s, bound_s = machine.steady_step_s(schedule), max(work_s.values())
         return {
             "profile": self.profile_kind,
@@ -134,7 +136,8 @@ class Ferry:
             "measured_over_predicted": step_s / predicted_s,
             "measured_over_bound": step_s / bound_s,
             "busy": {lane: work / step_s for lane, work in work_s.items()},
-            "recorded": recorded_shares(self.step.recorded()),
+            "recorded": recorded_shares(run),
+            "mean_of_kind_s": mean_of_kind_s(run),
             "counted_bytes": prepared.peak.total,
             "modes": [mode.value for mode in prepared.modes],
             "num_executables": prepared.num_executables,
@@ -156,6 +159,16 @@ def recorded_shares(run):
     for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
         busy_s[task.lane] += end - start
     return {lane.value: seconds / max(run.ends_s) for lane, seconds in busy_s.items()}
+
+
+def mean_of_kind_s(run):
+    """Of the tasks of each kind, the mean seconds as recorded and as planned; None if nothing was recorded."""
+    if run is None:
+        return None
+    seconds = {}
+    for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
+        seconds.setdefault(task.kind.value, []).append((end - start, task.duration_s))
+    return {kind: [statistics.mean(column) for column in zip(*pairs)] for kind, pairs in seconds.items()}
 
 
 def timed_steps(contender, num_steps, end_s):

@@ -23,8 +23,10 @@ What is expected, before anything was run on a GPU:
 - losses of policies that only move data are bit-identical (no layer DHA or DFGB, no gradient GO). Those of others, and
   of `plain` and `recipe`, which are other programs, are within bfloat16's rounding, and are only told.
 
-Lane utilisation: `busy` is the profile's work of a lane over the measured step. `recorded` is what `step.recorded()`
-saw; on an accelerator that is when tasks were issued, so there it only means something for the host's lane.
+Lane utilisation, which the table shows: `recorded`, the share of the last steps in which a lane had a task, as
+`step.recorded()` saw it (on a GPU by events on its own queues). `busy` is the profile's work of a lane over the
+measured step; where the two differ, tasks take another time in a step than alone: `mean_of_kind_s` has, for each kind
+of task, the mean as recorded and as planned.
 """
 
 import argparse
@@ -173,7 +175,7 @@ def table(rows):
         if row.outcome != "measured" or "step_s" not in found:
             lines.append(f"{row.contender:18}  {row.outcome} ({row.seconds:.0f} s)")
             continue
-        busy = found.get("busy") or {}
+        busy = found.get("recorded") or found.get("busy") or {}
         cells = [
             _cell(found["step_s"], "{:.1f}", 1e3),
             _cell(found["tokens_per_s"], "{:.0f}"),

@@ -1,130 +1,18 @@
-"""Text to batches: a byte-level BPE trained once on the corpus, its tokens cached, batches named by a step's number.
+"""Text to batches for a causal language model: what all examples share, with GPT-2's tokenizer."""
 
-files -> texts -> tokenizer (cached) -> tokens (cached) -> train | validation -> batch(seed, step)
-"""
+from examples.common import text
+from examples.common.batches import Batches
+from examples.common.text import VALIDATION_SHARE, read_library, read_texts
+from examples.common.text import train_byte_bpe as train_tokenizer
 
-import dataclasses
-import hashlib
-import os
-import sysconfig
-from pathlib import Path
-
-import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from jaxferry.errors import InputError
-
-VALIDATION_SHARE = 0.05
-PIECE_CHARS = 1 << 16
+__all__ = ["VALIDATION_SHARE", "Batches", "load", "read_library", "read_texts", "train_tokenizer"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """A tokenizer, and the text in its tokens: uint16 vectors, the validation part from the text's end."""
+def load(path, vocab_size, weights=None):
+    """The text under `path`, or Python's own library for None, as tokens below `vocab_size` of a byte-level BPE.
 
-    tokenizer: Tokenizer
-    train: np.ndarray
-    validation: np.ndarray
-
-
-def load(path, vocab_size):
-    """Reads the text under `path`, or Python's own library for None, as tokens below `vocab_size`.
-
-    Raises:
-      InputError: if there is no UTF-8 text under the path.
+    With pretrained weights it is their own, else one that is trained on the text.
     """
-    texts = read_library() if path is None else read_texts(Path(path))
-    digest = hashlib.sha256(str(vocab_size).encode())
-    for text in texts:
-        digest.update(text.encode())
-    folder = cache_folder() / "gpt2" / digest.hexdigest()[:32]
-    tokenizer_file, tokens_file = folder / "tokenizer.json", folder / "tokens.npy"
-    if not tokens_file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = train_tokenizer(texts, vocab_size)
-        replace_file(tokenizer_file, lambda file: file.write(tokenizer.to_str().encode()))
-        replace_file(tokens_file, lambda file: np.save(file, encode(tokenizer, texts)))
-    tokens = np.load(tokens_file, mmap_mode="r")
-    split = len(tokens) - int(len(tokens) * VALIDATION_SHARE)
-    return Corpus(Tokenizer.from_file(str(tokenizer_file)), tokens[:split], tokens[split:])
-
-
-def read_library():
-    """The sources of Python's standard library, without its tests and what was installed beside it."""
-    root = Path(sysconfig.get_path("stdlib"))
-    other = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = (file for file in sorted(root.rglob("*.py")) if not other.intersection(file.relative_to(root).parts))
-    return [text for file in files if (text := read_text(file))]
-
-
-def read_texts(path):
-    """The text of a file, or of every text file below a folder in the order of their names, hidden ones left out."""
-    if not path.exists():
-        raise InputError(f"--data must name a text file or a folder, got {path}, which does not exist")
-    files = [path]
-    if path.is_dir():
-        found = sorted(path.rglob("*"))
-        files = [f for f in found if f.is_file() and not any(p.startswith(".") for p in f.relative_to(path).parts)]
-    texts = [text for file in files if (text := read_text(file))]
-    if not texts:
-        raise InputError(f"--data must name a text file or a folder that holds some, got {path} without UTF-8 text")
-    return texts
-
-
-def read_text(file):
-    """The file's text; None where it is not UTF-8, as a picture among the texts is not."""
-    try:
-        return file.read_bytes().decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def cache_folder():
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxferry"
-
-
-def replace_file(file, write):
-    """Writes a file so that no other process ever sees half of it."""
-    part = file.with_name(f"{file.name}.{os.getpid()}")
-    with open(part, "wb") as stream:
-        write(stream)
-    part.replace(file)
-
-
-def train_tokenizer(texts, vocab_size):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def encode(tokenizer, texts):
-    """All texts as one vector; in pieces, so that a long file does not wait for one core."""
-    pieces = [text[i : i + PIECE_CHARS] for text in texts for i in range(0, len(text), PIECE_CHARS)]
-    return np.concatenate([np.array(e.ids, np.uint16) for e in tokenizer.encode_batch_fast(pieces)])
-
-
-@dataclasses.dataclass(frozen=True)
-class Batches:
-    """Draws rows of `length` tokens and the one after: `batches(step)` is the same for the same seed and step.
-
-    Raises:
-      InputError: if the text is shorter than one row.
-    """
-
-    tokens: np.ndarray
-    batch_size: int
-    length: int
-    seed: int
-
-    def __post_init__(self):
-        if len(self.tokens) <= self.length:
-            raise InputError(f"--seq must be below the {len(self.tokens)} tokens of the text's part, got {self.length}")
-
-    def __call__(self, step):
-        """The batch of a step: `tokens`, int32 [batch_size, length + 1]."""
-        starts = np.random.default_rng((self.seed, step)).integers(len(self.tokens) - self.length, size=self.batch_size)
-        return {"tokens": self.tokens[starts[:, None] + np.arange(self.length + 1)].astype(np.int32)}
+    if weights is not None:
+        return text.load_pretrained(path, vocab_size, weights)
+    return text.load(path, vocab_size, lambda texts, size: train_tokenizer(texts, size), "gpt2")

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from examples.common.layers import dropout
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -26,6 +28,7 @@ class Config:
     max_length: int = 1024
     vocab_size: int = 50257
     dropout: float = 0.0
+    epsilon: float = 1e-5
 
 
 SIZES = {
@@ -50,14 +53,14 @@ class Block(nn.Module):
         into = nn.initializers.normal(0.02)
         onto_residual = nn.initializers.normal(0.02 * (2 * cfg.num_layers) ** -0.5)
 
-        y = nn.LayerNorm(name="ln_1")(x)
+        y = nn.LayerNorm(epsilon=cfg.epsilon, name="ln_1")(x)
         q, k, v = jnp.split(nn.Dense(3 * C, kernel_init=into, name="qkv")(y), 3, axis=-1)
         q, k, v = (z.reshape(B, T, cfg.num_heads, C // cfg.num_heads) for z in (q, k, v))
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(B, T, C)
         y, key = dropout(nn.Dense(C, kernel_init=onto_residual, name="proj")(y), cfg.dropout, key)
         x = x + y
 
-        y = nn.LayerNorm(name="ln_2")(x)
+        y = nn.LayerNorm(epsilon=cfg.epsilon, name="ln_2")(x)
         y = nn.gelu(nn.Dense(4 * C, kernel_init=into, name="up")(y))
         y, key = dropout(nn.Dense(C, kernel_init=onto_residual, name="down")(y), cfg.dropout, key)
         return x + y, key
@@ -77,15 +80,7 @@ class GPT2(nn.Module):
         x, key = dropout(wte(tokens) + wpe(jnp.arange(T)), cfg.dropout, key)
         for i in range(cfg.num_layers):
             x, key = Block(cfg, name=f"h_{i}")(x, key)
-        return wte.attend(nn.LayerNorm(name="ln_f")(x))
-
-
-def dropout(x, rate, key):
-    """Drops a share of x and scales up the rest; gives back the key for the next one. Does nothing without a key."""
-    if key is None or rate == 0:
-        return x, key
-    key, this = jax.random.split(key)
-    return jnp.where(jax.random.bernoulli(this, 1 - rate, x.shape), x / (1 - rate), 0), key
+        return wte.attend(nn.LayerNorm(epsilon=cfg.epsilon, name="ln_f")(x))
 
 
 def make_loss(config):

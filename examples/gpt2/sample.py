@@ -1,32 +1,35 @@
-"""Text from a model: each next token drawn from the logits of everything before it, on the host's processor."""
+"""Text from a model: each next token drawn from the logits of everything before it, layer by layer as in training."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 
+from examples.common.sampling import draw
 from model import GPT2
 
 
-def generate(config, params, prompt, num_tokens, temperature=0.8, seed=0):
+def generate(step, state, config, prompt, num_tokens, temperature=0.8, seed=0):
     """Continues `prompt`, a list of tokens, by `num_tokens`, or by fewer where the model's positions end.
 
-    Temperature 0 always takes the likeliest token. The parameters are read on the CPU, where the master copies are.
+    Temperature 0 always takes the likeliest token. The parameters stay in host memory, as they do for a training step,
+    and the step's memory budget holds.
     """
     length = min(len(prompt) + num_tokens, config.max_length)
-    cpu = jax.local_devices(backend="cpu")[0]
-    params = jax.device_put(params, cpu)
-    with jax.default_device(cpu):
-        key = jax.random.key(seed)
-        tokens = jnp.zeros(length, jnp.int32).at[: len(prompt)].set(jnp.array(prompt))
-        for position in range(len(prompt), length):
-            tokens = extend(config, params, tokens, position, temperature, key)
-        return tokens[len(prompt) :].tolist()
+    extend, key = make_extend(config), jax.random.key(seed)
+    tokens = jnp.zeros(length, jnp.int32).at[: len(prompt)].set(jnp.array(prompt))
+    for position in range(len(prompt), length):
+        tokens = step.apply(state, extend, tokens, position, temperature, key)
+    return tokens[len(prompt) :].tolist()
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def extend(config, params, tokens, position, temperature, key):
+@functools.cache
+def make_extend(config):
     """Sets the token at a position; what stands after it is not seen by a causal model."""
-    logits = GPT2(config).apply({"params": params}, tokens[None])[0, position - 1].astype(jnp.float32)
-    drawn = jax.random.categorical(jax.random.fold_in(key, position), logits / jnp.maximum(temperature, 1e-6))
-    return tokens.at[position].set(jnp.where(temperature > 0, drawn, logits.argmax()))
+    model = GPT2(config)
+
+    def extend(params, tokens, position, temperature, key):
+        logits = model.apply({"params": params}, tokens[None])[0, position - 1]
+        return tokens.at[position].set(draw(logits, temperature, jax.random.fold_in(key, position)))
+
+    return extend

@@ -11,7 +11,7 @@ from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, code_of_a_user, make_optimizer, read_dtype
 from jaxferry.engine import TRANSPORTS
 from jaxferry.errors import InputError
-from jaxferry.partition import REMAT, partition
+from jaxferry.partition import AUTO, REMAT, partition
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES, find_machine
 from jaxferry.profiling.records import Profile
@@ -32,7 +32,10 @@ def profile(
         typer.Option(metavar="NAME|FILE", help=f"Estimates for one of {', '.join(MACHINES)}, or a JSON file."),
     ] = None,
     compute_dtype: Annotated[str | None, typer.Option(help="The dtype in which the device holds parameters.")] = None,
-    remat: Annotated[str, typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}.")] = "none",
+    remat: Annotated[
+        str,
+        typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans."),
+    ] = AUTO,
     optimizer: Annotated[
         str, typer.Option(help=f"Whose update is measured: {', '.join(OPTIMIZERS)}. Estimates are for adamw.")
     ] = "adamw",
@@ -51,8 +54,8 @@ def profile(
     """
     if estimate and machine is None:
         raise InputError(f"--estimate needs --machine: one of {', '.join(MACHINES)}, or a JSON file")
-    if remat not in REMAT:
-        raise InputError(f"--remat must be one of {', '.join(REMAT)}, got {remat!r}")
+    if remat not in (*REMAT, AUTO):
+        raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
     if estimate and machine is not None:
         made = estimate_model(model, machine, compute_dtype, remat)
     elif machine is not None:
@@ -67,7 +70,7 @@ def profile(
         _print(made)
 
 
-def estimate_model(model: str, machine: str, compute_dtype: str | None = None, remat: str = "none") -> Profile:
+def estimate_model(model: str, machine: str, compute_dtype: str | None = None, remat: str = AUTO) -> Profile:
     """The estimated profile of the model that `module:function` names, on a machine named or described in a file.
 
     Raises:
@@ -85,7 +88,7 @@ def measure_model(
     model: str,
     optimizer: str = "adamw",
     compute_dtype: str | None = None,
-    remat: str = "none",
+    remat: str = AUTO,
     transport: str | None = None,
 ) -> Profile:
     """The profile of the model that `module:function` names, measured on JAX's first device.

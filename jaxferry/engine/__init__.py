@@ -4,12 +4,13 @@ Placement   where arrays live          Programs    what runs on the device
 script      what happens in which order HostOptimizer what runs on the host
 TrainState  what outlives a step       Executor    carries out the tasks of a step
 Lanes       the threads that it has    Recorder    when each task started and ended
+                                       Marks       the same on a device that works by itself
 """
 
 from jaxferry.engine import checkpoint
 from jaxferry.engine.evaluator import Evaluator
 from jaxferry.engine.executor import Executor, make_lanes
-from jaxferry.engine.fit import fit_modes
+from jaxferry.engine.fit import fit_plan
 from jaxferry.engine.flight import StepResult
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
@@ -21,7 +22,9 @@ from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.script import Event, Peak, kept_layers, lower_plan, make_script, peak_bytes
 from jaxferry.engine.shadow import Kind, Source, Target, Use, onto_sums, resident_layers, shadow_model
 from jaxferry.engine.state import TrainState
+from jaxferry.engine.transfers import Transport
 from jaxferry.engine.transports import TRANSPORTS, choose_transport, make_transport
+from jaxferry.engine.variants import Variants
 
 __all__ = [
     "TRANSPORTS",
@@ -40,11 +43,13 @@ __all__ = [
     "StepResult",
     "Target",
     "TrainState",
+    "Transport",
     "Use",
+    "Variants",
     "checkpoint",
     "choose_transport",
     "derivatives_of",
-    "fit_modes",
+    "fit_plan",
     "kept_layers",
     "lower",
     "lower_plan",

@@ -1,6 +1,7 @@
 """Checkpoints through Orbax: master parameters and optimizer state by path, apart from how layers were cut.
 
 A checkpoint is a folder. It says nothing of modes, layers or devices, so a run may go on under another plan or budget.
+What the state holds in parts (layers of a scan) is written in parts, without a copy, and read whole.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import dataclasses
 import pathlib
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxferry.engine.interrupts import deferred_interrupts
+from jaxferry.engine.pieces import Stacked
 from jaxferry.errors import CheckpointError
 
 _FORMAT = "jaxferry.checkpoint/1"
@@ -28,7 +30,8 @@ class Checkpoint:
 
     Attributes:
       step: number of steps taken.
-      params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree.
+      params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree;
+        `Stacked` where they are in parts, which nothing is that was loaded.
       dtypes: the dtypes that the model's own parameters have, in the same order.
       dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
       optimizer: leaves of the optimizer's state by path.
@@ -36,7 +39,7 @@ class Checkpoint:
     """
 
     step: int
-    params: Mapping[str, np.ndarray]
+    params: Mapping[str, Any]
     dtypes: Sequence[str]
     dictionary_paths: Sequence[Sequence[str]] | None
     optimizer: Mapping[str, Any]
@@ -84,8 +87,8 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
         "optimizer_keys": {name: str(jax.random.key_impl(checkpoint.optimizer[name])) for name in keys},
     }
     arrays = {
-        "params": _filled({str(i): np.asarray(leaf) for i, leaf in enumerate(checkpoint.params.values())}),
-        "optimizer": _filled({str(i): _plain(leaf) for i, leaf in enumerate(checkpoint.optimizer.values())}),
+        part: _filled({name: _plain(array) for name, array in _in_parts(leaves.values()).items()})
+        for part, leaves in (("params", checkpoint.params), ("optimizer", checkpoint.optimizer))
     }
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -120,7 +123,7 @@ def load(path: str | pathlib.Path) -> Checkpoint:
             wanted = {part: _filled(leaves) for part, leaves in empty.items()}
             restore = ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
             read = checkpointer.restore(source, restore)["arrays"]
-        params, optimizer = (_named(about[part], {**empty[part], **read[part]}) for part in ("params", "optimizer"))
+        params, optimizer = (_whole(about[part], {**empty[part], **read.pop(part)}) for part in ("params", "optimizer"))
         for name, kind in about["optimizer_keys"].items():
             optimizer[name] = jax.random.wrap_key_data(optimizer[name], impl=kind)
         return Checkpoint(
@@ -183,16 +186,35 @@ def _is_key(leaf: Any) -> bool:
     return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def _plain(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+def _plain(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, Stacked) else np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
 def _describe(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{"path": n, "shape": list(leaf.shape), "dtype": str(leaf.dtype)} for n, leaf in leaves.items()]
+    described: list[dict[str, Any]] = []
+    for name, leaf in leaves.items():
+        axis = {"axis": leaf.axis} if isinstance(leaf, Stacked) else {}
+        described.append({"path": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype), **axis})
+    return described
+
+
+def _in_parts(leaves: Iterable[Any]) -> dict[str, Any]:
+    """The arrays to be written, by the number of the leaf, and of the part where it is in parts."""
+    arrays: dict[str, Any] = {}
+    for i, leaf in enumerate(leaves):
+        parts = {f"{i}.{k}": part for k, part in enumerate(leaf.parts)} if isinstance(leaf, Stacked) else {str(i): leaf}
+        arrays |= parts
+    return arrays
 
 
 def _empty(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {str(i): np.empty(leaf["shape"], jax.numpy.dtype(leaf["dtype"])) for i, leaf in enumerate(described)}
+    """Arrays like those that were written."""
+    made: dict[str, Any] = {}
+    for i, leaf in enumerate(described):
+        shape, axis = list(leaf["shape"]), leaf.get("axis")
+        names = [str(i)] if axis is None else [f"{i}.{k}" for k in range(shape.pop(axis))]
+        made |= {name: np.empty(shape, jax.numpy.dtype(leaf["dtype"])) for name in names}
+    return made
 
 
 def _filled(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -200,5 +222,14 @@ def _filled(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if array.size}
 
 
-def _named(described: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {leaf["path"]: arrays[str(i)] for i, leaf in enumerate(described)}
+def _whole(described: Sequence[Mapping[str, Any]], arrays: dict[str, Any]) -> dict[str, Any]:
+    """The leaves by path, from the arrays that were written, which are let go of."""
+    found: dict[str, Any] = {}
+    for i, leaf in enumerate(described):
+        axis = leaf.get("axis")
+        if axis is None:
+            found[leaf["path"]] = arrays.pop(str(i))
+        else:
+            parts = [arrays.pop(f"{i}.{k}") for k in range(leaf["shape"][axis])]
+            found[leaf["path"]] = Stacked(tuple(parts), axis).whole()
+    return found

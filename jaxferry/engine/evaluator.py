@@ -1,4 +1,7 @@
-"""Runs the forward alone, layer after layer, with at most two layers' parameters on the device."""
+"""Runs a forward alone, layer after layer, under the memory budget of the training step.
+
+pinned host vectors --load--> device --segment--> values ... --last segment--> what the function returns
+"""
 
 from __future__ import annotations
 
@@ -6,66 +9,137 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.programs import compile_evaluation, make_prelude
+from jaxferry.engine.programs import Programs
+from jaxferry.engine.shadow import Source
 from jaxferry.engine.state import TrainState
+from jaxferry.engine.stream import fit_stream, last_readers
 from jaxferry.engine.transfers import DeviceLayer, Transport
-from jaxferry.partition import Partition
+from jaxferry.errors import BudgetError
+from jaxferry.partition import ForwardPartition
+from jaxferry.units import format_bytes
 
 
 class Evaluator:
-    """Evaluates the loss of one partition without derivatives.
+    """Evaluates the function of one partition without derivatives.
 
     Args:
       partition: the segments.
       placement: where arrays live.
-      transport: what loads the layers.
+      transport: what loads the layers; that of the training step, if it has the same layers.
+      native: whether programs that read host memory do so by the native operations.
+      budget_bytes: device memory; None for no limit.
+
+    Attributes:
+      partition: as given.
+      stream: how it gets its parameters.
+      peak: the most device memory that a run needs, beside what the state keeps there.
+
+    Raises:
+      BudgetError: if the budget is too small.
     """
 
-    def __init__(self, partition: Partition, placement: Placement, transport: Transport) -> None:
+    def __init__(
+        self,
+        partition: ForwardPartition,
+        placement: Placement,
+        transport: Transport,
+        native: bool = False,
+        budget_bytes: int | None = None,
+    ) -> None:
         self.partition, self._transfers = partition, transport
-        self._placement = placement
-        self._programs = compile_evaluation(partition, placement)
-        self._prelude = make_prelude(partition, placement)
-        self._last_reader = {v: i for i, s in enumerate(partition.segments) for v in (*s.inputs, *s.passive)}
+        self._placement, self._budget_bytes = placement, budget_bytes
+        self._programs = Programs(partition, {}, placement, native)
+        temporary_bytes_of, staging_bytes = self._programs.temporary_bytes_of, transport.staging_bytes
+        self.stream, self.peak = fit_stream(partition, budget_bytes, temporary_bytes_of, staging_bytes)
+        self._uses = self.stream.uses(partition)
+        self._programs.keep(self._uses)
+        self._last_reader = last_readers(partition)
 
-    def run(self, state: TrainState, batch: Sequence[Any]) -> tuple[jax.Array, list[Any]]:
-        """The loss and the flattened auxiliary outputs; `state` must be arranged in the partition's layers."""
+    def run(self, state: TrainState, batch: Sequence[Any], other_bytes: int = 0) -> Any:
+        """What the function returns, as a tree of arrays on the device.
+
+        Args:
+          state: arranged in the partition's layers.
+          batch: the leaves of the function's further arguments.
+          other_bytes: what else of the training step is on the device.
+
+        Raises:
+          BudgetError: if too much of the state is on the device.
+        """
+        self._make_room(state, other_bytes)
         partition, transfers = self.partition, self._transfers
         leaves = [jax.device_put(leaf, self._placement.device) for leaf in batch]
         values = {**partition.graph.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
         values = {number: jax.device_put(value, self._placement.device) for number, value in values.items()}
-        if self._prelude is not None:
-            values |= zip(partition.prelude_outputs, self._prelude(leaves), strict=True)
-        layers = [segment.layer for segment in partition.segments]
+        if self._programs.prelude is not None:
+            values |= zip(partition.prelude_outputs, self._programs.prelude(leaves), strict=True)
         held: dict[int, DeviceLayer] = {}
         try:
-            for place, segment in enumerate(partition.segments):
+            for place in range(len(partition.segments)):
                 # An interrupt comes between two segments, when every copy is known.
                 with deferred_interrupts():
-                    for layer in layers[place : place + 2]:
-                        if layer not in held:
-                            held[layer] = state.resident.get(layer) or transfers.load(layer, state.vectors[layer])
-                    outputs, extras = self._programs[segment.program](
-                        held[segment.layer].parameters(),
-                        [values[v] for v in segment.inputs],
-                        [values[v] for v in segment.passive],
-                    )
-                    values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
-                    if segment.layer not in layers[place + 1 : place + 2]:
-                        self._drop(held.pop(segment.layer), state)
-                    for value in {*segment.inputs, *segment.passive}:
-                        if self._last_reader[value] == place and value not in partition.aux:
-                            values.pop(value, None)
+                    self._load(place, held, state)
+                    self._run(place, held, state, values)
         finally:
             with deferred_interrupts():
                 for done in held.values():
                     self._drop(done, state)
                 transfers.abandon(state.resident.values())
-        aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
-        return values[partition.loss], aux
+        return jax.tree.unflatten(partition.graph.out_tree, [self._output(a, values) for a in partition.graph.outputs])
+
+    def _output(self, atom: Any, values: dict[int, Any]) -> Any:
+        if isinstance(atom, int):
+            return values[atom]
+        return jax.device_put(np.asarray(atom.val, atom.aval.dtype), self._placement.device)
+
+    def _make_room(self, state: TrainState, other_bytes: int) -> None:
+        """Frees what the training step keeps on the device where the budget does not let it stay."""
+        self._transfers.release()
+        self._transfers.reset_peak()
+        if self._budget_bytes is None:
+            return
+        sums = [array for arrays in state.accumulated.on_device.values() for array in arrays]
+        needed = self.peak.total + other_bytes + sum(array.nbytes for array in sums)
+        if needed + sum(copy.num_bytes for copy in state.resident.values()) > self._budget_bytes:
+            # The next training step loads them again.
+            while state.resident:
+                self._transfers.drop(state.resident.popitem()[1])
+            self._transfers.release()
+        if needed > self._budget_bytes:
+            raise BudgetError(
+                f"memory_budget {format_bytes(self._budget_bytes)} ({self._budget_bytes} bytes) is too small for this "
+                f"forward beside what training keeps on the device: together {format_bytes(needed)} ({needed} bytes); "
+                "sums of gradients are gone after an update, a smaller batch needs less",
+                needed,
+            )
+
+    def _load(self, place: int, held: dict[int, DeviceLayer], state: TrainState) -> None:
+        """Drops the copies that are done with, and starts the loads of those that come next."""
+        wanted = self.stream.layers_at(self.partition, place)
+        for layer in [layer for layer in held if layer not in wanted]:
+            self._drop(held.pop(layer), state)
+        missing = [layer for layer in wanted if layer not in held]
+        for layer in missing:
+            held[layer] = state.resident.get(layer) or self._transfers.load(layer, state.vectors[layer])
+        if not missing:
+            self._transfers.release()
+
+    def _run(self, place: int, held: dict[int, DeviceLayer], state: TrainState, values: dict[int, Any]) -> None:
+        segment, use = self.partition.segments[place], self._uses[place]
+        by_dha = use.reads is Source.HOST
+        outputs, extras = self._programs[use](
+            list(state.vectors[segment.layer]) if by_dha else held[segment.layer].parameters(),
+            [values[v] for v in segment.inputs],
+            [values[v] for v in segment.passive],
+        )
+        values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
+        for value in {*segment.inputs, *segment.passive}:
+            if self._last_reader.get(value) == place:
+                del values[value]
 
     def _drop(self, held: DeviceLayer, state: TrainState) -> None:
         if held.layer not in state.resident:

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.flight import Flight, StepResult
-from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Lanes, TaskList, Work
+from jaxferry.engine.marks import Marks
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs, squared_norm
 from jaxferry.engine.recorder import Recorder
@@ -31,6 +32,7 @@ from jaxferry.engine.script import Event, programs_of
 from jaxferry.engine.shadow import Kind, Source, Target
 from jaxferry.engine.state import Accumulated, TrainState, UnderWay, task_error, to_pinned
 from jaxferry.engine.transfers import DeviceLayer, Transport
+from jaxferry.engine.units import Unit
 from jaxferry.partition import Partition, Segment
 from jaxferry.schedule import Kind as TaskKind
 from jaxferry.schedule import Lane, Schedule
@@ -93,6 +95,7 @@ class Executor:
         self._total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
         self._norm_thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")
         self._no_norm = jax.device_put(np.float32(0), placement.host_compute)
+        self._marks = self._make_marks()
 
     def step(self, state: TrainState, batch: Sequence[Any]) -> StepResult:
         """Takes one step, which updates `state`; its updates may still be under way.
@@ -109,14 +112,17 @@ class Executor:
             flight = self._begin(state, batch)
             self._transfers.reset_peak()
             lanes = (Lane.GPU, Lane.D2H)
+            flight.marks = None if self._marks is None else self._marks.begin()
             flight.work = work = self._lanes.make(self._tasks, functools.partial(self._act, state, flight), previous)
             self._lanes.submit(work)
             work.wait(lanes, lambda: bool(interrupts))
             if work.is_over(lanes) and not work.is_stopped and work.failure is None:
                 state.in_flight = UnderWay(work, self._lanes)
                 if self._recorder is not None:
-                    self._recorder.add(work)
+                    self._recorder.add(work, flight.marks)
                 return self._finish(state, flight)
+            # Some programs may have been issued whose marks never come.
+            self._marks = self._make_marks()
             if work.is_committed:
                 # What is left is tried again when the state is next used.
                 finish = functools.partial(self._finish, state, flight)
@@ -132,6 +138,12 @@ class Executor:
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
         self._optimizer.compile_updates(state.units, state.layers, [uses > 0 for uses in self._num_uses])
+
+    def _make_marks(self) -> Marks | None:
+        """What notes when tasks start and end; None if the threads see that, or nobody wants to know."""
+        if self._recorder is None or self._placement.is_cpu:
+            return None
+        return Marks(self._placement, self._recorder.num_steps, self._transfers.library)
 
     def _previous(self, state: TrainState) -> Work | None:
         """The work whose updates this step's loads wait for; anything else under way is waited for here."""
@@ -206,10 +218,10 @@ class Executor:
         task = self._tasks.tasks[index]
         layer = self.partition.segments[task.layer].layer
         if task.kind in (TaskKind.LOAD, TaskKind.RELOAD):
-            flight.copies[index] = self._arrived(self._transfers.load(layer, state.vectors[layer]))
+            flight.copies[index] = self._load(index, layer, state, flight)
         elif task.kind is TaskKind.REFRESH and flight.is_last:
             self._transfers.drop(state.resident[layer])
-            state.resident[layer] = self._arrived(self._transfers.load(layer, state.vectors[layer]))
+            state.resident[layer] = self._load(index, layer, state, flight)
         elif index in self._places:
             self._run(index, state, flight)
         elif task.kind is TaskKind.OFFLOAD:
@@ -218,8 +230,9 @@ class Executor:
             self._update_group(layer, state, flight)
         return True
 
-    def _arrived(self, held: DeviceLayer) -> DeviceLayer:
-        """Waits for a copy, where the lanes do what they issue."""
+    def _load(self, index: int, layer: int, state: TrainState, flight: Flight) -> DeviceLayer:
+        """Loads a layer; waits for the copy, where the lanes do what they issue."""
+        held = self._transfers.load(layer, state.vectors[layer], flight.mark(index))
         if self._placement.is_cpu:
             jax.block_until_ready(held.parameters())
         return held
@@ -231,6 +244,7 @@ class Executor:
             if not flight.work.commit():
                 return
             event = self._onto_sums(event, flight)
+        ended: Any
         segment, values = self.partition.segments[event.segment], flight.values
         if event.kind is Kind.BACKWARD:
             ended = self._backward(index, event, state, flight)
@@ -243,19 +257,21 @@ class Executor:
             if event.kind is Kind.FORWARD:
                 outputs, extras, saved, finite = self.programs[event.use](*arguments)
                 flight.saved[event.segment] = saved
-                ended = [outputs, extras, saved, finite]
+                ended = [finite, outputs, extras, saved]
             else:
                 destinations = self._destinations(event, segment.layer, flight)
                 gradients, rest, norm = self.programs[event.use](*destinations, *arguments, *flight.seed)
                 outputs, extras, finite, cotangents = rest
                 self._receive(event, segment, flight, gradients, cotangents, norm)
-                ended = [gradients, rest]
+                ended = [finite, gradients, rest]
             values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
             flight.finite.append(finite)
         flight.num_programs += 1
         if self._placement.is_cpu:
             jax.block_until_ready(ended)
         else:
+            if flight.marks is not None:
+                flight.marks.after(index, ended)
             self._land(flight)
         if event.use.writes is not Target.DEVICE:
             self._note_arrival(segment.layer, flight)
@@ -299,7 +315,7 @@ class Executor:
         for value in segment.outputs:
             flight.cotangents.pop(value, None)
         self._receive(event, segment, flight, gradients, cotangents, norm)
-        return gradients, cotangents, norm
+        return norm, gradients, cotangents
 
     def _receive(
         self, event: Event, segment: Segment, flight: Flight, gradients: Any, cotangents: Any, norm: jax.Array | None
@@ -328,7 +344,8 @@ class Executor:
         if layer in self._kept and not flight.is_last:
             flight.sums[layer] = flight.leaving.pop(segment)
             return True
-        stored = self._transfers.store(layer, flight.leaving[segment], flight.gradients.get(layer))
+        known = flight.gradients.get(layer)
+        stored = self._transfers.store(layer, flight.leaving[segment], known, flight.mark(index))
         del flight.leaving[segment]
         flight.gradients[layer] = stored
         if self._placement.is_cpu:

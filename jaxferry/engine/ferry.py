@@ -7,6 +7,7 @@ on the device. The buffers of a dropped layer are used again by the next one of 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.interrupts import deferred_interrupts
+from jaxferry.engine.marks import TaskMark
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport, Vectors
-from jaxferry.native import targets
+from jaxferry.native import library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 
@@ -26,20 +28,28 @@ class Ferry(Transport):
 
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         super().__init__(placement, layers)
+        self.library = library(placement.platform)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
         # Copies that nobody has waited for: JAX knows nothing of them, so what they read and write must stay alive.
         self._under_way: dict[int, tuple[DeviceLayer, Vectors]] = {}
         weakref.finalize(self, _wait_for_all, self._under_way)
 
-    def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
+    def store(
+        self,
+        layer: int,
+        gradients: Sequence[Gradient],
+        onto: HostGradient | None = None,
+        mark: TaskMark | None = None,
+    ) -> HostGradient:
         """See `Transport.store`."""
         if any(isinstance(gradient, RowGradient) for gradient in gradients):
-            stored = self._store_rows(layer, gradients, onto)
+            stored = self._store_rows(layer, gradients, onto, mark)
             for leaf in jax.tree.leaves(gradients):
                 leaf.delete()
             return stored
         into = self.destinations(layer, onto)
-        vectors = self._program("store" if onto is None else "accumulate", layer)(gradients, into)
+        store = self._program("store" if onto is None else "accumulate", layer)
+        vectors = _marked(store, (gradients, into), mark)
         wait = self._program("landed", layer)
 
         def arrive(vectors: Vectors) -> Vectors:
@@ -50,11 +60,11 @@ class Ferry(Transport):
 
         return HostGradient(tuple(vectors), self._placement.is_cpu, arrive)
 
-    def _load(self, layer: int, size: int, vectors: Vectors) -> DeviceLayer:
+    def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         layout = self._layers[layer].layout
         free = self._free.setdefault(layout, [])
         if not free:
-            self._clear()
+            self.release()
             free.append(self._program("buffers", layer)())
         load, wait = self._program("load", layer), self._program("arrived", layer)
         under_way = self._under_way
@@ -65,7 +75,7 @@ class Ferry(Transport):
             return arrived
 
         with deferred_interrupts():
-            held = DeviceLayer(layer, size, load(vectors, free.pop()), arrive)
+            held = DeviceLayer(layer, size, _marked(load, (vectors, free.pop()), mark), arrive)
             under_way[id(held)] = (held, vectors)
         return held
 
@@ -80,8 +90,8 @@ class Ferry(Transport):
         # A copy that nobody has waited for may still be writing.
         self._free.setdefault(self._layers[held.layer].layout, []).append(held.parameters())
 
-    def _clear(self) -> None:
-        """Frees the buffers of layers that are gone, so that there are never more than were in use at a time."""
+    def release(self) -> None:
+        """See `Transport.release`; loads call it, so that there are never more buffers than were in use at a time."""
         for buffers in self._free.values():
             while buffers:
                 for array in buffers.pop():
@@ -94,17 +104,18 @@ class Ferry(Transport):
         def buffers() -> list[jax.Array]:
             return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves]
 
-        def load(vectors: Vectors, into: Sequence[jax.Array]) -> list[jax.Array]:
-            return targets.ferry_load(vectors, into, numbers, offsets)
+        def load(vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
+            arrays = targets.ferry_load(vectors, into, numbers, offsets)
+            return arrays, [targets.mark(each, arrays, "load") for each in token]
 
-        def store(gradients: Sequence[jax.Array], into: Vectors, accumulate: bool = False) -> list[jax.Array]:
+        def store(accumulate: bool, gradients: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
             stored = list(into)
             for number in range(len(into)):
                 chosen = [i for i, leaf in enumerate(layer.leaves) if leaf.vector == number]
                 stored[number] = targets.ferry_store(
                     [gradients[i] for i in chosen], into[number], [offsets[i] for i in chosen], accumulate
                 )
-            return stored
+            return stored, [targets.mark(each, stored, "store") for each in token]
 
         def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
             return targets.ferry_wait(arrays)
@@ -112,16 +123,30 @@ class Ferry(Transport):
         def landed(vectors: Vectors, gradients: Sequence[jax.Array]) -> Any:
             return [targets.ferry_wait([v])[0] for v in vectors], targets.ferry_wait(gradients)
 
+        def jitted_store(accumulate: bool) -> Any:
+            function = functools.partial(store, accumulate)
+            return jax.jit(function, donate_argnums=1, out_shardings=(pinned, device))
+
         made = {
             "buffers": lambda: jax.jit(buffers, out_shardings=device),
             "load": lambda: jax.jit(load, donate_argnums=1, out_shardings=device),
             # The vectors that the copy reads are an argument so that nobody is given their memory before it has ended.
             "arrived": lambda: jax.jit(arrived, donate_argnums=0, keep_unused=True, out_shardings=device),
-            "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=pinned),
-            "accumulate": lambda: jax.jit(lambda g, i: store(g, i, True), donate_argnums=1, out_shardings=pinned),
+            "store": lambda: jitted_store(False),
+            "accumulate": lambda: jitted_store(True),
             "landed": lambda: jax.jit(landed, donate_argnums=(0, 1), out_shardings=(pinned, device)),
         }
         return made[name]() if name in made else super()._jitted(name, layer)
+
+
+def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> Sequence[jax.Array]:
+    """What a program returns that queues copies, and notes when those start and end if somebody wants to know."""
+    if mark is None:
+        queued, _ = program(*arguments)
+    else:
+        queued, [marked] = program(*arguments, mark.token())
+        mark.add(marked)
+    return list(queued)
 
 
 def _wait_for_all(under_way: dict[int, tuple[DeviceLayer, Vectors]]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxferry.engine.lanes import Work
+from jaxferry.engine.marks import StepMarks, TaskMark
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.transfers import DeviceLayer, HostGradient
 
@@ -47,6 +48,7 @@ class Flight:
 
     Attributes:
       work: what runs the step's tasks.
+      marks: notes when they start and end on the device; None if nobody wants to know, or the threads see it.
       values: of the step's equations between programs, by number.
       units: what updates each layer.
       copies: what has been loaded, by the task that did.
@@ -70,6 +72,7 @@ class Flight:
     """
 
     work: Work
+    marks: StepMarks | None = None
     scale: jax.Array
     seed: tuple[jax.Array, ...] = ()
 
@@ -92,6 +95,10 @@ class Flight:
         self.updated: set[int] = set()
         self._verdict: tuple[bool, jax.Array | None] | None = None
         self._lock = threading.Lock()
+
+    def mark(self, index: int) -> TaskMark | None:
+        """How a transport notes when a task's copy starts and ends."""
+        return None if self.marks is None else self.marks.of(index)
 
     def judged(self, judge: Callable[[Flight], tuple[bool, jax.Array | None]]) -> tuple[bool, jax.Array | None]:
         """What `judge` says, asked once, whichever thread comes first."""

@@ -53,6 +53,7 @@ def fused_update(
     gradients: Sequence[Sequence[jax.Array]],
     clip: jax.Array,
     scale: jax.Array,
+    decays: Sequence[bool] | None = None,
 ) -> tuple[Any, Any, list[tuple[jax.Array, ...]]]:
     """Parameters, state and compute copy after a step, inside a jitted function of the CPU backend.
 
@@ -65,9 +66,10 @@ def fused_update(
       gradients: each layer's flat vectors.
       clip: fp32 scalar that gradients are multiplied by, after
       scale: fp32 scalar that they are divided by.
+      decays: for each master whether it decays; None asks the rule for it.
     """
     masters, tree = jax.tree.flatten(params)
-    decays = rule.decays(params)
+    decays = rule.decays(params) if decays is None else decays
     places = sorted((leaf.index, number, leaf) for number, layer in enumerate(layers) for leaf in layer.leaves)
     starts = np.cumsum([0, *(len(layer.vectors) for layer in layers)])
     parts = [

@@ -4,12 +4,12 @@
 
 Where the optimizer is one of `jaxferry.optimizers` and the native library is there, that is one operation (`fused.py`),
 else a program that XLA makes of Optax's. Masters and state are leaves of the model's own tree; gradients and the
-compute copy are flat vectors.
+compute copy are flat vectors. Parameters that are stored in parts are updated by part where that is the same
+(`parts.py`), else whole, together with all layers that hold parts of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -21,37 +21,22 @@ import jax.numpy as jnp
 import optax
 
 from jaxferry.engine.fused import clip_factor, fused_rule, fused_update
+from jaxferry.engine.parts import PartOptimizer, part_aval
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.separable import WholeUpdate, init_content, part_content
 from jaxferry.engine.subtree import path_names, select, subtree
-from jaxferry.optimizers import HostRule
-from jaxferry.partition import Layer
+from jaxferry.engine.units import Unit, by_leaf, packed, put_together, taken_apart, updated_together
+from jaxferry.optimizers import FusedTransformation, HostRule
+from jaxferry.partition import Layer, Part
 
 NOT_SEPARABLE = (
     "the optimizer looks at all parameters at once{where}; it is run as one update after the last gradient, "
     "so updates do not overlap the backward (for clipping by global norm use clip_norm= instead)"
 )
-
-
-@dataclasses.dataclass
-class Unit:
-    """What one update covers: a layer, or all layers if the optimizer is not separable.
-
-    Attributes:
-      layers: indices of the layers.
-      leaves: indices of their parameters, ascending.
-      masters: master parameters in the order of `leaves`, in host memory.
-      state: leaves of the Optax state, in host memory.
-      state_names: their paths.
-      programs: the compiled update, by which of the layers are read at all.
-    """
-
-    layers: tuple[int, ...]
-    leaves: tuple[int, ...]
-    masters: list[jax.Array]
-    state: list[jax.Array]
-    state_names: list[str]
-    programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
+NOT_BY_PART = (
+    "the optimizer looks at whole stacked parameters ({leaves}: {reason}); the layers that hold parts of them have one "
+    "update after the last gradient, so their updates do not overlap the backward"
+)
 
 
 class HostOptimizer:
@@ -71,6 +56,9 @@ class HostOptimizer:
         transformation itself freezes.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
     """
+
+    _not_by_part: frozenset[int] = frozenset()
+    """Leaves that layers hold parts of and that are updated whole."""
 
     def __init__(
         self,
@@ -99,11 +87,13 @@ class HostOptimizer:
         """Makes the optimizer joint if the update of a layer alone differs from its part of the whole update.
 
         Layers whose parts are equal share the program that was made for the first of them, so only that is compared.
+        What is updated by parts of its parameters is updated by the whole update's own equations.
         """
-        parts = {layer.name: [leaf.index for leaf in layer.trained.leaves] for layer in layers if layer.trained.leaves}
-        if not self.is_joint and not self._takes_parts(list(parts.values())):
+        self._check_stacked(layers)
+        alone = {layers[group[0]].name: leaves for group, leaves, parts in self._covered(layers) if not parts}
+        if alone and not self.is_joint and not self._takes_parts(list(alone.values())):
             self.is_joint = True
-            name = next(name for name, leaves in parts.items() if not self._takes_parts([leaves]))
+            name = next(name for name, leaves in alone.items() if not self._takes_parts([leaves]))
             self._prunes = self._prunes_whole
             warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {name!r})"), stacklevel=4)
 
@@ -132,13 +122,63 @@ class HostOptimizer:
         """What the optimizer is given of a part of the tree."""
         return subtree(self._tree, leaves, self._prunes)
 
-    def units_of(self, layers: Sequence[Layer]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The layers and leaves of each unit."""
-        parts = {i: tuple(leaf.index for leaf in layer.trained.leaves) for i, layer in enumerate(layers)}
-        parts = {i: leaves for i, leaves in parts.items() if leaves}
-        if self.is_joint:
-            return [(tuple(parts), tuple(sorted(leaf for leaves in parts.values() for leaf in leaves)))]
-        return [((i,), leaves) for i, leaves in parts.items()]
+    def _check_stacked(self, layers: Sequence[Layer]) -> None:
+        """Finds the stacked parameters whose parts cannot be updated one by one, and warns of them."""
+        stacked = {leaf.source for layer in layers for leaf in layer.trained.leaves if leaf.part is not None}
+        if self.is_joint or not stacked:
+            return
+        names = path_names(jax.tree.unflatten(self._tree, self.avals))
+        reasons: dict[str, list[int]] = {}
+        for leaf in sorted(stacked - self._not_by_part):
+            obstacle = self._by_part.obstacle(leaf)
+            if obstacle is not None:
+                reasons.setdefault(obstacle, []).append(leaf)
+        for reason, leaves in reasons.items():
+            named = ", ".join(names[leaf] for leaf in leaves[:3]) + (", ..." if len(leaves) > 3 else "")
+            warnings.warn(NOT_BY_PART.format(leaves=named, reason=reason), stacklevel=5)
+            self._not_by_part |= frozenset(leaves)
+
+    @functools.cached_property
+    def _by_part(self) -> PartOptimizer:
+        shown = subtree(self._tree, select(self.avals, self._shown), prune=False)
+        return PartOptimizer(self._optimizer, shown, self._whole)
+
+    def units_of(self, layers: Sequence[Layer]) -> list[Unit]:
+        """The units of these layers, with shapes in place of arrays."""
+        return [self._unit(*covered) for covered in self._covered(layers)]
+
+    def _covered(
+        self, layers: Sequence[Layer]
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[Part | None, ...]]]:
+        """The layers, leaves and parts of each unit; no parts if it has its leaves whole."""
+        held = {i: layer.trained.leaves for i, layer in enumerate(layers) if layer.trained.leaves}
+        covered = []
+        together = updated_together([layer.trained for layer in layers], self._not_by_part)
+        for group in [tuple(held)] if self.is_joint else [group for group in together if group[0] in held]:
+            leaves = [leaf for i in group for leaf in held[i]]
+            is_whole = len(group) > 1 or self.is_joint or any(leaf.source in self._not_by_part for leaf in leaves)
+            parts = () if is_whole else tuple(leaf.part for leaf in leaves)
+            if any(parts):
+                covered.append((group, tuple(leaf.source for leaf in leaves), parts))
+            else:
+                covered.append((group, tuple(sorted({leaf.source for leaf in leaves})), ()))
+        return covered
+
+    def is_by_layer(self, layers: Sequence[Layer]) -> bool:
+        """Whether each layer has an update of its own."""
+        return not self.is_joint and all(len(unit.layers) == 1 for unit in self.units_of(layers))
+
+    def _unit(self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Part | None, ...]) -> Unit:
+        if parts:
+            held = list(zip(leaves, parts, strict=True))
+            masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in held]
+            state: list[Any] = [*self._by_part.state_avals(held)]
+            keys = self._by_part.state_keys(held)
+        else:
+            abstract = self.abstract_state(leaves)
+            masters, state = [self.avals[leaf] for leaf in leaves], jax.tree.leaves(abstract)
+            keys = [(name, None) for name in path_names(abstract)]
+        return Unit(layers, leaves, masters, state, keys, parts=parts)
 
     def abstract_state(self, leaves: Sequence[int]) -> Any:
         """Shapes of the Optax state of these leaves."""
@@ -154,18 +194,23 @@ class HostOptimizer:
         state = self.abstract_state(self._shown)
         return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])
 
-    def init_state(self, leaves: Sequence[int], masters: Sequence[jax.Array]) -> dict[str, jax.Array]:
-        """The initial Optax state of these leaves by path, in host memory."""
+    def init_state(self, unit: Unit, masters: Sequence[jax.Array]) -> list[jax.Array]:
+        """The initial Optax state of a unit, in host memory."""
+        leaves, held = unit.leaves, unit.keys
 
         def init(masters: Any) -> list[jax.Array]:
             masters = jax.device_put(masters, jax.memory.Space.Device)
+            if unit.parts:
+                return self._by_part.init(held, masters)
             return jax.tree.leaves(self._optimizer.init(self._subtree(dict(zip(leaves, masters, strict=True)))))
 
-        key = init_content(self._optimizer, self._tree, self.avals, leaves, self._prunes) or tuple(leaves)
+        key: Any = ("init", leaves, tuple(master.shape for master in masters))
+        if not unit.parts:
+            key = init_content(self._optimizer, self._tree, self.avals, leaves, self._prunes) or key
         if key not in self._programs:
             self._programs[key] = jax.jit(init, out_shardings=self._placement.host)
-        state = self._programs[key](masters)
-        return dict(zip(path_names(self.abstract_state(leaves)), state, strict=True))
+        state: list[jax.Array] = self._programs[key](masters)
+        return state
 
     def compile_updates(self, units: Sequence[Unit], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
         """Makes the compiled update of every unit in `unit.programs`; equal units share it.
@@ -194,7 +239,9 @@ class HostOptimizer:
     def update_key(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
         """What the update of a unit depends on: units with equal keys share it."""
         layouts = tuple(layers[i].trained.layout for i in unit.layers)
-        return (self._whole.content(unit.leaves) or unit.leaves, layouts, tuple(is_read[i] for i in unit.layers))
+        shapes = tuple(tuple(master.shape) for master in unit.masters)
+        content = self._whole.content(unit.leaves) or unit.leaves
+        return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
 
     def update_text(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
         """The update of a unit as XLA is given it; masters and state may be shapes."""
@@ -203,16 +250,25 @@ class HostOptimizer:
 
     def _lower(self, unit: Unit, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
         place, unit_layers = self._placement, [layers[i].trained for i in unit.layers]
-        state = self.abstract_state(unit.leaves)
-        rule = fused_rule(self._optimizer, state, unit_layers, reads)
-        update = self._optax_update if rule is None else functools.partial(self._fused_update, rule)
+        state = self._state_tree(unit)
+        rule = self._rule(unit, state, unit_layers, reads)
+        if rule is not None:
+            update: Any = functools.partial(self._fused_update, rule, self._decays(rule, unit))
+        elif unit.parts:
+            update = functools.partial(self._part_update, unit.keys)
+        else:
+            update = self._optax_update
 
         def flat_update(masters: Any, state_leaves: Any, vectors: Any, gradients: Any, *numbers: jax.Array) -> Any:
             # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
             host = (masters, state_leaves, vectors, gradients)
             masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
-            params = self._subtree(dict(zip(unit.leaves, masters, strict=True)))
-            before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
+            params, before = masters, state_leaves
+            if rule is not None or not unit.parts:
+                params = subtree(
+                    self._tree, dict(zip(unit.leaves, masters, strict=True)), self._prunes and not unit.parts
+                )
+                before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
             params, after, packed = update(unit_layers, params, before, vectors, gradients, *numbers)
             return jax.tree.leaves(params), jax.tree.leaves(after), packed
 
@@ -237,9 +293,35 @@ class HostOptimizer:
             number,
         )
 
+    def _rule(self, unit: Unit, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
+        """The rule of the native library for a unit; None where it has to be left to Optax."""
+        is_cut = any(leaf.part is not None for layer in layers for leaf in layer.leaves)
+        if state is None or (is_cut and not unit.parts) or [name for name, _ in unit.state_keys] != path_names(state):
+            return None
+        return fused_rule(self._optimizer, state, layers, reads)
+
+    def _state_tree(self, unit: Unit) -> Any:
+        """Shapes of a unit's Optax state; None where parts have none of their own that could be of use."""
+        if not unit.parts:
+            return self.abstract_state(unit.leaves)
+        if not isinstance(self._optimizer, FusedTransformation) or len(set(unit.leaves)) < len(unit.leaves):
+            return None
+        return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self.avals, unit.leaves), prune=False))
+
+    def _decays(self, rule: HostRule, unit: Unit) -> list[bool] | None:
+        """Which masters of a unit of parts decay: as the mask says of the model's own tree."""
+        if not unit.parts:
+            return None
+        found: list[bool] = []
+        shown = subtree(self._tree, select(self.avals, self._shown), prune=False)
+        jax.eval_shape(lambda params: found.extend(rule.decays(params)), shown)
+        decays = dict(zip(self._shown, found, strict=True))
+        return [decays[leaf] for leaf in unit.leaves]
+
     def _fused_update(
         self,
         rule: HostRule,
+        decays: Sequence[bool] | None,
         layers: Sequence[Layer],
         params: Any,
         state: Any,
@@ -250,7 +332,22 @@ class HostOptimizer:
     ) -> Any:
         copies = [into or layer.vectors for layer, into in zip(layers, vectors, strict=True)]
         clip = clip_factor(norm, self._clip_norm)
-        return fused_update(rule, layers, params, state, copies, gradients, clip, scale)
+        return fused_update(rule, layers, params, state, copies, gradients, clip, scale, decays)
+
+    def _part_update(
+        self,
+        held: Sequence[tuple[int, Part | None]],
+        layers: Sequence[Layer],
+        masters: Any,
+        state: Any,
+        vectors: Any,
+        gradients: Any,
+        norm: jax.Array,
+        scale: jax.Array,
+    ) -> Any:
+        found = self._clipped(by_leaf(layers, gradients, scale), norm)
+        masters, state = self._by_part.update(held, [found[index] for index in sorted(found)], masters, state)
+        return masters, state, packed(layers, dict(zip(sorted(found), masters, strict=True)), vectors)
 
     def _optax_update(
         self,
@@ -262,15 +359,11 @@ class HostOptimizer:
         norm: jax.Array,
         scale: jax.Array,
     ) -> Any:
-        by_leaf = self._clipped(_by_leaf(layers, gradients, scale), norm)
-        updates, state = self._optimizer.update(self._subtree(by_leaf), state, params)
+        whole = put_together(layers, self._clipped(by_leaf(layers, gradients, scale), norm))
+        updates, state = self._optimizer.update(self._subtree(whole), state, params)
         params = optax.apply_updates(params, updates)
-        masters = dict(zip(sorted(by_leaf), jax.tree.leaves(params), strict=True))
-        packed = [
-            layer.pack([masters[leaf.index] for leaf in layer.leaves], into or None)
-            for layer, into in zip(layers, vectors, strict=True)
-        ]
-        return params, state, packed
+        masters = dict(zip(sorted(whole), jax.tree.leaves(params), strict=True))
+        return params, state, packed(layers, taken_apart(layers, masters), vectors)
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
         """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm`, with the norm given."""
@@ -281,13 +374,3 @@ class HostOptimizer:
             i: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit.astype(g.dtype))
             for i, g in gradients.items()
         }
-
-
-def _by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array) -> dict[int, jax.Array]:
-    """Gradients by leaf index in the master dtypes, divided by the scale; zeros for a layer that has none."""
-    found: dict[int, jax.Array] = {}
-    for layer, vectors in zip(layers, gradients, strict=True):
-        arrays = layer.unpack(vectors) if vectors else [jnp.zeros(leaf.shape) for leaf in layer.leaves]
-        wide = [a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)]
-        found |= {leaf.index: a / scale.astype(a.dtype) for leaf, a in zip(layer.leaves, wide, strict=True)}
-    return found

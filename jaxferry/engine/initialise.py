@@ -6,19 +6,63 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Layer
 from jaxferry.partition.graph import evaluate, live_equations, trace
 
+BLOCK_BYTES = 2 << 20
+"""What of a stored array is in memory at a time, beside its master."""
+
 
 def masters_from_arrays(leaves: Sequence[Any], dtypes: Sequence[np.dtype], placement: Placement) -> list[jax.Array]:
-    """Copies parameters (NumPy or JAX arrays) leaf by leaf into host memory, in their master dtypes."""
+    """Copies parameters leaf by leaf into host memory, in their master dtypes.
+
+    Args:
+      leaves: NumPy or JAX arrays, or whatever `np.asarray` makes arrays of; what has a method `blocks`, as
+        `pretrained.StoredTensor` has, is read piece by piece.
+      dtypes: the master dtypes.
+      placement: where they go.
+    """
+    blocks = _Blocks(placement)
     return [
-        jax.device_put(np.asarray(leaf).astype(dtype, copy=False), placement.host, may_alias=False)
+        blocks.master(leaf, dtype)
+        if hasattr(leaf, "blocks")
+        else jax.device_put(np.asarray(leaf).astype(dtype, copy=False), placement.host, may_alias=False)
         for leaf, dtype in zip(leaves, dtypes, strict=True)
     ]
+
+
+class _Blocks:
+    """Fills masters piece by piece in place; programs are shared by equal shapes."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._host = placement.host
+
+        def write(master: jax.Array, block: jax.Array, start: Sequence[jax.Array]) -> jax.Array:
+            # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
+            master, block = jax.device_put((master, block), jax.memory.Space.Device)
+            return jax.lax.dynamic_update_slice(master, block.astype(master.dtype), start)
+
+        def empty(shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+            return jnp.zeros(shape, dtype)
+
+        self._write = jax.jit(write, donate_argnums=0, out_shardings=self._host)
+        self._empty = jax.jit(empty, static_argnums=(0, 1), out_shardings=self._host)
+
+    def master(self, stored: Any, dtype: np.dtype) -> jax.Array:
+        cpu = next(iter(self._host.device_set))
+        with jax.default_device(cpu):
+            master: jax.Array = self._empty(tuple(stored.shape), np.dtype(dtype))
+            for start, block in stored.blocks(BLOCK_BYTES):
+                given = jax.device_put(np.asarray(block, order="C"), self._host, may_alias=False)
+                master = self._write(master, given, [np.int32(place) for place in start])
+                # Else blocks would pile up.
+                master.block_until_ready()
+                given.delete()
+        return master
 
 
 def masters_layer_by_layer(

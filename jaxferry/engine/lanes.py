@@ -68,8 +68,9 @@ class Work:
       failure: the first failure, or None.
       is_stopped: whether no further task is started.
       begin_s: when it was made.
-      starts_s: when each task started, all by the clock of `time.perf_counter`.
-      ends_s: when each task ended.
+      starts_s: when each task started, all by the clock of `time.perf_counter`; where a thread only issues what a
+        device does, when it was issued.
+      ends_s: when each task ended, likewise.
       is_committed: whether something has been done that cannot be undone, so that all of it must be.
     """
 

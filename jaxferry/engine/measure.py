@@ -17,9 +17,9 @@ from jaxferry.engine.contention import Busiest, contention_subjects
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs
+from jaxferry.engine.shadow import Kind, Use
 from jaxferry.engine.subjects import (
     Subject,
-    abstract_units,
     gradient_shapes,
     gradients_text,
     load_subject,
@@ -46,6 +46,7 @@ def measure_profile(
     placement: Placement,
     transport: str,
     *,
+    recomputing: Partition | None = None,
     remat: str = "none",
     cache: MeasurementCache | None = None,
     progress: Report | None = None,
@@ -59,7 +60,9 @@ def measure_profile(
       optimizer: the host optimizer, whose update of each layer is measured.
       placement: where everything lives.
       transport: the kind that loads and offloads are measured of, one of `TRANSPORTS`.
-      remat: what is kept between forward and backward, as `programs` were made with.
+      recomputing: the same segments, of which those that a plan may let recompute have other programs, which do;
+        `programs` has them too. None for no such choice.
+      remat: for the profile's facts: what is kept between forward and backward.
       cache: what was measured before; None for the user's own (`MeasurementCache`).
       progress: told what is measured next.
       budget_s: seconds to spend; exceeded only by what three repetitions of everything take.
@@ -68,11 +71,11 @@ def measure_profile(
         cache = default_cache(placement)
     report = progress or _silent
     end_s = time.monotonic() + budget_s
-    measured = _Measured(partition, programs, optimizer, placement, transport)
+    measured = _Measured(partition, recomputing or partition, programs, optimizer, placement, transport)
     seconds = _seconds(measured.subjects, programs, cache, report, end_s)
     layers = tuple(
         measured.layer(segment, costs, seconds)
-        for segment, costs in zip(partition.segments, partition_costs(partition, remat), strict=True)
+        for segment, costs in zip(partition.segments, partition_costs(partition), strict=True)
     )
     busiest = Busiest.of(partition, programs, layers)
     subjects = contention_subjects(busiest, partition, measured.uses, programs, placement, transport)
@@ -121,6 +124,7 @@ class _Measured:
     def __init__(
         self,
         partition: Partition,
+        recomputing: Partition,
         programs: Programs,
         optimizer: HostOptimizer,
         placement: Placement,
@@ -130,12 +134,17 @@ class _Measured:
         self.subjects: dict[Any, Subject] = {}
         self.uses: list[dict[str, Any]] = []
         self._stores: list[Any] = []
+        self._recomputations: dict[int, Use] = {}
         last = len(partition.segments) - 1
         for number, segment in enumerate(partition.segments):
             derivative, layer = programs.derivatives[segment.program], partition.layers[segment.layer]
             is_sum = segment.layer in {later.layer for later in partition.segments[number + 1 :]}
             self.uses.append(uses_of(segment.program, derivative, number == last, is_sum))
-            for name, use in self.uses[-1].items():
+            again = recomputing.segments[number].program
+            if again != segment.program:
+                self._recomputations[number] = Use(Kind.BACKWARD, again)
+            recomputation = {"recompute": self._recomputations[number]} if again != segment.program else {}
+            for name, use in (self.uses[-1] | recomputation).items():
                 if use not in self.subjects:
                     label = f"{name.removesuffix('_s').replace('_', ' ')} {segment.name}"
                     self.subjects[use] = program_subject(programs, use, placement, label)
@@ -152,26 +161,32 @@ class _Measured:
         layers = self._partition.layers
         used = {segment.layer for segment in self._partition.segments}
         is_read = [layer in used for layer in range(len(layers))]
-        # A joint optimizer has one update for all layers. A profile has one for each, so they share it by their bytes.
-        all_bytes = sum(layers[layer].trained.num_bytes for layer in used)
+        # Where layers have one update together, a profile has one for each all the same: they share it by their bytes.
         self._updates: dict[int, tuple[Any, float]] = {}
-        for unit in abstract_units(optimizer, layers):
+        for unit in optimizer.units_of(layers):
             if used.isdisjoint(unit.layers):
                 continue
             key = ("update", optimizer.update_key(unit, layers, is_read))
             if key not in self.subjects:
                 self.subjects[key] = update_subject(optimizer, placement, unit, layers, is_read)
+            all_bytes = sum(layers[layer].trained.num_bytes for layer in used.intersection(unit.layers))
             for layer in unit.layers:
-                share = layers[layer].trained.num_bytes / all_bytes if optimizer.is_joint and all_bytes else 1.0
+                share = layers[layer].trained.num_bytes / all_bytes if len(unit.layers) > 1 and all_bytes else 1.0
                 self._updates[layer] = (key, share)
 
     def layer(self, segment: Segment, costs: Any, seconds: Mapping[Any, float]) -> LayerProfile:
         """The profile of a segment."""
         number = self._partition.segments.index(segment)
-        times = {field.name: 0.0 for field in dataclasses.fields(LayerProfile) if field.name.startswith("backward_")}
+        times: dict[str, Any] = {
+            field.name: 0.0 for field in dataclasses.fields(LayerProfile) if field.name.startswith("backward_")
+        }
         times |= {name: seconds[use] for name, use in self.uses[number].items()}
         if number == len(self._partition.segments) - 1:
             times = _halves(times)
+        if number in self._recomputations and costs.recomputation is not None:
+            again_s = seconds[self._recomputations[number]]
+            times["recompute_s"] = max(again_s - times["backward_s"], 0.0)
+            times["recompute_activation_bytes"] = costs.recomputation.activation_bytes
         update, share = self._updates.get(segment.layer, (None, 0.0))
         return LayerProfile(
             name=costs.name,

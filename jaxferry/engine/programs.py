@@ -1,4 +1,4 @@
-"""The compiled programs of a partition: forward and backward for each distinct segment.
+"""The compiled programs of a partition: forward and backward for each distinct segment, or an evaluation of it.
 
 Which of them exist follows from the shadow model: where each reads parameters and writes gradients. The last segment's
 forward and backward follow each other, so they are one program, `loss`, between whose halves nothing has to be stored.
@@ -20,6 +20,7 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.shadow import Kind, Source, Target, Use
 from jaxferry.partition import (
     Derivative,
+    ForwardPartition,
     Gradient,
     Layer,
     Partition,
@@ -40,7 +41,7 @@ class Programs:
 
     Args:
       partition: the segments.
-      derivatives: for each program number, what its backward reads and what is kept for it.
+      derivatives: for each program number, what its backward reads and what is kept for it; none for evaluations.
       placement: where arguments and results live.
       native: whether programs that read or write host memory do so by the native operations.
       is_scaled: whether the loss is scaled before its backward, by a further argument of the loss's program.
@@ -53,7 +54,7 @@ class Programs:
 
     def __init__(
         self,
-        partition: Partition,
+        partition: ForwardPartition,
         derivatives: dict[int, Derivative],
         placement: Placement,
         native: bool = False,
@@ -90,11 +91,17 @@ class Programs:
             stats = program.memory_analysis()
             self.temporary_bytes[use] = 0 if stats is None else stats.temp_size_in_bytes
 
+    def temporary_bytes_of(self, uses: Iterable[Use]) -> Mapping[Use, int]:
+        """`temporary_bytes`, once these programs are compiled."""
+        self.require(uses)
+        return self.temporary_bytes
+
     def __getitem__(self, use: Use) -> Compiled:
         """The compiled program.
 
         With `weights` the layer's parameters, or its vectors in host memory where the use reads those:
 
+            evaluation (weights, inputs, passive) -> outputs, extras
             forward   (weights, inputs, passive) -> outputs, extras, saved, is_finite
             loss      ([destinations,] weights, inputs, passive [, scale])
                       -> gradients, (outputs, extras, is_finite, input cotangents), squared norm
@@ -113,11 +120,14 @@ class Programs:
         return len(self._compiled) + (self.prelude is not None)
 
 
-def derivatives_of(partition: Partition, remat: str) -> dict[int, Derivative]:
-    """The derivative of each distinct segment."""
+def derivatives_of(
+    partition: Partition, remat: Any = None, known: Mapping[int, Derivative] | None = None
+) -> dict[int, Derivative]:
+    """The derivative of each distinct segment that is not `known`; `remat` as in `differentiate`, the same for all."""
     first: dict[int, Segment] = {}
     for segment in partition.segments:
-        first.setdefault(segment.program, segment)
+        if known is None or segment.program not in known:
+            first.setdefault(segment.program, segment)
     return {program: differentiate(partition.graph, segment, remat) for program, segment in first.items()}
 
 
@@ -136,13 +146,7 @@ def lower(traced: Any, platform: str | None = None) -> Any:
         return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
 
-def compile_evaluation(partition: Partition, placement: Placement) -> dict[int, Compiled]:
-    """Forward programs alone: program number -> `(weights, inputs, passive) -> (outputs, extras)`."""
-    make = _Maker(partition, {}, placement)
-    return {s.program: make.evaluation(s) for s in {s.program: s for s in partition.segments}.values()}
-
-
-def make_prelude(partition: Partition, placement: Placement) -> Compiled | None:
+def make_prelude(partition: ForwardPartition, placement: Placement) -> Compiled | None:
     """The jitted prelude, or None if there is nothing to run."""
     if not partition.prelude_outputs:
         return None
@@ -177,7 +181,7 @@ class _Maker:
 
     def __init__(
         self,
-        partition: Partition,
+        partition: ForwardPartition,
         derivatives: Mapping[int, Derivative],
         placement: Placement,
         native: bool = False,
@@ -187,6 +191,11 @@ class _Maker:
         self._native, self._is_scaled = native, is_scaled
 
     def trace(self, use: Use) -> Any:
+        if use.kind is Kind.EVALUATION:
+            segment = next(s for s in self._partition.segments if s.program == use.program)
+            layer = self._partition.layers[segment.layer]
+            function, arguments = self._sourced(use, layer, segment.forward, self._arguments(segment))
+            return self._traced(function, *arguments)
         derivative = self._derivatives[use.program]
         segment = derivative.segment
         if use.kind is Kind.FORWARD:
@@ -246,6 +255,7 @@ class _Maker:
         return forward
 
     def _loss(self, derivative: Derivative) -> Function:
+        assert isinstance(self._partition, Partition)
         place = self._partition.segments[-1].outputs.index(self._partition.loss)
 
         def loss(weights: Any, inputs: Any, passive: Any, *scale: jax.Array) -> Any:
@@ -263,9 +273,6 @@ class _Maker:
             return gradients, (outputs, extras, is_finite(outputs), cotangents)
 
         return loss
-
-    def evaluation(self, segment: Segment) -> Any:
-        return lower(self._traced(segment.forward, *self._arguments(segment))).compile()
 
     def _arguments(self, segment: Segment) -> list[Any]:
         return [self._of(segment.weights), self._of(segment.inputs), self._of(segment.passive)]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxferry.engine.shadow import Kind, Use, places, resident_layers, shadow_model
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import LayerProfile, Profile
@@ -81,7 +81,13 @@ def lower_plan(
         runs_back=tuple(segment.runs_back for segment in partition.segments),
         has_gradient=tuple(bool(segment.trained) for segment in partition.segments),
     )
-    return schedule_step(profile or _without_times(partition), plan, facts)
+    profile = profile or _without_times(partition)
+    # What recomputation costs may not be known, where it is not the planner who chose it.
+    layers = tuple(
+        mine if theirs.can_recompute else dataclasses.replace(mine, remat=Remat.NONE)
+        for mine, theirs in zip(plan.layers, profile.layers, strict=True)
+    )
+    return schedule_step(profile, dataclasses.replace(plan, layers=layers), facts)
 
 
 def _without_times(partition: Partition) -> Profile:
@@ -90,6 +96,7 @@ def _without_times(partition: Partition) -> Profile:
     for segment in partition.segments:
         layer = partition.layers[segment.layer]
         facts: dict[str, Any] = {"param_bytes": layer.num_bytes, "grad_bytes": layer.trained.num_bytes, **times}
+        facts["recompute_activation_bytes"] = 0
         layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
     return Profile({}, tuple(layers))
 

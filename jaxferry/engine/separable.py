@@ -26,7 +26,9 @@ from jaxferry.errors import InputError
 from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.keys import Canonical, bytes_of
 
-_SHARED = -1
+SHARED = -1
+"""The owner of what belongs to no parameter alone."""
+
 _SAME_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
 
 
@@ -38,6 +40,13 @@ class WholeUpdate:
       tree: the structure of the parameters.
       avals: their shapes and master dtypes.
       hidden: leaves that the optimizer is not shown, by index.
+
+    Attributes:
+      leaves: the leaves that it is shown.
+      graph: the trace; of gradients, parameters and state it makes updates and state.
+      state_names: paths of the leaves of the state.
+      state_avals: their shapes and dtypes.
+      owners: the leaf that each of them belongs to, or `SHARED`.
     """
 
     def __init__(
@@ -47,40 +56,41 @@ class WholeUpdate:
         avals: Sequence[Any],
         hidden: Collection[int] = (),
     ) -> None:
-        self._leaves = [leaf for leaf in range(len(avals)) if leaf not in hidden]
-        params = subtree(tree, {leaf: avals[leaf] for leaf in self._leaves}, prune=False)
+        self.leaves = [leaf for leaf in range(len(avals)) if leaf not in hidden]
+        params = subtree(tree, {leaf: avals[leaf] for leaf in self.leaves}, prune=False)
         state = jax.eval_shape(optimizer.init, params)
-        names = dict(zip(path_names(params), self._leaves, strict=True))
-        self._owners = [_owner(name, names) for name in path_names(state)]
-        self._graph = trace_update(optimizer, params, state)
-        self._made_by = _makers(self._graph)
+        names = dict(zip(path_names(params), self.leaves, strict=True))
+        self.state_names, self.state_avals = path_names(state), jax.tree.leaves(state)
+        self.owners = [_owner(name, names) for name in self.state_names]
+        self.graph = trace_update(optimizer, params, state)
+        self._made_by = _makers(self.graph)
         self._contents: dict[tuple[int, ...], Any] = {}
 
     def mixes(self) -> bool:
         """Whether an output of one leaf depends on another leaf."""
-        if any(equation.has_effects for equation in self._graph.equations):
+        if any(equation.has_effects for equation in self.graph.equations):
             return True
-        owners = [*self._leaves, *self._owners]
+        owners = [*self.leaves, *self.owners]
         return any(made_from - {owner} for owner, made_from in zip(owners, self._sources(), strict=True))
 
     def frozen(self) -> frozenset[int]:
         """Leaves whose update is zero whatever happens, that own no state and that nothing else is made from."""
         found = {
             leaf
-            for leaf, atom in zip(self._leaves, self._graph.outputs, strict=False)
-            if self._is_zero(atom) and leaf not in self._owners
+            for leaf, atom in zip(self.leaves, self.graph.outputs, strict=False)
+            if self._is_zero(atom) and leaf not in self.owners
         }
-        if any(equation.has_effects for equation in self._graph.equations):
+        if any(equation.has_effects for equation in self.graph.equations):
             return frozenset()
         return frozenset(found).difference(*self._sources()) if found else frozenset()
 
     def _sources(self) -> list[frozenset[int]]:
         """For each output the leaves that it is made from, through their gradient, parameter or state."""
-        graph = self._graph
+        graph = self.graph
         sources: dict[int, frozenset[int]] = {}
-        owners = [*self._leaves, *self._leaves, *self._owners]
+        owners = [*self.leaves, *self.leaves, *self.owners]
         for value, owner in zip((*graph.parameters, *graph.batch), owners, strict=True):
-            sources[value] = frozenset() if owner == _SHARED else frozenset([owner])
+            sources[value] = frozenset() if owner == SHARED else frozenset([owner])
         for equation in graph.equations:
             made_from = frozenset().union(*(sources.get(value, frozenset()) for value in equation.reads))
             sources |= dict.fromkeys(equation.outputs, made_from)
@@ -90,8 +100,8 @@ class WholeUpdate:
         """Whether an output is a constant zero."""
         if not isinstance(atom, int):
             return not np.any(np.asarray(atom.val))
-        if atom in self._graph.constants:
-            return not np.any(np.asarray(self._graph.constants[atom]))
+        if atom in self.graph.constants:
+            return not np.any(np.asarray(self.graph.constants[atom]))
         equation = self._made_by.get(atom)
         if equation is None or equation.primitive.name not in _SAME_ZEROS:
             return False
@@ -105,9 +115,9 @@ class WholeUpdate:
         return self._contents[key]
 
     def _content(self, leaves: Sequence[int]) -> Any:
-        graph, count, chosen = self._graph, len(self._leaves), set(leaves)
-        places = [place for place, leaf in enumerate(self._leaves) if leaf in chosen]
-        kept_state = [i for i, owner in enumerate(self._owners) if owner == _SHARED or owner in chosen]
+        graph, count, chosen = self.graph, len(self.leaves), set(leaves)
+        places = [place for place, leaf in enumerate(self.leaves) if leaf in chosen]
+        kept_state = [i for i, owner in enumerate(self.owners) if owner == SHARED or owner in chosen]
         wanted = [*places, *(count + i for i in kept_state)]
         inputs = (*graph.parameters, *graph.batch)
         kept = [*places, *(count + place for place in places), *(2 * count + i for i in kept_state)]
@@ -197,4 +207,4 @@ def _owner(name: str, names: dict[str, int]) -> int:
     for start in range(len(name)):
         if name[start:] in names:
             return names[name[start:]]
-    return _SHARED
+    return SHARED

@@ -19,6 +19,8 @@ class Kind(enum.Enum):
     """What a program computes."""
 
     FORWARD = "forward"
+    EVALUATION = "evaluation"
+    """A forward that keeps nothing for a backward."""
     LOSS = "loss"
     BACKWARD = "backward"
 

@@ -9,14 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Lanes, Work
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
+from jaxferry.engine.pieces import Key, Pieces, Stacked, cut, joined, on_host, together
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.subtree import path_names
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
+from jaxferry.engine.units import Unit
 from jaxferry.errors import StateError, TaskError
-from jaxferry.partition import Layer
+from jaxferry.partition import Layer, Leaf, Part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +92,8 @@ class TrainState:
         optimizer: HostOptimizer,
         placement: Placement,
         layers: Sequence[Layer],
-        masters: Sequence[jax.Array],
-        state: Mapping[str, jax.Array] | None = None,
+        masters: list[jax.Array],
+        state: dict[str, jax.Array] | None = None,
         step: int = 0,
         loss_scale: LossScale = UNSCALED,
     ) -> None:
@@ -104,8 +106,14 @@ class TrainState:
         self.in_flight: UnderWay | None = None
         self.accumulated = Accumulated()
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
-        self._frozen: dict[int, jax.Array] = {}
-        self.units = self._make_units(list(masters), None if state is None else dict(state))
+        self._frozen: dict[Key, jax.Array] = {}
+        pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
+        known = None if state is None else self._pieces({name: {None: leaf} for name, leaf in state.items()})
+        # Nothing else holds the arrays, so that those that are cut are not there twice.
+        masters.clear()
+        if state is not None:
+            state.clear()
+        self.units = self._make_units(pieces, known)
 
     @property
     def params(self) -> Any:
@@ -113,7 +121,8 @@ class TrainState:
 
         Frozen parameters are among them, with the bits with which they were given.
         """
-        return jax.tree.unflatten(self._tree, [np.array(master) for master in self.masters()])
+        masters = [m.whole() if isinstance(m, Stacked) else np.array(m) for m in self.masters()]
+        return jax.tree.unflatten(self._tree, masters)
 
     @property
     def opt_state(self) -> Any:
@@ -172,24 +181,55 @@ class TrainState:
         if known.finish is not None:
             known.finish()
 
-    def masters(self) -> list[jax.Array]:
-        """The master parameters in the order of the flattened tree."""
+    def masters(self) -> list[Any]:
+        """The master parameters in the order of the flattened tree; a `Stacked` where one is stored in parts."""
         self.settle()
-        by_leaf = {leaf: master for u in self.units for leaf, master in zip(u.leaves, u.masters, strict=True)}
-        by_leaf |= self._frozen
+        by_leaf = self._masters()
+        return [together(by_leaf[leaf]) for leaf in range(len(by_leaf))]
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The leaves of the optimizer's state by path; what all layers have alike (a count) is there once.
+
+        Those of parameters that are stored in parts are put together, as copies.
+        """
+        self.settle()
+        return {name: joined(parts) for name, parts in self._optimizer_state().items()}
+
+    def stored_optimizer_state(self) -> dict[str, Any]:
+        """The same without copies: a `Stacked` where a leaf is stored in parts."""
+        self.settle()
+        return {name: together(parts) for name, parts in self._optimizer_state().items()}
+
+    def _masters(self) -> dict[int, dict[Part | None, jax.Array]]:
+        """Parameters as they are stored, by leaf and part; frozen ones may be in the compute copy alone."""
+        found = self._trained()
+        for (source, part), array in self._frozen.items():
+            found.setdefault(source, {})[part] = array
         for layer, vectors in zip(self.layers, self.vectors, strict=False):
-            missing = [leaf for leaf in layer.leaves if leaf.index not in by_leaf]
+            frozen = [leaf for leaf in layer.leaves if not leaf.is_trained]
+            missing = [leaf for leaf in frozen if (leaf.source, leaf.part) not in self._frozen]
             numbers = {leaf.vector for leaf in missing}
             flat = {number: np.asarray(jax.device_put(vectors[number], self._placement.host)) for number in numbers}
             for leaf in missing:
-                part = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
-                by_leaf[leaf.index] = jax.device_put(part, self._placement.host, may_alias=False)
-        return [by_leaf[leaf] for leaf in range(len(by_leaf))]
+                own = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
+                found.setdefault(leaf.source, {})[leaf.part] = on_host(own, self._placement)
+        return found
 
-    def optimizer_state(self) -> dict[str, jax.Array]:
-        """The leaves of the optimizer's state by path; what all layers have alike (a count) is there once."""
-        self.settle()
-        return {name: leaf for unit in self.units for name, leaf in zip(unit.state_names, unit.state, strict=True)}
+    def _trained(self) -> dict[int, dict[Part | None, jax.Array]]:
+        """Masters of trained parameters as they are stored, by leaf and part."""
+        found: dict[int, dict[Part | None, jax.Array]] = {}
+        for unit in self.units:
+            for (leaf, part), master in zip(unit.keys, unit.masters, strict=True):
+                found.setdefault(leaf, {})[part] = master
+        return found
+
+    def _optimizer_state(self) -> dict[str, dict[Part | None, jax.Array]]:
+        """Leaves of the optimizer's state as they are stored, by path and part."""
+        found: dict[str, dict[Part | None, jax.Array]] = {}
+        for unit in self.units:
+            for (name, part), leaf in zip(unit.state_keys, unit.state, strict=True):
+                found.setdefault(name, {})[part] = leaf
+        return found
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the state in these layers; does nothing if it is so already."""
@@ -200,50 +240,56 @@ class TrainState:
                 "a batch of another structure, whose layers differ, came while gradients were being accumulated: give "
                 "it after an update"
             )
-        masters, state = self.masters(), self.optimizer_state()
-        self.layers, self.resident = tuple(layers), {}
+        self.settle()
         self.optimizer.check_parts(layers)
-        self.units = self._make_units(masters, state)
-        self._is_arranged, self.vectors = True, []
+        with deferred_interrupts():
+            masters, state = self._pieces(self._masters()), self._pieces(self._optimizer_state())
+            self.layers, self.resident, self.units, self.vectors = tuple(layers), {}, [], []
+            self.units = self._make_units(masters, state)
+        self._is_arranged = True
 
     def fill(self) -> None:
         """Makes `vectors`, the compute copy of the parameters, if it is not there."""
         if len(self.vectors) == len(self.layers):
             return
         self.settle()
-        trained = {leaf: master for u in self.units for leaf, master in zip(u.leaves, u.masters, strict=True)}
+        trained = self._trained()
         programs = {layer.layout: self._packing(layer) for layer in self.layers}
         for layer in self.layers[len(self.vectors) :]:
-            leaves = [trained[i] if i in trained else self._frozen[i] for i in (leaf.index for leaf in layer.leaves)]
+            leaves = [self._master_of(leaf, trained) for leaf in layer.leaves]
             self.vectors.append(to_pinned(programs[layer.layout](leaves), self._placement))
             for leaf in layer.leaves:
                 if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
-                    del self._frozen[leaf.index]
+                    del self._frozen[leaf.source, leaf.part]
+
+    def _master_of(self, leaf: Leaf, trained: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:
+        """The master of a layer's leaf, of which the whole may be stored."""
+        if not leaf.is_trained:
+            return self._frozen[leaf.source, leaf.part]
+        known = trained[leaf.source]
+        if leaf.part is None or leaf.part in known:
+            return known[leaf.part]
+        return cut(known[None], leaf.part, self._placement)
 
     def block_until_ready(self) -> None:
         """Waits until every update in flight has ended."""
         self.settle()
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.units])
 
-    def _make_units(self, masters: list[jax.Array], state: dict[str, jax.Array] | None) -> list[Unit]:
-        frozen = [leaf.index for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
-        self._frozen = {leaf: masters[leaf] for leaf in frozen}
-        taken: set[str] = set()
-        units = []
-        for layers, leaves in self.optimizer.units_of(self.layers):
-            chosen = [masters[leaf] for leaf in leaves]
+    def _make_units(self, masters: Pieces, state: Pieces | None) -> list[Unit]:
+        frozen = [(leaf.source, leaf.part) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
+        self._frozen = {key: masters.take(key) for key in frozen}
+        units = self.optimizer.units_of(self.layers)
+        for unit in units:
+            unit.masters = [masters.take(key) for key in unit.keys]
             if state is None:
-                own = self.optimizer.init_state(leaves, chosen)
+                unit.state = self.optimizer.init_state(unit, unit.masters)
             else:
-                names = path_names(self.optimizer.abstract_state(leaves))
-                # An update works in place, so what layers have alike needs a buffer for each.
-                own = {name: self._copy(state[name]) if name in taken else state[name] for name in names}
-            taken.update(own)
-            units.append(Unit(layers, leaves, chosen, list(own.values()), list(own)))
+                unit.state = [state.take(key) for key in unit.state_keys]
         return units
 
-    def _copy(self, array: jax.Array) -> jax.Array:
-        return jax.device_put(np.array(array), self._placement.host, may_alias=False)
+    def _pieces(self, arrays: Mapping[Any, Mapping[Part | None, jax.Array]]) -> Pieces:
+        return Pieces(arrays, self._placement)
 
     def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
         def pack(masters: Any) -> Vectors:
@@ -252,7 +298,7 @@ class TrainState:
         return jax.jit(pack, out_shardings=self._placement.update_output)
 
 
-def _copied(leaf: jax.Array) -> Any:
+def _copied(leaf: Any) -> Any:
     """A copy as a NumPy array; PRNG keys stay what they are."""
     return leaf if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
 

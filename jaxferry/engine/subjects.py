@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.shadow import Kind, Source, Target, Use
 from jaxferry.engine.state import to_pinned
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
 from jaxferry.engine.transports import make_transport
+from jaxferry.engine.units import Unit
 from jaxferry.partition import Derivative, Layer, Partition, RowGradient
 from jaxferry.profiling.timers import Effort, median_s
 
@@ -208,7 +209,7 @@ def update_subject(
 
     def time(effort: Effort) -> float:
         masters = [sample(aval, placement.host) for aval in unit.masters]
-        state = list(optimizer.init_state(unit.leaves, masters).values())
+        state = optimizer.init_state(unit, masters)
         own = dataclasses.replace(unit, masters=masters, state=state, programs={})
         optimizer.compile_updates([own], layers, is_read)
         [program] = own.programs.values()
@@ -234,15 +235,6 @@ def update_subject(
 
     text = optimizer.update_text(unit, layers, is_read)
     return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{text}", time)
-
-
-def abstract_units(optimizer: HostOptimizer, layers: Sequence[Layer]) -> list[Unit]:
-    """The units of these layers by shape."""
-    units = []
-    for unit_layers, leaves in optimizer.units_of(layers):
-        state = jax.tree.leaves(optimizer.abstract_state(leaves))
-        units.append(Unit(unit_layers, leaves, [optimizer.avals[leaf] for leaf in leaves], state, []))
-    return units
 
 
 def sample_vectors(layer: Layer, where: Any) -> Vectors:

@@ -16,7 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxferry.engine.marks import TaskMark
 from jaxferry.engine.placement import Placement
+from jaxferry.native import NativeLibrary
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 Vectors = tuple[jax.Array, ...]
@@ -72,10 +74,13 @@ class Transport:
       layers: the layers; loads move all their parameters, gradients are those of the trained ones.
 
     Attributes:
+      library: the native library, if that does it.
       staging_bytes: device memory that transfers need beside what is moved.
       device_bytes: bytes of parameters on the device now.
       peak_device_bytes: the most that they have been since `reset_peak`.
     """
+
+    library: NativeLibrary | None = None
 
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         self._placement, self._layers = placement, list(layers)
@@ -90,11 +95,17 @@ class Transport:
         """Starts a new measurement of the peak."""
         self.peak_device_bytes = self.device_bytes
 
-    def load(self, layer: int, vectors: Vectors) -> DeviceLayer:
-        """Starts the copy of a layer's parameters from pinned memory into device buffers."""
+    def load(self, layer: int, vectors: Vectors, mark: TaskMark | None = None) -> DeviceLayer:
+        """Starts the copy of a layer's parameters from pinned memory into device buffers.
+
+        Args:
+          layer: the layer.
+          vectors: its parameters.
+          mark: notes when the copy starts and ends; None if nobody wants to know.
+        """
         size = sum(v.nbytes for v in vectors)
         self._count(size)
-        return self._load(layer, size, vectors)
+        return self._load(layer, size, vectors, mark)
 
     def drop(self, held: DeviceLayer) -> None:
         """Frees a device copy once the programs that were given it have run."""
@@ -106,16 +117,26 @@ class Transport:
             self.device_bytes += num_bytes
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
+    def release(self) -> None:
+        """Frees device memory that is kept for later loads."""
+
     def abandon(self, kept: Iterable[DeviceLayer]) -> None:
         """Drops what was loaded and lost by an interrupt before anybody knew of it: all but `kept`."""
 
-    def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
+    def store(
+        self,
+        layer: int,
+        gradients: Sequence[Gradient],
+        onto: HostGradient | None = None,
+        mark: TaskMark | None = None,
+    ) -> HostGradient:
         """Starts the copy of a layer's gradients to the host, and frees theirs when it has ended.
 
         Args:
           layer: the layer.
           gradients: one for each of its trained parameters, on the device.
           onto: what an earlier use of the layer has stored, to which these are added; it is given away.
+          mark: notes when the copy starts and ends; None if nobody wants to know.
         """
         raise NotImplementedError
 
@@ -148,7 +169,7 @@ class Transport:
         if self._placement.is_cpu and gradients:
             self._spare.setdefault(layer, []).append(gradients)
 
-    def _load(self, layer: int, size: int, vectors: Vectors) -> DeviceLayer:
+    def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         raise NotImplementedError
 
     def _drop(self, held: DeviceLayer) -> None:
@@ -159,10 +180,14 @@ class Transport:
         spare = self._spare.setdefault(layer, [])
         return spare.pop() if spare else self._program("empty", layer)()
 
-    def _store_rows(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None) -> HostGradient:
+    def _store_rows(
+        self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None
+    ) -> HostGradient:
         """Adds gradients of lookups on the host; there alone they become tables."""
         known = self._zeros(layer) if onto is None else self.gather(layer, onto)
         rows = gradients if self._placement.is_cpu else jax.device_put(gradients, self._placement.host)
+        if mark is not None:
+            mark.watch(jax.tree.leaves(rows))
         return HostGradient(self._program("add", layer)(rows, known), True)
 
     def _zeros(self, layer: int) -> Vectors:
@@ -210,19 +235,27 @@ class DevicePut(Transport):
         # The flat vectors beside the parameters that are cut from them, and beside the gradients that are packed.
         self.staging_bytes = 0 if placement.is_cpu else 2 * max(layer.num_bytes for layer in layers)
 
-    def store(self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None = None) -> HostGradient:
+    def store(
+        self,
+        layer: int,
+        gradients: Sequence[Gradient],
+        onto: HostGradient | None = None,
+        mark: TaskMark | None = None,
+    ) -> HostGradient:
         """See `Transport.store`."""
         if self._placement.is_cpu:
             if onto is None:
                 stored = HostGradient(self._program("store", layer)(gradients, self._take(layer)), True)
             else:
-                stored = self._store_rows(layer, gradients, onto)
+                stored = self._store_rows(layer, gradients, onto, mark)
         elif all(isinstance(gradient, RowGradient) for gradient in gradients):
-            stored = self._store_rows(layer, gradients, onto)
+            stored = self._store_rows(layer, gradients, onto, mark)
         else:
             packed = self._program("pack", layer)(gradients)
             pinned = [jax.device_put(v, self._placement.pinned) for v in packed]
             host = tuple(jax.device_put(v, self._placement.host) for v in pinned)
+            if mark is not None:
+                mark.watch(host)
             stored = HostGradient(
                 host if onto is None else self._program("sum", layer)(self.gather(layer, onto), host), True
             )
@@ -230,7 +263,7 @@ class DevicePut(Transport):
         _delete(jax.tree.leaves(gradients))
         return stored
 
-    def _load(self, layer: int, size: int, vectors: Vectors) -> DeviceLayer:
+    def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         unpack = self._program("unpack", layer)
         if self._placement.is_cpu:
             return DeviceLayer(layer, size, unpack(vectors))
@@ -240,7 +273,10 @@ class DevicePut(Transport):
             _delete(arrays)
             return cut
 
-        return DeviceLayer(layer, size, [jax.device_put(v, self._placement.device) for v in vectors], arrive)
+        copies = [jax.device_put(v, self._placement.device) for v in vectors]
+        if mark is not None:
+            mark.watch(copies)
+        return DeviceLayer(layer, size, copies, arrive)
 
     def _jitted(self, name: str, layer: Layer) -> Any:
         device, gathered = self._placement.device, self._placement.update_output

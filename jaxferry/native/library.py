@@ -16,11 +16,12 @@ import pathlib
 import re
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jaxlib.version
+import numpy as np
 from scipy.linalg import cython_blas
 
 from jaxferry.errors import InputError, NativeError
@@ -39,6 +40,7 @@ TARGETS = (
     "jaxferry_ferry_load",
     "jaxferry_ferry_store",
     "jaxferry_ferry_wait",
+    "jaxferry_mark",
 )
 
 CPU_TARGETS = ("jaxferry_host_step",)
@@ -100,6 +102,36 @@ class NativeLibrary:
             for direction in DIRECTIONS:
                 self.set_bandwidth(direction, 0)
         self.synchronize()
+
+    def open_marks(self, token: int, num_kept: int) -> None:
+        """Starts a list of the marks of a token (`targets.mark`); the last `num_kept` are kept.
+
+        Args:
+          token: the address of the token.
+          num_kept: how many.
+        """
+        self._functions.jaxferry_marks_open(ctypes.c_void_p(token), ctypes.c_int64(num_kept))
+
+    def close_marks(self, token: int) -> None:
+        """Ends a list of marks, and forgets them."""
+        self._functions.jaxferry_marks_close(ctypes.c_void_p(token))
+
+    def read_marks(self, tokens: Sequence[int], numbers: Sequence[int]) -> list[tuple[float, float]]:
+        """When what was marked started and ended, in seconds of `time.perf_counter`.
+
+        Args:
+          tokens: for each mark, the address of its token.
+          numbers: how many marks of that token came before it.
+
+        Returns:
+          Start and end of each; NaN for what has not ended, is not kept any more, or is not known.
+        """
+        count = len(tokens)
+        addresses, places = np.asarray(tokens, np.uintp), np.asarray(numbers, np.int64)
+        starts_s, ends_s = np.full(count, np.nan), np.full(count, np.nan)
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (addresses, places, starts_s, ends_s)]
+        self._functions.jaxferry_marks_read(ctypes.c_int64(count), *pointers)
+        return list(zip(starts_s.tolist(), ends_s.tolist(), strict=True))
 
     def set_bandwidth(self, direction: str, bytes_per_s: float) -> None:
         """Sets the speed of the emulated link, or of the host's own memory.

@@ -14,6 +14,9 @@ from jaxferry.native.shapes import GatherShape, ProductShape
 METHODS = ("auto", "staged", "direct")
 """How `dha_matmul` reads its weight: chosen by size, panels through the scratch, or from within the kernel."""
 
+QUEUES = ("program", "load", "store")
+"""What a mark follows: the program's own stream, or a queue of the ferry."""
+
 _ROUND_TO = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
 
 
@@ -148,3 +151,10 @@ def ferry_wait(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     aliases = {i: i for i in range(len(arrays))}
     call = jax.ffi.ffi_call("jaxferry_ferry_wait", [_struct(a) for a in arrays], input_output_aliases=aliases)
     return list(call(*arrays))
+
+
+def mark(token: jax.Array, after: Sequence[jax.Array], queue: str) -> jax.Array:
+    """A byte of no interest; notes for the token when what `queue` was given last, to make `after`, starts and ends."""
+    call = jax.ffi.ffi_call("jaxferry_mark", jax.ShapeDtypeStruct((1,), np.uint8))
+    marked: jax.Array = call(token, *after, queue=np.int64(QUEUES.index(queue)))
+    return marked

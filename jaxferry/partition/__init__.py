@@ -1,36 +1,46 @@
 """From a loss function to segments: `partition`, and `print_table` to see what was found.
 
 loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments --> derivative of each program
+
+`partition_forward` cuts any function of parameters, to be run without derivatives.
 """
 
-from jaxferry.partition.build import layers_by_path, partition
+from jaxferry.partition.build import layers_by_path, partition, partition_forward
 from jaxferry.partition.cuts import Merge
-from jaxferry.partition.derivative import REMAT, Derivative, differentiate
+from jaxferry.partition.derivative import AUTO, REMAT, Derivative, differentiate
 from jaxferry.partition.frozen import Trainable, frozen_leaves
 from jaxferry.partition.host_reads import read_in_place
 from jaxferry.partition.host_stores import store_in_place
-from jaxferry.partition.layout import Layer, Leaf
+from jaxferry.partition.layout import Layer, Leaf, Part
+from jaxferry.partition.remat import check_remat, remat_of, with_remat
 from jaxferry.partition.rows import Gradient, RowGradient
-from jaxferry.partition.segments import Partition, Segment
+from jaxferry.partition.segments import ForwardPartition, Partition, Segment
 from jaxferry.partition.table import print_table, table
 
 __all__ = [
+    "AUTO",
     "REMAT",
     "Derivative",
+    "ForwardPartition",
     "Gradient",
     "Layer",
     "Leaf",
     "Merge",
+    "Part",
     "Partition",
     "RowGradient",
     "Segment",
     "Trainable",
+    "check_remat",
     "differentiate",
     "frozen_leaves",
     "layers_by_path",
     "partition",
+    "partition_forward",
     "print_table",
     "read_in_place",
+    "remat_of",
     "store_in_place",
     "table",
+    "with_remat",
 ]

@@ -1,4 +1,4 @@
-"""From a loss function to its partition: the steps in order."""
+"""From a function to its partition: the steps in order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,20 @@ from jaxferry.partition import cuts
 from jaxferry.partition.dataflow import Dataflow, analyse
 from jaxferry.partition.derivative import joint_graph
 from jaxferry.partition.graph import Equation, Graph, trace
-from jaxferry.partition.groups import Group, group_leaves, leaf_paths
+from jaxferry.partition.groups import Group, Path, group_leaves, leaf_paths
 from jaxferry.partition.keys import Canonical, bytes_of
 from jaxferry.partition.layout import Layer, make_layer
-from jaxferry.partition.segments import Partition, Segment, build_segments, depending_on, prelude_with_views
+from jaxferry.partition.scans import find_scans
+from jaxferry.partition.segments import (
+    ForwardPartition,
+    Partition,
+    Segment,
+    build_segments,
+    depending_on,
+    prelude_with_views,
+)
+from jaxferry.partition.stacking import Stack, Stored, stored_in, stored_leaves
+from jaxferry.partition.unroll import unroll
 
 
 def partition(
@@ -47,53 +57,129 @@ def partition(
       InputError: if a parameter is not real floating point, or there is none, or the loss depends on frozen ones alone.
       PartitionError: if the loss is no real scalar or reads no parameter.
     """
-    paths = ["/".join(path) for path in leaf_paths(params)]
-    abstract, master_dtypes = _abstract_params(params, paths, compute_dtype, frozen)
-    graph = trace(loss_fn, abstract, args, kwargs or {})
-    loss, aux_tree = _check_outputs(graph)
+    traced = _trace(loss_fn, params, args, kwargs, compute_dtype, layers, frozen)
+    loss, aux_tree = _check_outputs(traced.graph)
+    parts = _segmented(traced, layers)
+    if not any(loss in {*segment.outputs, *segment.extras} for segment in parts.segments):
+        raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
+    if not any(loss in segment.outputs for segment in parts.segments):
+        raise InputError("the loss depends on frozen parameters alone: let the optimizer, or trainable=, train others")
+    return Partition(**vars(parts), loss=loss, aux=traced.graph.outputs[1:], aux_tree=aux_tree)
+
+
+def partition_forward(
+    function: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    compute_dtype: Any = None,
+    layers: Sequence[Layer] | None = None,
+    frozen: Collection[int] = (),
+) -> ForwardPartition:
+    """Cuts any function of parameters into segments, to be run without derivatives.
+
+    Args:
+      function: `function(params, *args, **kwargs)` returns a tree of arrays.
+      params: as for `partition`.
+      args: likewise.
+      kwargs: likewise.
+      compute_dtype: likewise.
+      layers: likewise.
+      frozen: likewise.
+
+    Raises:
+      InputError: if a parameter is not real floating point, or there is none.
+      PartitionError: if the function reads no parameter.
+    """
+    traced = _trace(_without_parameters(function), params, args, kwargs, compute_dtype, layers, frozen)
+    parts = _segmented(traced, layers, is_differentiated=False)
+    if not parts.segments:
+        raise PartitionError("the function reads no parameter: does it use its first argument?")
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A function traced on parameters in the compute dtype, its scans over layers unrolled.
+
+    Attributes:
+      graph: the trace.
+      stored: its parameters.
+      master_dtypes: theirs.
+      frozen: which of them are not trained, by index.
+      notes: what could not be unrolled.
+    """
+
+    graph: Graph
+    stored: list[Stored]
+    master_dtypes: list[np.dtype]
+    frozen: frozenset[int]
+    notes: tuple[str, ...]
+
+
+def _trace(
+    function: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dtype: Any,
+    layers: Sequence[Layer] | None,
+    frozen: Collection[int],
+) -> _Traced:
+    keys = leaf_paths(params)
+    abstract, dtypes = _abstract_params(params, ["/".join(path) for path in keys], dtype, frozen)
+    graph, stored, notes = _by_iteration(trace(function, abstract, args, kwargs or {}), keys, layers)
+    frozen = frozenset(index for index, leaf in enumerate(stored) if leaf.source in frozen)
+    return _Traced(graph, stored, [dtypes[leaf.source] for leaf in stored], frozen, notes)
+
+
+def _without_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with copies in place of parameters that it returns as they are."""
+
+    def copied(params: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {id(leaf) for leaf in jax.tree.leaves(params)}
+        results = function(params, *args, **kwargs)
+        return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True) if id(leaf) in given else leaf, results)
+
+    return copied
+
+
+def _segmented(traced: _Traced, layers: Sequence[Layer] | None, is_differentiated: bool = True) -> ForwardPartition:
+    """Finds layers, or keeps those that are given, and cuts between them."""
+    graph, stored = traced.graph, traced.stored
     if layers is None:
-        groups = group_leaves(leaf_paths(params), tables=_tables(graph))
+        groups = group_leaves([leaf.keys for leaf in stored], tables=_tables(graph))
     else:
         groups = tuple(Group(layer.name, tuple(leaf.index for leaf in layer.leaves)) for layer in layers)
-    first_group = [0] * len(paths)
+    first_group = [0] * len(stored)
     for number, group in enumerate(groups):
         for leaf in group.leaves:
             first_group[leaf] = number
     flow, stretches, group_of_leaf, joins = _cut(graph, first_group, may_join=layers is None)
-    if not stretches or loss not in flow.active:
-        raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
-    trained = [value for leaf, value in enumerate(graph.parameters) if leaf not in frozen]
+    trained = [value for leaf, value in enumerate(graph.parameters) if leaf not in traced.frozen]
     derived = depending_on(graph, trained)
-    if loss not in derived:
-        raise InputError("the loss depends on frozen parameters alone: let the optimizer, or trainable=, train others")
     names = [groups[group].name for group in first_group]
     order = _order_of_use(stretches, group_of_leaf)
-    avals = jax.tree.leaves(abstract)
-    made = tuple(_layer(group, group_of_leaf, names, paths, avals, master_dtypes, frozen) for group in order)
+    made = tuple(_layer(group, group_of_leaf, names, traced) for group in order)
     if layers is not None and set(layers) == set(made):
-        # The order of first use may differ between loss functions; the arrangement of the state need not.
+        # The order of first use may differ between functions; the arrangement of the state need not.
         order = [order[made.index(layer)] for layer in layers]
         made = tuple(layers)
     layer_of_group = {group: index for index, group in enumerate(order)}
     # Where cuts are as good at several places, those are better with which more segments share their program.
     early = cuts.find_cuts(graph, flow, group_of_leaf, is_early=True)
-    segments = min(
-        (
-            _share_programs(graph, build_segments(graph, flow, derived, cut, made, layer_of_group))
-            for cut in (stretches, early)
-        ),
-        key=lambda segments: len({segment.program for segment in segments}),
-    )
+    built = [build_segments(graph, flow, derived, cut, made, layer_of_group) for cut in (stretches, early)]
+    shared = [_share_programs(graph, segments, is_differentiated) for segments in built]
+    segments = min(shared, key=lambda segments: len({segment.program for segment in segments}))
     prelude = prelude_with_views(flow)
-    return Partition(
+    return ForwardPartition(
         layers=made,
         segments=tuple(segments),
         graph=graph,
         prelude=prelude,
         prelude_outputs=_prelude_outputs(graph, prelude, segments),
-        loss=loss,
-        aux=graph.outputs[1:],
-        aux_tree=aux_tree,
+        notes=traced.notes,
         merges=_merges(joins, first_group, names),
     )
 
@@ -109,6 +195,32 @@ def layers_by_path(params: Any, compute_dtype: Any = None, frozen: Collection[in
     abstract, master_dtypes = _abstract_params(params, paths, compute_dtype, frozen)
     avals = jax.tree.leaves(abstract)
     return tuple(make_layer(g.name, g.leaves, paths, avals, master_dtypes, frozen) for g in group_leaves(parts))
+
+
+def _by_iteration(
+    graph: Graph, keys: Sequence[Path], layers: Sequence[Layer] | None
+) -> tuple[Graph, list[Stored], tuple[str, ...]]:
+    """The graph with its scans over layers unrolled, the parameters that it has then, and what could not be unrolled.
+
+    If there are layers already, their parts are the parts.
+    """
+    if layers is None:
+        scans = find_scans(graph)
+        stored = stored_leaves(keys, scans.stacks)
+        stacks = scans.stacks
+    else:
+        stored = stored_in(layers)
+        stacks = {
+            leaf.source: Stack(leaf.part.length, leaf.part.axis, leaf.source)
+            for leaf in stored
+            if leaf.part is not None
+        }
+        scans = find_scans(graph, stacks)
+    notes = tuple(
+        f"not cut by layer though scanned over: {', '.join(repr('/'.join(keys[leaf])) for leaf in leaves)}: {reason}"
+        for reason, leaves in scans.notes
+    )
+    return unroll(graph, scans, stacks), stored, notes
 
 
 def _abstract_params(
@@ -217,38 +329,30 @@ def _order_of_use(stretches: Sequence[cuts.Stretch], group_of_leaf: Sequence[int
     return list(dict.fromkeys([*(stretch.group for stretch in stretches), *group_of_leaf]))
 
 
-def _layer(
-    group: int,
-    group_of_leaf: Sequence[int],
-    names: Sequence[str],
-    paths: Sequence[str],
-    avals: Sequence[Any],
-    master_dtypes: Sequence[np.dtype],
-    frozen: Collection[int],
-) -> Layer:
+def _layer(group: int, group_of_leaf: Sequence[int], names: Sequence[str], traced: _Traced) -> Layer:
     """The layer of a group; `names` holds for each leaf the group that it was in before groups were joined."""
     leaves = [leaf for leaf, other in enumerate(group_of_leaf) if other == group]
     name = "+".join(dict.fromkeys(names[leaf] for leaf in leaves))
-    return make_layer(name, leaves, paths, avals, master_dtypes, frozen)
+    avals = [traced.graph.avals[value] for value in traced.graph.parameters]
+    paths, origins = [leaf.path for leaf in traced.stored], [(leaf.source, leaf.part) for leaf in traced.stored]
+    return make_layer(name, leaves, paths, avals, traced.master_dtypes, traced.frozen, origins)
 
 
-def _share_programs(graph: Graph, segments: Sequence[Segment]) -> list[Segment]:
-    """Gives equal segments the same program number."""
-    numbers: dict[str, int] = {}
-    return [
-        dataclasses.replace(segment, program=numbers.setdefault(_program_key(graph, segment), len(numbers)))
-        for segment in segments
-    ]
+def _share_programs(graph: Graph, segments: Sequence[Segment], is_differentiated: bool) -> list[Segment]:
+    """Gives equal segments the same program number; where no derivative is taken, rules for one say nothing."""
+    keys = [_program_key(graph, segment, is_differentiated) for segment in segments]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [dataclasses.replace(segment, program=numbers[key]) for segment, key in zip(segments, keys, strict=True)]
 
 
-def _program_key(graph: Graph, segment: Segment) -> str:
+def _program_key(graph: Graph, segment: Segment, is_differentiated: bool) -> str:
     inputs = (*segment.weights, *segment.inputs, *segment.passive)
     outputs = (*segment.outputs, *segment.extras)
     roles = [len(part) for part in (segment.weights, segment.inputs, segment.passive, segment.outputs)]
     roles += segment.trained
-    canonical = Canonical()
+    canonical = Canonical(is_derived=not is_differentiated)
     content = canonical.equations(segment.equations, inputs, outputs, graph.avals)
-    if canonical.is_opaque:
+    if canonical.is_opaque and is_differentiated:
         derived = joint_graph(graph, segment)
         content = Canonical(is_derived=True).equations(
             derived.equations, (*derived.parameters, *derived.batch, *derived.constants), derived.outputs, derived.avals

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxferry.partition.graph import Equation, Graph
 
-_PRELUDE_BYTES = 4096
+PRELUDE_BYTES = 4096
 _REPEATING = ("broadcast_in_dim", "gather")
 _SELECTING = ("slice", "dynamic_slice", "gather")
 
@@ -52,7 +52,7 @@ class Dataflow:
 
 def analyse(graph: Graph, group_of_leaf: Mapping[int, int]) -> Dataflow:
     """Sorts the equations of `graph`; `group_of_leaf` maps a leaf index to its layer."""
-    batch, active = _dependences(graph)
+    batch, active = dependences(graph)
     views, leaves = _views(graph, batch, group_of_leaf)
     viewed = set(views)
     rest = [e for e in graph.equations if e.has_effects or not viewed.issuperset(e.outputs)]
@@ -63,7 +63,7 @@ def analyse(graph: Graph, group_of_leaf: Mapping[int, int]) -> Dataflow:
     return dataclasses.replace(flow, main=_reorder(flow, batch, group_of_leaf))
 
 
-def _dependences(graph: Graph) -> tuple[set[int], frozenset[int]]:
+def dependences(graph: Graph) -> tuple[set[int], frozenset[int]]:
     """Values that depend on the batch, and values that depend on parameters."""
     batch, active = set(graph.batch), set(graph.parameters)
     for equation in graph.equations:
@@ -94,7 +94,7 @@ def _views(
         name = equation.primitive.name
         if made_from and size_out > size_in and name in _REPEATING:
             continue
-        if not made_from and size_out <= _PRELUDE_BYTES and name in _SELECTING:
+        if not made_from and size_out <= PRELUDE_BYTES and name in _SELECTING:
             continue
         views |= dict.fromkeys(equation.outputs, equation)
         leaves |= dict.fromkeys(equation.outputs, made_from)
@@ -107,7 +107,7 @@ def _prelude(
     ready = {*graph.batch, *graph.constants, *(value for value in views if value not in active)}
     prelude = []
     for equation in equations:
-        small = all(graph.num_bytes(value) <= _PRELUDE_BYTES for value in equation.outputs)
+        small = all(graph.num_bytes(value) <= PRELUDE_BYTES for value in equation.outputs)
         if small and ready.issuperset(equation.reads) and not equation.has_effects:
             ready.update(equation.outputs)
             prelude.append(equation)

@@ -6,7 +6,8 @@
 A derivative needs residuals. Many of them somebody holds anyway: the weights, which the engine drops after the forward
 and puts back for the backward, the segment's inputs, its outputs. These are not handed out a second time but supplied
 again. Copies computed from weights alone (a cast, a transpose) are computed again in the backward program, so nothing
-of a weight stays on the device between the two. Of the others as few bytes as possible are kept (`residuals.py`).
+of a weight stays on the device between the two. Of the others as few bytes as possible are kept, or those that a policy
+names (`residuals.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from typing import Any
 import jax
 
 from jaxferry.partition.graph import Atom, Equation, Graph, aval_bytes, evaluate, live_equations, trace
-from jaxferry.partition.residuals import is_cheap, values_to_keep
+from jaxferry.partition.residuals import is_cheap, values_kept_by, values_to_keep
 from jaxferry.partition.rows import keep_rows
 from jaxferry.partition.segments import Segment
 
 REMAT = ("none", "full")
 """What is kept between forward and backward: `none` recomputes nothing, `full` keeps a segment's inputs alone."""
+
+AUTO = "auto"
+"""As `none`, until a plan chooses `full`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,11 +84,25 @@ class Derivative:
         )
 
 
-def differentiate(graph: Graph, segment: Segment, remat: str = "none") -> Derivative:
-    """Builds the forward and the backward of `segment`; `remat` is one of `REMAT`."""
+def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivative:
+    """Builds the forward and the backward of `segment`.
+
+    Args:
+      graph: what the segment's values are numbered in.
+      segment: the segment.
+      remat: what is kept between the two: one of `REMAT`, `AUTO`, or a policy as in `jax.checkpoint_policies`; None for
+        the segment's own choice.
+
+    Raises:
+      InputError: if the policy answers with anything but True (keep) and False (compute again).
+    """
     if not segment.runs_back:
         return _without_backward(segment)
-    made = _recomputing(segment) if remat == "full" else _keeping(segment, _linearise(graph, segment))
+    remat = segment.remat if remat is None else remat
+    if remat == "full":
+        made = _recomputing(segment)
+    else:
+        made = _keeping(segment, _linearise(graph, segment), None if remat in ("none", AUTO) else remat)
     sparse = keep_rows(made.backward, made.backward_arguments(graph), len(segment.trained))
     return made if sparse is None else dataclasses.replace(made, _backward=sparse, has_rows=True)
 
@@ -164,14 +182,17 @@ def _linearise(graph: Graph, segment: Segment) -> _Linearised:
     return _Linearised(linear, outputs, rest[:num_extras], rest[num_extras:], trees[-1])
 
 
-def _keeping(segment: Segment, lin: _Linearised) -> Derivative:
+def _keeping(segment: Segment, lin: _Linearised, policy: Callable[..., Any] | None = None) -> Derivative:
     graph, num_inputs = lin.graph, len(segment.inputs)
     from_weights = _made_from(graph, set(graph.parameters))
     passive = graph.batch[num_inputs:]
     given = {*graph.parameters, *passive, *graph.constants}
     residuals = [v for v in lin.residuals if isinstance(v, int)]
-    kept = values_to_keep(graph, residuals, given | from_weights)
-    recomputed = _recomputation(graph, residuals, given | kept, from_weights)
+    free = given | from_weights
+    kept = values_to_keep(graph, residuals, free) if policy is None else values_kept_by(policy, graph, residuals, free)
+    recomputed = _recomputation(graph, residuals, given | kept)
+    if policy is None:
+        assert all(is_cheap(equation) or from_weights.issuperset(equation.outputs) for equation in recomputed)
     needed = {*residuals, *(v for e in recomputed for v in e.reads)}
     # An output that is one of the arguments handed through is supplied as that argument.
     supplied = {*graph.parameters, *graph.batch, *graph.constants}
@@ -191,6 +212,8 @@ def _keeping(segment: Segment, lin: _Linearised) -> Derivative:
     def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, residues: Any, cotangents: Any) -> Any:
         values: dict[Any, Any] = dict(graph.constants)
         values |= zip(graph.parameters, weights, strict=True)
+        if policy is not None:
+            inputs = jax.lax.optimization_barrier(inputs)  # as above
         for atoms, places, arrays in zip(numbers, read, (inputs, passive, outputs), strict=True):
             values |= {atoms[i]: array for i, array in zip(places, arrays, strict=True)}
         values |= zip(saved, residues, strict=True)
@@ -206,15 +229,12 @@ def _collect(values: dict[int, Any], atoms: Sequence[Atom]) -> list[Any]:
     return [values[atom] if isinstance(atom, int) else atom.val for atom in atoms]
 
 
-def _recomputation(
-    graph: Graph, residuals: Sequence[int], held: Collection[int], from_weights: Collection[int]
-) -> tuple[Equation, ...]:
+def _recomputation(graph: Graph, residuals: Sequence[int], held: Collection[int]) -> tuple[Equation, ...]:
     """The equations that make the residuals from what is held."""
     needed = {value for value in residuals if value not in held}
     chosen = []
     for equation in reversed(graph.equations):
         if needed.intersection(equation.outputs):
-            assert is_cheap(equation) or set(equation.outputs) <= set(from_weights), equation.primitive.name
             chosen.append(equation)
             needed.update(value for value in equation.reads if value not in held)
     return tuple(reversed(chosen))

@@ -101,7 +101,7 @@ def evaluate(equations: Iterable[Equation], values: dict[int, Any]) -> None:
         values.update(zip(equation.outputs, results, strict=True))
 
 
-class _Builder:
+class Builder:
     """Collects equations and numbers values while jaxprs are inlined."""
 
     def __init__(self, keep_single: bool = False) -> None:
@@ -111,11 +111,21 @@ class _Builder:
         self.constants: dict[int, Any] = {}
         self._constant_numbers: dict[int, int] = {}
 
+    @classmethod
+    def onto(cls, graph: Graph) -> Builder:
+        """A builder that knows the values of a graph by their numbers, and has none of its equations."""
+        builder = cls()
+        builder.avals, builder.constants = list(graph.avals), dict(graph.constants)
+        builder._constant_numbers = {id(array): number for number, array in graph.constants.items()}
+        return builder
+
     def value(self, aval: type_of_aval) -> int:
+        """The number of a new value."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
     def constant(self, variable: core.Var, array: Any) -> int:
+        """The number of an array that a jaxpr has closed over; the same for the same array."""
         number = self._constant_numbers.get(id(array))
         if number is None:
             number = self._constant_numbers[id(array)] = self.value(variable.aval)
@@ -123,6 +133,7 @@ class _Builder:
         return number
 
     def inline(self, closed: core.ClosedJaxpr, operands: Sequence[Atom]) -> list[Atom]:
+        """Adds the equations of a jaxpr with new values; returns its outputs."""
         jaxpr = closed.jaxpr
         names: dict[core.Var, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
         names |= {v: self.constant(v, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
@@ -174,7 +185,7 @@ def trace(
     leaves, params_tree = jax.tree.flatten(params)
     rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
     closed, out_shape = jax.make_jaxpr(call, return_shape=True)(leaves, rest)
-    builder = _Builder(keep_single)
+    builder = Builder(keep_single)
     numbers = [builder.value(v.aval) for v in closed.jaxpr.invars]
     outputs = tuple(builder.inline(closed, numbers))
     return Graph(

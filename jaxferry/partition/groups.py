@@ -55,7 +55,7 @@ def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[G
       paths: the path of each leaf, as from `leaf_paths`.
       tables: indices of leaves that rows are looked up in.
     """
-    common = _common_prefix(paths)
+    common = common_modules(paths)
     below = {index: path[common:] for index, path in enumerate(paths) if index not in tables}
     found = [(name, leaves) for name, leaves in _split(below, ())] if below else []
     found += [(paths[index][common:-1] or paths[index][-1:], [index]) for index in tables]
@@ -67,7 +67,7 @@ def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[G
     return tuple(sorted(groups, key=lambda group: group.leaves))
 
 
-def _common_prefix(paths: Sequence[Path]) -> int:
+def common_modules(paths: Sequence[Path]) -> int:
     """How many leading keys all module paths share: a key above a single module says nothing."""
     modules = [path[:-1] for path in paths]
     depth = 0

@@ -30,8 +30,8 @@ class Canonical:
     """Collects what a program is made of, as nested tuples without names or addresses.
 
     Args:
-      is_derived: whether the program is one whose derivative has been taken: rules that it still holds are those of
-        values that have none, and say nothing.
+      is_derived: whether the program is one whose derivative has been taken, or is never taken: rules that it still
+        holds are those of values that have none, and say nothing.
 
     Attributes:
       is_opaque: whether a part could be compared only by identity.

@@ -14,17 +14,34 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Which part of a stacked parameter an array is.
+
+    Attributes:
+      number: its index along the axis, which it has lost.
+      length: how many parts there are.
+      axis: the axis that the parameter is cut along.
+    """
+
+    number: int
+    length: int
+    axis: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaf:
     """One parameter of a layer.
 
     Attributes:
-      index: its place in the flattened tree of all parameters.
-      path: its path in that tree, joined by "/".
+      index: its place among all parameters as they are stored: the flattened tree, parts in place of what is cut.
+      path: its path in that tree, joined by "/"; that of a part has the part's number in it.
       shape: its shape.
       dtype: the dtype in which the loss function sees it (the compute dtype).
       master_dtype: the dtype in which the optimizer updates it; of a frozen one that in which it was given.
       vector: which vector of the layer holds it.
       offset: its first element there.
+      source: the place, in the model's own flattened tree, of the parameter that it is or is a part of.
+      part: which part of that it is; None for all of it.
       is_trained: whether it has a gradient and an update; else it is frozen.
     """
 
@@ -35,6 +52,8 @@ class Leaf:
     master_dtype: np.dtype
     vector: int
     offset: int
+    source: int
+    part: Part | None = None
     is_trained: bool = True
 
     @property
@@ -121,8 +140,12 @@ def make_layer(
     avals: Sequence[Any],
     master_dtypes: Sequence[np.dtype],
     frozen: Collection[int] = (),
+    origins: Sequence[tuple[int, Part | None]] | None = None,
 ) -> Layer:
-    """Lays out the leaves `indices` of a flattened tree; `avals` have the compute dtypes, `frozen` are indices."""
+    """Lays out the leaves `indices` of a flattened tree; `avals` have the compute dtypes, `frozen` are indices.
+
+    `origins` holds `Leaf.source` and `Leaf.part` of each; None if no parameter is cut.
+    """
     numbers: dict[tuple[bool, np.dtype], int] = {}
     for index in sorted(indices, key=lambda index: index in frozen):
         numbers.setdefault((index in frozen, np.dtype(avals[index].dtype)), len(numbers))
@@ -132,6 +155,9 @@ def make_layer(
         dtype, shape, is_trained = np.dtype(avals[index].dtype), tuple(avals[index].shape), index not in frozen
         vector = numbers[not is_trained, dtype]
         offset = filled.get(vector, 0)
-        leaves.append(Leaf(index, paths[index], shape, dtype, master_dtypes[index], vector, offset, is_trained))
+        source, part = (index, None) if origins is None else origins[index]
+        leaves.append(
+            Leaf(index, paths[index], shape, dtype, master_dtypes[index], vector, offset, source, part, is_trained)
+        )
         filled[vector] = offset + leaves[-1].size
     return Layer(name, tuple(leaves))

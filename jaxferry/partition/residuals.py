@@ -7,98 +7,37 @@ can be had so, a minimum cut of the graph finds one with the fewest bytes; where
 the residuals, so that least is computed twice.
 
 Source: the same cut as functorch's `min_cut_rematerialization_partition` (PyTorch), with parameters and batch for free.
+
+A policy as in `jax.checkpoint_policies` decides instead for each equation whether its results may be kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import scipy.sparse
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
+from jaxferry.errors import InputError
+from jaxferry.partition.elementwise import ELEMENTWISE
 from jaxferry.partition.graph import Equation, Graph
 
-_CHEAP = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "add_any",
-        "and",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "broadcast_in_dim",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "cosh",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expand_dims",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "integer_pow",
-        "iota",
-        "is_finite",
-        "le",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "or",
-        "pad",
-        "pow",
-        "real",
-        "reduce_precision",
-        "rem",
-        "reshape",
-        "rev",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "sinh",
-        "slice",
-        "split",
-        "sqrt",
-        "square",
-        "squeeze",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "transpose",
-        "xor",
-    ]
-)
+_CHEAP = ELEMENTWISE | {
+    "broadcast_in_dim",
+    "concatenate",
+    "expand_dims",
+    "iota",
+    "name",
+    "pad",
+    "reshape",
+    "rev",
+    "slice",
+    "split",
+    "squeeze",
+    "transpose",
+}
 _UNITS = 2**28
 _INFINITE = 2**30
 
@@ -128,6 +67,47 @@ def values_to_keep(graph: Graph, residuals: Iterable[int], free: Collection[int]
                     stack.append(operand)
     fixed = [v for v in nodes if v not in made_by or not is_cheap(made_by[v])]
     return _minimum_cut(graph, list(nodes), edges, fixed, wanted)
+
+
+def values_kept_by(
+    policy: Callable[..., Any], graph: Graph, residuals: Iterable[int], free: Collection[int]
+) -> set[int]:
+    """Values that a policy keeps, of those that the residuals are made from: as `jax.checkpoint` does with it.
+
+    Args:
+      policy: `policy(primitive, *avals, **params)` says whether results of such an equation may be kept.
+      graph: the traced function.
+      residuals: the values asked for.
+      free: values that are at hand in any case.
+
+    Raises:
+      InputError: if the policy answers with anything but True and False.
+    """
+    made_by = {v: e for e in graph.equations for v in e.outputs}
+    kept: set[int] = set()
+    seen, stack = set(free), list(residuals)
+    while stack:
+        value = stack.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        equation = made_by.get(value)
+        if equation is None or equation.has_effects or _may_keep(policy, graph, equation):
+            kept.add(value)
+        else:
+            stack += equation.reads
+    return kept
+
+
+def _may_keep(policy: Callable[..., Any], graph: Graph, equation: Equation) -> bool:
+    avals = [graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in equation.inputs]
+    answer = policy(equation.primitive, *avals, **equation.params)
+    if not isinstance(answer, bool | np.bool_):
+        raise InputError(
+            "remat: a policy must say True (keep) or False (compute again) of each operation, got "
+            f"{answer!r} for {equation.primitive.name}"
+        )
+    return bool(answer)
 
 
 def is_cheap(equation: Equation) -> bool:

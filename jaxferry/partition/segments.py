@@ -1,4 +1,4 @@
-"""The segments of a loss function: what each reads, what crosses to later ones, which of them are the same program."""
+"""The segments of a function: what each reads, what crosses to later ones, which of them are the same program."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Segment:
       trained: which of `weights` have a gradient, as indices.
       alive_bytes: bytes of the values alive at its end.
       program: segments with the same number share their compiled programs.
+      remat: what it keeps between forward and backward: one of `REMAT`, `AUTO`, or a policy (`remat.py`).
     """
 
     name: str
@@ -45,6 +46,7 @@ class Segment:
     trained: tuple[int, ...]
     alive_bytes: int
     program: int = -1
+    remat: Any = "none"
 
     @property
     def runs_back(self) -> bool:
@@ -62,18 +64,16 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Partition:
-    """A loss function as an ordered list of segments over layers.
+class ForwardPartition:
+    """A function of parameters as an ordered list of segments over layers.
 
     Attributes:
       layers: the layers, in order of first use; layers that no segment reads come last.
       segments: the segments, in order.
-      graph: the traced loss function, to which all numbers refer.
+      graph: the traced function, to which all numbers refer.
       prelude: equations that run once a step before the first segment.
       prelude_outputs: values that the prelude makes for segments or the caller.
-      loss: the value of the loss.
-      aux: the flattened auxiliary outputs.
-      aux_tree: their tree, or None if the loss function returns a scalar alone.
+      notes: what could not be cut though it looks as if it should be, and why.
       merges: which layers could not be, or were not worth being, apart, and why.
     """
 
@@ -82,10 +82,8 @@ class Partition:
     graph: Graph
     prelude: tuple[Equation, ...]
     prelude_outputs: tuple[int, ...]
-    loss: int
-    aux: tuple[Atom, ...]
-    aux_tree: jax.tree_util.PyTreeDef | None
-    merges: tuple[Merge, ...] = ()
+    notes: tuple[str, ...]
+    merges: tuple[Merge, ...]
 
     @property
     def coarse_merges(self) -> tuple[Merge, ...]:
@@ -105,10 +103,25 @@ class Partition:
 
     @property
     def unread_leaves(self) -> tuple[str, ...]:
-        """Paths of the trained parameters that the loss never reads."""
+        """Paths of the trained parameters that the function never reads."""
         read = {value for s in self.segments for equation in s.equations for value in equation.reads}
         leaves = [leaf for layer in self.layers for leaf in layer.trained.leaves]
         return tuple(leaf.path for leaf in leaves if self.graph.parameters[leaf.index] not in read)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Partition(ForwardPartition):
+    """The partition of a loss function.
+
+    Attributes:
+      loss: the value of the loss.
+      aux: the flattened auxiliary outputs.
+      aux_tree: their tree, or None if the loss function returns a scalar alone.
+    """
+
+    loss: int
+    aux: tuple[Atom, ...]
+    aux_tree: jax.tree_util.PyTreeDef | None
 
 
 def build_segments(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import rich.console
+import rich.markup
 import rich.table
 
 from jaxferry.partition.segments import Partition
@@ -10,9 +11,11 @@ from jaxferry.units import format_bytes
 
 
 def table(partition: Partition) -> rich.table.Table:
-    """One row a segment: name, parameters, bytes of its layer, bytes alive at its end, program."""
+    """One row a segment: name, parameters, bytes of its layer, bytes alive at its end, program; below, notes."""
     rows = rich.table.Table(
-        title=f"{len(partition.segments)} segments, {len(partition.layers)} layers, {partition.num_programs} programs"
+        title=f"{len(partition.segments)} segments, {len(partition.layers)} layers, {partition.num_programs} programs",
+        caption=rich.markup.escape("\n".join(partition.notes)) or None,
+        caption_justify="left",
     )
     rows.add_column("segment")
     for column in ("parameters", "bytes", "alive at its end", "program"):

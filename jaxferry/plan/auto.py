@@ -1,10 +1,14 @@
-"""One memory budget as the knob: modes, gradients, RESIDENT and RELOAD layers so that the peak fits and a step is fast.
+"""One memory budget as the knob: modes, gradients, recomputation, so that the peak fits and a step is fast.
 
 A pool of plans that knows no budget is made for the profile: the plans of all policies, `exact`'s among them, with
 several reserve factors; families of plans that make layer after layer DHA, RELOAD or RESIDENT; and neighbours of the
 plans that are best for their memory. The budget only picks the fastest one in the steady state that fits. So more
 memory is never slower, and no policy that fits is faster. For up to `MOST_ENUMERATED` layers the pool has every plan
 there is.
+
+Where the profile says what recomputation costs, a second part of the pool starts from the best plans of the first:
+families of plans that recompute layer after layer, and neighbours. The first part is what it is without them, so that
+the choice makes no plan slower; and a plan recomputes only where no other that fits is as fast.
 
 All layers DHA and all gradients GO hold nothing but activations: with GO allowed that is the smallest feasible budget.
 Without a budget the fastest plan of the pool is taken whatever it holds: no budget is like one that everything fits
@@ -16,6 +20,7 @@ memory or time. With 1 none is GO.
 
 import dataclasses
 import decimal
+import itertools
 
 import numpy as np
 
@@ -62,9 +67,14 @@ class AutoSearch:
     def __init__(self, profile: Profile, request: Request):
         self.profile, self.request = profile, request
         self.pool = Pool(profile)
+        self.saved_bytes = np.array([x.activation_bytes - x.kept_bytes(x.can_recompute) for x in profile.layers])
         self.gains = np.array([layer.backward_go_s - layer.backward_s for layer in profile.layers])
         self.sizes = [layer.grad_bytes for layer in profile.layers]
         self._fill()
+        self.without = self.frontier = self.pool.frontier()
+        if (self.saved_bytes > 0).any():
+            self._recompute()
+            self.frontier = self.pool.frontier()
 
     def plan(self, budget_bytes: int | None) -> Plan:
         """The fastest plan within the budget, and the leanest of such; None is no limit.
@@ -72,15 +82,19 @@ class AutoSearch:
         Raises:
           BudgetError: if there is none.
         """
-        frontier = self.pool.frontier()
-        fits = [best for best in frontier if budget_bytes is None or best.peak_bytes <= budget_bytes]
-        if not fits:
-            check_budget(Auto.name, budget_bytes or 0, frontier[-1].peak_bytes)
-        # the leanest of those that are as fast up to rounding
-        unlimited, fastest_s = frontier[0], fits[0].objective_s
-        best = [best for best in fits if best.objective_s <= fastest_s * (1 + _ROUNDING)][-1]
+        unlimited, leanest = self.frontier[0], self.frontier[-1]
+        fastest = self._fastest(self.frontier, budget_bytes)
+        if not fastest:
+            check_budget(Auto.name, budget_bytes or 0, leanest.peak_bytes, int(leanest.recomputes.sum()))
+        without = self._fastest(self.without, budget_bytes)
+        if without and without[0].objective_s <= fastest[0].objective_s * (1 + _ROUNDING):
+            fastest = without
+        best = fastest[-1]
         reserve_factor = self._used_reserve_factor(best.to_host)
-        plan = make_plan(Auto.name, reserve_factor, self.profile, best.modes, best.to_host, best.loads, best.updates)
+        kind = (best.loads, best.updates)
+        plan = make_plan(
+            Auto.name, reserve_factor, self.profile, best.modes, best.to_host, *kind, recomputes=best.recomputes
+        )
         limited = best.objective_s > unlimited.objective_s * (1 + _ROUNDING)
         details = {
             "objective": Objective.STEADY.value,
@@ -90,6 +104,11 @@ class AutoSearch:
             "unlimited_peak_device_bytes": unlimited.peak_bytes,
         }
         return dataclasses.replace(plan, details=details)
+
+    def _fastest(self, frontier: list[Best], budget_bytes: int | None) -> list[Best]:
+        """Of the plans that fit those that are as fast as the fastest up to rounding, the leanest last."""
+        fits = [best for best in frontier if budget_bytes is None or best.peak_bytes <= budget_bytes]
+        return [best for best in fits if best.objective_s <= fits[0].objective_s * (1 + _ROUNDING)]
 
     def _fill(self) -> None:
         size = len(self.profile.layers)
@@ -111,6 +130,42 @@ class AutoSearch:
         self.pool.run(peak=True)
         self._refine()
 
+    def _recompute(self) -> None:
+        """Adds plans that recompute layers, to the others' best ones."""
+        size = len(self.profile.layers)
+        if size <= MOST_ENUMERATED:
+            self._enumerate(size, self.saved_bytes > 0)
+        fronts = self.without
+        spread = np.unique(np.linspace(0, len(fronts) - 1, _EXPANDED_AT_ONCE).astype(int))
+        starts = [(best.modes, best.to_host) for best in (fronts[number] for number in spread) if _is_layerwise(best)]
+        to_host = self._gradient_choices()[-1]
+        starts += [(np.full(size, mode, dtype=np.int8), to_host) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
+        family = self._recomputing_family()
+        for modes, to_host in starts:
+            self._add(np.repeat(modes[None], len(family), axis=0), np.broadcast_to(to_host, family.shape), family)
+        self.request.report("plans that recompute activations")
+        self.pool.run(peak=True)
+        self._refine(recomputes=True)
+
+    def _recomputing_family(self) -> np.ndarray:
+        """Flags of the first k layers of several orders, (plans, layers).
+
+        The orders: least time for a byte first, most bytes first, forward order, backward order.
+        """
+        layers, saved = self.profile.layers, self.saved_bytes
+        useful = [int(index) for index in np.flatnonzero(saved > 0)]
+        orders = [
+            sorted(useful, key=lambda i: ((layers[i].recompute_s or 0.0) / saved[i], i)),
+            sorted(useful, key=lambda i: (-saved[i], i)),
+            useful,
+            useful[::-1],
+        ]
+        points = np.unique(np.linspace(1, len(useful), _POINTS).astype(int))
+        family = np.zeros((len(orders) * len(points), len(layers)), dtype=bool)
+        for flags, (order, number) in zip(family, itertools.product(orders, points), strict=True):
+            flags[order[:number]] = True
+        return family
+
     def _gradient_choices(self) -> list[np.ndarray]:
         """Which gradients go to the host: (layers,) flags, the most that may stay first, all GO last."""
         factor = self.request.reserve_factor
@@ -121,12 +176,20 @@ class AutoSearch:
             np.ones(len(self.sizes), dtype=bool)
         ]
 
-    def _enumerate(self, size: int) -> None:
+    def _enumerate(self, size: int, can_recompute: np.ndarray | None = None) -> None:
+        """Adds all plans; with `can_recompute`, (layers,), those that recompute any of these layers."""
         choices = np.indices((len(_ALL), 2) * size, dtype=np.int8).reshape(2 * size, -1).T
-        self._add(choices[:, 0::2], choices[:, 1::2].astype(bool))
+        modes, to_host = choices[:, 0::2], choices[:, 1::2].astype(bool)
+        if can_recompute is None:
+            self._add(modes, to_host)
+            return
+        for again in itertools.product(*((False, True) if can else (False,) for can in can_recompute)):
+            if any(again):
+                self._add(modes, to_host, np.broadcast_to(np.array(again), modes.shape))
 
-    def _add(self, modes: np.ndarray, to_host: np.ndarray) -> None:
+    def _add(self, modes: np.ndarray, to_host: np.ndarray, recomputes: np.ndarray | None = None) -> None:
         """Adds those plans whose gradients are allowed to stay."""
+        recomputes = np.zeros(modes.shape, dtype=bool) if recomputes is None else recomputes
         factor = self.request.reserve_factor
         if factor is not None:
             if factor >= 1:
@@ -134,9 +197,9 @@ class AutoSearch:
             else:
                 used = ((~to_host) * np.array(self.sizes, dtype=np.float64)).sum(axis=1)
                 allowed = (used <= capacity_bytes(self.profile, factor)) & ~(~to_host & (self.gains <= 0)).any(axis=1)
-            modes, to_host = modes[allowed], to_host[allowed]
+            modes, to_host, recomputes = modes[allowed], to_host[allowed], recomputes[allowed]
         if len(modes):
-            self.pool.add(modes, to_host)
+            self.pool.add(modes, to_host, recomputes=recomputes)
 
     def _families(self, fastest: np.ndarray, to_host: np.ndarray) -> None:
         size = len(self.profile.layers)
@@ -149,10 +212,10 @@ class AutoSearch:
         modes = np.concatenate([plans, *(prefix_family(self.profile, start, mode, points) for start, mode in starts)])
         self._add(modes, np.broadcast_to(to_host, modes.shape))
 
-    def _refine(self) -> None:
+    def _refine(self, recomputes: bool = False) -> None:
         """Adds neighbours of the plans on the frontier of time against memory, spread over it, while work is left."""
         expanded: set[bytes] = set()
-        work, once = 0, (len(_ALL) + 1) * len(self.sizes) ** 2
+        work, once = 0, (len(_ALL) + 1 + recomputes) * len(self.sizes) ** 2
         while work + once <= _WORK:
             fresh = [best for best in self.pool.frontier() if _key(best) not in expanded and _is_layerwise(best)]
             if not fresh:
@@ -162,8 +225,8 @@ class AutoSearch:
             spread = np.unique(np.linspace(0, len(fresh) - 1, num_expanded).astype(int))
             for number in spread:
                 expanded.add(_key(fresh[number]))
-                modes, to_host = _neighbours(fresh[number])
-                self._add(modes, to_host)
+                modes, to_host, again = _neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
+                self._add(modes, to_host, again)
                 work += modes.size
             self.pool.run(peak=True)
 
@@ -180,32 +243,41 @@ class AutoSearch:
     def _busiest_lane(self, best: Best) -> str:
         layers = self.profile.layers
         busy = dict.fromkeys(("GPU", "H2D", "D2H"), 0.0) | {"host": sum(self.profile.group_update_s)}
-        for layer, mode, host in zip(layers, best.modes, best.to_host, strict=True):
+        for layer, mode, host, again in zip(layers, best.modes, best.to_host, best.recomputes, strict=True):
             by_dha = mode in (DHA, DFGB)
             busy["GPU"] += layer.forward_dha_s if by_dha else layer.forward_s
-            busy["GPU"] += layer.backward_for(mode == DHA, bool(host)) + layer.inter_forward_s + layer.inter_backward_s
+            busy["GPU"] += (
+                layer.backward_for(mode == DHA, bool(host), bool(again))
+                + layer.inter_forward_s
+                + layer.inter_backward_s
+            )
             busy["H2D"] += layer.load_s * {DHA: 0, RELOAD: 2}.get(int(mode), 1)
             busy["D2H"] += 0.0 if host else layer.offload_s
         return max(busy, key=lambda lane: busy[lane])
 
 
 def _key(best: Best) -> bytes:
-    return best.modes.tobytes() + best.to_host.tobytes()
+    return best.modes.tobytes() + best.to_host.tobytes() + best.recomputes.tobytes()
 
 
 def _is_layerwise(best: Best) -> bool:
     return best.loads is Loads.LAYERWISE and best.updates is Updates.OVERLAPPED
 
 
-def _neighbours(best: Best) -> tuple[np.ndarray, np.ndarray]:
-    """Plans with one layer's mode or gradient place changed: mode codes and flags, (plans, layers) each."""
+def _neighbours(best: Best, can_recompute: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Plans with one layer's mode, gradient place or recomputation changed: codes and flags, (plans, layers) each."""
     size = len(best.modes)
-    modes, flags = [], []
-    for mode in _ALL:
-        single = np.repeat(best.modes[None], size, axis=0)
-        single[np.arange(size), np.arange(size)] = mode
-        modes.append(single)
-        flags.append(np.repeat(best.to_host[None], size, axis=0))
-    modes.append(np.repeat(best.modes[None], size, axis=0))
-    flags.append(best.to_host[None] ^ np.eye(size, dtype=bool))
-    return np.concatenate(modes), np.concatenate(flags)
+    one = np.eye(size, dtype=bool)
+    others = [np.where(one, np.int8(mode), best.modes) for mode in _ALL]
+    modes, to_host, recomputes = (
+        [*others, *(best.modes,) * 2],
+        [best.to_host] * len(_ALL),
+        [best.recomputes] * len(_ALL),
+    )
+    to_host += [best.to_host ^ one, best.to_host]
+    recomputes += [best.recomputes, best.recomputes ^ one]
+    if can_recompute is None:
+        modes, to_host, recomputes = modes[:-1], to_host[:-1], recomputes[:-1]
+    plans = [np.concatenate([np.broadcast_to(x, one.shape) for x in parts]) for parts in (modes, to_host, recomputes)]
+    allowed = np.ones(len(plans[0]), dtype=bool) if can_recompute is None else ~(plans[2] & ~can_recompute).any(axis=1)
+    return plans[0][allowed], plans[1][allowed], plans[2][allowed]

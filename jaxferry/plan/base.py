@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxferry.errors import BudgetError
-from jaxferry.modes import GradientPlace
+from jaxferry.modes import GradientPlace, Remat
 from jaxferry.plan.evaluate import Evaluator
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
@@ -139,21 +139,24 @@ def make_plan(
     to_host: np.ndarray,
     loads: Loads = Loads.LAYERWISE,
     updates: Updates = Updates.OVERLAPPED,
+    recomputes: np.ndarray | None = None,
 ) -> Plan:
-    """A plan from mode codes and gradient flags, (layers,) each."""
-    places = (GradientPlace.DEVICE, GradientPlace.HOST)
+    """A plan from mode codes, gradient flags and flags of recomputation, (layers,) each."""
+    places, remats = (GradientPlace.DEVICE, GradientPlace.HOST), (Remat.NONE, Remat.FULL)
+    again = np.zeros(len(modes), dtype=bool) if recomputes is None else recomputes
     layers = tuple(
-        LayerPlan(layer.name, MODES[int(mode)], places[int(host)])
-        for layer, mode, host in zip(profile.layers, modes, to_host, strict=True)
+        LayerPlan(layer.name, MODES[int(mode)], places[int(host)], remats[int(recompute)])
+        for layer, mode, host, recompute in zip(profile.layers, modes, to_host, again, strict=True)
     )
     return Plan(policy, reserve_factor, layers, loads, updates)
 
 
-def check_budget(policy: str, budget_bytes: int, smallest_bytes: int) -> None:
-    """Raises BudgetError if the smallest peak of a policy's plans is over the budget."""
+def check_budget(policy: str, budget_bytes: int, smallest_bytes: int, num_recomputing: int = 0) -> None:
+    """Raises BudgetError if the smallest peak of a policy's plans, in which so many layers recompute, is too large."""
     if smallest_bytes > budget_bytes:
         raise BudgetError(
             f"memory budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest feasible "
-            f"for policy {policy} is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes)",
+            f"for policy {policy} is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes)"
+            + (f", with {num_recomputing} layers that recompute their activations" if num_recomputing else ""),
             smallest_bytes,
         )

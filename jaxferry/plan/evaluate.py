@@ -49,6 +49,7 @@ class Evaluator:
         self,
         modes: np.ndarray,
         to_host: np.ndarray,
+        recomputes: np.ndarray | bool = False,
         *,
         bulk: bool = False,
         after_all: bool = False,
@@ -60,6 +61,7 @@ class Evaluator:
         Args:
           modes: (plans, layers) or (layers,) codes, see `recurrences.CODES`.
           to_host: likewise, whether the gradient is written to the host.
+          recomputes: likewise, whether the backward runs the forward again; only for layers that can.
           bulk: `loads: "bulk"`.
           after_all: `updates: "after-all"`.
           steady: whether `steady_step_s` is wanted; else it is `step_s`.
@@ -67,11 +69,13 @@ class Evaluator:
         """
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         to_host = np.broadcast_to(np.asarray(to_host, dtype=bool), modes.shape)
+        again = np.broadcast_to(np.asarray(recomputes, dtype=bool), modes.shape) if np.any(recomputes) else None
         parts = []
         size = max(1, _CHUNK_ELEMENTS // modes.shape[1])
         for first in range(0, len(modes), size):
             chunk = slice(first, first + size)
-            batch = Batch(self.profile, modes[chunk].T.copy(), to_host[chunk].T.copy(), bulk, after_all)
+            flags = None if again is None else again[chunk].T.copy()
+            batch = Batch(self.profile, modes[chunk].T.copy(), to_host[chunk].T.copy(), bulk, after_all, flags)
             parts.append(_outcomes(batch, steady, peak))
         fields = [field.name for field in dataclasses.fields(Outcomes)]
         return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
@@ -81,6 +85,7 @@ class Evaluator:
         return self(
             mode_codes(plan),
             gradient_flags(plan),
+            np.array(plan.recomputes),
             bulk=plan.loads is Loads.BULK,
             after_all=plan.updates is Updates.AFTER_ALL,
         )

@@ -18,6 +18,7 @@ def peak_device_bytes(profile: Profile, plan: Plan) -> int:
 def smallest_peak_bytes(profile: Profile) -> int:
     """The peak that no plan goes below: all activations, which every plan holds between the last forward and backward.
 
-    All layers DHA and all gradients GO reach it.
+    Those count that are left if each layer that can runs its forward again. All layers DHA and all gradients GO reach
+    it.
     """
-    return sum(layer.activation_bytes for layer in profile.layers)
+    return sum(min(layer.kept_bytes(False), layer.kept_bytes(layer.can_recompute)) for layer in profile.layers)

@@ -7,6 +7,7 @@
      "layers": [{"name": "wte", "mode": "DHA", "gradient": "device"}, ...],
      "predicted": {"forward_s": 0.1, "step_s": 0.5, "steady_step_s": 0.45, "peak_device_bytes": 1000}}
 
+A layer may have the key `remat`, `"full"` where its backward runs its forward again; the default is `"none"`.
 Further keys at the top, such as `lower_bound_s` and `gap` of `exact`, are a plan's `details`.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.profiling.records import Profile
 from jaxferry.records import (
     check_bytes,
@@ -64,6 +65,7 @@ class LayerPlan:
       name: the layer's name in the profile.
       mode: where its forward and backward read the parameters.
       gradient: where its backward writes the gradient.
+      remat: what it keeps on the device between the two.
 
     Raises:
       InputError: if a field is not acceptable; the message names layer and field.
@@ -72,22 +74,26 @@ class LayerPlan:
     name: str
     mode: Mode
     gradient: GradientPlace = GradientPlace.DEVICE
+    remat: Remat = Remat.NONE
 
     def __post_init__(self) -> None:
         where = f'layer "{check_text(self.name, "name", "layer")}"'
         object.__setattr__(self, "mode", Mode(check_choice(self.mode, "mode", tuple(Mode), where)))
         gradient = check_choice(self.gradient, "gradient", tuple(GradientPlace), where)
         object.__setattr__(self, "gradient", GradientPlace(gradient))
+        object.__setattr__(self, "remat", Remat(check_choice(self.remat, "remat", tuple(Remat), where)))
 
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
         """Reads one element of `layers`; `index` is its position, for errors about the name itself."""
         name, where = name_of_element(document, index)
-        return cls(name, required(document, "mode", where), required(document, "gradient", where))
+        remat = document.get("remat", Remat.NONE)
+        return cls(name, required(document, "mode", where), required(document, "gradient", where), remat)
 
     def to_json(self) -> dict[str, str]:
-        """The layer as an element of `layers`."""
-        return {"name": self.name, "mode": self.mode.value, "gradient": self.gradient.value}
+        """The layer as an element of `layers`; `remat` only where it is not the default."""
+        document = {"name": self.name, "mode": self.mode.value, "gradient": self.gradient.value}
+        return document if self.remat is Remat.NONE else {**document, "remat": self.remat.value}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +192,13 @@ class Plan:
         """The gradient place of each layer."""
         return tuple(layer.gradient for layer in self.layers)
 
+    @property
+    def recomputes(self) -> tuple[bool, ...]:
+        """Whether the backward of each layer runs its forward again."""
+        return tuple(layer.remat is Remat.FULL for layer in self.layers)
+
     def check_profile(self, profile: Profile) -> None:
-        """Checks that the plan is one for this profile: the same layers in the same order.
+        """Checks that the plan is one for this profile: the same layers in the same order, recomputed where it can be.
 
         Raises:
           InputError: if it is not; the message names the first layer that differs.
@@ -201,6 +212,11 @@ class Plan:
                 raise InputError(
                     f'the plan is for another profile: layer {index} is "{mine.name}" in the plan '
                     f'and "{theirs.name}" in the profile'
+                )
+            if mine.remat is Remat.FULL and not theirs.can_recompute:
+                raise InputError(
+                    f'layer "{mine.name}": remat "full" needs the keys recompute_s and recompute_activation_bytes in '
+                    "the profile"
                 )
 
     @classmethod

@@ -23,8 +23,17 @@ MODES = {code: mode for mode, code in CODES.items()}
 class Batch:
     """Plans for one profile, and what follows from their modes and gradient places alone."""
 
-    def __init__(self, profile: Profile, modes: np.ndarray, to_host: np.ndarray, bulk: bool, after_all: bool):
+    def __init__(
+        self,
+        profile: Profile,
+        modes: np.ndarray,
+        to_host: np.ndarray,
+        bulk: bool,
+        after_all: bool,
+        recomputes: np.ndarray | None = None,
+    ):
         self.profile, self.layers, self.modes, self.to_host = profile, profile.layers, modes, to_host
+        self.recomputes = recomputes
         self.bulk, self.after_all = bulk, after_all
         self.num_layers, self.num_plans = modes.shape
         self.by_dha = (modes == DHA) | (modes == DFGB)
@@ -43,11 +52,20 @@ class Batch:
 
     def _backwards(self) -> np.ndarray:
         def durations(by_dha: bool, to_host: bool) -> np.ndarray:
-            return np.array([layer.backward_for(by_dha, to_host) for layer in self.layers])[:, None]
+            def each(recomputes: bool) -> np.ndarray:
+                return np.array([layer.backward_for(by_dha, to_host, recomputes) for layer in self.layers])[:, None]
+
+            return each(False) if self.recomputes is None else np.where(self.recomputes, each(True), each(False))
 
         by_dha = np.where(self.to_host, durations(True, True), durations(True, False))
         loaded = np.where(self.to_host, durations(False, True), durations(False, False))
         return np.where(self.modes == DHA, by_dha, loaded)
+
+    def activation_bytes(self) -> np.ndarray:
+        """What each layer keeps from its forward to its backward, (layers, plans)."""
+        kept, recomputed = (np.array([x.kept_bytes(again) for x in self.layers])[:, None] for again in (False, True))
+        recomputes = np.zeros(self.modes.shape, dtype=bool) if self.recomputes is None else self.recomputes
+        return np.where(recomputes, recomputed, kept)
 
     def _who_loads(self) -> None:
         """Which layers load when, given that a group's copy is loaded once while it is held."""
@@ -222,28 +240,24 @@ class Step:
     def frees(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(times, bytes given back), (layers, plans) each."""
         batch = self.batch
-        params, gradients, activations = (
-            batch.column(key) for key in ("param_bytes", "grad_bytes", "activation_bytes")
-        )
+        params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
         held_end = np.take_along_axis(self.backward_ends, batch.last_holder, axis=0)
         first_end = np.where(batch.modes == RELOAD, self.forward_ends, held_end)
         second_end = np.where(batch.modes == RELOAD, self.backward_ends, held_end)
         return [
             (first_end, params * batch.loads_forward),
             (second_end, params * (batch.loads_between | batch.loads_backward)),
-            (self.backward_ends, activations * np.ones_like(batch.to_host)),
+            (self.backward_ends, batch.activation_bytes()),
             (self.arrivals, gradients * ~batch.to_host),
         ]
 
     def allocations(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(times, bytes taken), (layers, plans) each."""
         batch = self.batch
-        params, gradients, activations = (
-            batch.column(key) for key in ("param_bytes", "grad_bytes", "activation_bytes")
-        )
+        params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
         return [
             (self.load_start, params * batch.loads_forward),
             (self.second_start, params * (batch.loads_between | batch.loads_backward)),
-            (self.forward_start, activations * np.ones_like(batch.to_host)),
+            (self.forward_start, batch.activation_bytes()),
             (self.backward_start, gradients * ~batch.to_host),
         ]

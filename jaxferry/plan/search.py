@@ -17,10 +17,11 @@ from jaxferry.profiling.records import Profile
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """A plan picked from a pool: mode codes and gradient flags, (layers,), and its times and bytes."""
+    """A plan picked from a pool: mode codes, gradient flags, flags of recomputation, (layers,); its times and bytes."""
 
     modes: np.ndarray
     to_host: np.ndarray
+    recomputes: np.ndarray
     loads: Loads
     updates: Updates
     objective_s: float
@@ -41,18 +42,22 @@ class Pool:
         to_host: np.ndarray,
         loads: Loads = Loads.LAYERWISE,
         updates: Updates = Updates.OVERLAPPED,
+        recomputes: np.ndarray | bool = False,
     ) -> None:
-        """Adds plans: (plans, layers) or (layers,) mode codes, and gradient flags likewise."""
+        """Adds plans: (plans, layers) or (layers,) mode codes; flags of gradients and of recomputation likewise."""
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
-        flags = np.broadcast_to(np.asarray(to_host, dtype=np.int8), modes.shape)
-        self.parts.setdefault((loads, updates), []).append(np.stack([modes, flags], axis=1))
+        codes = np.asarray(to_host, dtype=np.int8) + _RECOMPUTES * np.asarray(recomputes, dtype=np.int8)
+        self.parts.setdefault((loads, updates), []).append(
+            np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1)
+        )
 
     def run(self, peak: bool) -> None:
         """Evaluates all plans that were added, each once."""
         for kind, parts in self.parts.items():
             unique = np.unique(np.concatenate(parts), axis=0)
             bulk, after_all = kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
-            outcomes = self.evaluate(unique[:, 0], unique[:, 1], bulk=bulk, after_all=after_all, peak=peak)
+            to_host, recomputes = _flags(unique[:, 1])
+            outcomes = self.evaluate(unique[:, 0], to_host, recomputes, bulk=bulk, after_all=after_all, peak=peak)
             self.evaluated.append((kind, unique, outcomes))
         self.parts = {}
 
@@ -85,11 +90,16 @@ class Pool:
     def _picked(self, number: int, row: int, objective_s: float) -> Best:
         kind, plans, outcomes = self.evaluated[number]
         peak_bytes = int(outcomes.peak_bytes[row])
-        return Best(plans[row, 0], plans[row, 1].astype(bool), *kind, objective_s, peak_bytes)
+        return Best(plans[row, 0], *_flags(plans[row, 1]), *kind, objective_s, peak_bytes)
 
     def smallest_peak_bytes(self) -> int:
         """The smallest peak of all plans of the pool."""
         return min(int(out.peak_bytes[out.in_window].min()) for _, _, out in self.evaluated if out.in_window.any())
+
+
+def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Gradient flags, and flags of recomputation."""
+    return codes % _RECOMPUTES == 1, codes >= _RECOMPUTES
 
 
 def _keys(outcomes: Outcomes, objective: Objective) -> list[np.ndarray]:
@@ -191,5 +201,6 @@ class LocalSearch:
         return np.concatenate(plans)
 
 
+_RECOMPUTES = 2
 _SWAP_DISTANCE = 4
 _MOST_TOGETHER = 24

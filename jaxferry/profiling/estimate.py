@@ -20,6 +20,21 @@ moments in and out, 2 + 2 + 3 * 8 bytes, and some."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Recomputation:
+    """What it costs a layer to run its forward again in its backward.
+
+    Attributes:
+      activation_bytes: what is kept between forward and backward then.
+      flops, bytes, kernels: what the backward does more.
+    """
+
+    activation_bytes: int
+    flops: float
+    bytes: float
+    kernels: float = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCosts:
     """What a layer costs, whoever counted it: a jaxpr's walk, or a formula.
 
@@ -35,6 +50,7 @@ class LayerCosts:
       inter_forward_flops, inter_forward_bytes, inter_backward_flops, inter_backward_bytes: parameterless compute right
         after this layer's forward and right before its backward.
       itemsize: bytes of an element in the layer's products: 2 for 16 bits, 4 for 32.
+      recomputation: None where a plan may not choose it.
     """
 
     name: str
@@ -56,6 +72,7 @@ class LayerCosts:
     inter_backward_flops: float = 0.0
     inter_backward_bytes: float = 0.0
     itemsize: int = 2
+    recomputation: Recomputation | None = None
 
 
 def estimate_profile(layers: Iterable[LayerCosts], machine: Machine, facts: dict[str, Any] | None = None) -> Profile:
@@ -95,7 +112,16 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         inter_forward_s=_inter_s(machine, layer, layer.inter_forward_flops, layer.inter_forward_bytes),
         inter_backward_s=_inter_s(machine, layer, layer.inter_backward_flops, layer.inter_backward_bytes),
         update_s=UPDATE_BYTES_PER_PARAMETER * layer.num_parameters / machine.host_bytes_per_s,
+        recompute_s=None if layer.recomputation is None else _recompute_s(machine, layer, backward_s),
+        recompute_activation_bytes=None if layer.recomputation is None else layer.recomputation.activation_bytes,
     )
+
+
+def _recompute_s(machine: Machine, layer: LayerCosts, backward_s: float) -> float:
+    more = layer.recomputation
+    assert more is not None
+    flops, num_bytes = layer.backward_flops + more.flops, layer.backward_bytes + more.bytes
+    return max(_roofline_s(machine, layer, flops, num_bytes, layer.backward_kernels + more.kernels) - backward_s, 0.0)
 
 
 def _roofline_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: float, kernels: float) -> float:

@@ -7,15 +7,15 @@ The times are those of MemFerry, section IV-B; `jaxferry.profile/1` is the JSON 
      "layers": [{"name": "wte", "param_bytes": 1000, "grad_bytes": 1000, "load_s": 0.1, ...}]}
 
 A layer has the keys of this version and no others: a key that is misspelt, or that a later version gives a meaning,
-must not be left out silently. What else there is to say goes into `machine`, which is free-form. A version that adds a
-key to layers has another number in its `format`.
+must not be left out silently. What else there is to say goes into `machine`, which is free-form. A version that changes
+what a layer without its new keys means has another number in its `format`.
 """
 
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from jaxferry.errors import InputError
@@ -49,6 +49,7 @@ _SECONDS = (
     "inter_backward_s",
 )
 _OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s")
+_RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ class LayerProfile:
       inter_forward_s: T_FP(A), parameterless compute right after this layer's forward.
       inter_backward_s: T_BP(A), parameterless compute right before this layer's backward.
       parameters: the parameter group; entries with the same group share one host vector. Default: `name`.
+      recompute_s: what it adds to the backward to run the forward again; None where no plan may choose that.
+      recompute_activation_bytes: what is kept on the device from forward to backward then. Both are given, or none.
 
     Raises:
       InputError: if a field is not acceptable; the message names layer and field.
@@ -91,6 +94,8 @@ class LayerProfile:
     inter_forward_s: float = 0.0
     inter_backward_s: float = 0.0
     parameters: str = ""
+    recompute_s: float | None = None
+    recompute_activation_bytes: int | None = None
 
     def __post_init__(self) -> None:
         where = f'layer "{check_text(self.name, "name", "layer")}"'
@@ -101,6 +106,18 @@ class LayerProfile:
         if self.parameters == "":
             object.__setattr__(self, "parameters", self.name)
         check_text(self.parameters, "parameters", where)
+        self._check_recomputation(where)
+
+    def _check_recomputation(self, where: str) -> None:
+        given = [key for key in _RECOMPUTATION if getattr(self, key) is not None]
+        if len(given) == 1:
+            [missing] = set(_RECOMPUTATION) - set(given)
+            raise InputError(f"{where}: {given[0]} needs {missing} beside it")
+        if given:
+            seconds = check_seconds(self.recompute_s, "recompute_s", where)
+            kept_bytes = check_bytes(self.recompute_activation_bytes, "recompute_activation_bytes", where)
+            object.__setattr__(self, "recompute_s", seconds)
+            object.__setattr__(self, "recompute_activation_bytes", kept_bytes)
 
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
@@ -109,6 +126,11 @@ class LayerProfile:
         check_keys(document, tuple(field.name for field in dataclasses.fields(cls)), where)
         values = {key: required(document, key, where) for key in (*_BYTES, *_SECONDS) if key not in _OPTIONAL}
         values |= {key: document[key] for key in _OPTIONAL if key in document}
+        if "recompute_s" in document:
+            values["recompute_s"] = check_seconds(document["recompute_s"], "recompute_s", where)
+        if "recompute_activation_bytes" in document:
+            kept_bytes = document["recompute_activation_bytes"]
+            values["recompute_activation_bytes"] = check_bytes(kept_bytes, "recompute_activation_bytes", where)
         if "parameters" in document:
             values["parameters"] = check_text(document["parameters"], "parameters", where)
         return cls(name=name, **values)
@@ -118,19 +140,36 @@ class LayerProfile:
         document = dataclasses.asdict(self)
         if self.parameters == self.name:
             del document["parameters"]
-        return document
+        return {key: value for key, value in document.items() if key not in _RECOMPUTATION or value is not None}
 
-    def backward_for(self, by_dha: bool, to_host: bool) -> float:
+    @property
+    def can_recompute(self) -> bool:
+        """Whether a plan may let the backward run the forward again."""
+        return self.recompute_s is not None
+
+    def kept_bytes(self, recomputes: bool) -> int:
+        """Bytes kept on the device from the forward to the backward, which runs the forward again or not."""
+        return self.activation_bytes if not recomputes else self.recompute_activation_bytes or 0
+
+    def without_recomputation(self) -> Self:
+        """The layer as one that no plan recomputes."""
+        return dataclasses.replace(self, recompute_s=None, recompute_activation_bytes=None)
+
+    def backward_for(self, by_dha: bool, to_host: bool, recomputes: bool = False) -> float:
         """Seconds of the backward: parameters read by DHA or not, gradient written to the host or not.
 
         Both detours together cost the sum of what each costs alone, so that the gain of a gradient that stays is
-        T_GBP - T_CBP in every mode, as MemFerry's section IV-D has it; never less than 0.
+        T_GBP - T_CBP in every mode, as MemFerry's section IV-D has it; never less than 0. One that runs the forward
+        again takes `recompute_s` more, and by DHA what the forward is slower by.
         """
+        more_s = 0.0
+        if recomputes:
+            more_s = (self.recompute_s or 0.0) + (max(self.forward_dha_s - self.forward_s, 0.0) if by_dha else 0.0)
         if not by_dha:
-            return self.backward_go_s if to_host else self.backward_s
+            return (self.backward_go_s if to_host else self.backward_s) + more_s
         if not to_host:
-            return self.backward_dha_s
-        return max(self.backward_dha_s + (self.backward_go_s - self.backward_s), 0.0)
+            return self.backward_dha_s + more_s
+        return max(self.backward_dha_s + (self.backward_go_s - self.backward_s), 0.0) + more_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +226,13 @@ class Profile:
     def group_update_s(self) -> tuple[float, ...]:
         """Per group the seconds of its one update: the longest that one of its entries states."""
         return tuple(max(self.layers[index].update_s for index in members) for members in self.groups)
+
+    def only_recomputing(self, allowed: Sequence[bool]) -> Self:
+        """The profile for plans that may recompute these layers alone, (layers,) flags."""
+        layers = zip(self.layers, allowed, strict=True)
+        return dataclasses.replace(
+            self, layers=tuple(layer if can else layer.without_recomputation() for layer, can in layers)
+        )
 
     @classmethod
     def from_json(cls, document: Any) -> Self:

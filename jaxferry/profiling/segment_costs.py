@@ -1,42 +1,62 @@
 """From a partition to what each of its segments costs."""
 
+from __future__ import annotations
+
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxferry.partition import Derivative, Partition, Segment, differentiate
+from jaxferry.partition import AUTO, Derivative, Partition, Segment, differentiate
 from jaxferry.partition.graph import Graph
 from jaxferry.profiling.costs import Costs, jaxpr_costs, touched_bytes
-from jaxferry.profiling.estimate import LayerCosts
+from jaxferry.profiling.estimate import LayerCosts, Recomputation
 
 
-def partition_costs(partition: Partition, remat: str = "none") -> tuple[LayerCosts, ...]:
+def partition_costs(partition: Partition, remat: Any = None) -> tuple[LayerCosts, ...]:
     """Counts forward and backward of each segment; segments that share their programs are counted once.
+
+    What full recomputation costs is counted as well where that choice is left to a plan (`AUTO`) and a segment would
+    keep fewer bytes. The last segment's forward and backward are one program, which nothing is kept between.
 
     Args:
       partition: the model.
-      remat: what is kept between forward and backward, one of `jaxferry.partition.REMAT`.
+      remat: what is kept between forward and backward, the same for all, as in `jaxferry.partition.differentiate`; None
+        for each segment's own choice.
     """
-    counted: dict[int, _ProgramCosts] = {}
+    counted: dict[tuple[int, str], _ProgramCosts] = {}
+
+    def program_costs(segment: Segment, remat: Any, kind: str) -> _ProgramCosts:
+        if (segment.program, kind) not in counted:
+            counted[segment.program, kind] = _ProgramCosts(partition.graph, segment, remat)
+        return counted[segment.program, kind]
+
     held: set[int] = set()
     result = []
-    for segment in partition.segments:
-        if segment.program not in counted:
-            counted[segment.program] = _ProgramCosts(partition.graph, segment, remat)
-        program = counted[segment.program]
+    for number, segment in enumerate(partition.segments):
+        program = program_costs(segment, remat, "own")
         # What several backwards read is kept once, from the first forward on that needs it kept.
-        kept = program.kept_values(segment) - held
-        held |= kept
-        kept_bytes = program.derivative.saved_bytes + sum(map(partition.graph.num_bytes, kept))
-        result.append(program.of(partition, segment, kept_bytes))
+        before, own = set(held), program.kept_values(segment)
+        held |= own
+        kept_bytes = program.derivative.saved_bytes + sum(map(partition.graph.num_bytes, own - before))
+        costs = program.of(partition, segment, kept_bytes)
+        if (segment.remat if remat is None else remat) == AUTO and number < len(partition.segments) - 1:
+            again = program_costs(segment, "full", "again")
+            # Later segments count on what this one keeps for them too, and may recompute themselves.
+            shared = {v for later in partition.segments[number + 1 :] for v in later.inputs}
+            kept = again.kept_values(segment) | (own & shared)
+            again_bytes = again.derivative.saved_bytes + sum(map(partition.graph.num_bytes, kept - before))
+            if again_bytes < kept_bytes:
+                costs = dataclasses.replace(costs, recomputation=program.recomputation(again, again_bytes))
+        result.append(costs)
     return tuple(result)
 
 
 class _ProgramCosts:
     """The costs of one pair of programs."""
 
-    def __init__(self, graph: Graph, segment: Segment, remat: str):
+    def __init__(self, graph: Graph, segment: Segment, remat: Any):
         self.derivative = derivative = differentiate(graph, segment, remat)
         forward, backward = _forward_jaxpr(graph, derivative), _backward_jaxpr(graph, derivative)
         weights = range(len(segment.weights))
@@ -68,6 +88,15 @@ class _ProgramCosts:
             forward_kernels=self.forward.kernels,
             backward_kernels=self.backward.kernels,
             itemsize=max(np.dtype(leaf.dtype).itemsize for leaf in layer.leaves),
+        )
+
+    def recomputation(self, again: _ProgramCosts, activation_bytes: int) -> Recomputation:
+        """What it adds to run the forward again, as the programs `again` do."""
+        return Recomputation(
+            activation_bytes=activation_bytes,
+            flops=again.backward.flops - self.backward.flops,
+            bytes=again.backward.bytes - self.backward.bytes,
+            kernels=again.backward.kernels - self.backward.kernels,
         )
 
 

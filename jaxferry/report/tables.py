@@ -13,12 +13,13 @@ from jaxferry.units import format_bytes, format_seconds
 
 
 def plan_table(plan: Plan) -> Table:
-    """Modes and gradient places, one row for each run of layers that are alike."""
-    table = _table("layers", "", "mode", "gradient", title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
-    for (mode, gradient), run in itertools.groupby(plan.layers, key=lambda layer: (layer.mode, layer.gradient)):
+    """Modes and gradient places, and where some are full recomputations, one row for each run of layers alike."""
+    shown = ("mode", "gradient", "remat") if any(plan.recomputes) else ("mode", "gradient")
+    table = _table("layers", "", *shown, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
+    for values, run in itertools.groupby(plan.layers, key=lambda layer: [getattr(layer, key).value for key in shown]):
         names = [layer.name for layer in run]
         span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        table.add_row(rich.markup.escape(span), str(len(names)), mode.value, gradient.value)
+        table.add_row(rich.markup.escape(span), str(len(names)), *values)
     return table
 
 

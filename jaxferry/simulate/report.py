@@ -114,5 +114,6 @@ def _link_bytes(profile: Profile, step: Schedule) -> int:
         elif task.lane is Lane.D2H:
             total += layer.grad_bytes
         elif task.lane is Lane.GPU:
-            total += layer.param_bytes * ("_dha" in task.duration_key) + layer.grad_bytes * ("_go" in task.duration_key)
+            reads = ("_dha" in task.duration_key) * (1 + ("_recompute" in task.duration_key))
+            total += layer.param_bytes * reads + layer.grad_bytes * ("_go" in task.duration_key)
     return total

@@ -14,7 +14,7 @@ from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
-from profiles import transformer
+from profiles import recomputing, transformer
 
 
 @pytest.mark.parametrize("policy", policies())
@@ -159,3 +159,15 @@ def test_names_in_brackets_are_printed_as_they_are(tmp_path, capsys):
         main(["plan", str(path), "--policy", "memferry"])
     assert caught.value.code == 0
     assert "h[0]" in capsys.readouterr().out
+
+
+def test_a_plan_that_recomputes_says_where_and_simulates_as_predicted(jaxferry, profile, tmp_path):
+    made, path = recomputing(transformer(6)), tmp_path / "plan.json"
+    made.save(profile)
+    budget = smallest_peak_bytes(made)
+    told = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", str(budget), "-o", path).out
+    assert "remat" in told and "full" in told
+    plan = Plan.load(path)
+    assert plan.recomputes == (True,) * 5 + (False,)
+    simulated = json.loads(jaxferry("simulate", profile, path, "--json").out)
+    assert simulated["peak_device_bytes"] == plan.predicted.peak_device_bytes == budget

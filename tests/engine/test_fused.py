@@ -10,9 +10,10 @@ import pytest
 
 import jaxferry
 from jaxferry.engine.fused import fused_rule
-from jaxferry.engine.host_optimizer import HostOptimizer, Unit
+from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.placement import make_placement
 from jaxferry.engine.subtree import path_names
+from jaxferry.engine.units import Unit
 from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits
 from tolerances import FUSED_RTOL
@@ -85,8 +86,8 @@ class Updater:
         host = HostOptimizer(optimizer, tree, avals, place, clip_norm)
         masters = [jax.device_put(leaf, place.host, may_alias=False) for leaf in leaves]
         indices = tuple(leaf.index for leaf in layers[0].leaves)
-        state = host.init_state(indices, masters)
-        unit = Unit((0,), indices, masters, list(state.values()), list(state))
+        [unit] = host.units_of(layers)
+        unit = dataclasses.replace(unit, masters=masters, state=host.init_state(unit, masters))
         host.compile_updates([unit], layers, [True])
         packed = layers[0].pack([masters[i] for i in indices])
         return cls(host, unit, layers, [tuple(jax.device_put(v, place.pinned, may_alias=False) for v in packed)])

@@ -18,6 +18,7 @@ from jaxferry.engine import (
     shadow_model,
     trace_program,
 )
+from jaxferry.engine.ferry import Ferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import operations
 from jaxferry.partition import host_stores, partition
@@ -128,6 +129,31 @@ def test_without_the_library_programs_copy_the_layer_themselves_and_compute_noth
         if use.reads is Source.HOST:
             assert "copy-start" in copied
             assert executable.get_compiled_memory_stats().temp_size_in_bytes >= model.layer(use).num_bytes
+
+
+@pytest.mark.parametrize(("name", "moves"), [("load", "ferry_load"), ("store", "ferry_store")])
+def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
+    placement, layers = make_placement(), model.parts.layers
+    layer = max(range(len(layers)), key=lambda i: len(layers[i].leaves))
+    program = Ferry(placement, layers)._program(name, layer)
+
+    def struct(shape, dtype, where):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    vectors = tuple(struct(v.shape, v.dtype, placement.pinned) for v in layers[layer].vectors)
+    leaves = [struct(leaf.shape, leaf.dtype, placement.device) for leaf in layers[layer].leaves]
+    token = struct((1,), jnp.uint8, placement.device)
+    arguments = (vectors, leaves) if name == "load" else (leaves, vectors)
+    found = {}
+    for tokens in ((), (token,)):
+        executable = compile_lowered(lower(program.trace(*arguments, *tokens), "cuda"))
+        stats = executable.get_compiled_memory_stats()
+        # A table of the results' addresses is all that there may be.
+        assert stats.temp_size_in_bytes < 1024 and stats.host_temp_size_in_bytes == 0
+        assert not {i.opcode for i in instructions(executable)} & {"copy", "copy-start", "fusion"}
+        found[len(tokens)] = [i.target for i in instructions(executable) if i.opcode == "custom-call"]
+    assert found[0] == [f"jaxferry_{moves}"] * len(found[0])
+    assert found[1] == [*found[0], "jaxferry_mark"]
 
 
 def test_reading_in_place_needs_less_device_memory_than_loading():

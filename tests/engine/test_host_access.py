@@ -215,8 +215,8 @@ def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, task,
     transport = step.prepare(task.batch)._executor._transfers
     original, count = transport.load, itertools.count(1)
 
-    def interrupted(layer, vectors):
-        held = original(layer, vectors)
+    def interrupted(layer, vectors, mark=None):
+        held = original(layer, vectors, mark)
         if next(count) == after:
             signal.raise_signal(signal.SIGINT)
         return held

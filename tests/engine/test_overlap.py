@@ -199,12 +199,13 @@ def test_memory_is_flat_over_many_steps(make, transport):
     assert live() == before
 
 
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
 @pytest.mark.parametrize("threads", ["lanes", "one for the device"])
-def test_the_last_steps_are_recorded_task_by_task(threads, monkeypatch):
+def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatch):
     if threads != "lanes":
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     loss_fn, params, batch = network(random.Random(2))
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=3)
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), transport=transport, record_steps=3)
     state = step.init(params)
     assert step.recorded() is None
     began_s = time.perf_counter()

@@ -1,6 +1,7 @@
 """examples/gpt2: its model against NumPy, its text against Python's own, its command line from end to end."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -10,14 +11,19 @@ import signal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from safetensors.numpy import save_file
 
 import data
+import jaxferry
 import model
 import sample
 import train
+import weights
 from jaxferry.errors import InputError
 from jaxferry.partition import partition
+from planned import assert_same_bits
 
 SMALL = model.Config(num_layers=2, num_heads=2, channels=16, max_length=12, vocab_size=37)
 
@@ -45,7 +51,8 @@ def numpy_logits(config, params, tokens):
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
     def norm(x, p):
-        return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6) * p["scale"] + p["bias"]
+        deviation = np.sqrt(x.var(-1, keepdims=True) + config.epsilon)
+        return (x - x.mean(-1, keepdims=True)) / deviation * p["scale"] + p["bias"]
 
     def dense(x, p):
         return x @ p["kernel"] + p["bias"]
@@ -126,15 +133,21 @@ def test_dropout_keeps_the_mean():
     assert not (model.dropout(x, 0.25, key)[0] == y).all()
 
 
-def test_greedy_sampling_takes_the_likeliest_token_each_time(params):
+@pytest.fixture(scope="module")
+def generate(params):
+    step = jaxferry.train_step(model.make_loss(SMALL), optax.sgd(0.1), memory_budget="64KiB")
+    return functools.partial(sample.generate, step, step.init(params), SMALL)
+
+
+def test_greedy_sampling_takes_the_likeliest_token_each_time(params, generate):
     prompt, expected = [1, 2, 3], [1, 2, 3]
     while len(expected) < 8:
         expected.append(int(numpy_logits(SMALL, params, np.array(expected))[-1].argmax()))
-    assert sample.generate(SMALL, params, prompt, num_tokens=5, temperature=0) == expected[3:]
+    assert generate(prompt, num_tokens=5, temperature=0) == expected[3:]
 
 
-def test_sampling_follows_its_seed_and_ends_with_the_positions(params):
-    first, again, second = (sample.generate(SMALL, params, [1, 2], 99, 1.0, seed) for seed in (0, 0, 1))
+def test_sampling_follows_its_seed_and_ends_with_the_positions(generate):
+    first, again, second = (generate([1, 2], 99, 1.0, seed) for seed in (0, 0, 1))
     assert first == again != second
     assert len(first) == SMALL.max_length - 2
 
@@ -212,6 +225,38 @@ def test_a_text_shorter_than_a_row_is_refused():
     data.Batches(np.arange(9, dtype=np.uint16), 1, 8, 0)
     with pytest.raises(InputError, match="--seq must be below the 8 tokens"):
         data.Batches(np.arange(8, dtype=np.uint16), 1, 8, 0)
+
+
+def published(params):
+    """The parameters as Hugging Face's checkpoints have them, with masks and the tied head."""
+    p = jax.tree.map(np.asarray, params)
+
+    def of(name, node, weight):
+        return {f"{name}.weight": node[weight], f"{name}.bias": node["bias"]}
+
+    tensors = {"wte.weight": p["wte"]["embedding"], "wpe.weight": p["wpe"]["embedding"]}
+    tensors |= of("ln_f", p["ln_f"], "scale") | {"lm_head.weight": p["wte"]["embedding"]}
+    for i in range(SMALL.num_layers):
+        block = p[f"h_{i}"]
+        tensors |= of(f"h.{i}.ln_1", block["ln_1"], "scale") | of(f"h.{i}.ln_2", block["ln_2"], "scale")
+        tensors |= of(f"h.{i}.attn.c_attn", block["qkv"], "kernel") | of(f"h.{i}.attn.c_proj", block["proj"], "kernel")
+        tensors |= of(f"h.{i}.mlp.c_fc", block["up"], "kernel") | of(f"h.{i}.mlp.c_proj", block["down"], "kernel")
+        tensors[f"h.{i}.attn.bias"] = np.tril(np.ones((1, 1, 12, 12), np.float32))
+    return {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_published_weights_become_the_model_that_they_are(prefix, params, tmp_path):
+    tensors = {name if name == "lm_head.weight" else prefix + name: t for name, t in published(params).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    step = jaxferry.train_step(model.make_loss(SMALL), optax.sgd(0.1))
+    assert_same_bits(step.init(weights.load(SMALL, tmp_path)).params, params)
+
+
+def test_weights_of_another_size_are_refused_by_name(params, tmp_path):
+    save_file(published(params), tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"missing: h\.2\.attn\.c_attn\.bias, .*: wpe\.weight is \[12, 16\]"):
+        weights.load(dataclasses.replace(SMALL, num_layers=3, max_length=16), tmp_path)
 
 
 @pytest.fixture

@@ -22,5 +22,10 @@ collect_ignore_glob = [] if _has_gpu() else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
-def operations(tmp_path_factory):
-    return gpu_library.register(gpu_library.find(tmp_path_factory.mktemp("cuda")))
+def library(tmp_path_factory):
+    return gpu_library.find(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="session")
+def operations(library):
+    return gpu_library.register(library)

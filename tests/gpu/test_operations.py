@@ -1,15 +1,18 @@
 """The operations on a real GPU: what holds on the emulated one, at larger sizes too; our declarations of cuBLASLt."""
 
+import ctypes
 import pathlib
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxferry.native import NativeLibrary
 from native import cuda_build
 from native.native_operations import check_product, check_same, numbers
-from native.operations_suite import CopySuite, FerrySuite, ProductSuite
+from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSuite
 
 SOURCES = cuda_build.SOURCES
 
@@ -76,6 +79,23 @@ class TestFerry(FerrySuite):
         stored = operations.ferry_store([product], vector, [0])
         (found,) = operations.wait(stored)
         check_same(np.asarray(found).reshape(4096, 4096), product)
+
+
+class TestMarks(MarkSuite):
+    @pytest.fixture
+    def marks(self, library):
+        return NativeLibrary("CUDA", ctypes.CDLL(str(library)))
+
+    def test_a_program_lasts_as_long_as_the_device_takes(self, operations, marks, tokens):
+        x, token = operations.device(numbers(10, (8192, 8192))), tokens()
+        product = jax.jit(lambda x: x @ x @ x @ x)
+        jax.block_until_ready((product(x), operations.mark(token)))
+        begin_s = time.perf_counter()
+        jax.block_until_ready(operations.mark(token, product(x)))
+        took_s = time.perf_counter() - begin_s
+        (start_s, end_s) = self.read(marks, (token, 1))[0]
+        # The stream has been empty for a while, so that only the host knows when it was given this program.
+        assert end_s - max(start_s, begin_s) == pytest.approx(took_s, abs=1e-3)
 
 
 def test_vectors_of_more_than_two_to_the_31_numbers_are_addressed_rightly(operations):

@@ -11,6 +11,7 @@ import subprocess
 
 import jax
 
+from jaxferry.native import NativeLibrary
 from native.native_operations import Operations
 
 FOLDER = pathlib.Path(__file__).parent / "cuda_emulation"
@@ -27,6 +28,7 @@ TARGETS = (
     "ferry_load",
     "ferry_store",
     "ferry_wait",
+    "mark",
 )
 
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden"]
@@ -49,6 +51,20 @@ def build(folder):
     library = folder / "libemulated_cuda.so"
     subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
+
+
+class _Functions:
+    """The library's functions that are no operations; those that look at streams take the emulation's lock."""
+
+    def __init__(self, library):
+        self.jaxferry_marks_open, self.jaxferry_marks_close = library.jaxferry_marks_open, library.jaxferry_marks_close
+        self.jaxferry_marks_read = library.emulation_marks_read
+        self.jaxferry_ferry_synchronize = library.emulation_synchronize
+
+
+def functions(library):
+    """The same as `jaxferry.native.library` gives for a real one."""
+    return NativeLibrary("CUDA", _Functions(library))
 
 
 def register(library):

@@ -104,6 +104,13 @@ class Operations:
         where = tuple(array.sharding.memory_kind for array in arrays)
         return self.compile("ferry_wait", tuple(arrays), where, {i: i for i in range(len(arrays))})(*arrays)
 
+    def mark(self, token, *after, queue=0):
+        result = jax.ShapeDtypeStruct((1,), np.uint8)
+        return self.compile("mark", result, queue=queue)(token, *after)
+
+    def token(self):
+        return self.device(np.zeros(1, np.uint8))
+
 
 def numbers(seed, shape, dtype="float32"):
     return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(DTYPES[dtype])

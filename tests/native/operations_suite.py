@@ -1,5 +1,9 @@
 """What every CUDA implementation of the operations must do, against NumPy. Subclasses give a fixture `operations`."""
 
+import itertools
+import math
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -225,3 +229,103 @@ class FerrySuite:
             twins[target][place : place + size] = moved + old
         for host, twin in zip(hosts, twins):
             check_same(host, twin)
+
+
+class MarkSuite:
+    """Subclasses also give `marks`: the library's functions, a `NativeLibrary`."""
+
+    @pytest.fixture
+    def tokens(self, operations, marks):
+        """Makes tokens whose lists are open; they keep three marks."""
+        made = []
+
+        def make(num_kept=3):
+            made.append(operations.token())
+            marks.open_marks(made[-1].unsafe_buffer_pointer(), num_kept)
+            return made[-1]
+
+        yield make
+        for token in made:
+            marks.close_marks(token.unsafe_buffer_pointer())
+
+    def read(self, marks, *named):
+        marks.synchronize()
+        addresses = [token.unsafe_buffer_pointer() for token, _ in named]
+        return marks.read_marks(addresses, [number for _, number in named])
+
+    def test_programs_end_on_the_hosts_clock_and_start_when_the_one_before_has_ended(self, operations, marks, tokens):
+        token, other = tokens(), tokens()
+        jax.block_until_ready(operations.mark(other))
+        for number in range(3):
+            time.sleep(0.01)
+            before_s = time.perf_counter()
+            jax.block_until_ready(operations.mark(token, operations.device(np.zeros(3, np.float32))))
+            after_s = time.perf_counter()
+            previous = (other, 0) if number == 0 else (token, number - 1)
+            [(_, previous_s), (start_s, end_s)] = self.read(marks, previous, (token, number))
+            assert before_s - 1e-3 <= end_s <= after_s + 1e-3
+            assert start_s == pytest.approx(previous_s, abs=1e-4)
+
+    def test_copies_start_and_end_in_the_order_of_their_queue(self, operations, marks, tokens):
+        load_tokens, store_tokens, size = [tokens() for _ in range(4)], [tokens() for _ in range(4)], 1 << 16
+        vectors = [operations.host(numbers(seed, size)) for seed in range(4)]
+        arrays = [operations.device(np.zeros(size, np.float32)) for _ in range(4)]
+        out = [operations.host(np.zeros(size, np.float32)) for _ in range(4)]
+        begin_s = time.perf_counter()
+        for i in range(4):
+            [arrays[i]] = operations.load([vectors[i]], [arrays[i]], vectors=[0], offsets=[0])
+            jax.block_until_ready(operations.mark(load_tokens[i], arrays[i], queue=1))
+        for i in range(4):
+            [arrays[i]] = operations.wait(arrays[i])
+            out[i] = operations.ferry_store([arrays[i]], out[i], [0])
+            jax.block_until_ready(operations.mark(store_tokens[i], out[i], queue=2))
+        for found, vector in zip(out, vectors):
+            [found] = operations.wait(found)
+            check_same(found, vector)
+        end_s = time.perf_counter()
+        loads, stores = (self.read(marks, *((t, 0) for t in of)) for of in (load_tokens, store_tokens))
+        for spans in (loads, stores):
+            edges = [edge for span in spans for edge in span]
+            assert all(a <= b + 1e-6 for a, b in itertools.pairwise(edges))
+            assert begin_s - 1e-3 <= edges[0] and edges[-1] <= end_s + 1e-3
+        assert all(load[1] <= store[0] + 1e-6 for load, store in zip(loads, stores))
+
+    def test_a_program_starts_when_the_copy_that_it_waits_for_has_ended(self, operations, marks, tokens):
+        load, program = tokens(), tokens()
+        vector, array = operations.host(numbers(0, 1 << 16)), operations.device(np.zeros(1 << 16, np.float32))
+        jax.block_until_ready(operations.mark(program))
+        [array] = operations.load([vector], [array], vectors=[0], offsets=[0])
+        jax.block_until_ready(operations.mark(load, array, queue=1))
+        [array] = operations.wait(array)
+        jax.block_until_ready(operations.mark(program, array))
+        [(_, loaded_s), (_, before_s), (start_s, end_s)] = self.read(marks, (load, 0), (program, 0), (program, 1))
+        assert loaded_s <= start_s + 1e-6 <= end_s + 2e-6
+        assert before_s <= start_s
+
+    def test_several_copies_have_one_mark_from_the_first_start_on(self, operations, marks, tokens):
+        token, array = tokens(), operations.device(np.zeros(64, np.float32))
+        out = [operations.host(np.zeros(64, np.float32)) for _ in range(2)]
+        before_s = time.perf_counter()
+        out = [operations.ferry_store([array], vector, [0]) for vector in out]
+        jax.block_until_ready(out)
+        time.sleep(0.01)
+        jax.block_until_ready(operations.mark(token, *out, queue=2))
+        operations.wait(*out)
+        [(start_s, end_s)] = self.read(marks, (token, 0))
+        assert before_s - 1e-3 <= start_s <= end_s
+
+    def test_marks_that_are_not_there_are_no_numbers(self, operations, marks, tokens):
+        token, closed = tokens(2), operations.token()
+        marks.open_marks(closed.unsafe_buffer_pointer(), 5)
+        for _ in range(4):
+            jax.block_until_ready([operations.mark(token), operations.mark(closed)])
+        marks.close_marks(closed.unsafe_buffer_pointer())
+        jax.block_until_ready(operations.mark(closed))
+        asked = [(token, 0), (token, 1), (token, 4), (token, -1), (closed, 0), (operations.token(), 0)]
+        assert all(math.isnan(time_s) for span in self.read(marks, *asked) for time_s in span)
+        [third, fourth] = self.read(marks, (token, 2), (token, 3))
+        assert third[1] <= fourth[1]
+
+    def test_a_mark_of_a_queue_that_is_none_is_an_error(self, operations):
+        with pytest.raises(Exception, match=r"mark: queue must be 0 .the program., 1 .loads. or 2 .stores., got 3"):
+            jax.block_until_ready(operations.mark(operations.token(), queue=3))

@@ -261,6 +261,31 @@ void TestCopiesRunInTheOrderTheyWerePushed() {
   EXPECT(seen == numbers);
 }
 
+void TestMarksTellWhenCopiesRan() {
+  LinkSettings settings;
+  settings.bytes_per_s = 1e7;
+  FerryQueue queue(settings, NewCallbacks());
+  std::vector<char> source(1 << 14), destination(1 << 14);
+  std::vector<std::shared_ptr<Times>> marks;
+  const double begin_s = Seconds(Clock::now());
+  for (int i = 0; i < 20; ++i) {
+    for (int copies = 0; copies < 2; ++copies) {
+      queue.Push({{source.data(), destination.data(), static_cast<int64_t>(source.size()), std::nullopt}});
+    }
+    marks.push_back(std::make_shared<Times>());
+    queue.Mark(marks.back());
+  }
+  EXPECT(std::isnan(marks.back()->end_s.load()));
+  queue.Synchronize();
+  double last_s = begin_s;
+  for (const auto& mark : marks) {
+    EXPECT(mark->start_s >= last_s);
+    EXPECT(mark->end_s - mark->start_s > 2 * 1.6384e-3 - 1e-6);
+    last_s = mark->end_s;
+  }
+  EXPECT(last_s <= Seconds(Clock::now()));
+}
+
 void TestStoppingDropsWhatIsQueuedAtOnce() {
   LinkSettings settings;
   settings.bytes_per_s = 1e6;
@@ -304,6 +329,7 @@ int main() {
   TestEveryProduct();
   TestGather();
   TestCopiesRunInTheOrderTheyWerePushed();
+  TestMarksTellWhenCopiesRan();
   TestManyLayersAtOnce();
   TestStoppingDropsWhatIsQueuedAtOnce();
   TestACallbackThatTakesItsTimeHoldsUpNoOther();

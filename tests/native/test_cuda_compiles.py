@@ -49,6 +49,7 @@ def test_synchronizing_without_a_gpu_returns(library):
 def test_only_the_contract_is_exported(path):
     listed = cuda_build.run("nm", "-D", "--defined-only", path)
     functions = {"jaxferry_build_info", "jaxferry_abi", "jaxferry_ferry_synchronize"}
+    functions |= {"jaxferry_marks_open", "jaxferry_marks_close", "jaxferry_marks_read"}
     assert {line.split()[-1] for line in listed.splitlines()} == functions | set(TARGETS)
 
 
@@ -74,6 +75,9 @@ def call(name, results, aliases=None, **attributes):
     }
     operation = jax.ffi.ffi_call(f"jaxferry_{name}", results, input_output_aliases=aliases or {})
     return lambda *operands: operation(*operands, **numbers)
+
+
+MARKED = jax.ShapeDtypeStruct((1,), jnp.uint8)
 
 
 def scratch(num_bytes):
@@ -166,6 +170,40 @@ class TestProgramsForAnH200:
         )
         check_host_operands(executable)
         assert executable.get_compiled_memory_stats().host_alias_size_in_bytes == 10_000
+
+    def test_a_mark_follows_what_it_marks_and_moves_nothing(self):
+        def load(token, vector, *arrays):
+            types = tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays)
+            loaded = call("ferry_load", types, {1: 0, 2: 1}, vectors=[0, 0], offsets=[0, 4096])(vector, *arrays)
+            return *loaded, call("mark", MARKED, queue=1)(token, *loaded)
+
+        def store(token, array, vector):
+            like = jax.ShapeDtypeStruct(vector.shape, vector.dtype)
+            vector = call("ferry_store", like, {1: 0}, offsets=[100], accumulate=0)(array, vector)
+            return vector, call("mark", MARKED, queue=2)(token, vector)
+
+        token, vector = struct((1,), DEVICE, jnp.uint8), struct((5000,), HOST)
+        arrays = [struct((64, 64), DEVICE), struct((904,), DEVICE)]
+        loads = compile_for_gpu(load, token, vector, *arrays, out_shardings=(DEVICE,) * 3, donate_argnums=(2, 3))
+        stores = compile_for_gpu(store, token, arrays[1], vector, out_shardings=(HOST, DEVICE), donate_argnums=2)
+        for executable, name, moved in ((loads, "load", 2 * (64 * 64 + 904)), (stores, "store", 10_000)):
+            assert [found.target for found in custom_calls(executable)] == [f"jaxferry_ferry_{name}", "jaxferry_mark"]
+            check_host_operands(executable)
+            stats = executable.get_compiled_memory_stats()
+            # A table of the results' addresses is all that there may be.
+            assert stats.temp_size_in_bytes < 64 and stats.host_temp_size_in_bytes == 0
+            assert stats.alias_size_in_bytes + stats.host_alias_size_in_bytes >= moved
+
+    @pytest.mark.parametrize("where", [DEVICE, HOST])
+    def test_a_mark_of_a_program_is_one_call_that_copies_nothing(self, where):
+        def mark(token, result):
+            return call("mark", MARKED, queue=0)(token, result)
+
+        executable = compile_for_gpu(
+            mark, struct((1,), DEVICE, jnp.uint8), struct((5000,), where), out_shardings=DEVICE
+        )
+        assert {found.opcode for found in instructions(executable)} == {"parameter", "custom-call"}
+        assert executable.get_compiled_memory_stats().temp_size_in_bytes == 0
 
     def test_a_wait_for_device_arrays_returns_the_same_buffers(self):
         def wait(*arrays):

@@ -1,25 +1,34 @@
 """The CUDA library's own code, kernels and orders of streams, on an emulated device."""
 
 import ctypes
+import math
 import re
+import time
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import numpy as np
+import optax
 import pytest
 
+import jaxferry
 from benchmarks.gpu import link_rates, overlap
+from jaxferry.engine.placement import Placement
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.records import LayerPlan, Plan
 from native import emulated_cuda
 from native.native_operations import check_product, numbers
-from native.operations_suite import CopySuite, FerrySuite, ProductSuite
+from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSuite
+from planned import assert_same_bits
+from recorded import check_times
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     library = emulated_cuda.build(tmp_path_factory.mktemp("emulated"))
     library.emulation_num_queued.restype = ctypes.c_long
-    library.emulation_fail.restype = ctypes.c_long
+    library.emulation_fail.restype = library.emulation_num_events.restype = ctypes.c_long
     return library
 
 
@@ -167,6 +176,112 @@ class TestFerry(FerrySuite):
         assert late > 0
         library.emulation_synchronize()
         assert library.emulation_num_queued() == 0
+
+
+class TestMarks(MarkSuite):
+    @pytest.fixture
+    def marks(self, library):
+        return emulated_cuda.functions(library)
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_no_order_that_the_events_allow_mixes_times(self, operations, library, marks, tokens, seed):
+        library.emulation_seed(seed)
+        self.test_copies_start_and_end_in_the_order_of_their_queue(operations, marks, tokens)
+        self.test_a_program_starts_when_the_copy_that_it_waits_for_has_ended(operations, marks, tokens)
+
+    def test_what_has_not_ended_is_not_known_and_nobody_waits_for_it(self, operations, library, marks, tokens):
+        late = 0
+        for seed in range(20):
+            library.emulation_seed(seed)
+            token, array = tokens(), operations.device(np.zeros(100, np.float32))
+            [array] = operations.load([operations.host(numbers(1, 100))], [array], vectors=[0], offsets=[0])
+            jax.block_until_ready(operations.mark(token, array, queue=1))
+            is_queued = library.emulation_num_queued() > 0
+            [(_, end_s)] = marks.read_marks([token.unsafe_buffer_pointer()], [0])
+            # Reading the clocks may let other queues go on, but not before the event was asked for.
+            late += is_queued and math.isnan(end_s)
+            operations.wait(array)
+            [(_, end_s)] = self.read(marks, (token, 0))
+            assert not math.isnan(end_s)
+        assert late > 0
+
+    def test_events_come_back_and_none_is_made_while_nobody_wants_to_know(self, operations, library, marks, tokens):
+        token, array = tokens(), operations.device(np.zeros(100, np.float32))
+        vector = operations.host(numbers(1, 100))
+
+        def step(is_marked):
+            nonlocal array
+            [array] = operations.load([vector], [array], vectors=[0], offsets=[0])
+            if is_marked:
+                jax.block_until_ready(operations.mark(token, array, queue=1))
+            [array] = operations.wait(array)
+            if is_marked:
+                jax.block_until_ready(operations.mark(token, array))
+            array.block_until_ready()
+
+        counts = []
+        for _ in range(300):
+            step(True)
+            counts.append(library.emulation_num_events())
+        assert counts[-1] == counts[20]
+        marks.close_marks(token.unsafe_buffer_pointer())
+        for _ in range(20):
+            step(False)
+        assert library.emulation_num_events() == counts[-1]
+
+    def test_steps_of_the_engine_are_timed_by_events(self, library, operations, marks, monkeypatch):
+        """The engine as it is on a GPU, with this library: the bits are the same, and the times fit the tasks."""
+        params = {
+            name: {"w": np.full((8, 8), value, np.float32)} for name, value in (("a", 0.1), ("b", 0.2), ("c", 0.3))
+        }
+
+        def loss_fn(params, x):
+            for name in params:
+                x = jax.numpy.tanh(x @ params[name]["w"])
+            return jax.numpy.mean(x**2)
+
+        def train(num_steps, record_steps):
+            step = jaxferry.train_step(
+                loss_fn, optax.adam(1e-2), plan=plan, transport="ferry", record_steps=record_steps
+            )
+            state, batch = step.init(params), np.ones((4, 8), np.float32)
+            for _ in range(num_steps):
+                state, metrics = step(state, batch)
+            state.block_until_ready()
+            return step, state, float(metrics["loss"])
+
+        modes = (Mode.RESIDENT, Mode.RELOAD, Mode.GFGB)
+        plan = Plan("any", 1.0, tuple(LayerPlan(n, m, GradientPlace.DEVICE) for n, m in zip("abc", modes, strict=True)))
+        expected = train(12, 3)[1:]
+        ffi_call = jax.ffi.ffi_call
+        names = {f"jaxferry_{name}" for name in ("ferry_load", "ferry_store", "ferry_wait", "mark")}
+
+        def emulated(name, *args, **kwargs):
+            return ffi_call(name.replace("jaxferry_", "emulated_") if name in names else name, *args, **kwargs)
+
+        monkeypatch.setattr(jax.ffi, "ffi_call", emulated)
+        monkeypatch.setattr("jaxferry.engine.ferry.library", lambda platform: marks)
+        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+        library.emulation_seed(5)
+        began_s = time.perf_counter()
+        step, state, loss = train(12, 3)
+        took_s = time.perf_counter() - began_s
+        assert loss == expected[1]
+        assert_same_bits(state.params, expected[0].params)
+        run = step.recorded()
+        assert run.schedule.steps == 3
+        check_times(run)
+        assert max(run.ends_s) <= took_s
+        for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
+            # Forward and backward of the last layer are one program.
+            assert start < end or task.name == "backward c", task
+        counts = []
+        for _ in range(3):
+            for _ in range(5):
+                state, _ = step(state, np.ones((4, 8), np.float32))
+            state.block_until_ready()
+            counts.append(library.emulation_num_events())
+        assert counts[0] == counts[-1]
 
 
 class TestBenchmarks:

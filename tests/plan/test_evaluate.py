@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,11 +13,11 @@ from jaxferry.plan.memory import peak_device_bytes, smallest_peak_bytes
 from jaxferry.plan.recurrences import CODES
 from jaxferry.simulate.report import simulate
 from oracle import Oracle
-from profiles import deterministic, planned, transformer, with_modes
+from profiles import deterministic, planned, recomputing, transformer, with_modes
 
 
 @deterministic
-@given(planned())
+@given(st.booleans().flatmap(lambda recomputing: planned(recomputing=recomputing)))
 def test_one_plan_evaluates_as_it_simulates(case):
     profile, plan = case
     outcome, simulation = Evaluator(profile).plan(plan), simulate(profile, plan)
@@ -28,7 +29,7 @@ def test_one_plan_evaluates_as_it_simulates(case):
 
 
 @deterministic
-@given(planned((Mode.GFGB, Mode.DHA, Mode.DFGB)))
+@given(st.booleans().flatmap(lambda recomputing: planned((Mode.GFGB, Mode.DHA, Mode.DFGB), recomputing=recomputing)))
 def test_the_window_is_the_model_s_and_within_it_the_period_is_exact(case):
     profile, plan = case
     outcome, oracle = Evaluator(profile).plan(plan), Oracle(profile, plan)
@@ -68,3 +69,10 @@ def test_no_plan_goes_below_the_activations():
         profile, layers=tuple(dataclasses.replace(x, activation_bytes=0) for x in profile.layers)
     )
     assert smallest_peak_bytes(bare) == 0
+
+
+def test_recomputation_lowers_what_no_plan_goes_below():
+    profile = recomputing(transformer(4), share=0.25)
+    everything = np.array([layer.can_recompute for layer in profile.layers])
+    (peak,) = Evaluator(profile)(np.full(4, CODES[Mode.DHA]), True, everything).peak_bytes
+    assert peak == smallest_peak_bytes(profile) == 3 * 2_000_000 + 8_000_000

@@ -8,7 +8,7 @@ from hypothesis import given
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Predicted, Updates
-from profiles import deterministic, planned, transformer, with_modes
+from profiles import deterministic, planned, recomputing, transformer, with_modes
 
 
 def document(**changes):
@@ -17,7 +17,7 @@ def document(**changes):
 
 
 @deterministic
-@given(planned())
+@given(planned(recomputing=True))
 def test_json_there_and_back_changes_nothing(case):
     _, plan = case
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
@@ -65,6 +65,10 @@ def test_a_missing_key_of_a_layer_is_named_with_its_layer(key):
         ({"layers": []}, "at least one layer"),
         ({"layers": [{"name": "a", "mode": "GPU", "gradient": "device"}]}, 'layer "a": mode must be one of GFGB, DHA'),
         ({"layers": [{"name": "a", "mode": "DHA", "gradient": 3}]}, 'layer "a": gradient must be one of device, host'),
+        (
+            {"layers": [{"name": "a", "mode": "DHA", "gradient": "host", "remat": "dots"}]},
+            'layer "a": remat must be one of none, full, got .dots.',
+        ),
         ({"layers": [{"name": "a", "mode": "DHA", "gradient": "host"}] * 2}, '"a" occurs twice'),
         ({"predicted": {"forward_s": 1}}, 'predicted: key "step_s"'),
         ({"predicted": {"forward_s": -1, "step_s": 1, "steady_step_s": 1, "peak_device_bytes": 1}}, "forward_s"),
@@ -99,3 +103,21 @@ def test_a_plan_names_the_first_layer_in_which_a_profile_differs():
 def test_a_reserve_factor_beyond_any_float_is_refused():
     with pytest.raises(InputError, match=r"reserve_factor must lie in \[0, 1\]"):
         Plan("test", 10**400, (LayerPlan("a", "GFGB"),))
+
+
+def test_recomputation_is_an_optional_key_of_a_layer():
+    plan = Plan("auto", 1.0, (LayerPlan("a", Mode.DHA, remat="full"), LayerPlan("b", Mode.DHA)))
+    assert plan.recomputes == (True, False)
+    first, second = plan.to_json()["layers"]
+    assert first["remat"] == "full" and "remat" not in second
+    explicit = plan.to_json()
+    explicit["layers"][1]["remat"] = "none"
+    assert Plan.from_json(explicit) == plan
+
+
+def test_a_plan_recomputes_only_layers_of_which_the_profile_says_what_that_costs():
+    layers = [LayerPlan(layer.name, Mode.GFGB, remat="full") for layer in transformer(4).layers[:-1]]
+    plan = Plan("x", 1.0, (*layers, LayerPlan(transformer(4).layers[-1].name, Mode.GFGB)))
+    plan.check_profile(recomputing(transformer(4)))
+    with pytest.raises(InputError, match='layer "table0": remat "full" needs the keys recompute_s'):
+        plan.check_profile(transformer(4))

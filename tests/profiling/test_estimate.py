@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import models
 from jaxferry.errors import InputError
 from jaxferry.partition import differentiate, partition
 from jaxferry.profiling.estimate import UPDATE_BYTES_PER_PARAMETER, LayerCosts, estimate_profile
@@ -173,3 +174,28 @@ def test_a_partition_becomes_a_profile_with_shared_parameters() -> None:
     profile = estimate_profile(partition_costs(partition(*_tied_model())), MACHINES["a100-pcie3"])
     assert [len(members) for members in profile.groups] == [2, 1, 1]
     assert profile.layers[0].forward_dha_s < profile.layers[0].load_s + profile.layers[0].forward_s
+
+
+def test_what_recomputation_costs_is_estimated_where_it_is_left_to_plans() -> None:
+    parts = partition(*_tied_model())
+    layers = estimate_profile(partition_costs(parts, "auto"), MACHINES["a100-pcie3"]).layers
+    assert [layer.can_recompute for layer in layers] == [False] * 4  # nothing but its inputs is kept of any
+    assert not any(costs.recomputation for costs in partition_costs(parts))
+
+
+def test_recomputation_adds_about_a_forward_and_leaves_what_crosses_segments() -> None:
+    task = models.gpt(width=64)
+    parts = partition(task.loss_fn, task.params, (task.batch,))
+    costs = {layer.name: layer for layer in partition_costs(parts, "auto")}
+    full = {layer.name: layer for layer in partition_costs(parts, "full")}
+    assert [name for name, layer in costs.items() if layer.recomputation] == ["h_0", "h_1", "h_2", "h_3", "ln_f"]
+    for name in ("h_0", "h_1", "h_2", "h_3"):
+        again = costs[name].recomputation
+        assert again is not None
+        assert again.flops == full[name].backward_flops - costs[name].backward_flops
+        assert 0.8 * costs[name].forward_flops < again.flops < 1.2 * costs[name].forward_flops
+        assert again.activation_bytes < costs[name].activation_bytes
+    kept = [again.activation_bytes if (again := c.recomputation) else c.activation_bytes for c in costs.values()]
+    # Of a mixture it is never counted too low, so that of all together may be too high, by less than what it frees.
+    everything, nothing = (sum(c.activation_bytes for c in some.values()) for some in (costs, full))
+    assert nothing <= sum(kept) < 0.5 * everything

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from jaxferry.errors import InputError
 from jaxferry.profiling.records import LayerProfile, Profile
-from profiles import deterministic, profiles, transformer
+from profiles import deterministic, profiles, recomputing, transformer
 
 
 def document(**changes):
@@ -16,7 +16,7 @@ def document(**changes):
 
 
 @deterministic
-@given(profiles())
+@given(profiles(recomputing=True))
 def test_json_there_and_back_changes_nothing(profile):
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
 
@@ -163,3 +163,33 @@ def test_numbers_with_more_digits_than_python_reads_are_malformed(tmp_path):
     path.write_text('{"format": ' + "9" * 5000 + "}")
     with pytest.raises(InputError, match=r"malformed JSON in .*bad\.json"):
         Profile.load(path)
+
+
+def test_what_recomputation_costs_is_given_whole_or_not_at_all():
+    both = {"recompute_s": 2, "recompute_activation_bytes": 3}
+    (layer,) = Profile.from_json(document(**both)).layers
+    assert layer.can_recompute and layer.kept_bytes(True) == 3 and layer.to_json().items() >= both.items()
+    (without,) = Profile.from_json(document()).layers
+    assert not without.can_recompute and not both.keys() & without.to_json().keys()
+    for key, other in (tuple(both), tuple(reversed(both))):
+        with pytest.raises(InputError, match=f'layer "mlp": {key} needs {other} beside it'):
+            Profile.from_json(document(**{key: both[key]}))
+    for changes in ({"recompute_s": None}, {"recompute_s": -1}, {"recompute_activation_bytes": 1.5}):
+        with pytest.raises(InputError, match=r'layer "mlp": recompute_.* must be'):
+            Profile.from_json(document(**(both | changes)))
+
+
+def test_recomputation_adds_the_forward_once_more_and_by_dha_the_slower_one():
+    times = {"forward_s": 1, "forward_dha_s": 4, "backward_s": 2, "backward_dha_s": 3, "backward_go_s": 5}
+    (layer,) = Profile.from_json(document(**times, recompute_s=1.5, recompute_activation_bytes=0)).layers
+    assert layer.backward_for(by_dha=False, to_host=False, recomputes=True) == 2 + 1.5
+    assert layer.backward_for(by_dha=False, to_host=True, recomputes=True) == 5 + 1.5
+    assert layer.backward_for(by_dha=True, to_host=False, recomputes=True) == 3 + 1.5 + 3
+    assert layer.backward_for(by_dha=True, to_host=True, recomputes=True) == 6 + 1.5 + 3
+
+
+def test_a_profile_can_be_kept_from_recomputing():
+    profile = recomputing(transformer(4))
+    only = profile.only_recomputing([True, False, True, False])
+    assert [layer.can_recompute for layer in only.layers] == [True, False, True, False]
+    assert profile.only_recomputing([False] * 4) == transformer(4)

@@ -1,18 +1,19 @@
 """The simulator agrees with a second one written from the model's text, and with numbers worked out by hand."""
 
+import dataclasses
 import itertools
 
 import pytest
 from hypothesis import given
 
 from jaxferry.errors import InputError
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
 from jaxferry.simulate import machine
 from jaxferry.simulate.report import predict, simulate
 from oracle import Oracle
-from profiles import deterministic, planned, profiles, transformer, with_modes
+from profiles import deterministic, planned, profiles, recomputing, transformer, with_modes
 
 PAPER_MODES = (Mode.GFGB, Mode.DHA, Mode.DFGB)
 
@@ -159,3 +160,11 @@ def test_a_chain_repeats_the_step_s_tasks():
     profile = transformer(6)
     plan = with_modes(profile, [Mode.GFGB] * 6)
     assert len(schedule_chain(profile, plan, 3).tasks) == 3 * len(schedule_step(profile, plan).tasks)
+
+
+def test_a_backward_by_dha_that_recomputes_reads_its_parameters_twice():
+    profile = recomputing(transformer(3))
+    plain = with_modes(profile, [Mode.DHA, Mode.GFGB, Mode.GFGB])
+    layers = [dataclasses.replace(layer, remat=Remat.FULL) for layer in plain.layers[:2]]
+    again = dataclasses.replace(plain, layers=(*layers, plain.layers[2]))
+    assert simulate(profile, again).link_bytes == simulate(profile, plain).link_bytes + profile.layers[0].param_bytes

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "common/calls.h"
+#include "common/mark_lists.h"
 #include "xla/ffi/api/ffi.h"
 
 #define JAXFERRY_RETURN_IF_ERROR(expression)                         \
@@ -54,6 +55,8 @@ ffi::Error CheckFerryStore(ffi::RemainingArgs arguments, ffi::AnyBuffer result, 
                            Copies* copies);
 
 ffi::Error CheckFerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets results, Ranges* ranges);
+
+ffi::Error CheckMark(ffi::RemainingArgs arguments, int64_t queue, const void** token, MarkQueue* which);
 
 // Runs a handler's body; what it throws (no memory, no thread) becomes an error.
 template <typename Body>

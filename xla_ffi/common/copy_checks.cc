@@ -98,4 +98,15 @@ ffi::Error CheckFerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets resul
   return ffi::Error::Success();
 }
 
+ffi::Error CheckMark(ffi::RemainingArgs arguments, int64_t queue, const void** token, MarkQueue* which) {
+  const char* operation = "mark";
+  if (arguments.size() == 0) return Invalid(operation, "there must be a token as the first argument, got none");
+  if (queue < 0 || queue > static_cast<int64_t>(MarkQueue::kStores)) {
+    return Invalid(operation, "queue must be 0 (the program), 1 (loads) or 2 (stores), got " + std::to_string(queue));
+  }
+  *token = arguments.get<ffi::AnyBuffer>(0)->untyped_data();
+  *which = static_cast<MarkQueue>(queue);
+  return ffi::Error::Success();
+}
+
 }  // namespace jaxferry

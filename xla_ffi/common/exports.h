@@ -23,6 +23,7 @@ XLA_FFI_Error* jaxferry_row_store(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_load(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_store(XLA_FFI_CallFrame*);
 XLA_FFI_Error* jaxferry_ferry_wait(XLA_FFI_CallFrame*);
+XLA_FFI_Error* jaxferry_mark(XLA_FFI_CallFrame*);
 
 // The CPU's library alone.
 XLA_FFI_Error* jaxferry_host_step(XLA_FFI_CallFrame*);
@@ -35,6 +36,10 @@ extern "C" {
 const char* jaxferry_build_info();
 int jaxferry_abi();
 void jaxferry_ferry_synchronize();
+void jaxferry_marks_open(const void* token, int64_t capacity);
+void jaxferry_marks_close(const void* token);
+void jaxferry_marks_read(int64_t count, const void* const* tokens, const int64_t* numbers, double* starts_s,
+                         double* ends_s);
 
 // The CPU's library alone.
 void jaxferry_ferry_set_bandwidth(int direction, double bytes_per_s);

@@ -4,6 +4,7 @@
 #include "common/checks.h"
 #include "common/exports.h"
 #include "cpu/ferry.h"
+#include "cpu/marks.h"
 
 namespace jaxferry {
 
@@ -36,7 +37,10 @@ static ffi::Future FerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets re
   const ffi::Error error = Guarded("ferry_wait", [&] {
     Ranges ranges;
     JAXFERRY_RETURN_IF_ERROR(CheckFerryWait(arguments, results, &ranges));
-    Ferry::Get().CallWhenDone(ranges, [promise]() mutable { promise.SetAvailable(); });
+    Ferry::Get().CallWhenDone(ranges, [promise]() mutable {
+      Marks::Get().NoteEndOfWait();
+      promise.SetAvailable();
+    });
     return ffi::Error::Success();
   });
   if (error.failure()) promise.SetError(error);

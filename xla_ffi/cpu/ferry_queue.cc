@@ -37,11 +37,15 @@ bool Touch(const Copies& copies, const Ranges& ranges) {
 
 }  // namespace
 
-bool FerryQueue::Push(Copies copies) {
+bool FerryQueue::Push(Copies copies) { return Push(Transfer{std::move(copies), Clock::now(), {}, nullptr}); }
+
+void FerryQueue::Mark(std::shared_ptr<Times> times) { Push(Transfer{{}, Clock::now(), {}, std::move(times)}); }
+
+bool FerryQueue::Push(Transfer transfer) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_stopped_) return false;
   if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
-  transfers_.push_back({std::move(copies), Clock::now(), {}});
+  transfers_.push_back(std::move(transfer));
   changed_.notify_all();
   return true;
 }
@@ -93,9 +97,16 @@ void FerryQueue::Work() {
 }
 
 void FerryQueue::Run(const Transfer& transfer) {
+  if (transfer.mark != nullptr) {
+    transfer.mark->start_s = Seconds(marked_start_.value_or(link_is_free_));
+    transfer.mark->end_s = Seconds(link_is_free_);
+    marked_start_.reset();
+    return;
+  }
   // A link that had nothing to carry has gained no time; one that was busy goes on where it ended, whenever this
   // thread woke up.
   link_is_free_ = std::max(link_is_free_, transfer.pushed);
+  if (!marked_start_) marked_start_ = link_is_free_;
   for (const Copy& copy : transfer.copies) {
     link_is_free_ += DrawDelay();
     if (!SleepUntil(link_is_free_, settings_.delay_s)) return;
@@ -127,7 +138,7 @@ bool FerryQueue::SleepUntil(Clock::time_point time, const std::atomic<double>& s
   return !is_stopped_;
 }
 
-FerryQueue::Clock::duration FerryQueue::DrawDelay() {
+Clock::duration FerryQueue::DrawDelay() {
   if (const unsigned num_seeds = settings_.num_seeds.load(); num_seeds != seeds_seen_) {
     seeds_seen_ = num_seeds;
     random_.seed(settings_.seed.load());

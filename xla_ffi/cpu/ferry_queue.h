@@ -14,12 +14,14 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "common/calls.h"
 #include "cpu/callbacks.h"
+#include "cpu/marks.h"
 
 namespace jaxferry {
 
@@ -41,6 +43,9 @@ class FerryQueue {
   // Appends copies and returns at once. The first call starts the thread. False once the queue has stopped.
   bool Push(Copies copies);
 
+  // Says when the copies pushed since the last mark have started and ended, once they have.
+  void Mark(std::shared_ptr<Times> times);
+
   // Has `callback` called once all copies queued so far that read or write these bytes have ended. False, and no call,
   // where there are none.
   bool CallWhenDone(const Ranges& ranges, const std::function<void()>& callback);
@@ -55,14 +60,14 @@ class FerryQueue {
   void Stop();
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   struct Transfer {
     Copies copies;
     Clock::time_point pushed;
     std::vector<std::function<void()>> callbacks;
+    std::shared_ptr<Times> mark;  // null where it is no mark
   };
 
+  bool Push(Transfer transfer);
   void Work();
   void Run(const Transfer& transfer);
   void RunPieces(const Copy& copy);
@@ -80,6 +85,7 @@ class FerryQueue {
 
   // The worker's alone.
   Clock::time_point link_is_free_{};
+  std::optional<Clock::time_point> marked_start_;  // of the first copies since the last mark
   std::mt19937 random_;
   unsigned seeds_seen_ = 0;
 };

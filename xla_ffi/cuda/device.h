@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "cuda/ferry_table.h"
+#include "cuda/marks.h"
 #include "cuda/owners.h"
 #include "cuda/product.h"
 
@@ -20,10 +21,11 @@ class Device {
 
   // Held while an operation puts its work onto streams: that of two threads would else be mixed.
   std::mutex mutex;
-  EventPool events;
+  EventPool events{cudaEventDisableTiming};
   // The ferry's queues. Panels have streams of their own: they must not wait behind loads of whole layers.
   Stream loads, stores, panels_in, panels_out;
   FerryTable<EventPool::Lease> ferry;
+  DeviceMarks marks;
   Multiplier multiplier;
 };
 

@@ -21,12 +21,15 @@ void Enqueue(const Copy& copy, cudaMemcpyKind kind, cudaStream_t queue) {
 
 // Queues copies that start when what the stream was given so far has run.
 void RunQueue(Device& device, const Copies& copies, cudaMemcpyKind kind, cudaStream_t queue, cudaStream_t stream) {
+  const MarkQueue marked = kind == cudaMemcpyHostToDevice ? MarkQueue::kLoads : MarkQueue::kStores;
   Forget(device);
   EventPool::Lease event = device.events.Lend();
   event->Record(stream);
   event->Hold(queue);
+  device.marks.NoteStart(marked, queue);
   DrainOnFailure drain(queue);
   for (const Copy& copy : copies) Enqueue(copy, kind, queue);
+  device.marks.NoteEnd(marked, queue);
   event->Record(queue);
   device.ferry.Add(copies, std::move(event));
   drain.Done();
@@ -45,6 +48,7 @@ void RunFerryStore(Device& device, const Copies& copies, cudaStream_t stream) {
 void RunFerryWait(Device& device, const Ranges& ranges, cudaStream_t stream) {
   Forget(device);
   device.ferry.ForEachIn(ranges, [&](const EventPool::Lease& ended) { ended->Hold(stream); });
+  device.marks.NoteWait(stream);
 }
 
 }  // namespace jaxferry::cuda

@@ -36,7 +36,7 @@ class Stream {
 
 class Event {
  public:
-  Event() { Check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "making an event"); }
+  explicit Event(unsigned flags) { Check(cudaEventCreateWithFlags(&event_, flags), "making an event"); }
   ~Event() { cudaEventDestroy(event_); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
@@ -49,6 +49,13 @@ class Event {
     if (status == cudaErrorNotReady) return false;
     Check(status, "asking for an event");
     return true;
+  }
+  void Synchronize() const { Check(cudaEventSynchronize(event_), "waiting for an event"); }
+  // From this one to a later one; both must have run and have been made for timing.
+  double SecondsTo(const Event& later) const {
+    float milliseconds = 0;
+    Check(cudaEventElapsedTime(&milliseconds, event_, later.event_), "asking for the time between events");
+    return milliseconds * 1e-3;
   }
 
  private:
@@ -64,11 +71,14 @@ class EventPool {
   };
   using Lease = std::unique_ptr<Event, Return>;
 
+  // The flags are those of cudaEventCreateWithFlags.
+  explicit EventPool(unsigned flags) : flags_(flags) {}
+
   Lease Lend() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (free_.empty()) {
       free_.reserve(++num_events_);  // So that coming back cannot fail.
-      return Lease(new Event, Return{this});
+      return Lease(new Event(flags_), Return{this});
     }
     std::unique_ptr<Event> event = std::move(free_.back());
     free_.pop_back();
@@ -81,6 +91,7 @@ class EventPool {
     free_.emplace_back(event);
   }
 
+  const unsigned flags_;
   std::mutex mutex_;
   std::vector<std::unique_ptr<Event>> free_;
   size_t num_events_ = 0;

@@ -36,10 +36,18 @@ EMULATE(row_store)
 EMULATE(ferry_load)
 EMULATE(ferry_store)
 EMULATE(ferry_wait)
+EMULATE(mark)
 
 extern "C" __attribute__((visibility("default"))) void emulation_synchronize() {
   const auto lock = emulation::Lock();
   jaxferry_ferry_synchronize();
+}
+
+extern "C" __attribute__((visibility("default"))) void emulation_marks_read(int64_t count, const void* const* tokens,
+                                                                            const int64_t* numbers, double* starts_s,
+                                                                            double* ends_s) {
+  const auto lock = emulation::Lock();
+  jaxferry_marks_read(count, tokens, numbers, starts_s, ends_s);
 }
 
 // Something that the program has yet to do when the next operation is called.

@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -22,9 +23,15 @@ struct EmulatedStream {
   std::deque<Work> queue;
 };
 
+struct Record {
+  bool has_run = false;
+  double device_s = 0;
+};
+
 struct EmulatedEvent {
-  // Of the last record; a wait keeps the one that was the last when it was asked for.
-  std::shared_ptr<bool> has_run = std::make_shared<bool>(true);
+  bool is_timed;
+  // The last one; a wait keeps the one that was the last when it was asked for. Null before there is any.
+  std::shared_ptr<Record> record;
 };
 
 namespace {
@@ -36,6 +43,13 @@ std::mt19937 random_numbers(0);
 // How many calls succeed before one fails; none does where it is negative.
 long calls_to_failure = -1;
 std::mutex calls;
+long num_events = 0;
+
+// Neither zero nor speed of the device's clock are those of the host's.
+double DeviceSeconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return 1234.5 + 1.00001 * std::chrono::duration<double>(now).count();
+}
 
 [[noreturn]] void Die(const char* message) {
   std::fprintf(stderr, "emulation: %s\n", message);
@@ -118,6 +132,11 @@ extern "C" __attribute__((visibility("default"))) long emulation_num_queued() {
   return count;
 }
 
+extern "C" __attribute__((visibility("default"))) long emulation_num_events() {
+  const auto lock = emulation::Lock();
+  return num_events;
+}
+
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorNotReady ? "not ready" : "invalid value"; }
 
@@ -158,27 +177,46 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   if (emulation::Fails()) return cudaErrorInvalidValue;
-  Push(stream, {nullptr, event->has_run});
+  if (event->record != nullptr) Push(stream, {nullptr, {event->record, &event->record->has_run}});
   return cudaSuccess;
 }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   if (emulation::Fails()) return cudaErrorInvalidValue;
-  *event = new EmulatedEvent;
+  *event = new EmulatedEvent{(flags & cudaEventDisableTiming) == 0};
+  ++num_events;
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   delete event;
+  --num_events;
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (emulation::Fails()) return cudaErrorInvalidValue;
-  auto has_run = std::make_shared<bool>(false);
-  event->has_run = has_run;
-  Push(stream, {[has_run] { *has_run = true; }, nullptr});
+  auto record = std::make_shared<Record>();
+  event->record = record;
+  Push(stream, {[record] { *record = {true, DeviceSeconds()}; }, nullptr});
   return cudaSuccess;
 }
-cudaError_t cudaEventQuery(cudaEvent_t event) { return *event->has_run ? cudaSuccess : cudaErrorNotReady; }
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return event->record == nullptr || event->record->has_run ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  while (cudaEventQuery(event) != cudaSuccess) {
+    if (!Step()) Die("an event waits for what never runs");
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  if (!start->is_timed || !end->is_timed || !start->record || !end->record) return cudaErrorInvalidResourceHandle;
+  if (!start->record->has_run || !end->record->has_run) return cudaErrorNotReady;
+  const double seconds = end->record->device_s - start->record->device_s;
+  // What a real device gives for the wrong order is nobody's contract.
+  if (seconds < 0) return cudaErrorInvalidValue;
+  *milliseconds = static_cast<float>(seconds * 1e3);
+  return cudaSuccess;
+}
 
 cudaError_t cudaMemcpyAsync(void* destination, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   if (emulation::Fails()) return cudaErrorInvalidValue;

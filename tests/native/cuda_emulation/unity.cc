@@ -16,6 +16,8 @@
 #include "cuda/ferry_handlers.cc"
 #include "cuda/gather.cu"
 #include "cuda/library.cc"
+#include "cuda/mark_handlers.cc"
+#include "cuda/marks.cc"
 #include "cuda/matmul_handlers.cc"
 #include "cuda/row_store.cu"
 #include "handlers.cc"

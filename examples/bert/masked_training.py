@@ -1,0 +1,97 @@
+"""The training of a masked language model, as a command line: BERT's and RoBERTa's."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import jax
+import optax
+import typer
+
+import jaxferry
+from examples.bert import fill, model
+from examples.common import command_line
+from examples.common.text import Corpus
+from examples.common.training import Run, console, count_parameters
+
+WARMUP_STEPS = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """What one masked language model has of its own.
+
+    Attributes:
+      name: as it is printed.
+      sizes, learning_rates: by the names that --size takes.
+      adam: further arguments of `optax.adamw`.
+      load: the text of `(path, vocab_size)` as a Corpus.
+      make_batches: batches of `(tokens, batch_size, length, seed, tokenizer)`.
+      mask: the token that hides others.
+    """
+
+    name: str
+    sizes: Mapping[str, model.Config]
+    learning_rates: Mapping[str, float]
+    adam: Mapping[str, float]
+    load: Callable[..., Corpus]
+    make_batches: Callable[..., Any]
+    mask: int
+
+    def make_optimizer(self, learning_rate):
+        """Adam with decay for all but biases and LayerNorms, the learning rate constant after a warm-up."""
+        schedule = optax.linear_schedule(0.0, learning_rate, WARMUP_STEPS)
+        return optax.adamw(schedule, weight_decay=0.01, mask=is_decayed, **self.adam)
+
+
+def is_decayed(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def make_app(example):
+    """The command line of an example."""
+    app = command_line.make_app()
+
+    @app.command(help=f"Trains {example.name} on text, its parameters and optimizer state in host memory.")
+    def train(
+        size: Annotated[str, typer.Option(help=f"The model: {', '.join(example.sizes)}.")] = "tiny",
+        steps: command_line.Steps = 800,
+        batch: command_line.Batch = 8,
+        seq: command_line.Seq = 128,
+        policy: command_line.Policy = None,
+        memory_budget: command_line.MemoryBudget = None,
+        reserve_factor: command_line.ReserveFactor = 1.0,
+        compute_dtype: command_line.ComputeDtype = None,
+        data: command_line.Data = None,
+        seed: command_line.Seed = 0,
+        lr: command_line.LearningRate = None,
+        metrics: command_line.Metrics = None,
+        save: command_line.Save = None,
+        resume: command_line.Resume = None,
+        sample_tokens: command_line.FillTokens = 8,
+    ) -> int:
+        config = command_line.read_size(example.sizes, size, seq)
+        corpus = example.load(data, config.vocab_size)
+        train_batches = example.make_batches(corpus.train, batch, seq, seed, corpus.tokenizer)
+        valid_batches = example.make_batches(corpus.validation, batch, seq, seed, corpus.tokenizer)
+        step = jaxferry.train_step(
+            model.make_loss(config),
+            example.make_optimizer(example.learning_rates[size] if lr is None else lr),
+            memory_budget=memory_budget,
+            reserve_factor=reserve_factor,
+            policy=policy,
+            compute_dtype=command_line.read_dtype(compute_dtype),
+        )
+        run = Run(step, train_batches, valid_batches, batch * seq)
+        init_fn = model.make_init(config)
+        run.start(init_fn, seed, resume)
+        headline = f"{example.name} {size} with {count_parameters(init_fn):,} parameters"
+        console.print(f"{headline}, {len(corpus.train):,} tokens of text to train on")
+        status = run.finish(steps, metrics, save)
+        if status == 0 and sample_tokens:
+            console.rule("masked tokens filled in")
+            row = valid_batches(0)
+            console.print(fill.make_table(config, run.state.params, row, corpus.tokenizer, example.mask, sample_tokens))
+        return status
+
+    return app

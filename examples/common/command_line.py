@@ -1,0 +1,74 @@
+"""What the command lines of all examples have in common: their options, checks of what was given, the exit status."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import typer
+
+from jaxferry.errors import InputError, JaxFerryError
+
+COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
+
+# A command takes those that it knows: `def train(steps: command_line.Steps = 800, ...)`.
+Steps = Annotated[int, typer.Option(min=0, help="Train up to this step; a resumed run counts on.")]
+Batch = Annotated[int, typer.Option(min=1, help="Rows of a batch.")]
+Seq = Annotated[int, typer.Option(min=1, help="Tokens of a row.")]
+Policy = Annotated[str | None, typer.Option(help="Says where each layer lives; by default JaxFerry's own.")]
+MemoryBudget = Annotated[str | None, typer.Option(help='Device memory for training, such as "8GiB".')]
+ReserveFactor = Annotated[float, typer.Option(help="Share of gradient bytes that may stay on the device.")]
+ComputeDtype = Annotated[
+    str | None, typer.Option(help=f"{', '.join(COMPUTE_DTYPES)}; by default bfloat16, on a CPU float32.")
+]
+Data = Annotated[Path | None, typer.Option(help="A text file or folder; by default Python's own library.")]
+Seed = Annotated[int, typer.Option(min=0, help="Names the first parameters and the order of the data.")]
+LearningRate = Annotated[float | None, typer.Option(help="Learning rate after the warm-up; by default the size's.")]
+Metrics = Annotated[Path | None, typer.Option(help="Write one JSON object a step to this file.")]
+Save = Annotated[Path | None, typer.Option(help="Save the state here at the end.")]
+Resume = Annotated[Path | None, typer.Option(help="Continue from a saved state.")]
+Weights = Annotated[
+    Path | None,
+    typer.Option(help="A folder with pretrained weights in .safetensors, and tokenizer.json."),
+]
+SampleTokens = Annotated[int, typer.Option(min=0, help="Length of the text written at the end.")]
+FillTokens = Annotated[int, typer.Option(min=0, help="Number of masked tokens filled in at the end.")]
+
+
+def make_app():
+    return typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def read_choice(option, choices, value):
+    """The member of `choices`, a dictionary, that an option names."""
+    if value not in choices:
+        raise InputError(f"{option} must be one of {', '.join(choices)}, got {value}")
+    return choices[value]
+
+
+def read_size(sizes, size, seq):
+    """The configuration of a size whose positions suffice for rows of `seq` tokens."""
+    config = read_choice("--size", sizes, size)
+    if seq > config.max_length:
+        raise InputError(f"--seq must be at most the {config.max_length} positions of size {size}, got {seq}")
+    return config
+
+
+def read_dtype(name):
+    if name is None:
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return read_choice("--compute-dtype", dict.fromkeys(COMPUTE_DTYPES, name), name)
+
+
+def run(app, args=None):
+    """Runs a command line; returns its exit status: the command's own, 2 for bad input, 130 for an interrupt."""
+    try:
+        return app(args, standalone_mode=False)
+    except typer.TyperException as error:
+        message, status = error.format_message(), error.exit_code
+    except (JaxFerryError, OSError) as error:
+        message, status = str(error), 2
+    except (KeyboardInterrupt, typer.Abort):
+        message, status = "interrupted", 130
+    print(f"error: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,218 @@
+"""Llama in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU; LoRA adapters if they are asked for.
+
+B: batch, T: positions, C: channels, H: heads, K: heads of keys and values, D: channels of a head, S: length of a cache.
+The model knows nothing of JaxFerry and of where its parameters live. Every block makes its rotations and its mask
+itself, so that all blocks are the same program.
+
+Activations have the dtype of the parameters. RMSNorm, softmax, rotations and the loss compute in float32 all the same.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+INIT = nnx.initializers.normal(0.02)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretched rotations: slow ones turn `factor` times slower, fast ones as before, others in between.
+
+    Slow ones turn fewer than `low` times within the `length` that was trained first, fast ones more than `high` times.
+    """
+
+    factor: float
+    low: float
+    high: float
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The shape of a Llama. `lora_rank` is that of the adapters of all linear layers; with 0 there are none."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    channels: int
+    hidden: int
+    max_length: int
+    vocab_size: int
+    rope_base: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    is_tied: bool = False
+    epsilon: float = 1e-5
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+
+
+SIZES = {
+    "tiny": Config(4, 4, 2, 128, 352, max_length=256, vocab_size=1024),
+    "3.2-1b": Config(
+        16,
+        32,
+        8,
+        2048,
+        8192,
+        max_length=131_072,
+        vocab_size=128_256,
+        rope_base=500_000.0,
+        rope_scaling=RopeScaling(factor=32.0, low=1.0, high=4.0, length=8192),
+        is_tied=True,
+    ),
+    "2-7b": Config(32, 32, 32, 4096, 11_008, max_length=4096, vocab_size=32_000),
+    "3-8b": Config(32, 32, 8, 4096, 14_336, max_length=8192, vocab_size=128_256, rope_base=500_000.0),
+}
+
+
+class Linear(nnx.Module):
+    """x [..., inner] to [..., outer]; with a rank, the product of two thin matrices is added to the kernel's."""
+
+    def __init__(self, inner, outer, config, rngs):
+        self.kernel = nnx.Param(INIT(rngs.params(), (inner, outer)))
+        self.rank, self.scale = config.lora_rank, config.lora_alpha / max(1, config.lora_rank)
+        if self.rank:
+            # The second one begins with zeros: at first nothing is added.
+            self.lora_a = nnx.LoRAParam(nnx.initializers.he_uniform()(rngs.params(), (inner, self.rank)))
+            self.lora_b = nnx.LoRAParam(jnp.zeros((self.rank, outer)))
+
+    def __call__(self, x):
+        y = x @ self.kernel[...]
+        return y + (x @ self.lora_a[...]) @ self.lora_b[...] * self.scale if self.rank else y
+
+
+class Attention(nnx.Module):
+    """x [B, T, C] to [B, T, C], and the cache of keys and values [2, B, S, K, D] with those of x, if there is one."""
+
+    def __init__(self, config, rngs):
+        self.config, self.width = config, config.channels // config.num_heads
+        kv = config.num_kv_heads * self.width
+        self.q = Linear(config.channels, config.channels, config, rngs)
+        self.k = Linear(config.channels, kv, config, rngs)
+        self.v = Linear(config.channels, kv, config, rngs)
+        self.o = Linear(config.channels, config.channels, config, rngs)
+
+    def __call__(self, x, cache, position):
+        B, T, C = x.shape
+        positions = position + jnp.arange(T)
+        q, k, v = (z.reshape(B, T, -1, self.width) for z in (self.q(x), self.k(x), self.v(x)))
+        q, k = (rotate(z, positions, self.config) for z in (q, k))
+        if cache is None:
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        else:
+            cache = jax.lax.dynamic_update_slice(cache, jnp.stack([k, v]).astype(cache.dtype), (0, 0, position, 0, 0))
+            k, v = cache.astype(q.dtype)
+            seen = jnp.arange(cache.shape[2]) <= positions[:, None]
+            y = jax.nn.dot_product_attention(q, k, v, mask=seen[None, None])
+        return self.o(y.reshape(B, T, C)), cache
+
+
+class MLP(nnx.Module):
+    def __init__(self, config, rngs):
+        self.gate = Linear(config.channels, config.hidden, config, rngs)
+        self.up = Linear(config.channels, config.hidden, config, rngs)
+        self.down = Linear(config.hidden, config.channels, config, rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    def __init__(self, config, rngs):
+        self.attn_norm, self.attn = make_norm(config, rngs), Attention(config, rngs)
+        self.mlp_norm, self.mlp = make_norm(config, rngs), MLP(config, rngs)
+
+    def __call__(self, x, cache, position):
+        y, cache = self.attn(self.attn_norm(x), cache, position)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Llama(nnx.Module):
+    """Tokens [B, T] to logits [B, T, vocab_size], float32 or as the parameters are.
+
+    With caches, one for each block, the tokens follow those that are there already, `position` of them: only the last
+    position's logits [B, 1, vocab_size] are computed, and the caches come back with the tokens' keys and values.
+    """
+
+    def __init__(self, config, rngs):
+        self.embed = nnx.Embed(config.vocab_size, config.channels, embedding_init=INIT, rngs=rngs)
+        self.layers = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
+        self.norm = make_norm(config, rngs)
+        # Adapters stay out of the head, as they do out of the table.
+        plain = dataclasses.replace(config, lora_rank=0)
+        self.head = None if config.is_tied else Linear(config.channels, config.vocab_size, plain, rngs)
+
+    def __call__(self, tokens, caches=None, position=0):
+        x, grown = self.embed(tokens), []
+        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
+            x, cache = layer(x, cache, position)
+            grown.append(cache)
+        x = self.norm(x if caches is None else x[:, -1:])
+        logits = self.embed.attend(x) if self.head is None else self.head(x)
+        return logits if caches is None else (logits, grown)
+
+
+def make_norm(config, rngs):
+    return nnx.RMSNorm(config.channels, epsilon=config.epsilon, rngs=rngs)
+
+
+def rotate(x, positions, config):
+    """Turns pairs of channels of x [B, T, heads, D] by angles that grow with the position.
+
+    A pair is a channel of the first half and the one at the same place of the second, as in Hugging Face's checkpoints.
+    """
+    half = x.shape[-1] // 2
+    frequencies = config.rope_base ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    if config.rope_scaling is not None:
+        frequencies = stretched(frequencies, config.rope_scaling)
+    angles = positions[:, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def stretched(frequencies, scaling):
+    turns = scaling.length * frequencies / (2 * jnp.pi)
+    kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def make_graph(config):
+    """The model's structure without its parameters, to be merged with them."""
+    return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))), nnx.Param)[0]
+
+
+def make_loss(config):
+    """The function to minimise: mean cross entropy of each next token, in nats, as a float32 scalar.
+
+    Its batch holds `tokens`, int32 [B, T + 1].
+    """
+    graph = make_graph(config)
+
+    def loss_fn(params, batch):
+        tokens = batch["tokens"]
+        logits = nnx.merge(graph, params)(tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:])
+        return losses.mean()
+
+    return loss_fn
+
+
+def make_init(config):
+    """The function that makes fresh float32 parameters from a key."""
+
+    def init_fn(rng):
+        return nnx.split(Llama(config, nnx.Rngs(rng)), nnx.Param)[1]
+
+    return init_fn
+
+
+def make_caches(config, batch_size, length, dtype):
+    """Empty caches for so many rows and positions."""
+    width = config.channels // config.num_heads
+    shape = (2, batch_size, length, config.num_kv_heads, width)
+    return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]

@@ -1,0 +1,74 @@
+"""Trains a vision transformer on digits, its parameters in host memory: python examples/vit/train.py --help"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import optax
+import typer
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+import jaxferry
+from examples.common import command_line, digits
+from examples.common.training import Run, console, count_parameters
+from examples.vit import model
+
+LEARNING_RATES = {"tiny": 1e-3, "base": 1e-3, "large": 1e-3}
+WARMUP_STEPS = 50
+
+app = command_line.make_app()
+
+
+@app.command(help="Trains a vision transformer on handwritten digits, parameters and optimizer state in host memory.")
+def train(
+    size: Annotated[str, typer.Option(help=f"The model: {', '.join(model.SIZES)}.")] = "tiny",
+    steps: command_line.Steps = 600,
+    batch: Annotated[int, typer.Option(min=1, help="Images of a batch.")] = 64,
+    policy: command_line.Policy = None,
+    memory_budget: command_line.MemoryBudget = None,
+    reserve_factor: command_line.ReserveFactor = 1.0,
+    compute_dtype: command_line.ComputeDtype = None,
+    seed: command_line.Seed = 0,
+    lr: command_line.LearningRate = None,
+    metrics: command_line.Metrics = None,
+    save: command_line.Save = None,
+    resume: command_line.Resume = None,
+) -> int:
+    config = command_line.read_choice("--size", model.SIZES, size)
+    seen, unseen = digits.load()
+    step = jaxferry.train_step(
+        model.make_loss(config),
+        make_optimizer(LEARNING_RATES[size] if lr is None else lr),
+        memory_budget=memory_budget,
+        reserve_factor=reserve_factor,
+        policy=policy,
+        compute_dtype=command_line.read_dtype(compute_dtype),
+    )
+    train_batches, valid_batches = (
+        digits.Batches(images, batch, seed, config.image_size, config.num_colours) for images in (seen, unseen)
+    )
+    run = Run(step, train_batches, valid_batches, batch, "images")
+    init_fn = model.make_init(config)
+    run.start(init_fn, seed, resume)
+    console.print(f"ViT {size} with {count_parameters(init_fn):,} parameters, {len(seen.labels):,} images to train on")
+    status = run.finish(steps, metrics, save)
+    if status == 0:
+        predict = model.make_predict(config)
+        accuracy = digits.accuracy_of(step, run.state, predict, unseen, config, batch)
+        console.print(f"{accuracy:.1%} of {len(unseen.labels)} other images recognised")
+    return status
+
+
+def make_optimizer(learning_rate):
+    """AdamW with the learning rate constant after a warm-up."""
+    return optax.adamw(optax.linear_schedule(0.0, learning_rate, WARMUP_STEPS), weight_decay=0.1)
+
+
+def main(args=None):
+    """Runs the command line; returns its exit status: 0, 2 for bad input, 130 for an interrupt."""
+    return command_line.run(app, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

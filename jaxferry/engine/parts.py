@@ -1,0 +1,232 @@
+"""The update of parts of stacked parameters: what the update of the whole parameters does to these parts.
+
+Optax is given the model's own tree: masks, labels and schedules decide by the shapes and paths that the user knows. Its
+update is traced so, and where all that it does to a stacked parameter is element-wise, the same equations are run on a
+part of it. Where they are not (factored moments, norms of a parameter), the parts have to be updated together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxferry.engine.pieces import Key
+from jaxferry.engine.separable import SHARED, WholeUpdate
+from jaxferry.partition import Part
+from jaxferry.partition.elementwise import ELEMENTWISE
+from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, live_equations, trace
+
+Held = Sequence[tuple[int, Part | None]]
+"""Leaves of the model's tree, each whole or a part of it."""
+
+
+class PartOptimizer:
+    """An Optax transformation over parts of the leaves of a tree, where that is possible.
+
+    Args:
+      optimizer: the transformation.
+      params: the tree of parameters that it is shown, as shapes and master dtypes.
+      whole: the traced update.
+    """
+
+    def __init__(self, optimizer: optax.GradientTransformation, params: Any, whole: WholeUpdate) -> None:
+        self._whole, leaves, owners = whole, whole.leaves, whole.owners
+        shapes = {leaf: tuple(aval.shape) for leaf, aval in zip(leaves, jax.tree.leaves(params), strict=True)}
+        self._places = {leaf: place for place, leaf in enumerate(leaves)}
+        self._update = _ByPart(whole.graph, [*leaves, *leaves, *owners], [*leaves, *owners], shapes)
+        self._init = _ByPart(trace(optimizer.init, params, (), {}), leaves, owners, shapes)
+
+    def obstacle(self, leaf: int) -> str | None:
+        """What keeps the parts of a leaf from being updated one by one; None if nothing does."""
+        return self._update.obstacle(leaf) or self._init.obstacle(leaf)
+
+    def state_keys(self, held: Held) -> list[Key]:
+        """What the leaves of the state are that belong to these parts."""
+        names = self._whole.state_names
+        return [(names[i], part) for i, part in self._state(held)]
+
+    def state_avals(self, held: Held) -> list[jax.ShapeDtypeStruct]:
+        """Their shapes and dtypes."""
+        avals = self._whole.state_avals
+        return [part_aval(avals[i], part) for i, part in self._state(held)]
+
+    def init(self, held: Held, masters: Sequence[jax.Array]) -> list[jax.Array]:
+        """The initial state of parts, inside a jitted function."""
+        made = self._init(held, dict(zip(self._placed(held), masters, strict=True)))
+        return [made[place] for place in self._state(held)]
+
+    def update(
+        self, held: Held, gradients: Sequence[jax.Array], masters: Sequence[jax.Array], state: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Masters and state after a step, inside a jitted function."""
+        count, placed = len(self._places), self._placed(held)
+        arguments: dict[Key, Any] = {}
+        for (place, part), gradient, master in zip(placed, gradients, masters, strict=True):
+            arguments |= {(place, part): gradient, (count + place, part): master}
+        arguments |= {(2 * count + i, part): array for (i, part), array in zip(self._state(held), state, strict=True)}
+        made = self._update(held, arguments)
+        after: Any = optax.apply_updates(list(masters), [made[key] for key in placed])
+        return after, [made[count + i, part] for i, part in self._state(held)]
+
+    def _placed(self, held: Held) -> Held:
+        """The same by the places of the leaves among those that the optimizer is shown."""
+        return [(self._places[leaf], part) for leaf, part in held]
+
+    def _state(self, held: Held) -> list[tuple[int, Part | None]]:
+        """The leaves of the state that belong to these parts, or to all."""
+        found: list[tuple[int, Part | None]] = []
+        for i, owner in enumerate(self._whole.owners):
+            found += [(i, None)] if owner == SHARED else [(i, part) for leaf, part in held if leaf == owner]
+        return found
+
+
+def part_aval(aval: Any, part: Part | None) -> jax.ShapeDtypeStruct:
+    """The shape of a part of an array."""
+    shape = tuple(aval.shape)
+    shape = shape if part is None else (*shape[: part.axis], *shape[part.axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+
+class _ObstacleError(Exception):
+    """Why an output cannot be had by part."""
+
+
+@dataclasses.dataclass
+class _Recipe:
+    """How the outputs of a stacked leaf are made for a part of it.
+
+    Attributes:
+      outputs: which they are, and their values.
+      equations: element-wise equations and broadcasts of scalars, in order.
+      scalars: values that these read, the same for all parts.
+    """
+
+    outputs: list[tuple[int, Atom]]
+    equations: dict[int, Equation] = dataclasses.field(default_factory=dict)
+    scalars: set[int] = dataclasses.field(default_factory=set)
+
+
+class _ByPart:
+    """A traced function of all parameters, run on parts of them.
+
+    Args:
+      graph: its trace.
+      inputs: the leaf that each input belongs to, or `SHARED`.
+      outputs: likewise for each output.
+      shapes: of the leaves.
+    """
+
+    def __init__(
+        self, graph: Graph, inputs: Sequence[int], outputs: Sequence[int], shapes: Mapping[int, tuple[int, ...]]
+    ) -> None:
+        self._graph, self._shapes = graph, shapes
+        self._inputs, self._outputs = list(inputs), list(outputs)
+        self._numbers = (*graph.parameters, *graph.batch)
+        self._owner = dict(zip(self._numbers, inputs, strict=True))
+        self._made_by = {value: equation for equation in graph.equations for value in equation.outputs}
+        self._of_leaves = {value for value, owner in self._owner.items() if owner != SHARED}
+        for equation in graph.equations:
+            if not self._of_leaves.isdisjoint(equation.reads):
+                self._of_leaves.update(equation.outputs)
+        self._recipes: dict[int, _Recipe | str] = {}
+
+    def obstacle(self, leaf: int) -> str | None:
+        """What keeps a leaf from being dealt with by part."""
+        found = self._recipe(leaf)
+        return found if isinstance(found, str) else None
+
+    def __call__(self, held: Held, arguments: Mapping[Key, Any]) -> dict[Key, Any]:
+        """The outputs that belong to these parts, or to all, from the inputs that do: by number and part."""
+        graph = self._graph
+        values = dict(graph.constants)
+        values |= {self._numbers[i]: array for (i, part), array in arguments.items() if part is None}
+        whole = {SHARED, *(leaf for leaf, part in held if part is None)}
+        direct = {i: atom for i, atom in enumerate(graph.outputs) if self._outputs[i] in whole}
+        recipes = {leaf: self._recipe(leaf) for leaf, part in held if part is not None}
+        scalars = [value for recipe in recipes.values() if isinstance(recipe, _Recipe) for value in recipe.scalars]
+        evaluate(live_equations(graph.equations, [*direct.values(), *scalars]), values)
+        made: dict[Key, Any] = {(i, None): _read(atom, values) for i, atom in direct.items()}
+        for leaf, part in held:
+            recipe = recipes.get(leaf)
+            if part is not None and isinstance(recipe, _Recipe):
+                own = {i: array for (i, other), array in arguments.items() if other == part and self._inputs[i] == leaf}
+                shape = part_aval(jax.ShapeDtypeStruct(self._shapes[leaf], jnp.float32), part).shape
+                made |= {(i, part): array for i, array in self._follow(recipe, own, values, shape).items()}
+        return made
+
+    def _follow(
+        self, recipe: _Recipe, own: Mapping[int, Any], values: Mapping[int, Any], shape: tuple[int, ...]
+    ) -> dict[int, Any]:
+        known = {**values, **{self._numbers[i]: array for i, array in own.items()}}
+        for equation in recipe.equations.values():
+            operands = [_read(atom, known) for atom in equation.inputs]
+            if equation.primitive.name == "broadcast_in_dim":
+                known[equation.outputs[0]] = jax.lax.broadcast_in_dim(operands[0], shape, ())
+            else:
+                params = equation.primitive.get_bind_params(equation.params)
+                with equation.context.manager:
+                    known[equation.outputs[0]] = equation.primitive.bind(*operands, **params)
+        return {i: known[atom] for i, atom in recipe.outputs if isinstance(atom, int)}
+
+    def _recipe(self, leaf: int) -> _Recipe | str:
+        if leaf not in self._recipes:
+            try:
+                self._recipes[leaf] = self._find_recipe(leaf)
+            except _ObstacleError as error:
+                self._recipes[leaf] = str(error)
+        return self._recipes[leaf]
+
+    def _find_recipe(self, leaf: int) -> _Recipe:
+        recipe = _Recipe([(i, self._graph.outputs[i]) for i, owner in enumerate(self._outputs) if owner == leaf])
+        for i, owner in enumerate(self._outputs):
+            if owner == SHARED and self._is_of_leaves(self._graph.outputs[i]):
+                raise _ObstacleError("what all parameters have in common depends on it")
+        for value in (*(v for v, owner in self._owner.items() if owner == leaf), *(a for _, a in recipe.outputs)):
+            if self._shape(value) != self._shapes[leaf]:
+                raise _ObstacleError("its state has another shape")
+        for _, atom in recipe.outputs:
+            self._need(leaf, atom, recipe)
+        return recipe
+
+    def _need(self, leaf: int, atom: Atom, recipe: _Recipe) -> None:
+        """Adds what makes a value of the leaf's shape; depth first."""
+        if not isinstance(atom, int) or self._owner.get(atom) == leaf or atom in recipe.equations:
+            return
+        equation = self._made_by.get(atom)
+        if equation is None:
+            raise _ObstacleError("it meets an array that has no parts")
+        is_fill = equation.primitive.name == "broadcast_in_dim" and not self._shape(equation.inputs[0])
+        if not is_fill and equation.primitive.name not in ELEMENTWISE:
+            raise _ObstacleError(f"{equation.primitive.name!r} is not element-wise")
+        for operand in equation.inputs:
+            if self._shape(operand) == self._shapes[leaf]:
+                self._need(leaf, operand, recipe)
+            elif self._shape(operand) or self._is_of_leaves(operand):
+                raise _ObstacleError(f"{self._reduction(leaf, operand, equation).primitive.name!r} is not element-wise")
+            elif isinstance(operand, int):
+                recipe.scalars.add(operand)
+        recipe.equations[atom] = equation
+
+    def _reduction(self, leaf: int, atom: Atom, reader: Equation) -> Equation:
+        """The equation that has made what is none of a leaf's shape of an array that is."""
+        equation = self._made_by.get(atom) if isinstance(atom, int) else None
+        if equation is None or any(self._shape(operand) == self._shapes[leaf] for operand in equation.inputs):
+            return reader if equation is None else equation
+        inputs = [operand for operand in equation.inputs if self._is_of_leaves(operand)]
+        return self._reduction(leaf, inputs[0], equation) if inputs else equation
+
+    def _is_of_leaves(self, atom: Atom) -> bool:
+        return isinstance(atom, int) and atom in self._of_leaves
+
+    def _shape(self, atom: Atom) -> tuple[int, ...]:
+        aval: Any = self._graph.avals[atom] if isinstance(atom, int) else atom.aval
+        return tuple(aval.shape)
+
+
+def _read(atom: Atom, values: Mapping[int, Any]) -> Any:
+    return values[atom] if isinstance(atom, int) else atom.val

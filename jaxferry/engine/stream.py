@@ -1,0 +1,129 @@
+"""A forward without a backward under a memory budget: which layers are loaded ahead, and which are not loaded at all.
+
+A segment's layer is there while it runs, and the next segment's layer as well, so that its load is hidden. Where that
+is too much, the next one is loaded after the segment has ended; where a layer and what its segment computes with are
+still too much together, the segment reads its parameters in host memory (DHA).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+
+from jaxferry.engine.script import Peak
+from jaxferry.engine.shadow import Kind, Source, Use
+from jaxferry.errors import BudgetError
+from jaxferry.partition import ForwardPartition
+from jaxferry.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """How a forward gets its parameters.
+
+    Attributes:
+      reads: where each segment reads its layer.
+      ahead: whether each segment's layer is loaded before the segment in front of it runs.
+    """
+
+    reads: tuple[Source, ...]
+    ahead: tuple[bool, ...]
+
+    def uses(self, partition: ForwardPartition) -> list[Use]:
+        """The program of each segment."""
+        return [Use(Kind.EVALUATION, s.program, reads) for s, reads in zip(partition.segments, self.reads, strict=True)]
+
+    def layers_at(self, partition: ForwardPartition, place: int) -> tuple[int, ...]:
+        """The layers that have a device copy while a segment runs, in the order of their loads."""
+        layers = [partition.segments[place].layer] if self.reads[place] is Source.DEVICE else []
+        following = place + 1
+        if following < len(self.reads) and self.ahead[following] and self.reads[following] is Source.DEVICE:
+            layers.append(partition.segments[following].layer)
+        return tuple(dict.fromkeys(layers))
+
+
+def fit_stream(
+    partition: ForwardPartition,
+    budget_bytes: int | None,
+    temporary_bytes_of: Callable[[Iterable[Use]], Mapping[Use, int]],
+    other_bytes: int = 0,
+) -> tuple[Stream, Peak]:
+    """The stream that waits least of those that fit, and the most device memory that it needs.
+
+    Args:
+      partition: the segments.
+      budget_bytes: device memory; None for no limit.
+      temporary_bytes_of: compiles programs; returns what each needs beside its arguments and results.
+      other_bytes: device memory that is taken all the time.
+
+    Raises:
+      BudgetError: if none fits; it says what would.
+    """
+    num_segments = len(partition.segments)
+    stream = Stream((Source.DEVICE,) * num_segments, (True,) * num_segments)
+
+    def measured(stream: Stream) -> list[Peak]:
+        return held_bytes(partition, stream, temporary_bytes_of(stream.uses(partition)), other_bytes)
+
+    def places_above(needs: list[Peak], budget_bytes: int) -> set[int]:
+        return {place for place, need in enumerate(needs) if need.total > budget_bytes}
+
+    needs = measured(stream)
+    if budget_bytes is not None:
+        above = places_above(needs, budget_bytes)
+        stream = dataclasses.replace(stream, ahead=tuple(place - 1 not in above for place in range(num_segments)))
+        needs = measured(stream)
+        above = places_above(needs, budget_bytes)
+        in_place = dataclasses.replace(
+            stream, reads=tuple(Source.HOST if place in above else Source.DEVICE for place in range(num_segments))
+        )
+        others = measured(in_place)
+        # Some programs need more for temporaries than their layer has.
+        is_better = [other.total < need.total for need, other in zip(needs, others, strict=True)]
+        reads = [source if better else Source.DEVICE for source, better in zip(in_place.reads, is_better, strict=True)]
+        stream = dataclasses.replace(stream, reads=tuple(reads))
+        needs = measured(stream)
+        _check(partition, needs, budget_bytes)
+    return stream, Peak(
+        parameters=max(need.parameters for need in needs),
+        held=max(need.held for need in needs),
+        total=max(need.total for need in needs),
+    )
+
+
+def held_bytes(
+    partition: ForwardPartition, stream: Stream, temporary_bytes: Mapping[Use, int], other_bytes: int = 0
+) -> list[Peak]:
+    """What is on the device while each segment runs."""
+    graph, last_reader = partition.graph, last_readers(partition)
+    given = {*graph.batch, *graph.constants, *partition.prelude_outputs}
+    always = other_bytes + sum(graph.num_bytes(value) for value in given)
+    crossing: dict[int, int] = {}
+    needs = []
+    for place, (segment, use) in enumerate(zip(partition.segments, stream.uses(partition), strict=True)):
+        crossing |= {v: graph.num_bytes(v) for v in (*segment.outputs, *segment.extras)}
+        parameters = sum(partition.layers[layer].num_bytes for layer in stream.layers_at(partition, place))
+        held = parameters + always + sum(crossing.values())
+        needs.append(Peak(parameters, held, held + temporary_bytes[use]))
+        crossing = {v: size for v, size in crossing.items() if last_reader.get(v) != place}
+    return needs
+
+
+def last_readers(partition: ForwardPartition) -> dict[int, int]:
+    """The last segment that reads each value which the caller is not given."""
+    returned = {atom for atom in partition.graph.outputs if isinstance(atom, int)}
+    readers = {v: place for place, s in enumerate(partition.segments) for v in (*s.inputs, *s.passive)}
+    return {value: place for value, place in readers.items() if value not in returned}
+
+
+def _check(partition: ForwardPartition, needs: list[Peak], budget_bytes: int) -> None:
+    place = max(range(len(needs)), key=lambda place: needs[place].total)
+    most = needs[place]
+    if most.total > budget_bytes:
+        raise BudgetError(
+            f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small for this forward: the "
+            f"smallest possible is {format_bytes(most.total)} ({most.total} bytes), in segment "
+            f"{partition.segments[place].name!r}, of which parameters take {format_bytes(most.parameters)}; a smaller "
+            "batch needs less",
+            most.total,
+        )

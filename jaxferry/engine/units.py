@@ -1,0 +1,100 @@
+"""What one update covers: which layers go together, and how the parts that they hold are put together and cut again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxferry.engine.pieces import Key
+from jaxferry.partition import Layer, Part
+
+
+@dataclasses.dataclass
+class Unit:
+    """What one update covers: a layer, or all layers if the optimizer is not separable.
+
+    Attributes:
+      layers: indices of the layers.
+      leaves: indices of their parameters in the model's own tree, ascending.
+      masters: master parameters in the order of `leaves`, in host memory.
+      state: leaves of the Optax state, in host memory.
+      state_keys: their paths, and which part of a stacked parameter they belong to.
+      programs: the compiled update, by which of the layers are read at all.
+      parts: which part each master is of its leaf; empty if all are whole.
+    """
+
+    layers: tuple[int, ...]
+    leaves: tuple[int, ...]
+    masters: list[jax.Array]
+    state: list[jax.Array]
+    state_keys: list[Key]
+    programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
+    parts: tuple[Part | None, ...] = ()
+
+    @property
+    def keys(self) -> list[tuple[int, Part | None]]:
+        """What the masters are."""
+        return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
+
+
+def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> list[tuple[int, ...]]:
+    """Groups of layers: those that hold parts of the same leaf go together if it is updated whole.
+
+    The other leaves that such layers hold parts of are then updated whole as well.
+    """
+    stacked = [{leaf.source for leaf in layer.leaves if leaf.part is not None} for layer in layers]
+    whole, more = set[int](), set(not_by_part)
+    while more - whole:
+        whole |= more
+        more = set[int]().union(*(leaves for leaves in stacked if leaves & whole))
+    group_of = list(range(len(layers)))
+    for leaf in whole:
+        groups = {group_of[i] for i, leaves in enumerate(stacked) if leaf in leaves}
+        group_of = [min(groups) if group in groups else group for group in group_of]
+    return [tuple(i for i, other in enumerate(group_of) if other == group) for group in dict.fromkeys(group_of)]
+
+
+def put_together(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+    """Arrays by leaf of the model's own tree, from those by leaf as it is stored; inside a jitted function."""
+    whole: dict[int, jax.Array] = {}
+    parts: dict[int, dict[Part, jax.Array]] = {}
+    for leaf in (leaf for layer in layers for leaf in layer.leaves):
+        if leaf.part is None:
+            whole[leaf.source] = arrays[leaf.index]
+        else:
+            parts.setdefault(leaf.source, {})[leaf.part] = arrays[leaf.index]
+    for source, found in parts.items():
+        ordered = sorted(found, key=lambda part: part.number)
+        whole[source] = jnp.stack([found[part] for part in ordered], ordered[0].axis)
+    return whole
+
+
+def taken_apart(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+    """The reverse of `put_together`."""
+    return {leaf.index: _part_of(arrays[leaf.source], leaf.part) for layer in layers for leaf in layer.leaves}
+
+
+def _part_of(array: jax.Array, part: Part | None) -> Any:
+    return array if part is None else jax.lax.index_in_dim(array, part.number, part.axis, keepdims=False)
+
+
+def by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array) -> dict[int, jax.Array]:
+    """Gradients by leaf index in the master dtypes, divided by the scale; zeros for a layer that has none."""
+    found: dict[int, jax.Array] = {}
+    for layer, vectors in zip(layers, gradients, strict=True):
+        arrays = layer.unpack(vectors) if vectors else [jnp.zeros(leaf.shape) for leaf in layer.leaves]
+        wide = [a.astype(leaf.master_dtype) for leaf, a in zip(layer.leaves, arrays, strict=True)]
+        found |= {leaf.index: a / scale.astype(a.dtype) for leaf, a in zip(layer.leaves, wide, strict=True)}
+    return found
+
+
+def packed(layers: Sequence[Layer], masters: Mapping[int, jax.Array], vectors: Sequence[Any]) -> list[Any]:
+    """The compute copy of each layer."""
+    return [
+        layer.pack([masters[leaf.index] for leaf in layer.leaves], into or None)
+        for layer, into in zip(layers, vectors, strict=True)
+    ]

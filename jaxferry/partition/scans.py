@@ -1,0 +1,260 @@
+"""Scans over layers: which parameters they read one slice an iteration, so that they can be stored and run by part.
+
+A parameter is cut if all that is done with it can be done by part: it is scanned over, changed element by element on
+its way to a scan (a cast), transposed, or summed up (a penalty). Every scan over such a parameter is unrolled.
+
+A scan that reads more parameters in common than of its own in each iteration is no scan over layers (a recurrence over
+time whose positions have a table, for instance); it stays what it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from jax.extend import core
+
+from jaxferry.partition.dataflow import dependences
+from jaxferry.partition.elementwise import ELEMENTWISE
+from jaxferry.partition.graph import Atom, Equation, Graph
+from jaxferry.partition.stacking import Stack
+
+
+class Scan:
+    """An equation that is a scan, with names for what it consists of."""
+
+    def __init__(self, equation: Equation) -> None:
+        params, inputs = equation.params, equation.inputs
+        self.equation = equation
+        self.length, self.is_reverse = int(params["length"]), bool(params["reverse"])
+        self.jaxpr: core.ClosedJaxpr = params["jaxpr"]
+        first, self.num_carry = _numbers_of_operands(params)
+        self.consts, self.carry = inputs[:first], inputs[first : first + self.num_carry]
+        self.xs = inputs[first + self.num_carry :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scans:
+    """What can be stored and run by part.
+
+    Attributes:
+      stacks: how leaves are cut, by index.
+      axes: values made of them part by part -> the axis along which their parts lie.
+      unrolled: the scans over them, by the first of their outputs.
+      notes: why leaves that are scanned over stay whole: the reason, and the leaves.
+    """
+
+    stacks: Mapping[int, Stack]
+    axes: Mapping[int, int]
+    unrolled: Mapping[int, Scan]
+    notes: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def find_scans(graph: Graph, known: Mapping[int, Stack] | None = None) -> Scans:
+    """Finds what to cut; with `known`, only leaves that are cut already, and in the same way."""
+    search = _Search(graph, known)
+    while not search.run():
+        pass
+    return search.result()
+
+
+class _Search:
+    """The search, which starts anew whenever it had to refuse a leaf that it had taken for one to be cut."""
+
+    def __init__(self, graph: Graph, known: Mapping[int, Stack] | None) -> None:
+        self._graph, self._known = graph, known
+        self._batch, self._active = dependences(graph)
+        self._leaf_of = {value: leaf for leaf, value in enumerate(graph.parameters)}
+        self._made_by = {value: equation for equation in graph.equations for value in equation.outputs}
+        self._readers: dict[int, list[Equation]] = {}
+        for equation in graph.equations:
+            for value in set(equation.reads):
+                self._readers.setdefault(value, []).append(equation)
+        scans = [Scan(e) for e in graph.equations if e.primitive.name == "scan" and e.outputs]
+        self._scans = {id(scan.equation): scan for scan in scans if scan.length > 1 and self._is_over_layers(scan)}
+        self._others = [scan for scan in scans if scan.length > 1 and id(scan.equation) not in self._scans]
+        self._refused: dict[int, str | None] = {}
+        if known is not None:
+            self._refused = {leaf: None for leaf in self._leaf_of.values() if leaf not in known}
+
+    def run(self) -> bool:
+        """Follows parameters from the scans; whether none had to be refused."""
+        self._roots: dict[int, frozenset[int]] = {}
+        self._axes: dict[int, int] = {}
+        self._pending: list[int] = []
+        before = len(self._refused)
+        for scan in self._scans.values():
+            for operand in scan.xs:
+                self._assign(operand, 0)
+        while self._pending:
+            value = self._pending.pop()
+            for equation in self._readers.get(value, ()):
+                self._follow(value, equation)
+            if value in self._graph.outputs:
+                self._refuse(value, "it is returned")
+        for leaf, stack in (self._known or {}).items():
+            axis = self._axes.get(self._graph.parameters[leaf])
+            if axis is not None and (self._length(leaf, axis), axis) != (stack.length, stack.axis):
+                self._refused[leaf] = None
+        return len(self._refused) == before
+
+    def result(self) -> Scans:
+        """What was found once `run` has refused nothing more."""
+        unrolled = {
+            scan.equation.outputs[0]: scan
+            for scan in self._scans.values()
+            if any(isinstance(operand, int) and operand in self._axes for operand in scan.xs)
+        }
+        together = [frozenset().union(*(self._roots_of(x) for x in scan.xs)) for scan in unrolled.values()]
+        together += [self._roots_of(value) for value in self._axes]
+        axes = {leaf: self._axes[value] for value, leaf in self._leaf_of.items() if value in self._axes}
+        family = _components(axes, together)
+        stacks = {leaf: Stack(self._length(leaf, axis), axis, family[leaf]) for leaf, axis in axes.items()}
+        reasons: dict[str, list[int]] = {}
+        for leaf, reason in sorted({**self._left_alone(), **self._refused}.items()):
+            if reason is not None and leaf not in stacks:
+                reasons.setdefault(reason, []).append(leaf)
+        notes = tuple((reason, tuple(leaves)) for reason, leaves in reasons.items())
+        return Scans(stacks, self._axes, unrolled, notes)
+
+    def _length(self, leaf: int, axis: int) -> int:
+        return int(self._graph.avals[self._graph.parameters[leaf]].shape[axis])
+
+    def _is_over_layers(self, scan: Scan) -> bool:
+        own = sum(self._bytes(operand) for operand in scan.xs) / scan.length
+        return 0 < own >= sum(self._bytes(operand) for operand in scan.consts)
+
+    def _bytes(self, atom: Atom) -> int:
+        """Bytes of a value that is made of parameters alone; 0 for others."""
+        is_of_parameters = isinstance(atom, int) and atom in self._active and atom not in self._batch
+        return self._graph.num_bytes(atom) if is_of_parameters and isinstance(atom, int) else 0
+
+    def _shape(self, atom: Atom) -> tuple[int, ...]:
+        aval: Any = self._graph.avals[atom] if isinstance(atom, int) else atom.aval
+        return tuple(aval.shape)
+
+    def _roots_of(self, atom: Atom) -> frozenset[int]:
+        """The leaves that a value is made of, if it can be made of them by part; else nothing."""
+        if not isinstance(atom, int) or atom not in self._active:
+            return frozenset()
+        if atom not in self._roots:
+            self._roots[atom] = self._find_roots(atom)
+        return self._roots[atom]
+
+    def _find_roots(self, value: int) -> frozenset[int]:
+        leaf = self._leaf_of.get(value)
+        if leaf is not None:
+            return frozenset() if leaf in self._refused else frozenset([leaf])
+        equation = self._made_by[value]
+        if not _is_by_part(equation):
+            return frozenset()
+        found = frozenset[int]()
+        for operand in equation.inputs:
+            roots = self._roots_of(operand) if self._shape(operand) else frozenset()
+            if not roots and isinstance(operand, int) and operand in self._active:
+                return frozenset()
+            found |= roots
+        return found
+
+    def _assign(self, atom: Atom, axis: int) -> None:
+        """Has the parts of a value lie along an axis, and those of what it is made of accordingly."""
+        if not isinstance(atom, int) or not self._roots_of(atom):
+            return
+        if atom in self._axes:
+            if self._axes[atom] != axis:
+                self._refuse(atom, "it is cut along two axes")
+            return
+        self._axes[atom] = axis
+        self._pending.append(atom)
+        equation = self._made_by.get(atom)
+        for operand in () if equation is None else equation.inputs:
+            if equation is not None and self._shape(operand):
+                self._assign(operand, axis_before(equation, axis))
+
+    def _follow(self, value: int, equation: Equation) -> None:
+        """Looks at one reader of a value that has parts."""
+        axis, scan = self._axes[value], self._scans.get(id(equation))
+        if scan is not None:
+            if value in (*scan.consts, *scan.carry):
+                self._refuse(value, "each iteration reads all of it")
+        elif _is_by_part(equation):
+            if self._roots_of(equation.outputs[0]):
+                self._assign(equation.outputs[0], axis_after(equation, axis))
+            else:
+                self._refuse(value, f"{equation.primitive.name!r} combines it with what has no such parts")
+        elif not (equation.primitive.name == "reduce_sum" and axis in equation.params["axes"]):
+            self._refuse(value, f"{equation.primitive.name!r} reads all of it")
+
+    def _refuse(self, value: int, reason: str) -> None:
+        for leaf in self._roots_of(value):
+            self._refused.setdefault(leaf, reason)
+
+    def _left_alone(self) -> dict[int, str]:
+        """Leaves that are scanned over where no scan is looked at, and why."""
+        found: dict[int, str] = {}
+        for scan in self._others:
+            for operand in scan.xs:
+                reason = "the scan reads more parameters in common than of its own in each iteration"
+                found |= dict.fromkeys(self._roots_of(operand), reason)
+        for equation in self._graph.equations:
+            for jaxpr in () if id(equation) in self._scans else _jaxprs_in(equation):
+                scanned = _scanned_over(jaxpr)
+                for variable, operand in zip(reversed(jaxpr.invars), reversed(equation.inputs), strict=False):
+                    if variable in scanned:
+                        reason = f"the scan lies inside of {equation.primitive.name!r}"
+                        found |= dict.fromkeys(self._roots_of(operand), reason)
+        return found
+
+
+def _numbers_of_operands(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried; the others are taken slice by slice."""
+    if "num_consts" in params:
+        return int(params["num_consts"]), int(params["num_carry"])
+    consts, carry, _ = params["ft_in"].unpack()  # JAX 0.12 keeps the trees of all three in place of numbers
+    return len(consts), len(carry)
+
+
+def axis_before(equation: Equation, axis: int) -> int:
+    """Where an axis of the result of an equation that works by part lies in its operands."""
+    return int(equation.params["permutation"][axis]) if equation.primitive.name == "transpose" else axis
+
+
+def axis_after(equation: Equation, axis: int) -> int:
+    """Where an axis of its operands lies in its result."""
+    return list(equation.params["permutation"]).index(axis) if equation.primitive.name == "transpose" else axis
+
+
+def _is_by_part(equation: Equation) -> bool:
+    """Whether the parts of the result can be made of the parts of the operands."""
+    return equation.primitive.name in ELEMENTWISE or equation.primitive.name == "transpose"
+
+
+def _components(leaves: Collection[int], together: Collection[frozenset[int]]) -> dict[int, int]:
+    """The same number for leaves that are together somewhere."""
+    number = {leaf: leaf for leaf in leaves}
+    for group in together:
+        numbers = {number[leaf] for leaf in group}
+        number = {leaf: min(numbers) if known in numbers else known for leaf, known in number.items()}
+    return number
+
+
+def _jaxprs_in(equation: Any) -> Iterator[core.Jaxpr]:
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            jaxpr: Any = getattr(item, "jaxpr", item)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
+
+
+def _scanned_over(jaxpr: core.Jaxpr) -> set[Any]:
+    """The arguments of a jaxpr that a scan in it, at any depth, takes one slice an iteration of."""
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and int(eqn.params["length"]) > 1:
+            found.update(eqn.invars[sum(_numbers_of_operands(eqn.params)) :])
+        for inner in _jaxprs_in(eqn):
+            scanned = _scanned_over(inner)
+            pairs = zip(reversed(inner.invars), reversed(eqn.invars), strict=False)
+            found.update(operand for variable, operand in pairs if variable in scanned)
+    return {variable for variable in jaxpr.invars if variable in found}

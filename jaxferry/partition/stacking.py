@@ -1,0 +1,87 @@
+"""Parameters that are stored in parts: how they are numbered and what they are called.
+
+A model that scans over its layers has one leaf for all of them: `layers/attn/kernel` of shape [12, ...], say. It is
+stored as `layers/0/attn/kernel`, `layers/1/attn/kernel`, ...: siblings, as in a model without a scan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxferry.partition.groups import Path, common_modules
+from jaxferry.partition.layout import Layer, Part
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A parameter as it is stored.
+
+    Attributes:
+      source: the leaf of the model's flattened tree that it is or is a part of.
+      part: which part; None for all of it.
+      path: its path.
+      keys: the same, as layers are found by: the modules of an iteration lie below its number.
+    """
+
+    source: int
+    part: Part | None
+    path: str
+    keys: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """How a leaf is cut.
+
+    Attributes:
+      length: number of parts.
+      axis: the axis that it is cut along.
+      family: leaves with the same number are cut by the same scans.
+    """
+
+    length: int
+    axis: int
+    family: int
+
+
+def stored_leaves(paths: Sequence[Path], stacks: Mapping[int, Stack]) -> list[Stored]:
+    """The parameters as they are stored, in order: each leaf, or its parts in its place."""
+    prefixes = _prefixes(paths, stacks)
+    stored: list[Stored] = []
+    for leaf, path in enumerate(paths):
+        stack = stacks.get(leaf)
+        if stack is None:
+            stored.append(Stored(leaf, None, "/".join(path), path))
+            continue
+        depth, prefix = prefixes[stack.family]
+        for number in range(stack.length):
+            above, below = (*prefix, str(number)), path[depth:]
+            part = Part(number, stack.length, stack.axis)
+            # Groups open a module whose numbered children have modules inside: an iteration counts as one.
+            stored.append(Stored(leaf, part, "/".join((*above, *below)), (*above, "iteration", *below)))
+    return stored
+
+
+def stored_in(layers: Sequence[Layer]) -> list[Stored]:
+    """The same from the layers that were made of them."""
+    leaves = sorted((leaf for layer in layers for leaf in layer.leaves), key=lambda leaf: leaf.index)
+    return [Stored(leaf.source, leaf.part, leaf.path, tuple(leaf.path.split("/"))) for leaf in leaves]
+
+
+def _prefixes(paths: Sequence[Path], stacks: Mapping[int, Stack]) -> dict[int, tuple[int, Path]]:
+    """For each family how many keys its paths share, and the path that numbers follow."""
+    families: dict[int, list[int]] = {}
+    for leaf, stack in stacks.items():
+        families.setdefault(stack.family, []).append(leaf)
+    prefixes: dict[int, tuple[int, Path]] = {}
+    taken: set[Path] = set()
+    for family, leaves in families.items():
+        depth = common_modules([paths[leaf] for leaf in leaves])
+        common = paths[leaves[0]][:depth]
+        names = [common] if common else []
+        names += [(*common, "scan"), *((*common, f"scan_{count}") for count in range(2, len(families) + 2))]
+        prefix = next(name for name in names if name not in taken)
+        taken.add(prefix)
+        prefixes[family] = depth, prefix
+    return prefixes

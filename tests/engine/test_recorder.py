@@ -1,0 +1,206 @@
+"""When tasks really started and ended, where one thread issues them: against the simulator, and the emulated link."""
+
+import gc
+import itertools
+import math
+import random
+import threading
+import time
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+
+import jaxferry
+from jaxferry.engine.marks import Marks
+from jaxferry.engine.placement import Placement, make_placement
+from jaxferry.engine.recorder import on_the_device
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.native import library
+from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.schedule import Kind, Lane, ProgramFacts, repeat, schedule_step
+from jaxferry.simulate import machine
+from native_calls import load, wait
+from profiles import deterministic, planned
+from recorded import check_times
+
+WIDTH = 256
+
+
+@deterministic
+@given(planned(), st.integers(1, 2), st.booleans(), st.randoms(use_true_random=False))
+def test_from_ends_alone_follows_what_the_simulator_says(case, num_steps, knows_programs, draw):
+    """Tasks are issued early, and updates wait for their gradients in their thread: what was issued tells nothing."""
+    profile, plan = case
+    count = len(profile.layers)
+    facts = ProgramFacts((True,) * count, (False,) * count) if knows_programs else None
+    chain = repeat(schedule_step(profile, plan, facts), num_steps)
+    truth = machine.run(chain)
+    issued, known = [], {}
+    host = sorted((s, e) for t, s, e in zip(chain.tasks, truth.starts_s, truth.ends_s, strict=True) if t.lane == "host")
+    for index, (task, start, end) in enumerate(zip(chain.tasks, truth.starts_s, truth.ends_s, strict=True)):
+        # Its thread takes an update up once the one before has been done.
+        free = max((e for s, e in host if (s, e) < (start, end)), default=0.0) if task.lane is Lane.HOST else 0.0
+        issued.append(draw.choice([free, start]))
+        if task.lane is not Lane.HOST and start < end:
+            known[index] = (draw.choice([math.nan, start]), end)
+    ends = [end if task.lane is Lane.HOST else 0.0 for task, end in zip(chain.tasks, truth.ends_s, strict=True)]
+    starts, ends = on_the_device(chain, issued, ends, known)
+    assert starts == list(truth.starts_s)
+    assert ends == list(truth.ends_s)
+
+
+class Watched:
+    """Marks without the native library, read by a clock that tests turn."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.marks = Marks(make_placement(), 2, None, lambda: self.now_s)
+
+
+def test_without_events_a_task_has_ended_when_its_result_was_seen():
+    watched = Watched()
+    step, array = watched.marks.begin(), jnp.ones(3)
+    watched.now_s = 5.0
+    step.after(0, {"result": array})
+    step.of(1).watch([array])
+    assert [end for _, end in step.times().values()] == [5.0, 5.0]
+    assert all(math.isnan(start) for start, _ in step.times().values())
+
+
+def test_what_was_deleted_before_anybody_looked_is_not_known():
+    step, array = Watched().marks.begin(), jnp.ones(3)
+    array.delete()
+    step.watch(0, [array])
+    assert math.isnan(step.times()[0][1])
+
+
+def test_whoever_waits_for_an_array_survives_its_end():
+    native, vector = library("cpu"), jnp.ones(1 << 16)
+    native.set_bandwidth("load", vector.nbytes / 0.3)
+    try:
+        marks, begin_s = Marks(make_placement(), 2, None), time.perf_counter()
+        [array] = load([vector], [jax.block_until_ready(jnp.zeros_like(vector))])
+        [array], _ = wait([array])
+        step = marks.begin()
+        step.watch(0, [array])
+        time.sleep(0.1)
+        array.delete()
+        assert step.times()[0][1] - begin_s >= 0.29
+    finally:
+        native.synchronize()
+        native.set_bandwidth("load", 0)
+
+
+def perceptron(num_layers=4):
+    params = {f"l{i}": {"w": np.full((WIDTH, WIDTH), 0.01, np.float32)} for i in range(num_layers)}
+
+    def loss_fn(params, x):
+        for name in params:
+            x = jnp.tanh(x @ params[name]["w"])
+        return jnp.mean(x**2)
+
+    return loss_fn, params, np.ones((4, WIDTH), np.float32)
+
+
+@pytest.fixture
+def issued(monkeypatch):
+    """One thread issues for the device, as on an accelerator."""
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+
+
+@pytest.mark.usefixtures("issued")
+def test_copies_are_recorded_as_long_as_the_link_takes():
+    loss_fn, params, batch = perceptron()
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), transport="ferry", compute_dtype=jnp.float32, record_steps=2)
+    state, native = step.init(params), library("cpu")
+    state, _ = step(state, batch)
+    state.block_until_ready()
+    seconds = {Kind.LOAD: 0.01, Kind.OFFLOAD: 0.02}
+    native.set_bandwidth("load", 4 * WIDTH**2 / seconds[Kind.LOAD])
+    native.set_bandwidth("store", 4 * WIDTH**2 / seconds[Kind.OFFLOAD])
+    try:
+        for _ in range(2):
+            state, _ = step(state, batch)
+        state.block_until_ready()
+    finally:
+        native.set_bandwidth("load", 0)
+        native.set_bandwidth("store", 0)
+    run = step.recorded()
+    check_times(run)
+    tasks = list(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True))
+    for kind, each_s in seconds.items():
+        spans = [(start, end) for task, start, end in tasks if task.kind is kind]
+        assert len(spans) == 8
+        assert all(end - start == pytest.approx(each_s, rel=1e-3) for start, end in spans)
+    # A forward was issued long before its layer arrived, and starts then.
+    waited = [i for i, (task, *_) in enumerate(tasks) if task.kind is Kind.FORWARD and task.copy is not None]
+    assert sum(tasks[i][1] - tasks[tasks[i][0].copy][2] < 5e-3 for i in waited) >= len(waited) // 2
+
+
+@pytest.mark.usefixtures("issued")
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_the_plan_times_fit_the_tasks_and_memory_is_flat(seed, transport):
+    draw, (loss_fn, params, batch) = random.Random(seed), perceptron()
+    layers = [LayerPlan(name, draw.choice(list(Mode)), draw.choice(list(GradientPlace))) for name in params]
+    plan = Plan("any", 1.0, tuple(layers))
+    step = jaxferry.train_step(
+        loss_fn, optax.adam(1e-3), plan=plan, transport=transport, accumulate=1 + seed % 2, record_steps=3
+    )
+    state = step.init(params)
+
+    def run_steps(count):
+        nonlocal state
+        for _ in range(count):
+            state, _ = step(state, batch)
+        state.block_until_ready()
+        check_times(step.recorded())
+        gc.collect()
+        return len(jax.live_arrays()), sum(array.nbytes for array in jax.live_arrays())
+
+    before = run_steps(12)
+    num_threads = threading.active_count()
+    assert [run_steps(20) for _ in range(2)] == [before, before]
+    assert threading.active_count() <= num_threads + 64
+
+
+@pytest.mark.usefixtures("issued")
+def test_marks_start_anew_after_a_failure():
+    loss_fn, params, batch = perceptron()
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), transport="ferry", record_steps=2)
+    state = step.init(params)
+    state, _ = step(state, batch)
+    executor = step.prepare(batch)._executor
+    act, calls = executor._act, itertools.count()
+
+    def failing(state, flight, index):
+        if next(calls) == 7:
+            raise OSError("no space")
+        return act(state, flight, index)
+
+    executor._act = failing
+    with pytest.raises(jaxferry.TaskError, match="no space"):
+        step(state, batch)
+    for _ in range(4):
+        state, _ = step(state, batch)
+    state.block_until_ready()
+    run = step.recorded()
+    check_times(run)
+    # Times of another step would lie elsewhere.
+    spans = [end - start for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)]
+    copies = [i for i, task in enumerate(run.schedule.tasks) if task.kind in (Kind.LOAD, Kind.OFFLOAD)]
+    assert copies and all(spans[i] > 0 for i in copies)
+
+
+@pytest.mark.usefixtures("issued")
+def test_nothing_is_marked_where_nothing_is_recorded():
+    loss_fn, params, batch = perceptron(2)
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=0)
+    step(step.init(params), batch)
+    assert step.prepare(batch)._executor._marks is None
+    assert step.recorded() is None

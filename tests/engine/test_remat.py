@@ -1,0 +1,152 @@
+"""Steps whose segments recompute: memory, bits, and what a memory budget leads to."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.modes import Mode, Remat
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.records import Profile
+from planned import assert_same_bits, plan_of, train
+from tolerances import LOSS_RTOL
+from watched import watched_steps
+
+POLICY = jax.checkpoint_policies.dots_saveable
+MIXED = {"h_0": "full", "h_1": POLICY, "h_3": "full"}
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    """A model whose activations are large beside its layers."""
+    task = models.gpt()
+    batch = jax.random.randint(jax.random.key(1), (8, 33), 0, 128)
+    return dataclasses.replace(task, batch=batch)
+
+
+def prepared(task, **options):
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
+    step.init(task.params)
+    return step.prepare(task.batch)
+
+
+def smallest_of(task, **options):
+    with pytest.raises(jaxferry.BudgetError) as caught:
+        prepared(task, memory_budget=1, **options)
+    return caught.value.smallest_bytes
+
+
+@pytest.mark.parametrize("remat", ["full", POLICY, MIXED, lambda name: "full" if name == "h_2" else "none"])
+def test_losses_agree_whatever_is_kept(gpt, remat):
+    expected = train(jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1)), gpt, 3)[1]
+    found = train(jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), remat=remat), gpt, 3)[1]
+    np.testing.assert_allclose(found, expected, rtol=LOSS_RTOL)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_plan_has_the_same_bits_with_the_same_remat(gpt, dtype):
+    options = {"remat": MIXED, "compute_dtype": dtype}
+    runs = [
+        train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, modes), **options), gpt, 5)
+        for modes in ([Mode.GFGB], [Mode.RELOAD], [Mode.RESIDENT, Mode.GFGB, Mode.RELOAD])
+    ]
+    for state, losses in runs[1:]:
+        assert losses == runs[0][1]
+        assert_same_bits(state.params, runs[0][0].params)
+
+
+def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat(gpt):
+    plan = plan_of(gpt, [Mode.GFGB])
+    layers = [dataclasses.replace(x, remat=Remat.FULL if x.name in ("h_0", "h_3") else Remat.NONE) for x in plan.layers]
+    by_plan = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=dataclasses.replace(plan, layers=tuple(layers)))
+    by_name = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), remat={"h_0": "full", "h_3": "full"})
+    (state, losses), (other, others) = train(by_plan, gpt, 4), train(by_name, gpt, 4)
+    assert losses == others
+    assert_same_bits(state.params, other.params)
+    chosen = by_plan.prepare(gpt.batch)
+    assert [s.name for s, kept in zip(chosen.partition.segments, chosen.remat, strict=True) if kept == "full"] == [
+        "h_0",
+        "h_3",
+    ]
+
+
+@pytest.mark.parametrize("remat", ["full", MIXED])
+def test_live_bytes_stay_under_the_predicted_peak_and_below_those_that_keep_everything(gpt, monkeypatch, remat):
+    kept, *_ = watched_steps(gpt, monkeypatch)
+    watch, _, made, _ = watched_steps(gpt, monkeypatch, remat=remat)
+    assert 0.7 * made.peak.held <= watch.most <= made.peak.held <= made.peak.total
+    assert watch.most < 0.9 * kept.most
+
+
+def test_full_recomputation_keeps_what_crosses_segments_alone(gpt):
+    made = prepared(gpt, remat="full")
+    derivatives = made._executor.programs.derivatives
+    assert all(derivatives[segment.program].saved == () for segment in made.partition.segments)
+
+
+def test_auto_recomputes_only_what_a_budget_asks_for_and_none_stays_none(gpt, monkeypatch):
+    without, with_it = smallest_of(gpt), smallest_of(gpt, remat="auto")
+    assert with_it < 0.8 * without
+    with pytest.raises(jaxferry.BudgetError, match="remat='auto' needs less"):
+        prepared(gpt, memory_budget=without - 1)
+    with pytest.raises(jaxferry.BudgetError, match=r"with \d segments that recompute") as caught:
+        prepared(gpt, memory_budget=with_it - 1, remat="auto")
+    assert caught.value.smallest_bytes == with_it
+    assert set(prepared(gpt, memory_budget=without, remat="auto").remat) == {"none"}
+    counts = []
+    for budget in np.linspace(with_it, without - 1, 3).astype(int).tolist():
+        watch, _, made, _ = watched_steps(gpt, monkeypatch, memory_budget=budget, remat="auto")
+        assert watch.most <= made.peak.total <= budget
+        counts.append(made.remat.count("full"))
+    assert f"with {counts[0]} segments" in str(caught.value)
+    assert counts[0] >= counts[1] >= counts[2] > 0
+
+
+def test_segments_that_are_not_left_to_the_plan_stay_as_they_are(gpt):
+    choices = {"h_0": "auto", "h_1": "auto", "h_2": POLICY}
+    made = prepared(gpt, memory_budget=smallest_of(gpt, remat=choices), remat=choices)
+    chosen = {segment.name: kept for segment, kept in zip(made.partition.segments, made.remat, strict=True)}
+    assert (chosen["h_0"], chosen["h_1"], chosen["h_2"], chosen["h_3"]) == ("full", "full", POLICY, "none")
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+def test_policy_auto_chooses_recomputation_by_the_profile_and_the_same_plan_is_run_again(gpt, tmp_path, profile):
+    """By the planner's count of bytes, which has no temporaries; so with a smaller budget than the engine's."""
+    options = {"policy": "auto", "profile": profile}
+    budget = smallest_of(gpt, remat="auto", **options)
+    made = prepared(gpt, memory_budget=int(1.02 * budget), remat="auto", **options)
+    assert any(made.plan.recomputes) and made.remat.count("full") >= sum(made.plan.recomputes)
+    assert not any(prepared(gpt, memory_budget=2**30, remat="none", **options).plan.recomputes)
+    made.plan.save(tmp_path / "plan.json")
+    again = prepared(gpt, plan=Plan.load(tmp_path / "plan.json"))
+    assert again.plan == made.plan and again.remat.count("full") == sum(made.plan.recomputes)
+
+
+def test_a_measured_profile_says_what_recomputation_costs_where_the_plan_may_choose(gpt):
+    def profile_of(remat):
+        step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), remat=remat)
+        return step.measure(gpt.params, gpt.batch)
+
+    left, fixed = profile_of("auto"), profile_of("none")
+    assert {layer.name for layer in left.layers if layer.can_recompute} == {"h_0", "h_1", "h_2", "h_3", "ln_f"}
+    assert not any(layer.can_recompute for layer in fixed.layers)
+    for layer in left.layers:
+        if layer.can_recompute:
+            assert layer.recompute_activation_bytes < layer.activation_bytes
+    # How much longer these tiny programs take is within what a shared machine adds.
+    assert all(layer.recompute_s is not None for layer in left.layers if layer.can_recompute)
+    assert Profile.from_json(left.to_json()) == left
+
+
+def test_sums_of_micro_batches_and_scaled_losses_work_with_recomputation(gpt):
+    options = {"accumulate": 2, "clip_norm": 0.1, "loss_scale": 8.0}
+    runs = [
+        train(jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), remat=remat, **options), gpt, 4)[1]
+        for remat in ("none", MIXED)
+    ]
+    np.testing.assert_allclose(runs[1], runs[0], rtol=LOSS_RTOL)

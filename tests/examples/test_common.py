@@ -1,0 +1,94 @@
+"""examples/common: what the examples' own tests do not come upon."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from examples.common import text
+from examples.common.training import Run, load_carried, save_carried
+from jaxferry.errors import InputError
+
+
+def loss_fn(params, batch):
+    """Pulls a vector to the batch's, and hands on how many batches there were and what they sum up to."""
+    error = jnp.square(params["w"] - batch["x"]).mean()
+    past = {"count": batch["past"]["count"] + 1, "sum": batch["past"]["sum"] + batch["x"]}
+    return error, {"past": past, "largest": jnp.abs(params["w"]).max()}
+
+
+FIRST = {"past": {"count": np.int32(0), "sum": np.zeros(4, np.float32)}}
+
+
+def make_run():
+    def batches(step):
+        return {"x": np.full(4, step, np.float32)}
+
+    return Run(jaxferry.train_step(loss_fn, optax.sgd(0.1)), batches, batches, 4, "numbers", FIRST)
+
+
+def started(resume=None):
+    run = make_run()
+    run.start(lambda key: {"w": jax.random.normal(key, 4)}, 0, resume)
+    return run
+
+
+def test_what_is_carried_reaches_the_next_batch_and_the_rest_is_told(tmp_path, capsys):
+    run = started()
+    assert run.finish(5, tmp_path / "metrics.jsonl") == 0
+    past = run.carried["past"]
+    assert past["count"] == 5
+    np.testing.assert_array_equal(past["sum"], np.full(4, 0 + 1 + 2 + 3 + 4))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    kept = {"step", "loss", "largest", "numbers_per_s", "step_s", "device_param_bytes_peak"}
+    assert all(record.keys() == kept for record in records)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("validation loss after 5 steps: ")
+    assert last.endswith(f", largest {float(jnp.abs(run.state.params['w']).max()):.4f}")
+
+
+def test_validation_leaves_what_is_carried_alone():
+    run = started()
+    run.train(3, None, append=False)
+    run.validate()
+    assert run.carried["past"]["count"] == 3
+
+
+def test_what_is_carried_is_saved_with_the_state(tmp_path):
+    run = started()
+    run.finish(3, save=tmp_path / "saved")
+    again = started(tmp_path / "saved")
+    assert again.state.step == 3
+    assert again.carried["past"]["count"] == 3
+    np.testing.assert_array_equal(again.carried["past"]["sum"], run.carried["past"]["sum"])
+
+
+def test_what_is_carried_must_belong_to_the_state(tmp_path):
+    with pytest.raises(InputError, match=r"holds no carried\.npz"):
+        load_carried(tmp_path, 7, FIRST)
+    save_carried(tmp_path, 7, FIRST)
+    assert load_carried(tmp_path, 7, FIRST)["past"]["sum"].shape == (4,)
+    with pytest.raises(InputError, match="belongs to step 7, the state beside it to step 8"):
+        load_carried(tmp_path, 8, FIRST)
+    with pytest.raises(InputError, match="another --batch"):
+        load_carried(tmp_path, 7, {"past": {"count": np.int32(0), "sum": np.zeros(5, np.float32)}})
+
+
+def test_a_separator_follows_each_text():
+    tokenizer = text.train_byte_bpe(["one", "two"], 300, ["<end>"])
+    tokens = text.encode(tokenizer, ["one", "", "two" * text.PIECE_CHARS], "<end>").tolist()
+    first = tokens.index(0)
+    assert [i for i, token in enumerate(tokens) if token == 0] == [first, first + 1, len(tokens) - 1]
+    assert tokenizer.decode(tokens[:first]) == "one"
+    assert tokenizer.decode(tokens) == "one" + "two" * text.PIECE_CHARS
+
+
+def test_many_tokens_need_wider_numbers():
+    tokenizer = text.train_byte_bpe(["x"], 300)
+    assert text.encode(tokenizer, ["x"]).dtype == np.uint16
+    tokenizer.add_tokens([f"<{i}>" for i in range(1 << 16)])
+    assert text.encode(tokenizer, ["<65000>"]).tolist() == [tokenizer.token_to_id("<65000>")]

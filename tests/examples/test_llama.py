@@ -1,0 +1,313 @@
+"""examples/llama: its model against NumPy and the published sizes, adapters, weights, its command line."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import jaxferry
+from examples.common import text as common_text
+from examples.common.training import count_parameters
+from examples.llama import model, sample, train, weights
+from jaxferry import pretrained
+from jaxferry.errors import InputError
+from jaxferry.partition import partition, partition_forward
+from metrics_files import read_losses, read_metrics
+from plain_optax import assert_same_losses, offloaded_losses
+from planned import assert_same_bits
+
+SMALL = model.Config(2, 4, 2, 16, 24, max_length=32, vocab_size=37)
+SCALED = dataclasses.replace(
+    SMALL, is_tied=True, rope_base=500.0, rope_scaling=model.RopeScaling(factor=8.0, low=1.0, high=4.0, length=16)
+)
+ADAPTED = dataclasses.replace(SMALL, lora_rank=3, lora_alpha=6.0)
+CONFIGS = [SMALL, SCALED, ADAPTED]
+
+
+def make_params(config):
+    """Parameters of which none is zero or one, so that none can be left out unnoticed."""
+    leaves, tree = jax.tree.flatten(jax.jit(model.make_init(config))(jax.random.key(0)))
+    rng = np.random.default_rng(2)
+    return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params(SMALL)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(1).integers(SMALL.vocab_size, size=(3, 12), dtype=np.int32)
+
+
+def published(config, params):
+    """The parameters as Hugging Face's checkpoints have them: its names, weights as PyTorch's `Linear` keeps them."""
+    p = nnx.to_pure_dict(params)
+
+    def linear(node):
+        kernel = node["kernel"]
+        if config.lora_rank and "lora_a" in node:
+            kernel = kernel + node["lora_a"] @ node["lora_b"] * (config.lora_alpha / config.lora_rank)
+        return np.asarray(kernel).T.copy()
+
+    tensors = {"model.embed_tokens.weight": p["embed"]["embedding"], "model.norm.weight": p["norm"]["scale"]}
+    if not config.is_tied:
+        tensors["lm_head.weight"] = linear(p["head"])
+    for i, layer in p["layers"].items():
+        above = f"model.layers.{i}."
+        tensors[above + "input_layernorm.weight"] = layer["attn_norm"]["scale"]
+        tensors[above + "post_attention_layernorm.weight"] = layer["mlp_norm"]["scale"]
+        tensors |= {f"{above}self_attn.{name}_proj.weight": linear(layer["attn"][name]) for name in "qkvo"}
+        tensors |= {f"{above}mlp.{name}_proj.weight": linear(layer["mlp"][name]) for name in ("gate", "up", "down")}
+    return {name: np.asarray(array) for name, array in tensors.items()}
+
+
+def numpy_logits(config, tensors, tokens):
+    """Llama for one row, position by position, on the tensors of a checkpoint."""
+    w = {name: np.asarray(array, np.float64) for name, array in tensors.items()}
+    width, group = config.channels // config.num_heads, config.num_heads // config.num_kv_heads
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.epsilon) * w[name]
+
+    def frequency(i):
+        turns_per_position = config.rope_base ** (-2 * i / width)
+        if config.rope_scaling is None:
+            return turns_per_position
+        s = config.rope_scaling
+        wavelength = 2 * np.pi / turns_per_position
+        if wavelength < s.length / s.high:
+            return turns_per_position
+        if wavelength > s.length / s.low:
+            return turns_per_position / s.factor
+        smooth = (s.length / wavelength - s.low) / (s.high - s.low)
+        return (1 - smooth) * turns_per_position / s.factor + smooth * turns_per_position
+
+    def turned(x, t):
+        y = x.copy()
+        for i in range(width // 2):
+            pair = x[i] + 1j * x[i + width // 2]
+            pair *= np.exp(1j * t * frequency(i))
+            y[i], y[i + width // 2] = pair.real, pair.imag
+        return y
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for layer in (f"model.layers.{i}." for i in range(config.num_layers)):
+        y = norm(x, layer + "input_layernorm.weight")
+        q, k, v = (y @ w[f"{layer}self_attn.{name}_proj.weight"].T for name in "qkv")
+        mixed = np.zeros_like(q)
+        for head, t in itertools.product(range(config.num_heads), range(len(tokens))):
+            own, shared = (slice(h * width, (h + 1) * width) for h in (head, head // group))
+            keys = np.stack([turned(k[s, shared], s) for s in range(t + 1)])
+            scores = np.exp(keys @ turned(q[t, own], t) / np.sqrt(width))
+            mixed[t, own] = scores / scores.sum() @ v[: t + 1, shared]
+        x = x + mixed @ w[layer + "self_attn.o_proj.weight"].T
+        y = norm(x, layer + "post_attention_layernorm.weight")
+        gate, up = (y @ w[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[layer + "mlp.down_proj.weight"].T
+    head = "model.embed_tokens.weight" if config.is_tied else "lm_head.weight"
+    return norm(x, "model.norm.weight") @ w[head].T
+
+
+def logits_of(config, params, tokens):
+    return nnx.merge(model.make_graph(config), params)(tokens)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted"])
+def test_logits_are_those_of_a_numpy_llama(config, tokens):
+    params = make_params(config)
+    tensors = published(config, params)
+    expected = np.stack([numpy_logits(config, tensors, row) for row in tokens])
+    np.testing.assert_allclose(logits_of(config, params, tokens), expected, atol=2e-5)
+
+
+# The parameter counts of the published checkpoints.
+@pytest.mark.parametrize(
+    ("size", "expected"), [("3.2-1b", 1_235_814_400), ("2-7b", 6_738_415_616), ("3-8b", 8_030_261_248)]
+)
+def test_sizes_are_the_published_ones(size, expected):
+    assert count_parameters(model.make_init(model.SIZES[size])) == expected
+
+
+def make_batches(step):
+    rng = np.random.default_rng((0, step))
+    return {"tokens": rng.integers(SMALL.vocab_size, size=(3, 13), dtype=np.int32)}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted"])
+def test_losses_agree_with_a_plain_optax_loop(config):
+    optimizer = train.make_optimizer(1e-3, config.lora_rank)
+    assert_same_losses(model.make_loss(config), optimizer, make_params(config), make_batches)
+
+
+def test_fresh_adapters_change_nothing_and_only_they_are_trained(tokens):
+    fresh = jax.jit(model.make_init(ADAPTED))(jax.random.key(0))
+    base = nnx.split_state(fresh, nnx.LoRAParam, ...)[1]
+    np.testing.assert_array_equal(logits_of(ADAPTED, fresh, tokens), logits_of(SMALL, base, tokens))
+    step = jaxferry.train_step(model.make_loss(ADAPTED), train.make_optimizer(1e-2, ADAPTED.lora_rank))
+    state = step.init(fresh)
+    for i in range(30):
+        state, _ = step(state, make_batches(i))
+    adapters, kept = nnx.split_state(state.params, nnx.LoRAParam, ...)
+    assert_same_bits(kept, base)
+    before = nnx.split_state(fresh, nnx.LoRAParam, ...)[0]
+    for (path, leaf), old in zip(jax.tree.leaves_with_path(adapters), jax.tree.leaves(before), strict=True):
+        assert not np.array_equal(leaf, old), jax.tree_util.keystr(path)
+    assert train.count_trained(model.make_init(ADAPTED), 3) == sum(leaf.size for leaf in jax.tree.leaves(before))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted"])
+def test_all_blocks_share_one_program(config, tokens):
+    config = dataclasses.replace(config, num_layers=3)
+    params = make_params(config)
+    heads = ["norm", "embed#2" if config.is_tied else "head"]
+    segments = partition(model.make_loss(config), params, ({"tokens": tokens},), {}).segments
+    assert [segment.name for segment in segments] == ["embed", "layers/0", "layers/1", "layers/2", *heads]
+    assert len({segment.program for segment in segments[1:4]}) == 1
+    caches = model.make_caches(config, 1, 8, jnp.float32)
+    args = (jnp.array([[5]]), caches, 3, 0.5, jax.random.key(0))
+    segments = partition_forward(sample.make_decode(config), params, args).segments
+    assert [segment.name for segment in segments] == ["embed", "layers/0", "layers/1", "layers/2", *heads]
+    assert len({segment.program for segment in segments[1:4]}) == 1
+
+
+def test_greedy_sampling_with_a_cache_takes_the_likeliest_token_each_time(params):
+    step = jaxferry.train_step(model.make_loss(SMALL), optax.sgd(0.1), memory_budget="64KiB")
+    state, tensors = step.init(params), published(SMALL, params)
+    expected = [1, 2, 3]
+    while len(expected) < 9:
+        expected.append(int(numpy_logits(SMALL, tensors, np.array(expected))[-1].argmax()))
+    assert sample.generate(step, state, SMALL, [1, 2, 3], 6, temperature=0) == expected[3:]
+    first, again, second = (sample.generate(step, state, SMALL, [1, 2], 99, 1.0, seed) for seed in (0, 0, 1))
+    assert first == again != second
+    assert len(first) == SMALL.max_length - 2
+
+
+def save_shards(tensors, folder):
+    """Writes a checkpoint in two files with an index, as large models are published."""
+    names, placed = sorted(tensors), {}
+    for number, part in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: np.ascontiguousarray(tensors[name]) for name in part}, folder / file)
+        placed |= dict.fromkeys(part, file)
+    (folder / pretrained.INDEX_FILE).write_text(json.dumps({"weight_map": placed}))
+
+
+@pytest.mark.parametrize("config", [SMALL, SCALED], ids=["plain", "scaled and tied"])
+def test_published_weights_become_the_model_that_they_are(config, tokens, tmp_path):
+    params = make_params(config)
+    tensors = published(config, params) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
+    save_shards(tensors, tmp_path)
+    step = jaxferry.train_step(model.make_loss(config), optax.sgd(0.1))
+    state = step.init(weights.load(config, tmp_path))
+    assert_same_bits(state.params, params)
+    logits = step.apply(state, lambda params, tokens: logits_of(config, params, tokens), tokens)
+    np.testing.assert_allclose(logits[0], numpy_logits(config, tensors, tokens[0]), atol=2e-5)
+
+
+def test_published_weights_are_given_fresh_adapters(params, tokens, tmp_path):
+    save_shards(published(SMALL, params), tmp_path)
+    loaded = weights.load(ADAPTED, tmp_path, seed=4)
+    step = jaxferry.train_step(model.make_loss(ADAPTED), train.make_optimizer(1e-2, ADAPTED.lora_rank))
+    state = step.init(loaded)
+    logits = step.apply(state, lambda params, tokens: logits_of(ADAPTED, params, tokens), tokens)
+    np.testing.assert_allclose(logits, logits_of(SMALL, params, tokens), atol=1e-5)
+    adapters, base = nnx.split_state(state.params, nnx.LoRAParam, ...)
+    assert_same_bits(base, params)
+    fresh = nnx.split_state(jax.jit(model.make_init(ADAPTED))(jax.random.key(4)), nnx.LoRAParam, ...)[0]
+    assert_same_bits(adapters, fresh)
+
+
+def test_weights_of_another_model_are_refused_by_name(params, tmp_path):
+    tensors = published(SMALL, params)
+    tensors["model.layers.2.mlp.up_proj.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors["model.norm.weight"] = np.ones(8, np.float32)
+    save_shards(tensors, tmp_path)
+    with pytest.raises(InputError) as refused:
+        weights.load(SMALL, tmp_path)
+    assert "missing: model.layers.1.mlp.up_proj.weight;" in str(refused.value)
+    assert "unexpected: model.layers.2.mlp.up_proj.weight;" in str(refused.value)
+    assert "model.norm.weight is [8], norm/scale [16]" in str(refused.value)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Lets the size `tiny` stand for a model that is quick to compile."""
+    monkeypatch.setitem(model.SIZES, "tiny", dataclasses.replace(SMALL, vocab_size=300))
+
+
+def run(text, *args):
+    small = ["--batch", "2", "--seq", "16", "--sample-tokens", "0"]
+    return train.main(["--data", str(text), *small, *map(str, args)])
+
+
+def test_training_learns_and_writes(small, cache, text, tmp_path, capsys):
+    metrics = tmp_path / "metrics.jsonl"
+    assert run(text, "--steps", 60, "--lr", "0.01", "--metrics", metrics, "--sample-tokens", 4) == 0
+    records = read_metrics(metrics)
+    assert records[-1]["loss"] < records[0]["loss"] - 1
+    printed = capsys.readouterr().out
+    assert "a sample" in printed
+    assert f"{count_parameters(model.make_init(model.SIZES['tiny'])):,} parameters" in printed
+
+
+@pytest.mark.parametrize("adapters", [[], ["--lora-rank", "2"]], ids=["all", "adapters"])
+def test_a_resumed_run_goes_on_bit_by_bit(adapters, small, cache, text, tmp_path):
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    assert run(text, "--steps", 6, "--metrics", whole, *adapters) == 0
+    assert run(text, "--steps", 3, "--metrics", parts, "--save", tmp_path / "saved", *adapters) == 0
+    assert run(text, "--steps", 6, "--metrics", parts, "--resume", tmp_path / "saved", *adapters) == 0
+    assert read_losses(whole) == read_losses(parts)
+
+
+@pytest.fixture
+def checkpoint(small, text, tmp_path):
+    """Published weights with their tokenizer."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    config = model.SIZES["tiny"]
+    save_shards(published(config, make_params(config)), folder)
+    tokenizer = common_text.train_byte_bpe([text.read_text()], config.vocab_size)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_training_goes_on_from_published_weights(checkpoint, cache, text, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    options = ["--steps", "3", "--lora-rank", "2", "--metrics", metrics]
+    assert run(text, "--weights", checkpoint, *options) == 0
+    config = dataclasses.replace(model.SIZES["tiny"], lora_rank=2)
+    corpus = common_text.load_pretrained(text, config.vocab_size, checkpoint)
+    batches = train.Batches(corpus.train, 2, 16, 0)
+    loaded = jax.tree.map(np.asarray, weights.load(config, checkpoint))
+    optimizer = train.make_optimizer(train.LEARNING_RATES["tiny"], 2)
+    expected = offloaded_losses(model.make_loss(config), optimizer, loaded, batches, 3)
+    assert [loss for _, loss in read_losses(metrics)] == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--size", "huge"], "--size must be one of tiny, 3.2-1b, 2-7b, 3-8b, got huge"),
+        (["--lora-rank", "-1"], "--lora-rank"),
+        (["--weights", "no/such/folder"], "there is no no/such/tokenizer.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(args, message, small, cache, text, capsys):
+    assert run(text, "--steps", "1", *args) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_weights_and_a_saved_state_are_not_both_taken(checkpoint, cache, text, capsys):
+    assert run(text, "--weights", checkpoint, "--resume", "somewhere") == 2
+    assert "--resume and --weights both name" in capsys.readouterr().err

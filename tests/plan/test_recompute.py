@@ -1,0 +1,99 @@
+"""Recomputation under a memory budget: `auto` chooses which layers run their forward again."""
+
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxferry.errors import BudgetError
+from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.base import Request
+from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.memory import smallest_peak_bytes
+from jaxferry.planning import make_plan
+from jaxferry.simulate.report import predict
+from profiles import profiles, recomputing, transformer
+
+few = hypothesis.settings(derandomize=True, deadline=None, max_examples=12)
+NEARLY = 1 + 1e-9
+
+
+def all_outcomes(profile):
+    """Steady time and peak of every plan there is."""
+    size = len(profile.layers)
+    modes = np.array(list(itertools.product(range(5), repeat=size)))
+    flags = [(False, True)] * size
+    again = [(False, True) if layer.can_recompute else (False,) for layer in profile.layers]
+    for to_host, recomputes in itertools.product(itertools.product(*flags), itertools.product(*again)):
+        outcomes = Evaluator(profile)(modes, np.array(to_host), np.array(recomputes))
+        yield outcomes.steady_step_s[outcomes.in_window], outcomes.peak_bytes[outcomes.in_window]
+
+
+@few
+@given(profiles(max_layers=2, recomputing=True), st.integers(0, 160))
+def test_no_plan_of_few_layers_that_fits_is_faster(profile, budget):
+    found = [(times[peaks <= budget].min(initial=np.inf), peaks.min()) for times, peaks in all_outcomes(profile)]
+    least_s, smallest_bytes = (min(values) for values in zip(*found, strict=True))
+    if least_s == np.inf:
+        with pytest.raises(BudgetError) as caught:
+            make_plan(profile, "auto", memory_budget_bytes=budget)
+        assert caught.value.smallest_bytes == smallest_bytes
+    else:
+        plan = make_plan(profile, "auto", memory_budget_bytes=budget)
+        assert plan.predicted.steady_step_s <= least_s * NEARLY
+        assert plan.predicted.peak_device_bytes <= budget
+
+
+def plans_within(profile, budgets, factor=None):
+    search = AutoSearch(profile, Request(reserve_factor=factor))
+    for budget in budgets:
+        try:
+            yield predict(profile, search.plan(budget))
+        except BudgetError:
+            yield None
+
+
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_the_choice_makes_no_plan_slower_and_more_budgets_feasible(factor):
+    profile = recomputing(transformer(9, 3), share=0.1)
+    bare = profile.only_recomputing([False] * len(profile.layers))
+    budgets = np.geomspace(smallest_peak_bytes(profile), 3e9, 9).astype(int).tolist()
+    before = np.inf
+    pairs = list(zip(plans_within(bare, budgets, factor), plans_within(profile, budgets, factor), strict=True))
+    for budget, (without, chosen) in zip(budgets, pairs, strict=True):
+        if chosen is None:
+            assert without is None
+            continue
+        assert chosen.predicted.peak_device_bytes <= budget
+        assert chosen.predicted.steady_step_s <= before * NEARLY
+        before = chosen.predicted.steady_step_s
+        if without is not None:
+            assert chosen.predicted.steady_step_s <= without.predicted.steady_step_s * NEARLY
+    assert sum(without is None for without, _ in pairs) > sum(chosen is None for _, chosen in pairs)
+    assert any(chosen is not None and any(chosen.recomputes) for _, chosen in pairs)
+
+
+def test_nothing_is_recomputed_where_memory_is_no_matter():
+    profile = recomputing(transformer(9, 3), seconds_of_forward=0.0)
+    assert not any(make_plan(profile, "auto").recomputes)
+    assert not any(make_plan(profile, "auto", memory_budget_bytes=10**12).recomputes)
+
+
+def test_an_infeasible_budget_names_the_smallest_one_and_that_it_takes_recomputation():
+    profile = recomputing(transformer(6))
+    smallest = smallest_peak_bytes(profile)
+    with pytest.raises(BudgetError, match=rf"\({smallest} bytes\), with 5 layers that recompute") as caught:
+        make_plan(profile, "auto", memory_budget_bytes=smallest - 1)
+    assert caught.value.smallest_bytes == smallest
+    plan = make_plan(profile, "auto", memory_budget_bytes=smallest)
+    assert plan.predicted.peak_device_bytes == smallest
+    assert plan.recomputes == (True,) * 5 + (False,)
+
+
+def test_other_policies_never_recompute():
+    profile = recomputing(transformer(6))
+    for policy in ("exact", "memferry", "native-overlapped", "l2l"):
+        assert not any(make_plan(profile, policy).recomputes)

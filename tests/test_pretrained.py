@@ -1,0 +1,213 @@
+"""Safetensors files read into host layers: values, names, errors, and the memory that it takes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import save_file
+
+import jaxferry
+from jaxferry import pretrained
+from jaxferry.engine import initialise
+from planned import assert_same_bits
+
+RNG = np.random.default_rng(0)
+TENSORS = {
+    "table": RNG.normal(size=(50, 6)).astype(np.float32),
+    "weight": RNG.normal(size=(9, 6)).astype(np.float32),
+    "half": RNG.normal(size=(7,)).astype(np.float16),
+    "brain": RNG.normal(size=(5, 4, 3)).astype(jnp.bfloat16),
+    "scalar": np.array(1.5, np.float32),
+    "empty": np.zeros((0, 3), np.float32),
+}
+
+
+def params_like():
+    """A model whose kernel is the transpose of the stored weight."""
+    shapes = {name: array.shape for name, array in TENSORS.items()} | {"weight": (6, 9)}
+    return {"layer": {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}}
+
+
+def source_of(path):
+    return pretrained.Source(path[-1], is_transposed=path[-1] == "weight")
+
+
+def loss_fn(params, scale):
+    return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)) * scale
+
+
+def save(tensors, file):
+    save_file({name: np.array(array, order="C") for name, array in tensors.items()}, file)
+    return file
+
+
+@pytest.mark.parametrize("block_bytes", [1, 40, 1 << 20])
+def test_masters_are_the_stored_tensors_in_float32(block_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(initialise, "BLOCK_BYTES", block_bytes)
+    tensors = pretrained.open_safetensors(save(TENSORS, tmp_path / "some.safetensors"))
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    state = step.init(pretrained.arrange(tensors, params_like(), source_of))
+    expected = {name: array.astype(np.float32) for name, array in TENSORS.items()}
+    assert_same_bits(state.params, {"layer": expected | {"weight": np.ascontiguousarray(TENSORS["weight"].T)}})
+    state, metrics = step(state, 2.0)
+    np.testing.assert_allclose(
+        metrics["loss"], 2 * sum((a.astype(np.float64) ** 2).sum() for a in TENSORS.values()), 1e-5
+    )
+
+
+def test_a_tensor_is_read_by_numpy_too(tmp_path):
+    tensors = pretrained.open_safetensors(save(TENSORS, tmp_path / "some.safetensors"))
+    for name, array in TENSORS.items():
+        assert (tensors[name].shape, tensors[name].dtype) == (array.shape, array.dtype)
+        np.testing.assert_array_equal(np.asarray(tensors[name]), array)
+    np.testing.assert_array_equal(np.asarray(tensors["weight"].T, np.float64), TENSORS["weight"].T)
+    assert tensors["weight"] == tensors["weight"].T.T
+    with pytest.raises(jaxferry.InputError, match="'brain' of shape"):
+        _ = tensors["brain"].T
+
+
+def write_shards(folder, shards):
+    placed = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        save({name: TENSORS[name] for name in names}, folder / file)
+        placed |= dict.fromkeys(names, file)
+    (folder / pretrained.INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    return placed
+
+
+def test_a_folder_of_shards_is_read_by_its_index(tmp_path):
+    write_shards(tmp_path, [["table", "half"], ["weight", "brain", "scalar", "empty"]])
+    for path in (tmp_path, tmp_path / pretrained.INDEX_FILE):
+        tensors = pretrained.open_safetensors(path)
+        assert tensors.keys() == TENSORS.keys()
+        for name, array in TENSORS.items():
+            np.testing.assert_array_equal(np.asarray(tensors[name]), array)
+
+
+def test_a_folder_with_one_file_needs_no_index(tmp_path):
+    save(TENSORS, tmp_path / "whatever.safetensors")
+    assert pretrained.open_safetensors(tmp_path).keys() == TENSORS.keys()
+
+
+def break_index(folder):
+    (folder / pretrained.INDEX_FILE).write_text("{}")
+
+
+def drop_shard(folder):
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def cut_shard(folder):
+    file = folder / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def drop_index(folder):
+    (folder / pretrained.INDEX_FILE).unlink()
+
+
+def promise_more(folder):
+    index = json.loads((folder / pretrained.INDEX_FILE).read_text())
+    index["weight_map"]["more"] = "model-00002-of-00002.safetensors"
+    (folder / pretrained.INDEX_FILE).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_index, "is no index of safetensors files"),
+        (drop_shard, "model-00002-of-00002.safetensors cannot be read"),
+        (cut_shard, "model-00002-of-00002.safetensors cannot be read"),
+        (drop_index, "holds several .safetensors files and no model.safetensors.index.json"),
+        (promise_more, "names tensors that its files do not have: more"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_named(damage, message, tmp_path):
+    write_shards(tmp_path, [["table", "half"], ["weight", "brain"]])
+    damage(tmp_path)
+    with pytest.raises(jaxferry.InputError, match=message):
+        pretrained.open_safetensors(tmp_path)
+
+
+def test_what_is_missing_left_over_or_of_another_shape_is_named_all_at_once(tmp_path):
+    others = {name: array for name, array in TENSORS.items() if name not in ("half", "scalar")}
+    others |= {"weight": TENSORS["weight"].T, "brain": np.zeros((5, 4, 3), np.int64), "rest": TENSORS["half"]}
+    tensors = pretrained.open_safetensors(save(others, tmp_path / "some.safetensors"))
+    with pytest.raises(jaxferry.InputError) as refused:
+        pretrained.arrange(tensors, params_like(), source_of)
+    assert "missing: half, scalar;" in str(refused.value)
+    assert "unexpected: rest;" in str(refused.value)
+    assert "weight is [9, 6], layer/weight [6, 9]" in str(refused.value)
+    assert "brain is of int64" in str(refused.value)
+
+
+def test_some_tensors_are_no_parameters_and_some_parameters_have_no_tensor(tmp_path):
+    file = save({"layer.0.table": TENSORS["table"], "layer.0.mask": TENSORS["half"]}, tmp_path / "some.safetensors")
+    params = {"table": jax.ShapeDtypeStruct((50, 6), jnp.float32), "adapter": np.ones(3, np.float32)}
+    arranged = pretrained.arrange(
+        pretrained.open_safetensors(file),
+        params,
+        lambda path: {"table": "layer.0.table"}.get(path[-1]),
+        ignored=[r"layer\.\d+\.mask"],
+    )
+    assert arranged["adapter"] is params["adapter"]
+    np.testing.assert_array_equal(np.asarray(arranged["table"]), TENSORS["table"])
+
+
+def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
+    file = save(TENSORS, tmp_path / "some.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(jaxferry.InputError, match=r"pip install 'jaxferry\[safetensors\]'"):
+        pretrained.open_safetensors(file)
+
+
+READ = """
+import pathlib, re, sys
+import jax, jax.numpy as jnp, optax
+import jaxferry
+from jaxferry import pretrained
+
+def high_water():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10
+
+def initialised(path):
+    tensors = pretrained.open_safetensors(path)
+    like = {name: jax.ShapeDtypeStruct(tensor.shape[::-1], jnp.float32) for name, tensor in tensors.items()}
+    step = jaxferry.train_step(lambda params, batch: params["embed"].sum(), optax.sgd(0.1))
+    return step.init(pretrained.arrange(tensors, like, lambda path: pretrained.Source(path[0], True)))
+
+initialised(sys.argv[1])  # compiles, and brings in what any run brings in
+before = high_water()
+state = initialised(sys.argv[2])
+print(high_water() - before, sum(master.nbytes for master in state.masters()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32], ids=["bfloat16", "float32"])
+def test_reading_takes_less_than_a_tenth_more_host_memory_than_the_masters(dtype, tmp_path):
+    # The largest is a third of the whole: it fits nowhere twice.
+    shapes = {"embed": (1000, 43000), "head": (2000, 12000)} | {f"layer_{i}": (1000, 12000) for i in range(5)}
+    small = dict.fromkeys(shapes, (8, 16))
+    for file, sizes in (("small.safetensors", small), ("large.safetensors", shapes)):
+        save({name: np.full(shape, 0.5, dtype) for name, shape in sizes.items()}, tmp_path / file)
+    files = [str(tmp_path / name) for name in ("small.safetensors", "large.safetensors")]
+    result = subprocess.run(
+        [sys.executable, "-c", READ, *files],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    taken, masters = map(int, result.stdout.split())
+    assert masters == 4 * sum(rows * columns for rows, columns in shapes.values()) > 500e6
+    assert taken < 1.1 * masters

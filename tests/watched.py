@@ -1,0 +1,63 @@
+"""Steps during which device memory is counted, from JAX's own list of live arrays."""
+
+import itertools
+
+import jax
+import optax
+
+import jaxferry
+import jaxferry.engine.transfers
+
+
+def device_arrays():
+    return [a for a in jax.live_arrays() if a.sharding.memory_kind == "device" and not a.is_deleted()]
+
+
+class Watch:
+    """Counts device bytes whenever a load or a program has been issued.
+
+    Attributes:
+      most: the most bytes of arrays that were not there before the step, or belong to RESIDENT copies.
+      most_parameters: the most bytes among them of parameters.
+    """
+
+    def __init__(self, step, batch, monkeypatch):
+        executor = step.prepare(batch)._executor
+        self._transfers, self._known = executor._transfers, set()
+        self.most = self.most_parameters = 0
+        for owner, name in ((self._transfers, "load"), (self._transfers, "store"), (executor, "_receive")):
+            monkeypatch.setattr(owner, name, self._watched(getattr(owner, name)))
+        self._held = {}
+
+    def start(self, state):
+        resident = {id(a) for held in state.resident.values() for a in held.arrays}
+        self._known = {id(a) for a in device_arrays()} - resident
+        self.most = self.most_parameters = 0
+
+    def _watched(self, function):
+        def call(*args):
+            self.count()
+            result = function(*args)
+            if isinstance(result, jaxferry.engine.transfers.DeviceLayer):
+                self._held[id(result)] = result
+            self.count()
+            return result
+
+        return call
+
+    def count(self):
+        self.most = max(self.most, sum(a.nbytes for a in device_arrays() if id(a) not in self._known))
+        arrays = itertools.chain.from_iterable(held.arrays for held in self._held.values())
+        self.most_parameters = max(self.most_parameters, sum(a.nbytes for a in arrays if not a.is_deleted()))
+
+
+def watched_steps(task, monkeypatch, num_steps=2, **options):
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
+    state = step.init(task.params)
+    watch = Watch(step, task.batch, monkeypatch)
+    state, _ = step(state, task.batch)
+    for _ in range(num_steps):
+        state.block_until_ready()
+        watch.start(state)
+        state, metrics = step(state, task.batch)
+    return watch, metrics, step.prepare(task.batch), state
