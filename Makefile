@@ -3,11 +3,14 @@
 #   make train ARGS="--size 124m --steps 5"     make test ARGS="-k partition"
 #   make train EXAMPLE=bert
 #   make test PYTHON=python3.13 VENV=.venv-3.13
+#   make test TEST_EXTRAS=test,models
 #   make sanitize CXX=clang++
 
 PYTHON ?= $(shell tools/pythons | head -n 1)
 VENV ?= .venv
 ARGS ?=
+# What to install for the tests; with `models` those of third-party models run too.
+TEST_EXTRAS ?= test
 # Which of examples/ `make train` trains.
 EXAMPLE ?= gpt2
 # Processes that share the tests; each takes some 2 GB of memory.
@@ -50,7 +53,7 @@ install-test: $(VENV)/installed-test $(VENV)/gpu-packages
 install-dev: $(VENV)/installed-dev
 
 $(VENV)/installed-train: EXTRAS = $(TRAIN_EXTRAS)
-$(VENV)/installed-test: EXTRAS = test
+$(VENV)/installed-test: EXTRAS = $(TEST_EXTRAS)
 $(VENV)/installed-dev: EXTRAS = dev
 
 # The stamps are newer than pyproject.toml and the native sources for as long as the environment holds what they make.

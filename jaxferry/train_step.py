@@ -622,6 +622,7 @@ class TrainStep:
 
     def _warn_of_remarks(self, parts: Partition) -> None:
         remarks = list(parts.notes)
+        remarks += [f"{merge.message}; that is most of the model" for merge in parts.coarse_merges]
         if parts.unread_leaves:
             unread = ", ".join(map(repr, parts.unread_leaves))
             remarks.append(f"the loss never reads {unread}: trained with a zero gradient")

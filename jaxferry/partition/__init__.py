@@ -6,6 +6,7 @@ loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments 
 """
 
 from jaxferry.partition.build import layers_by_path, partition, partition_forward
+from jaxferry.partition.cuts import Merge
 from jaxferry.partition.derivative import AUTO, REMAT, Derivative, differentiate
 from jaxferry.partition.frozen import Trainable, frozen_leaves
 from jaxferry.partition.host_reads import read_in_place
@@ -24,6 +25,7 @@ __all__ = [
     "Gradient",
     "Layer",
     "Leaf",
+    "Merge",
     "Part",
     "Partition",
     "RowGradient",

@@ -156,7 +156,7 @@ def _segmented(traced: _Traced, layers: Sequence[Layer] | None, is_differentiate
     for number, group in enumerate(groups):
         for leaf in group.leaves:
             first_group[leaf] = number
-    flow, stretches, group_of_leaf = _cut(graph, first_group, may_join=layers is None)
+    flow, stretches, group_of_leaf, joins = _cut(graph, first_group, may_join=layers is None)
     trained = [value for leaf, value in enumerate(graph.parameters) if leaf not in traced.frozen]
     derived = depending_on(graph, trained)
     names = [groups[group].name for group in first_group]
@@ -167,8 +167,11 @@ def _segmented(traced: _Traced, layers: Sequence[Layer] | None, is_differentiate
         order = [order[made.index(layer)] for layer in layers]
         made = tuple(layers)
     layer_of_group = {group: index for index, group in enumerate(order)}
-    segments = build_segments(graph, flow, derived, stretches, made, layer_of_group)
-    segments = _share_programs(graph, segments, is_differentiated)
+    # Where cuts are as good at several places, those are better with which more segments share their program.
+    early = cuts.find_cuts(graph, flow, group_of_leaf, is_early=True)
+    built = [build_segments(graph, flow, derived, cut, made, layer_of_group) for cut in (stretches, early)]
+    shared = [_share_programs(graph, segments, is_differentiated) for segments in built]
+    segments = min(shared, key=lambda segments: len({segment.program for segment in segments}))
     prelude = prelude_with_views(flow)
     return ForwardPartition(
         layers=made,
@@ -177,6 +180,7 @@ def _segmented(traced: _Traced, layers: Sequence[Layer] | None, is_differentiate
         prelude=prelude,
         prelude_outputs=_prelude_outputs(graph, prelude, segments),
         notes=traced.notes,
+        merges=_merges(joins, first_group, names),
     )
 
 
@@ -274,18 +278,43 @@ def _tables(graph: Graph) -> frozenset[int]:
     return frozenset(leaf for leaf in found if graph.avals[graph.parameters[leaf]].ndim == 2)
 
 
-def _cut(graph: Graph, group_of_leaf: list[int], may_join: bool) -> tuple[Dataflow, list[cuts.Stretch], list[int]]:
-    """Analyses and cuts, joining groups until every equation reads one and (if they may) every cut is worth making."""
+def _cut(
+    graph: Graph, group_of_leaf: list[int], may_join: bool
+) -> tuple[Dataflow, list[cuts.Stretch], list[int], list[tuple[set[int], str, bool]]]:
+    """Analyses and cuts, joining groups until every equation reads one and (if they may) every cut is worth making.
+
+    The last result tells what was joined: groups as they were at first, why, and whether they had to be.
+    """
+    first, joins = group_of_leaf, list[tuple[set[int], str, bool]]()
+
+    def note(groups: set[int], reason: str, is_forced: bool) -> None:
+        joins.append(({old for old, new in zip(first, group_of_leaf, strict=True) if new in groups}, reason, is_forced))
+
     while True:
         flow = analyse(graph, dict(enumerate(group_of_leaf)))
-        merged = cuts.merge_shared_readers(flow, group_of_leaf)
-        if merged == group_of_leaf:
+        merged, shared = cuts.merge_shared_readers(flow, group_of_leaf)
+        for groups, reason in shared:
+            note(groups, reason, is_forced=True)
+        if not shared:
             stretches = cuts.find_cuts(graph, flow, group_of_leaf)
-            pair = cuts.dear_cut(stretches, _group_bytes(graph, group_of_leaf)) if may_join else None
-            if pair is None:
-                return flow, stretches, group_of_leaf
-            merged = [min(pair) if group in pair else group for group in group_of_leaf]
+            dear = cuts.dear_cut(stretches, _group_bytes(graph, group_of_leaf)) if may_join else None
+            if dear is None:
+                return flow, stretches, group_of_leaf, joins
+            note(*dear, is_forced=False)
+            merged = [min(dear[0]) if group in dear[0] else group for group in group_of_leaf]
         group_of_leaf = merged
+
+
+def _merges(
+    joins: Sequence[tuple[set[int], str, bool]], group_of_leaf: Sequence[int], names: Sequence[str]
+) -> tuple[cuts.Merge, ...]:
+    """The joins with the names of the layers that were joined."""
+    return tuple(
+        cuts.Merge(
+            tuple(dict.fromkeys(n for n, g in zip(names, group_of_leaf, strict=True) if g in groups)), reason, is_forced
+        )
+        for groups, reason, is_forced in joins
+    )
 
 
 def _group_bytes(graph: Graph, group_of_leaf: Sequence[int]) -> list[int]:

@@ -2,7 +2,8 @@
 
 The equations that read parameters, taken in order, give the sequence of layers. Between the last reader of one and the
 first reader of the next lies a stretch in which the cut may fall; the bytes alive at each place of it decide. For a
-transformer that is the residual stream alone.
+transformer that is the residual stream alone. Where one layer is applied several times in a row (ALBERT), its readers
+repeat themselves, and each application is a segment.
 
 A cut that is far dearer than the others (between a tied head and its bias it would carry all logits) is not worth
 making, unless both layers have more bytes of parameters than it has to carry: those two layers become one.
@@ -17,8 +18,41 @@ from collections.abc import Sequence
 
 from jaxferry.partition.dataflow import Dataflow
 from jaxferry.partition.graph import Graph
+from jaxferry.units import format_bytes
 
 _DEAR = 8
+
+_WHOLE = {
+    "cond": "a branch is chosen only while the program runs",
+    "custom_jvp_call": "a custom_jvp rule spans them",
+    "custom_vjp_call": "a custom_vjp rule spans them",
+    "remat2": "one jax.checkpoint spans them; around each layer there may be one of its own",
+    "checkpoint": "one jax.checkpoint spans them; around each layer there may be one of its own",
+    "scan": "a scan reads them in every iteration",
+    "while": "a loop reads them in every iteration",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """Why layers that could have been apart are one.
+
+    Attributes:
+      layers: their names.
+      reason: what kept them together.
+      is_forced: whether nothing else was possible; else a cut would have been dearer than it is worth.
+    """
+
+    layers: tuple[str, ...]
+    reason: str
+    is_forced: bool
+
+    @property
+    def message(self) -> str:
+        """The names and the reason on one line."""
+        first, *_, last = self.layers
+        names = " and ".join(self.layers) if len(self.layers) <= 3 else f"{len(self.layers)} layers, {first} to {last},"
+        return f"{names} are one layer: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,31 +71,40 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Readers of one group that no reader of another group separates."""
+    """Readers of one group that no reader of another group separates, for one application of it."""
 
     group: int
     first: int
     last: int
 
 
-def merge_shared_readers(flow: Dataflow, group_of_leaf: Sequence[int]) -> list[int]:
-    """Joins groups that one equation reads together; returns the new group of each leaf."""
-    groups = list(group_of_leaf)
-    for equation in flow.main:
-        together = sorted({groups[leaf] for leaf in flow.leaves_read(equation)})
-        groups = [together[0] if group in together else group for group in groups] if len(together) > 1 else groups
-    return groups
+def merge_shared_readers(flow: Dataflow, group_of_leaf: Sequence[int]) -> tuple[list[int], list[tuple[set[int], str]]]:
+    """Joins groups that one equation reads together.
 
-
-def find_cuts(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int]) -> list[Stretch]:
-    """Cuts `flow.main` into one stretch for each run of readers of one group.
-
-    Every equation of `flow.main` must read leaves of at most one group. The result is empty if none reads any.
+    Returns:
+      The new group of each leaf, and for each join the groups as they were, and why.
     """
-    runs = _runs(flow, group_of_leaf)
+    groups, joins = list(group_of_leaf), []
+    for equation in flow.main:
+        together = {groups[leaf] for leaf in flow.leaves_read(equation)}
+        if len(together) > 1:
+            name = equation.primitive.name
+            reason = f"one {name} reads their parameters" + (f" ({_WHOLE[name]})" if name in _WHOLE else "")
+            joins.append(({g for g, new in zip(group_of_leaf, groups, strict=True) if new in together}, reason))
+            groups = [min(together) if group in together else group for group in groups]
+    return groups, joins
+
+
+def find_cuts(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int], is_early: bool = False) -> list[Stretch]:
+    """Cuts `flow.main` into one stretch for each run of readers of one group, and each application within it.
+
+    Of places where as few bytes are alive, the last is taken, or the first (`is_early`). Every equation of `flow.main`
+    must read leaves of at most one group. The result is empty if none reads any.
+    """
+    runs = _runs(graph, flow, group_of_leaf)
     alive = _alive_bytes(graph, flow)
     stops = [
-        min(range(run.last + 1, following.first + 1), key=lambda place: (alive[place], -place))
+        min(range(run.last + 1, following.first + 1), key=lambda place: (alive[place], place if is_early else -place))
         for run, following in itertools.pairwise(runs)
     ]
     stops += [len(flow.main)] if runs else []
@@ -69,8 +112,8 @@ def find_cuts(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int]) -> lis
     return [Stretch(run.group, start, stop, alive[stop]) for run, start, stop in zip(runs, starts, stops, strict=False)]
 
 
-def dear_cut(stretches: Sequence[Stretch], group_bytes: Sequence[int]) -> tuple[int, int] | None:
-    """The two groups at the dearest cut that should not be made, or None if every cut is worth making."""
+def dear_cut(stretches: Sequence[Stretch], group_bytes: Sequence[int]) -> tuple[set[int], str] | None:
+    """The two groups at the dearest cut that should not be made, and why; None if every cut is worth making."""
     cuts = list(itertools.pairwise(stretches))
     if not cuts:
         return None
@@ -82,18 +125,42 @@ def dear_cut(stretches: Sequence[Stretch], group_bytes: Sequence[int]) -> tuple[
         and left.alive_bytes > _DEAR * usual
         and left.alive_bytes > min(group_bytes[left.group], group_bytes[right.group])
     ]
-    return max(dear)[1:] if dear else None
+    if not dear:
+        return None
+    alive_bytes, left, right = max(dear)
+    smaller = min(group_bytes[left], group_bytes[right])
+    reason = (
+        f"between them {format_bytes(alive_bytes)} would be alive, "
+        f"more than the {format_bytes(smaller)} of parameters that a cut could take away"
+    )
+    return {left, right}, reason
 
 
-def _runs(flow: Dataflow, group_of_leaf: Sequence[int]) -> list[_Run]:
-    runs: list[_Run] = []
+def _runs(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int]) -> list[_Run]:
+    readers: list[tuple[int, list[int]]] = []
     for place, equation in enumerate(flow.main):
         for group in {group_of_leaf[leaf] for leaf in flow.leaves_read(equation)}:
-            if runs and runs[-1].group == group:
-                runs[-1] = dataclasses.replace(runs[-1], last=place)
-            else:
-                runs.append(_Run(group, place, place))
-    return runs
+            if not readers or readers[-1][0] != group:
+                readers.append((group, []))
+            readers[-1][1].append(place)
+    return [_Run(group, part[0], part[-1]) for group, places in readers for part in _applications(graph, flow, places)]
+
+
+def _applications(graph: Graph, flow: Dataflow, places: list[int]) -> list[list[int]]:
+    """The readers of one run, apart for each time that the layer is applied.
+
+    A layer of one parameter is not taken apart: lookups in the same table are better made together.
+    """
+    readers = [flow.main[place] for place in places]
+    if len(frozenset().union(*map(flow.leaves_read, readers))) == 1:
+        return [places]
+    kinds = [
+        (e.primitive.name, flow.leaves_read(e), [(graph.avals[v].shape, graph.avals[v].dtype) for v in e.outputs])
+        for e in readers
+    ]
+    num = len(kinds)
+    period = next(p for p in range(1, num + 1) if num % p == 0 and kinds[p:] == kinds[: num - p])
+    return [places[start : start + period] for start in range(0, num, period)]
 
 
 def _alive_bytes(graph: Graph, flow: Dataflow) -> list[int]:

@@ -5,9 +5,12 @@ loss often casts its whole tree of parameters first, slices labels at the top, o
 at the end. Three moves undo that:
 
   * a *view* (made from one layer's parameters or from nothing, and no smaller than what it reads: a cast, a transpose,
-    a mask) is computed again in each segment that uses it, so no copy of a weight has to cross segments;
-  * small values made from the batch alone (dropout keys, counts), and small slices of constants, go into a *prelude*
-    that runs once a step, so that blocks which differ only in such constants are the same program;
+    a mask) is computed again in each segment that uses it, so no copy of a weight has to cross segments. Parameters
+    that are repeated or looked up (learned queries for each example, a table of relative positions) are activations,
+    not views: other layers may read them many times, and should not need their layer each time;
+  * small values made from the batch alone (dropout keys, counts), or selected from a constant (a block's row of a mask
+    over heads), go into a *prelude* that runs once a step, so that blocks which differ only in such constants are the
+    same program;
   * an equation on the batch alone, or on parameters alone, waits until its first use; a summary of one layer's
     parameters (its share of a penalty) is made where the batch meets that layer.
 """
@@ -20,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from jaxferry.partition.graph import Equation, Graph
 
 PRELUDE_BYTES = 4096
+_REPEATING = ("broadcast_in_dim", "gather")
+_SELECTING = ("slice", "dynamic_slice", "gather")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +91,10 @@ def _views(
         size_out = sum(graph.num_bytes(value) for value in equation.outputs)
         if len({group_of_leaf[leaf] for leaf in made_from}) > 1 or (made_from and 2 * size_out < size_in):
             continue
-        if not made_from and equation.primitive.name == "slice" and size_out <= PRELUDE_BYTES:
+        name = equation.primitive.name
+        if made_from and size_out > size_in and name in _REPEATING:
+            continue
+        if not made_from and size_out <= PRELUDE_BYTES and name in _SELECTING:
             continue
         views |= dict.fromkeys(equation.outputs, equation)
         leaves |= dict.fromkeys(equation.outputs, made_from)
@@ -111,8 +119,8 @@ def _reorder(flow: Dataflow, batch: set[int], group_of_leaf: Mapping[int, int]) 
 
     Of the latter, those on a single layer go to where the batch meets that layer first, if that is earlier.
     """
-    place = _places_of_first_use(flow, batch)
     groups = {id(e): {group_of_leaf[leaf] for leaf in flow.leaves_read(e)} for e in flow.main}
+    place = _places_of_first_use(flow, batch, _chained(flow, batch, groups))
     meets: dict[tuple[int, bool], float] = {}
     for equation in flow.main:
         for group in groups[id(equation)]:
@@ -130,14 +138,34 @@ def _reorder(flow: Dataflow, batch: set[int], group_of_leaf: Mapping[int, int]) 
     return tuple(sorted(flow.main, key=lambda equation: (place[id(equation)], depends[id(equation)])))
 
 
-def _places_of_first_use(flow: Dataflow, batch: set[int]) -> dict[int, float]:
-    """Where each equation stands once those that need not wait for both batch and parameters have moved down."""
+def _chained(flow: Dataflow, batch: set[int], groups: Mapping[int, set[int]]) -> set[int]:
+    """Equations on parameters alone by which one layer continues what another has begun, as identities.
+
+    The norm and the products that learned queries pass through, before they meet the batch, belong to their layer and
+    stay there; a sum of the penalties of layers reads no parameter itself, and does not.
+    """
+    made_from: dict[int, set[int]] = {}
+    chained = set()
+    for equation in flow.main:
+        if batch.isdisjoint(equation.outputs) and not flow.active.isdisjoint(equation.outputs):
+            before = set().union(*(made_from.get(value, set()) for value in equation.reads))
+            if groups[id(equation)] and not before <= groups[id(equation)]:
+                chained.add(id(equation))
+            made_from |= dict.fromkeys(equation.outputs, before | groups[id(equation)])
+    return chained
+
+
+def _places_of_first_use(flow: Dataflow, batch: set[int], fixed: set[int]) -> dict[int, float]:
+    """Where each equation stands once those that need not wait for both batch and parameters have moved down.
+
+    Those in `fixed` (identities) stay where they are.
+    """
     place = {id(equation): float(index) for index, equation in enumerate(flow.main)}
     first_use: dict[int, float] = {}
     for equation in reversed(flow.main):
         uses = [first_use[value] for value in equation.outputs if value in first_use]
         is_free = flow.active.isdisjoint(equation.outputs) or batch.isdisjoint(equation.outputs)
-        if is_free and not equation.has_effects and uses:
+        if is_free and not equation.has_effects and uses and id(equation) not in fixed:
             place[id(equation)] = min(uses)
         for value in equation.reads:
             first_use[value] = min(place[id(equation)], first_use.get(value, place[id(equation)]))

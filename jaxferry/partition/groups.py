@@ -2,9 +2,9 @@
 
 The tree of a Flax model mirrors its modules. A subtree is one layer, unless modules that repeat lie below it:
 siblings with numbered names and the same modules inside, as the blocks of a transformer (`h_0`, `h_1`, ... or
-`layers/0`, `layers/1`, ...). Such a subtree is opened, and each sibling becomes a layer. So a residual block is one
-layer, and what surrounds the blocks (embedding tables, the final norm) has a layer each. A table that rows are looked
-up in is always a layer of its own, wherever its module lies: only its touched rows need to travel.
+`layers/0`, `layers/1`, ...), or a list of modules. Such a subtree is opened, and each sibling becomes a layer. So a
+residual block is one layer, and what surrounds the blocks (embedding tables, the final norm) has a layer each. A table
+that rows are looked up in is always a layer of its own, wherever its module lies: only its touched rows need to travel.
 """
 
 from __future__ import annotations
@@ -90,19 +90,20 @@ def _split(below: Mapping[int, Path], prefix: Path) -> Iterator[tuple[Path, list
 
 
 def _opens(below: Mapping[int, Path]) -> bool:
-    """Whether repeated modules lie at this level or further down."""
+    """Whether repeated modules, or a list of modules, lie at this level or further down."""
     children: dict[str, dict[int, Path]] = {}
     for index, path in below.items():
         if len(path) > 1:
             children.setdefault(path[0], {})[index] = path[1:]
-    return bool(_repeated(children)) or any(_opens(leaves) for leaves in children.values())
+    is_list = any(key.isdigit() for key in children)
+    return is_list or bool(_repeated(children)) or any(_opens(leaves) for leaves in children.values())
 
 
 def _repeated(children: Mapping[str, Mapping[int, Path]]) -> set[str]:
-    """Children named alike but for a number, with the same modules inside."""
+    """Children named alike but for a number, with the same modules inside, or the same parameters in a list."""
     families: dict[tuple[str, frozenset[Path]], list[str]] = {}
     for key, leaves in children.items():
         match = _NUMBERED.fullmatch(key)
-        if match and any(len(path) > 1 for path in leaves.values()):
+        if match and any(len(path) > (1 if match[1] else 0) for path in leaves.values()):
             families.setdefault((match[1], frozenset(leaves.values())), []).append(key)
     return {key for family in families.values() if len(family) > 1 for key in family}

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxferry.partition.cuts import Merge
 from jaxferry.partition.dataflow import Dataflow
 from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, is_inexact
 from jaxferry.partition.layout import Layer
@@ -73,6 +74,7 @@ class ForwardPartition:
       prelude: equations that run once a step before the first segment.
       prelude_outputs: values that the prelude makes for segments or the caller.
       notes: what could not be cut though it looks as if it should be, and why.
+      merges: which layers could not be, or were not worth being, apart, and why.
     """
 
     layers: tuple[Layer, ...]
@@ -81,6 +83,18 @@ class ForwardPartition:
     prelude: tuple[Equation, ...]
     prelude_outputs: tuple[int, ...]
     notes: tuple[str, ...]
+    merges: tuple[Merge, ...]
+
+    @property
+    def coarse_merges(self) -> tuple[Merge, ...]:
+        """Merges that had to be, of more than half of all parameters: no plan needs less of them on the device."""
+        total = sum(layer.num_bytes for layer in self.layers)
+        names = [(set(layer.name.split("+")), layer.num_bytes) for layer in self.layers]
+        return tuple(
+            merge
+            for merge in self.merges
+            if merge.is_forced and any(set(merge.layers) <= layers and 2 * size > total for layers, size in names)
+        )
 
     @property
     def num_programs(self) -> int:

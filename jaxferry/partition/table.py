@@ -33,5 +33,8 @@ def table(partition: Partition) -> rich.table.Table:
 
 
 def print_table(partition: Partition, console: rich.console.Console | None = None) -> None:
-    """Prints `table(partition)` to the console (standard output by default)."""
-    (console or rich.console.Console()).print(table(partition))
+    """Prints `table(partition)`, and why layers were merged, to the console (standard output by default)."""
+    console = console or rich.console.Console()
+    console.print(table(partition))
+    for merge in partition.merges:
+        console.print(merge.message, markup=False, highlight=False)

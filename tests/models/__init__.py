@@ -22,11 +22,14 @@ class Task:
       loss_fn: `loss_fn(params, batch)`.
       params: initial parameters.
       batch: one batch.
+      advance: `advance(batch, aux)` is the batch of the next step; `aux` is what the loss function returned beside the
+        loss. None repeats the batch.
     """
 
     loss_fn: Callable[..., Any]
     params: Any
     batch: Any
+    advance: Callable[[Any, Any], Any] | None = None
 
 
 class Block(nn.Module):
@@ -88,7 +91,7 @@ def gpt(**config: Any) -> Task:
         return next_token_loss(logits, batch)
 
     batch = jax.random.randint(jax.random.key(1), (2, 17), 0, model.vocab)
-    return Task(loss_fn, model.init(jax.random.key(0), batch[:, :-1])["params"], batch)
+    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
 
 
 class NnxBlock(nnx.Module):
@@ -120,12 +123,27 @@ class NnxNet(nnx.Module):
 
 def nnx_net(vocab: int = 64, width: int = 16, depth: int = 3) -> Task:
     """The NNX model, split into graph definition and parameters."""
-    graph, params = nnx.split(NnxNet(vocab, width, depth, nnx.Rngs(0)), nnx.Param)
+    graph, params = nnx.split(initialise_nnx(lambda: NnxNet(vocab, width, depth, nnx.Rngs(0))), nnx.Param)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)
 
     return Task(loss_fn, params, jax.random.randint(jax.random.key(1), (2, 9), 0, vocab))
+
+
+def quickly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One program that is compiled in little time: for what is dear to optimise and runs once, as initialisers do."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def initialise(model: nn.Module) -> Callable[..., Any]:
+    """`model.init` as one program."""
+    return quickly(model.init)
+
+
+def initialise_nnx(make: Callable[[], nnx.Module]) -> Any:
+    """The module that `make` returns, made by one program."""
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(make)), quickly(lambda: nnx.state(make()))())
 
 
 def adapters(depth: int = 4, width: int = 16, rank: int = 2, vocab: int = 32) -> Task:

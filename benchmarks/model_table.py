@@ -1,0 +1,118 @@
+"""The table of models in docs/models.md: each is trained for ten steps by JaxFerry and by a plain jitted Optax loop.
+
+    python benchmarks/model_table.py               # all models: JSON and page
+    python benchmarks/model_table.py --missing     # those alone that the JSON lacks
+    python benchmarks/model_table.py --page        # the page from the JSON, nothing is trained
+
+The models are those of tests/models/registry.py; third-party ones need `pip install "jaxferry[models]"`. Expected:
+losses within 1e-5 of each other.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+import measure
+from rich.progress import track
+
+from jaxferry.units import format_bytes
+from models.compare import LEARNING_RATE, NUM_STEPS, compare
+from models.registry import MODELS, Model
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+COLUMNS = (
+    "model",
+    "source",
+    "style",
+    "segments",
+    "programs",
+    "parameters",
+    "largest relative difference of a loss",
+    "parameters on the device at peak",
+    "of the whole model",
+)
+HEAD = f"""# Models
+
+Written by `benchmarks/model_table.py` from `benchmarks/results/models.json`: no row by hand.
+
+Each model is trained for {NUM_STEPS} steps of AdamW ({LEARNING_RATE:g}) twice, by JaxFerry under the policy `l2l` (each
+layer loaded for its forward, and again for its backward) and by a plain loop: `jax.value_and_grad` and
+`optimizer.update` in one `jax.jit`. The loss function is the same and knows of neither. *Segments* are what the loss
+function is cut into, *programs* how many of them differ. The last two columns are the most bytes of parameters that
+were on the device at a time, and all that there are: in models this small two blocks, or a table, are much of that.
+"""
+
+
+def row_of(model: Model) -> dict[str, object]:
+    """Trains one model; what the table shows of it."""
+    found = compare(model.make())
+    return {
+        "name": model.name,
+        "source": model.source,
+        "style": model.style,
+        "segments": len(found.partition.segments),
+        "programs": found.partition.num_programs,
+        "parameters": sum(layer.num_parameters for layer in found.partition.layers),
+        "max_relative_difference": found.max_relative_difference,
+        "device_param_bytes_peak": found.device_param_bytes_peak,
+        "param_bytes": found.param_bytes,
+        "merges": [merge.message for merge in found.partition.merges],
+    }
+
+
+def page(result: dict) -> str:
+    """The page that shows a result."""
+    lines = [HEAD, "| " + " | ".join(COLUMNS) + " |", "| --- | --- | --- |" + " ---: |" * 6]
+    for row in result["models"]:
+        cells = (
+            row["name"],
+            row["source"],
+            row["style"],
+            row["segments"],
+            row["programs"],
+            f"{row['parameters']:,}",
+            f"{row['max_relative_difference']:.0e}" if row["max_relative_difference"] else "0",
+            format_bytes(row["device_param_bytes_peak"]),
+            format_bytes(row["param_bytes"]),
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    merges = [(row, merge) for row in result["models"] for merge in row["merges"]]
+    if merges:
+        lines += ["", "Where layers could not be, or were not worth being, apart, the partition says why:", ""]
+        lines += [f"- {row['name']} ({row['style']}): {merge}" for row, merge in merges]
+    machine = result["machine"]
+    lines += ["", f"JAX {machine['jax']}, Python {machine['python']}, {machine['device']}.", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Trains what is asked for, and writes JSON and page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--missing", action="store_true", help="train only what the JSON does not have")
+    parser.add_argument("--page", action="store_true", help="train nothing")
+    arguments = parser.parse_args()
+    path = measure.RESULTS / "models.json"
+    rows = {}
+    if (arguments.missing or arguments.page) and path.exists():
+        rows = {(row["name"], row["source"].split()[0]): row for row in json.loads(path.read_text())["models"]}
+    for model in track([] if arguments.page else MODELS, description="models"):
+        key = (model.name, model.origin)
+        if key not in rows:
+            rows[key] = row_of(model)
+            known = [(model.name, model.origin) for model in MODELS]
+            done = [rows[key] for key in known if key in rows]
+            # After each, so that what is interrupted goes on with --missing.
+            measure.write("models", {"machine": measure.machine(), "models": done})
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(json.loads(path.read_text())))
+    print(f"wrote {PAGE.relative_to(PAGE.parent.parent)}")
+
+
+if __name__ == "__main__":
+    main()

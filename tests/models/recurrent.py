@@ -1,0 +1,66 @@
+"""Recurrent nets: the scan over time is one equation, which reads one layer's parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from models import Task, initialise, initialise_nnx, next_token_loss
+
+
+class LstmNet(nn.Module):
+    """Two LSTMs, the first in both directions, between a table and a head."""
+
+    vocab: int = 64
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(self.vocab, self.width, name="embed")(tokens)
+        for i in range(2):
+            x = x + nn.RNN(nn.OptimizedLSTMCell(self.width), name=f"lstm_{i}")(x)
+        backward = nn.RNN(nn.GRUCell(self.width), reverse=True, keep_order=True, name="gru")(x)
+        return nn.Dense(self.vocab, name="head")(x + backward)
+
+
+def linen_lstm() -> Task:
+    """LSTM and GRU by `nn.RNN`."""
+    model, batch = LstmNet(), jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        logits: Any = model.apply({"params": params}, batch[:, :-1])
+        return next_token_loss(logits, batch)
+
+    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
+
+
+class NnxRecurrent(nnx.Module):
+    """Two LSTMs in a list, whose last state is what the head reads."""
+
+    def __init__(self, vocab: int, width: int, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(vocab, width, rngs=rngs)
+        cells = [nnx.OptimizedLSTMCell(width, width, rngs=rngs) for _ in range(2)]
+        self.layers = nnx.List([nnx.RNN(cell, rngs=rngs) for cell in cells])
+        self.head = nnx.Linear(width, vocab, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def nnx_lstm() -> Task:
+    """LSTMs by `nnx.RNN`; the RNG streams for its initial states are state beside the parameters."""
+    graph, params, rest = nnx.split(initialise_nnx(lambda: NnxRecurrent(64, 16, nnx.Rngs(0))), nnx.Param, ...)
+
+    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graph, params, batch["state"], copy=True)
+        loss = next_token_loss(model(batch["tokens"][:, :-1]), batch["tokens"])
+        return loss, nnx.state(model, nnx.Not(nnx.Param))
+
+    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
+    return Task(loss_fn, params, {"tokens": tokens, "state": rest}, lambda batch, aux: {**batch, "state": aux})
