@@ -1,18 +1,19 @@
 """Every model of the registry trains to the losses of plain Optax, cut as its author would cut it."""
 
+import importlib
 import importlib.metadata
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks import model_table
 from jaxferry.partition import partition
 from models import registry
 from models.compare import NUM_STEPS, compare
 from tolerances import LOSS_RTOL
 
 ROOT = Path(__file__).parent.parent
+model_table = importlib.import_module("benchmarks.model_table")
 
 # Segments and programs: what surrounds the blocks, and one program for all blocks that do the same. How scans and
 # frozen parameters are cut is tested elsewhere.

@@ -141,6 +141,11 @@ def initialise(model: nn.Module) -> Callable[..., Any]:
     return quickly(model.init)
 
 
+def split_nnx(model: Any, *filters: Any) -> Any:
+    """`nnx.split`: the graph, then the state that each filter takes."""
+    return nnx.split(model, *filters)
+
+
 def initialise_nnx(make: Callable[[], nnx.Module]) -> Any:
     """The module that `make` returns, made by one program."""
     return nnx.merge(nnx.graphdef(nnx.eval_shape(make)), quickly(lambda: nnx.state(make()))())

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx, next_token_loss
+from models import Task, initialise, initialise_nnx, next_token_loss, split_nnx
 
 
 class LoraDense(nn.Module):
@@ -76,7 +76,7 @@ class NnxLoraNet(nnx.Module):
 
 def nnx_lora() -> Task:
     """`nnx.LoRALinear`: only its `LoRAParam`s are parameters, the base is an argument."""
-    graph, params, base = nnx.split(initialise_nnx(lambda: NnxLoraNet(16, 3, nnx.Rngs(0))), nnx.LoRAParam, ...)
+    graph, params, base = split_nnx(initialise_nnx(lambda: NnxLoraNet(16, 3, nnx.Rngs(0))), nnx.LoRAParam, ...)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         outputs = nnx.merge(graph, params, batch["base"])(batch["x"])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx
+from models import Task, initialise, initialise_nnx, split_nnx
 
 
 class ResidualBlock(nn.Module):
@@ -101,7 +101,7 @@ class NnxResNet(nnx.Module):
 
 def nnx_resnet() -> Task:
     """The NNX ResNet; what `nnx.BatchNorm` has counted comes back as aux."""
-    graph, params, statistics = nnx.split(initialise_nnx(lambda: NnxResNet(nnx.Rngs(0))), nnx.Param, nnx.BatchStat)
+    graph, params, statistics = split_nnx(initialise_nnx(lambda: NnxResNet(nnx.Rngs(0))), nnx.Param, nnx.BatchStat)
 
     def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
         model = nnx.merge(graph, params, batch["state"], copy=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx
+from models import Task, initialise, initialise_nnx, split_nnx
 
 
 class EncoderLayer(nn.Module):
@@ -110,7 +110,7 @@ class NnxPerceiver(nnx.Module):
 
 def nnx_perceiver() -> Task:
     """The NNX model with cross attention."""
-    graph, params = nnx.split(initialise_nnx(lambda: NnxPerceiver(64, 16, 3, nnx.Rngs(0))), nnx.Param)
+    graph, params = split_nnx(initialise_nnx(lambda: NnxPerceiver(64, 16, 3, nnx.Rngs(0))), nnx.Param)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         logits = nnx.merge(graph, params)(batch["source"])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx, next_token_loss
+from models import Task, initialise, initialise_nnx, next_token_loss, split_nnx
 
 
 class DenseExperts(nn.Module):
@@ -138,7 +138,7 @@ class NnxSwitch(nnx.Module):
 
 def nnx_switch() -> Task:
     """Experts chosen by control flow."""
-    graph, params = nnx.split(initialise_nnx(lambda: NnxSwitch(16, nnx.Rngs(0))), nnx.Param)
+    graph, params = split_nnx(initialise_nnx(lambda: NnxSwitch(16, nnx.Rngs(0))), nnx.Param)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return ((nnx.merge(graph, params)(batch) - batch[:, :4]) ** 2).mean()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import pallas as pl
 
-from models import Task, initialise, initialise_nnx, next_token_loss
+from models import Task, initialise, initialise_nnx, next_token_loss, split_nnx
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -135,7 +135,7 @@ class PallasNet(nnx.Module):
 
 def nnx_pallas() -> Task:
     """Pallas kernels that read parameters."""
-    graph, params = nnx.split(initialise_nnx(lambda: PallasNet(16, 3, nnx.Rngs(0))), nnx.Param)
+    graph, params = split_nnx(initialise_nnx(lambda: PallasNet(16, 3, nnx.Rngs(0))), nnx.Param)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return ((nnx.merge(graph, params)(batch) - batch[:, :4]) ** 2).mean()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Task, gpt, initialise, initialise_nnx, next_token_loss
+from models import Task, gpt, initialise, initialise_nnx, next_token_loss, split_nnx
 
 
 class Noisy(nn.Module):
@@ -76,7 +76,7 @@ class DropoutNet(nnx.Module):
 
 def nnx_dropout() -> Task:
     """An NNX model that draws from its own `nnx.Rngs`: what they have counted comes back as aux."""
-    graph, params, rest = nnx.split(
+    graph, params, rest = split_nnx(
         initialise_nnx(lambda: DropoutNet(64, 16, 3, nnx.Rngs(0, dropout=1))), nnx.Param, ...
     )
 

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx, next_token_loss
+from models import Task, initialise, initialise_nnx, next_token_loss, split_nnx
 
 
 class LstmNet(nn.Module):
@@ -19,10 +19,10 @@ class LstmNet(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocab, self.width, name="embed")(tokens)
+        x: Any = nn.Embed(self.vocab, self.width, name="embed")(tokens)
         for i in range(2):
             x = x + nn.RNN(nn.OptimizedLSTMCell(self.width), name=f"lstm_{i}")(x)
-        backward = nn.RNN(nn.GRUCell(self.width), reverse=True, keep_order=True, name="gru")(x)
+        backward: Any = nn.RNN(nn.GRUCell(self.width), reverse=True, keep_order=True, name="gru")(x)
         return nn.Dense(self.vocab, name="head")(x + backward)
 
 
@@ -55,7 +55,7 @@ class NnxRecurrent(nnx.Module):
 
 def nnx_lstm() -> Task:
     """LSTMs by `nnx.RNN`; the RNG streams for its initial states are state beside the parameters."""
-    graph, params, rest = nnx.split(initialise_nnx(lambda: NnxRecurrent(64, 16, nnx.Rngs(0))), nnx.Param, ...)
+    graph, params, rest = split_nnx(initialise_nnx(lambda: NnxRecurrent(64, 16, nnx.Rngs(0))), nnx.Param, ...)
 
     def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
         model = nnx.merge(graph, params, batch["state"], copy=True)

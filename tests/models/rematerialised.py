@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from models import Block, NnxNet, Task, gpt, initialise_nnx, next_token_loss
+from models import Block, NnxNet, Task, gpt, initialise_nnx, next_token_loss, split_nnx
 
 
 def linen_remat() -> Task:
@@ -29,7 +29,7 @@ class CheckpointedNet(NnxNet):
 
 def nnx_remat() -> Task:
     """Blocks under `nnx.remat`."""
-    graph, params = nnx.split(initialise_nnx(lambda: CheckpointedNet(64, 16, 3, nnx.Rngs(0))), nnx.Param)
+    graph, params = split_nnx(initialise_nnx(lambda: CheckpointedNet(64, 16, 3, nnx.Rngs(0))), nnx.Param)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Block, NnxBlock, Task, initialise, initialise_nnx, next_token_loss
+from models import Block, NnxBlock, Task, initialise, initialise_nnx, next_token_loss, split_nnx
 
 
 class Albert(nn.Module):
@@ -88,7 +88,7 @@ class TiedNet(nnx.Module):
 
 def nnx_tied() -> Task:
     """The NNX model with tied blocks: NNX itself sees to it that each parameter is there once."""
-    graph, params = nnx.split(initialise_nnx(lambda: TiedNet(64, 16, nnx.Rngs(0))), nnx.Param)
+    graph, params = split_nnx(initialise_nnx(lambda: TiedNet(64, 16, nnx.Rngs(0))), nnx.Param)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from models import Block, NnxBlock, Task, initialise, initialise_nnx, next_token_loss
+from models import Block, NnxBlock, Task, initialise, initialise_nnx, next_token_loss, split_nnx
 
 
 class ScannedNet(nn.Module):
@@ -59,7 +59,7 @@ class NnxScanned(nnx.Module):
 
 def nnx_scan() -> Task:
     """Blocks under `nnx.scan`."""
-    graph, params = nnx.split(initialise_nnx(lambda: NnxScanned(64, 16, 3, nnx.Rngs(0))), nnx.Param)
+    graph, params = split_nnx(initialise_nnx(lambda: NnxScanned(64, 16, 3, nnx.Rngs(0))), nnx.Param)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)

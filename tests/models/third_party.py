@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from models import Task, initialise_nnx, next_token_loss, quickly
+from models import Task, initialise_nnx, next_token_loss, quickly, split_nnx
 from models.random_streams import next_key
 
 _VOCAB = 64
@@ -184,7 +184,7 @@ def resnet() -> Task:
 
 def _nnx_task(make: Any, loss_of: Any, batch: Any) -> Task:
     """An NNX model; whatever it holds beside parameters is handed in, and comes back as aux."""
-    graph, params, rest = nnx.split(initialise_nnx(make), nnx.Param, ...)
+    graph, params, rest = split_nnx(initialise_nnx(make), nnx.Param, ...)
 
     def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
         model = nnx.merge(graph, params, batch["state"], copy=True)
