@@ -10,7 +10,7 @@ Lanes       the threads that it has    Recorder    when each task started and en
 from jaxferry.engine import checkpoint
 from jaxferry.engine.evaluator import Evaluator
 from jaxferry.engine.executor import Executor, make_lanes, num_kept_backwards
-from jaxferry.engine.fit import fit_plan
+from jaxferry.engine.fit import fit_modes, fit_plan
 from jaxferry.engine.flight import StepResult
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
@@ -49,6 +49,7 @@ __all__ = [
     "checkpoint",
     "choose_transport",
     "derivatives_of",
+    "fit_modes",
     "fit_plan",
     "kept_layers",
     "lower",

@@ -41,16 +41,16 @@ def fit_plan(
         return peak_of(modes, fitted)
 
     more = [number for number in may_recompute if not fitted[number]]
-    reload = _all_reload(modes)
-    if budget_bytes is None or not more or any(peak_of_modes(m).total <= budget_bytes for m in (modes, reload)):
+    fallbacks = _fallbacks(modes)
+    if budget_bytes is None or not more or any(peak_of_modes(m).total <= budget_bytes for m in (modes, *fallbacks)):
         return fit_modes(partition, modes, budget_bytes, peak_of_modes), fitted
     peaks = []
     for number in more:
         fitted[number] = True
-        peaks.append(peak_of_modes(reload))
+        peaks.append(_smallest(fallbacks, peak_of_modes))
         if peaks[-1].total <= budget_bytes:
             return fit_modes(partition, modes, budget_bytes, peak_of_modes), fitted
-    smallest = min(peaks, key=lambda peak: peak.total)
+    smallest = min(peaks, key=_total)
     count = sum(recomputes) + peaks.index(smallest) + 1
     raise _too_small(partition, budget_bytes, smallest, f", with {count} segments that recompute their activations")
 
@@ -61,7 +61,7 @@ def fit_modes(
     """Turns as few segments as needed into RELOAD, first to last, until the step fits.
 
     The first segments hold their parameters longest between forward and backward, so dropping those frees most. DHA
-    segments hold nothing and stay.
+    segments hold no parameters and stay, unless it is the temporaries of their programs that do not fit.
 
     Args:
       partition: the segments.
@@ -75,19 +75,29 @@ def fit_modes(
     fitted = list(modes)
     if budget_bytes is None or peak_of(fitted).total <= budget_bytes:
         return fitted
-    reload = _all_reload(fitted)
-    smallest = peak_of(reload)
-    if smallest.total > budget_bytes:
-        raise _too_small(partition, budget_bytes, smallest)
+    fallbacks = _fallbacks(fitted)
+    fallback = next((modes for modes in fallbacks if peak_of(modes).total <= budget_bytes), None)
+    if fallback is None:
+        raise _too_small(partition, budget_bytes, _smallest(fallbacks, peak_of))
     for place in range(len(fitted)):
         if peak_of(fitted).total <= budget_bytes:
             break
-        fitted[place] = reload[place]
+        fitted[place] = fallback[place]
     return fitted
 
 
-def _all_reload(modes: Sequence[Mode]) -> list[Mode]:
-    return [mode if mode is Mode.DHA else Mode.RELOAD for mode in modes]
+def _fallbacks(modes: Sequence[Mode]) -> list[list[Mode]]:
+    """What is tried where the wished modes do not fit: the preferred one first."""
+    reload = [mode if mode is Mode.DHA else Mode.RELOAD for mode in modes]
+    return [reload, [Mode.RELOAD] * len(modes)] if Mode.DHA in reload else [reload]
+
+
+def _smallest(fallbacks: Sequence[Sequence[Mode]], peak_of: Callable[[Sequence[Mode]], Peak]) -> Peak:
+    return min(map(peak_of, fallbacks), key=_total)
+
+
+def _total(peak: Peak) -> int:
+    return peak.total
 
 
 def _too_small(partition: Partition, budget_bytes: int, smallest: Peak, how: str = "") -> BudgetError:

@@ -8,8 +8,10 @@ import pytest
 
 import jaxferry
 import models
+from jaxferry.engine import Peak, fit_modes
 from jaxferry.modes import Mode
 from jaxferry.native.library import library
+from jaxferry.partition import partition
 from planned import assert_same_bits, plan_of, train
 from watched import device_arrays, watched_steps
 
@@ -75,3 +77,27 @@ def test_nothing_is_left_on_the_device_after_a_step(gpt):
     assert sum(a.nbytes for a in device_arrays()) <= before
     assert {u.sharding.memory_kind for unit in state.units for u in (*unit.masters, *unit.state)} == {"unpinned_host"}
     assert {v.sharding.memory_kind for vectors in state.vectors for v in vectors} == {"pinned_host"}
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (100, [Mode.DHA, Mode.GFGB, Mode.GFGB]),
+        (60, [Mode.DHA, Mode.RELOAD, Mode.GFGB]),
+        (50, [Mode.DHA, Mode.RELOAD, Mode.RELOAD]),
+        (40, [Mode.RELOAD, Mode.RELOAD, Mode.GFGB]),
+        (30, [Mode.RELOAD, Mode.RELOAD, Mode.RELOAD]),
+    ],
+)
+def test_direct_host_access_is_given_up_where_only_its_temporaries_do_not_fit(gpt, budget, expected):
+    """Counted bytes as they might be: a DHA segment costs more than one that is loaded twice."""
+    cost = {Mode.DHA: 30, Mode.GFGB: 20, Mode.RELOAD: 10}
+
+    def peak_of(modes):
+        return Peak(0, 0, sum(cost[mode] for mode in modes))
+
+    parts = partition(gpt.loss_fn, gpt.params, (gpt.batch,))
+    assert fit_modes(parts, [Mode.DHA, Mode.GFGB, Mode.GFGB], budget, peak_of) == expected
+    with pytest.raises(jaxferry.BudgetError) as caught:
+        fit_modes(parts, [Mode.DHA, Mode.GFGB, Mode.GFGB], 29, peak_of)
+    assert caught.value.smallest_bytes == 30
