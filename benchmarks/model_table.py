@@ -45,7 +45,8 @@ Each model is trained for {NUM_STEPS} steps of AdamW ({LEARNING_RATE:g}) twice, 
 layer loaded for its forward, and again for its backward) and by a plain loop: `jax.value_and_grad` and
 `optimizer.update` in one `jax.jit`. The loss function is the same and knows of neither. *Segments* are what the loss
 function is cut into, *programs* how many of them differ. The last two columns are the most bytes of parameters that
-were on the device at a time, and all that there are: in models this small two blocks, or a table, are much of that.
+were on the device at a time, and all that there are: in models this small two blocks, or a table, are much of that;
+and a layer that is used several times in a row (ALBERT) is loaded for each use, so that two copies of it can be there.
 """
 
 
@@ -64,6 +65,11 @@ def row_of(model: Model) -> dict[str, object]:
         "param_bytes": found.param_bytes,
         "merges": [merge.message for merge in found.partition.merges],
     }
+
+
+def key_of(model: Model) -> tuple[str, str, str]:
+    """What tells a model's row from others."""
+    return model.name, model.origin, model.style
 
 
 def page(result: dict) -> str:
@@ -100,13 +106,12 @@ def main() -> None:
     path = measure.RESULTS / "models.json"
     rows = {}
     if (arguments.missing or arguments.page) and path.exists():
-        rows = {(row["name"], row["source"].split()[0]): row for row in json.loads(path.read_text())["models"]}
+        known = json.loads(path.read_text())["models"]
+        rows = {(row["name"], row["source"].split()[0], row["style"]): row for row in known}
     for model in track([] if arguments.page else MODELS, description="models"):
-        key = (model.name, model.origin)
-        if key not in rows:
-            rows[key] = row_of(model)
-            known = [(model.name, model.origin) for model in MODELS]
-            done = [rows[key] for key in known if key in rows]
+        if key_of(model) not in rows:
+            rows[key_of(model)] = row_of(model)
+            done = [rows[key] for key in map(key_of, MODELS) if key in rows]
             # After each, so that what is interrupted goes on with --missing.
             measure.write("models", {"machine": measure.machine(), "models": done})
     PAGE.parent.mkdir(exist_ok=True)
