@@ -78,7 +78,8 @@ def dry_step_s(schedule, num_steps):
 def scaled(profile, factor):
     layers = []
     for layer in profile.layers:
-        times = {key: value * factor for key, value in vars(layer).items() if key.endswith("_s")}
+        known = {key: value for key, value in vars(layer).items() if key.endswith("_s") and value is not None}
+        times = {key: value * factor for key, value in known.items()}
         layers.append(type(layer)(**{**vars(layer), **times}))
     return type(profile)(profile.machine, tuple(layers))
 
