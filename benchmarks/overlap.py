@@ -30,6 +30,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
 os.environ["JAXFERRY_HOST_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # products in host memory are part of XLA's programs
+os.environ["JAXFERRY_CACHE_DIR"] = "off"  # what was measured while the machine was busy is measured again
 sys.path.append(str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -56,6 +57,7 @@ POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memfe
 CONFIG = model.Config(num_layers=24, num_heads=8, channels=512, max_length=128, vocab_size=2048)
 BATCH, LENGTH = 2, 128
 SHARE = 0.7
+MOST_SETTINGS = 4
 
 
 def dry_step_s(schedule, num_steps):
@@ -115,6 +117,12 @@ def speeds_for(profile):
     return {"load": sent / each_s, "store": received / each_s, "host": 8 * sent / each_s}
 
 
+def shares_of(profile):
+    """Upload, download and update over compute."""
+    works = works_s(profile)
+    return [works[name] / works["compute"] for name in works if name != "compute"]
+
+
 def measured_profile(loss_fn, params, batch):
     return jaxferry.train_step(loss_fn, jaxferry.adamw(1e-4), profile="measure").measure(params, batch)
 
@@ -125,10 +133,15 @@ def trained(num_steps, num_rounds):
     loss_fn = model.make_loss(CONFIG)
     params = jax.jit(model.make_init(CONFIG))(jax.random.key(0))
     batch = {"tokens": jax.random.randint(jax.random.key(1), (BATCH, LENGTH + 1), 0, CONFIG.vocab_size)}
-    speeds = speeds_for(measured_profile(loss_fn, params, batch))
-    for part, bytes_per_s in speeds.items():
-        emulator.set_bandwidth(part, bytes_per_s)
     profile = measured_profile(loss_fn, params, batch)
+    for _ in range(MOST_SETTINGS):
+        speeds = speeds_for(profile)
+        for part, bytes_per_s in speeds.items():
+            emulator.set_bandwidth(part, bytes_per_s)
+        profile = measured_profile(loss_fn, params, batch)
+        # A machine that was busy for a while gives another share; then once more, by what is known now.
+        if all(abs(share - SHARE) < 0.05 for share in shares_of(profile)):
+            break
     compared = compare_policies(
         POLICIES,
         profile,
