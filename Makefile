@@ -3,7 +3,7 @@
 #   make train ARGS="--size 124m --steps 5"     make test ARGS="-k partition"
 #   make train EXAMPLE=bert
 #   make test PYTHON=python3.13 VENV=.venv-3.13
-#   make test TEST_EXTRAS=test,models
+#   make test SLOW=1 TEST_EXTRAS=test,models
 #   make sanitize CXX=clang++
 
 PYTHON ?= $(shell tools/pythons | head -n 1)
@@ -11,6 +11,8 @@ VENV ?= .venv
 ARGS ?=
 # What to install for the tests; with `models` those of third-party models run too.
 TEST_EXTRAS ?= test
+# With any value here the tests marked as slow run too: trainings of the examples, and repetitions in other dtypes.
+SLOW ?=
 # Which of examples/ `make train` trains.
 EXAMPLE ?= gpt2
 # Processes that share the tests; each takes some 2 GB of memory.
@@ -32,7 +34,7 @@ train: install-train
 	@$(VENV)/bin/python examples/$(EXAMPLE)/train.py $(ARGS)
 
 test: install-test
-	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(if $(SLOW),,-m "not slow") $(ARGS)
 
 sanitize:
 	@tools/sanitize $(ARGS)
