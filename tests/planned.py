@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -12,19 +13,38 @@ import optax
 
 import jaxferry
 from jaxferry.modes import Mode
+from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
 from models import Task
 
 UNIFORM = (Mode.GFGB, Mode.RELOAD, Mode.RESIDENT)
 
 
-def plan_of(task: Task, modes: Iterable[Mode], **kwargs: Any) -> Plan:
+def plan_of(task: Task, modes: Iterable[Mode]) -> Plan:
     """A plan that gives the segments these modes in turn."""
-    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1))
-    step.init(task.params)
-    segments = step.prepare(task.batch, **kwargs).partition.segments
-    layers = [LayerPlan(segment.name, mode) for segment, mode in zip(segments, itertools.cycle(modes), strict=False)]
+    layers = [LayerPlan(name, mode) for name, mode in zip(segment_names(task), itertools.cycle(modes), strict=False)]
     return Plan("test", 1.0, tuple(layers))
+
+
+@functools.lru_cache(maxsize=16)
+def segment_names(task: Task) -> tuple[str, ...]:
+    """The segments of the task's model."""
+    return tuple(segment.name for segment in partition(task.loss_fn, task.params, (task.batch,)).segments)
+
+
+@functools.lru_cache(maxsize=32)
+def step_of(task: Task, optimizer: optax.GradientTransformation, **options: Any) -> jaxferry.TrainStep:
+    """One step for all that ask for the same. Most of a test's time is tracing, and a step serves many states."""
+    return jaxferry.train_step(task.loss_fn, optimizer, **options)
+
+
+@functools.lru_cache(maxsize=64)
+def trained(
+    task: Task, optimizer: optax.GradientTransformation, num_steps: int, **options: Any
+) -> tuple[Any, list[float]]:
+    """The parameters and losses after so many steps of a step that others may use too: what tests compare with."""
+    state, losses = train(step_of(task, optimizer, **options), task, num_steps)
+    return state.params, losses
 
 
 def train(

@@ -12,7 +12,7 @@ import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
-from planned import assert_same_bits
+from planned import assert_same_bits, segment_names
 
 N = 3
 
@@ -22,14 +22,18 @@ def gpt():
     return models.gpt(depth=2)
 
 
-@pytest.fixture(scope="module")
-def batches(gpt):
+def batches_of(task):
     """Seven batches of the task's shape."""
 
     def other(leaf, seed):
         return np.random.default_rng(seed).permutation(np.asarray(leaf).ravel()).reshape(leaf.shape)
 
-    return [jax.tree.map(lambda leaf, seed=seed: other(leaf, seed), gpt.batch) for seed in range(7)]
+    return [jax.tree.map(lambda leaf, seed=seed: other(leaf, seed), task.batch) for seed in range(7)]
+
+
+@pytest.fixture(scope="module")
+def batches(gpt):
+    return batches_of(gpt)
 
 
 def train(step, params, batches):
@@ -40,11 +44,8 @@ def train(step, params, batches):
     return state, losses
 
 
-def plan_of(gpt, modes, places):
-    step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
-    step.init(gpt.params)
-    names = [segment.name for segment in step.prepare(gpt.batch).partition.segments]
-    kinds = zip(names, itertools.cycle(modes), itertools.cycle(places))
+def plan_of(task, modes, places):
+    kinds = zip(segment_names(task), itertools.cycle(modes), itertools.cycle(places))
     return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
 
 
@@ -56,7 +57,7 @@ def test_losses_are_those_of_optax_multi_steps(gpt, batches, clip_norm):
     optimizer = optax.MultiSteps(optax.chain(clip, optax.adamw(1e-2)), N)
     params, plain_state, expected = gpt.params, optimizer.init(gpt.params), []
 
-    @jax.jit
+    @models.quickly
     def plain(params, state, batch):
         loss, gradients = jax.value_and_grad(gpt.loss_fn)(params, batch)
         updates, state = optimizer.update(gradients, state, params)
@@ -70,20 +71,23 @@ def test_losses_are_those_of_optax_multi_steps(gpt, batches, clip_norm):
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_every_plan_and_transport_has_the_same_bits(gpt, batches, dtype):
+def test_every_plan_and_transport_has_the_same_bits(gpt, dtype):
+    task = gpt if dtype is None else models.adapters(depth=2)
+    batches = batches_of(task)
+
     def run(**options):
         step = jaxferry.train_step(
-            gpt.loss_fn, optax.adamw(1e-2), accumulate=N, compute_dtype=dtype, clip_norm=1.0, **options
+            task.loss_fn, optax.adamw(1e-2), accumulate=N, compute_dtype=dtype, clip_norm=1.0, **options
         )
-        state, losses = train(step, gpt.params, batches)
+        state, losses = train(step, task.params, batches)
         return state.params, losses
 
     expected, losses = run()
     places = (GradientPlace.HOST, GradientPlace.DEVICE)
     for options in (
-        {"plan": plan_of(gpt, [Mode.GFGB], [GradientPlace.HOST])},
-        {"plan": plan_of(gpt, [Mode.RELOAD, Mode.RESIDENT, Mode.GFGB], places)},
-        {"plan": plan_of(gpt, [Mode.RESIDENT], places), "transport": "device_put"},
+        {"plan": plan_of(task, [Mode.GFGB], [GradientPlace.HOST])},
+        {"plan": plan_of(task, [Mode.RELOAD, Mode.RESIDENT, Mode.GFGB], places)},
+        {"plan": plan_of(task, [Mode.RESIDENT], places), "transport": "device_put"},
         {"reserve_factor": 0.0},
     ):
         params, others = run(**options)
@@ -110,10 +114,10 @@ def test_gradients_stay_on_the_device_within_the_budget_and_else_are_added_up_in
 def test_only_the_last_micro_batch_updates_and_tells_the_norm_of_the_mean(gpt, batches):
     step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), accumulate=N)
     state = step.init(gpt.params)
-    gradients = []
+    gradient, gradients = jax.jit(jax.grad(gpt.loss_fn)), []
     for batch in batches[:N]:
         assert_same_bits(state.params, gpt.params)
-        gradients.append(jax.grad(gpt.loss_fn)(gpt.params, batch))
+        gradients.append(gradient(gpt.params, batch))
         state, metrics = step(state, batch)
         assert ("grad_norm" in metrics) == (len(gradients) == N)
     mean = jax.tree.map(lambda *leaves: sum(leaves) / N, *gradients)

@@ -22,11 +22,11 @@ RTOL = {"rtol": LOSS_RTOL, "atol": 1e-6}
 
 @pytest.fixture(scope="module")
 def gpt():
-    return models.gpt()
+    return models.gpt(depth=2)
 
 
 def logits_fn(params, tokens):
-    return models.GPT().apply({"params": params}, tokens)
+    return models.GPT(depth=2).apply({"params": params}, tokens)
 
 
 def everything(params, batch, scale, train=False):
@@ -118,7 +118,7 @@ def test_applying_first_does_not_make_the_state_change_its_layers_back_and_forth
     state, _ = step(state, gpt.batch)
     layers = state.layers
     step.apply(state, logits_fn, gpt.batch)
-    step.apply(state, lambda params: params["h_3"]["ln_1"]["scale"].sum())
+    step.apply(state, lambda params: params["h_1"]["ln_1"]["scale"].sum())
     assert state.layers is layers
 
 

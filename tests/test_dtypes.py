@@ -12,7 +12,7 @@ import jaxferry
 import models
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
-from planned import assert_same_bits, train
+from planned import assert_same_bits, segment_names, train
 from tolerances import LOSS_RTOL
 
 DTYPES = {"w": jnp.bfloat16, "scale": jnp.float32, "b": jnp.float16}
@@ -72,10 +72,7 @@ def plain_loop(task, optimizer, num_steps):
 
 
 def plan_of(task, modes, places):
-    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1))
-    step.init(task.params)
-    names = [segment.name for segment in step.prepare(task.batch).partition.segments]
-    kinds = zip(names, itertools.cycle(modes), itertools.cycle(places))
+    kinds = zip(segment_names(task), itertools.cycle(modes), itertools.cycle(places))
     return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
 
 

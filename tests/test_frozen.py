@@ -1,5 +1,6 @@
 """Frozen parameters: loaded or read like others, but without gradient, optimizer state and update."""
 
+import functools
 import itertools
 
 import jax
@@ -20,6 +21,7 @@ from planned import assert_same_bits, train
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 
 WIDTH, RANK, DEPTH = 16, 2, 4
+ADAMW, CLIPPED = optax.adamw(1e-2, eps=1e-3), optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
 
 
 def is_trained(path):
@@ -42,11 +44,21 @@ def task():
     return models.adapters(DEPTH, WIDTH, RANK)
 
 
-def plan_of(task, modes, places=(GradientPlace.DEVICE,)):
+@functools.cache
+def plain(task, inner, num_steps):
+    """Parameters and losses of plain Optax that trains by `inner` and freezes by label."""
+    return models.plain_loop(task, by_label(inner), num_steps)
+
+
+@functools.cache
+def segment_names(task):
     step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), trainable=is_trained)
     step.init(task.params)
-    names = [segment.name for segment in step.prepare(task.batch).partition.segments]
-    kinds = zip(names, itertools.cycle(modes), itertools.cycle(places))
+    return [segment.name for segment in step.prepare(task.batch).partition.segments]
+
+
+def plan_of(task, modes, places=(GradientPlace.DEVICE,)):
+    kinds = zip(segment_names(task), itertools.cycle(modes), itertools.cycle(places))
     return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
 
 
@@ -65,8 +77,8 @@ def frozen_copies(state):
 
 @pytest.mark.parametrize("say", ["function", "prefix tree", "labels", "tree of labels", "masks", "one pass"])
 def test_however_it_is_said_it_is_what_plain_optax_does(task, say):
-    inner = optax.adamw(1e-2, eps=1e-3)
-    expected, expected_losses = models.plain_loop(task, by_label(inner), 10)
+    inner = ADAMW
+    expected, expected_losses = plain(task, inner, 10)
     off = {"kernel": False, "lora": False, "bias": False}
     prefix = {"table": False, "norm": True, "block_0": False, "block_3": off}
     prefix |= dict.fromkeys(("block_1", "block_2"), off | {"lora": True})
@@ -225,7 +237,7 @@ def test_a_layer_that_is_frozen_and_resident_is_loaded_once(task):
 
 
 def test_grad_norm_is_that_of_the_gradients_that_exist(task):
-    gradients = jax.grad(task.loss_fn)(task.params, task.batch)
+    gradients = jax.jit(jax.grad(task.loss_fn))(task.params, task.batch)
     chosen = [
         g
         for g, label in zip(*map(jax.tree.leaves, (gradients, labels(task.params))), strict=True)
@@ -242,8 +254,8 @@ def test_grad_norm_is_that_of_the_gradients_that_exist(task):
 
 @pytest.mark.parametrize("spoken", ["function", "tree", "argument"])
 def test_a_joint_optimizer_of_the_trained_parameters_leaves_the_others_frozen(task, spoken):
-    inner = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
-    expected = models.plain_loop(task, by_label(inner), 5)[1]
+    inner = CLIPPED
+    expected = plain(task, inner, 5)[1]
     optimizer = {"function": by_label(inner), "tree": by_label(inner, labels(task.params)), "argument": inner}[spoken]
     step = jaxferry.train_step(task.loss_fn, optimizer, trainable=is_trained if spoken == "argument" else None)
     with pytest.warns(UserWarning, match="looks at all parameters at once"):

@@ -18,9 +18,10 @@ from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import is_available, library
 from jaxferry.partition import host_stores, partition
-from planned import assert_same_bits, plan_of, train
+from planned import assert_same_bits, plan_of, step_of, train, trained
 
 STEPS = 20
+ADAMW, MOMENTUM = optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,15 +40,17 @@ def with_gradients(plan, places):
     return dataclasses.replace(plan, layers=tuple(dataclasses.replace(p, gradient=place) for p, place in pairs))
 
 
-def run(task, plan=None, optimizer=None, **options):
-    step = jaxferry.train_step(task.loss_fn, optimizer or optax.adamw(1e-3), plan=plan, **options)
+def run(task, plan=None, optimizer=ADAMW, **options):
+    step = jaxferry.train_step(task.loss_fn, optimizer, plan=plan, **options)
     return train(step, task, STEPS)
 
 
 @pytest.fixture(scope="module", params=[None, jnp.bfloat16], ids=["float32", "bfloat16"])
 def plain(request, task):
-    """Training without the library's help, and the dtype that it computes in."""
-    return request.param, run(task, transport="device_put", compute_dtype=request.param)
+    """Training without the library's help: the model, the dtype that it computes in, and what comes of it."""
+    dtype = request.param
+    task = task if dtype is None else models.adapters(depth=2)
+    return task, dtype, trained(task, ADAMW, STEPS, transport="device_put", compute_dtype=dtype)
 
 
 GFGB_LIKE = {
@@ -63,32 +66,32 @@ ALL = {
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_without_the_library_direct_host_access_changes_no_bit(name, plain, task):
-    dtype, (expected, losses) = plain
+def test_without_the_library_direct_host_access_changes_no_bit(name, plain):
+    task, dtype, (expected, losses) = plain
     modes, places = ALL[name]
     plan = with_gradients(plan_of(task, modes), places)
     state, others = run(task, plan, transport="device_put", compute_dtype=dtype)
     assert others == losses
-    assert_same_bits(state.params, expected.params)
+    assert_same_bits(state.params, expected)
 
 
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
 @pytest.mark.parametrize("name", GFGB_LIKE)
-def test_moving_data_changes_no_bit(name, transport, plain, task):
-    dtype, (expected, losses) = plain
+def test_moving_data_changes_no_bit(name, transport, plain):
+    task, dtype, (expected, losses) = plain
     modes, places = GFGB_LIKE[name]
     plan = with_gradients(plan_of(task, modes), places)
     state, others = run(task, plan, transport=transport, compute_dtype=dtype)
     assert others == losses
-    assert_same_bits(state.params, expected.params)
+    assert_same_bits(state.params, expected)
 
 
 @pytest.mark.parametrize("factor", [0, 0.25, 0.5, 1])
-def test_no_reserve_factor_changes_a_bit(factor, plain, task):
-    dtype, (expected, losses) = plain
+def test_no_reserve_factor_changes_a_bit(factor, plain):
+    task, dtype, (expected, losses) = plain
     state, others = run(task, reserve_factor=factor, compute_dtype=dtype)
     assert others == losses
-    assert_same_bits(state.params, expected.params)
+    assert_same_bits(state.params, expected)
 
 
 def test_the_reserve_factor_decides_which_gradients_are_written_by_the_backward(task):
@@ -111,19 +114,18 @@ DIRECT = {
 }
 
 
-def test_direct_host_access_is_within_rounding_and_has_the_same_bits_whatever_happens_to_gradients(plain, task):
-    dtype, _ = plain
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    expected, losses = run(task, optimizer=optimizer, transport="device_put", compute_dtype=dtype)
+def test_direct_host_access_is_within_rounding_and_has_the_same_bits_whatever_happens_to_gradients(plain):
+    task, dtype, _ = plain
+    expected, losses = trained(task, MOMENTUM, STEPS, transport="device_put", compute_dtype=dtype)
     results = []
     for modes, places in DIRECT.values():
         plan = with_gradients(plan_of(task, modes), places)
-        results.append(run(task, plan, optimizer, transport="ferry", compute_dtype=dtype))
+        results.append(run(task, plan, MOMENTUM, transport="ferry", compute_dtype=dtype))
     np.testing.assert_allclose(results[0][1], losses, rtol=TOLERANCE[dtype])
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=20 * TOLERANCE[dtype]),
         results[0][0].params,
-        expected.params,
+        expected,
     )
     for state, others in results[1:]:
         assert others == results[0][1]
@@ -132,18 +134,16 @@ def test_direct_host_access_is_within_rounding_and_has_the_same_bits_whatever_ha
 
 @pytest.mark.parametrize("modes", [[Mode.DFGB], [Mode.DHA, Mode.GFGB], [Mode.DFGB, Mode.DHA, Mode.RELOAD]])
 def test_mixed_modes_are_within_rounding(modes, task):
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    _, losses = run(task, optimizer=optimizer, transport="device_put")
-    _, others = run(task, plan_of(task, modes), optimizer)
+    _, losses = trained(task, MOMENTUM, STEPS, transport="device_put")
+    _, others = run(task, plan_of(task, modes), MOMENTUM)
     np.testing.assert_allclose(others, losses, rtol=TOLERANCE[None])
 
 
 def test_products_that_go_to_the_host_by_panels_are_within_rounding(monkeypatch, task):
     monkeypatch.setattr(host_stores, "FUSED_BYTES", 0)
-    optimizer = optax.sgd(0.1, momentum=0.9)
     plan = with_gradients(plan_of(task, [Mode.GFGB]), [GradientPlace.HOST])
-    _, losses = run(task, optimizer=optimizer, transport="device_put", clip_norm=0.5)
-    _, others = run(task, plan, optimizer, clip_norm=0.5)
+    _, losses = run(task, optimizer=MOMENTUM, transport="device_put", clip_norm=0.5)
+    _, others = run(task, plan, MOMENTUM, clip_norm=0.5)
     assert others != losses
     np.testing.assert_allclose(others, losses, rtol=TOLERANCE[None])
 
@@ -191,7 +191,7 @@ def test_the_shadow_model_names_one_place_for_each_read_and_write(task):
 
 
 def test_random_delays_of_copies_change_no_bit(task):
-    expected, losses = run(task, transport="device_put")
+    expected, losses = trained(task, ADAMW, STEPS, transport="device_put")
     emulator = library("cpu")
     emulator.set_delay(0.002, 7)
     try:
@@ -199,7 +199,7 @@ def test_random_delays_of_copies_change_no_bit(task):
     finally:
         emulator.set_delay(0.0, 0)
     assert others == losses
-    assert_same_bits(state.params, expected.params)
+    assert_same_bits(state.params, expected)
 
 
 def test_an_unknown_transport_is_named(task):
@@ -209,8 +209,9 @@ def test_an_unknown_transport_is_named(task):
 
 @pytest.mark.parametrize("after", [1, 3, 6])
 def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, task, monkeypatch):
-    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), plan=plan_of(task, [Mode.RELOAD]))
-    expected, losses = train(step, task, 4)
+    options = {"plan": plan_of(task, [Mode.RELOAD])}
+    step = step_of(task, ADAMW, **options)
+    expected, losses = trained(task, ADAMW, 4, **options)
     state = step.init(task.params)
     transport = step.prepare(task.batch)._executor._transfers
     original, count = transport.load, itertools.count(1)
@@ -236,18 +237,18 @@ def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, task,
     finally:
         emulator.set_delay(0.0, 0)
     assert others == losses
-    assert_same_bits(state.params, expected.params)
+    assert_same_bits(state.params, expected)
 
 
 @pytest.mark.parametrize("modes", [[Mode.RESIDENT], [Mode.GFGB]])
 def test_states_and_steps_may_be_forgotten_while_copies_are_under_way(modes, task):
     emulator = library("cpu")
     plan = plan_of(task, modes)
-    _, losses = run(task, plan)
+    _, losses = train(jaxferry.train_step(task.loss_fn, ADAMW, plan=plan), task, 2)
     emulator.set_delay(0.005, 5)
     try:
         for _ in range(3):
-            step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), plan=plan)
+            step = jaxferry.train_step(task.loss_fn, ADAMW, plan=plan)
             state, metrics = step(step.init(task.params), task.batch)
             value = step.evaluate(state, task.batch)
             del step, state

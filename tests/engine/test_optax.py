@@ -1,5 +1,6 @@
 """Optimizers as users write them: run layer by layer and overlapped, or jointly with a warning; the same either way."""
 
+import functools
 import warnings
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.plan.records import Updates
-from planned import assert_same_bits, train
+from planned import assert_same_bits, step_of, train
 from tolerances import LOSS_RTOL
 
 NUM_STEPS = 10
@@ -130,6 +131,7 @@ def test_lookahead_is_trained_on_its_pair_of_parameters():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+@functools.cache
 def plain_state(optimizer, num_steps):
     """The optimizer's state of a plain loop, and its parameters."""
 
@@ -148,7 +150,7 @@ def plain_state(optimizer, num_steps):
 def test_the_state_is_handed_back_as_optax_makes_it(name):
     optimizer = SEPARABLE[name]
     _, expected = plain_state(optimizer, 4)
-    state, _ = train(jaxferry.train_step(TASK.loss_fn, optimizer), TASK, 4)
+    state, _ = train(step_of(TASK, optimizer), TASK, 4)
     assert jax.tree.structure(state.opt_state) == jax.tree.structure(expected)
     for ours, theirs in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(expected), strict=True):
         assert isinstance(ours, np.ndarray) and ours.dtype == theirs.dtype
@@ -157,12 +159,12 @@ def test_the_state_is_handed_back_as_optax_makes_it(name):
 
 def test_what_is_kept_in_the_state_is_used_as_optax_says():
     average, free = SEPARABLE["ema of parameters"], SEPARABLE["schedule-free"]
-    state, _ = train(jaxferry.train_step(TASK.loss_fn, average), TASK, 4)
+    state, _ = train(step_of(TASK, average), TASK, 4)
     kept = state.opt_state[-1].average
     assert jax.tree.structure(kept) == jax.tree.structure(state.params)
     assert not np.array_equal(kept["norm"]["scale"], state.params["norm"]["scale"])
     assert np.isfinite(TASK.loss_fn(kept, TASK.batch))
-    state, _ = train(jaxferry.train_step(TASK.loss_fn, free), TASK, 4)
+    state, _ = train(step_of(TASK, free), TASK, 4)
     params, plain = plain_state(free, 4)
     ours = optax.contrib.schedule_free_eval_params(state.opt_state, state.params)
     theirs = optax.contrib.schedule_free_eval_params(plain, params)
@@ -172,14 +174,11 @@ def test_what_is_kept_in_the_state_is_used_as_optax_says():
 
 @pytest.mark.parametrize("name", ["tree of labels", "tree of masked decay", "ema of parameters"])
 def test_a_state_of_such_an_optimizer_is_resumed(name, tmp_path):
-    def make():
-        return jaxferry.train_step(TASK.loss_fn, SEPARABLE[name])
-
-    whole, losses = train(make(), TASK, 6)
-    step = make()
+    step = step_of(TASK, SEPARABLE[name])
+    whole, losses = train(step, TASK, 6)
     state, _ = train(step, TASK, 3)
     step.save(state, tmp_path / "saved")
-    fresh = make()
+    fresh = jaxferry.train_step(TASK.loss_fn, SEPARABLE[name])
     resumed, more = fresh.restore(tmp_path / "saved"), []
     for _ in range(3):
         resumed, metrics = fresh(resumed, TASK.batch)

@@ -19,6 +19,7 @@ import pytest
 import jaxferry
 from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
+from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.schedule import Kind
 from jaxferry.simulate.trace import chrome_trace
@@ -42,8 +43,12 @@ def network(draw):
     return loss_fn, params, np.arange(6) % 11
 
 
-def random_plan(draw, step, batch, modes):
-    names = [segment.name for segment in step.prepare(batch).partition.segments]
+def names_of(loss_fn, params, batch):
+    return [segment.name for segment in partition(loss_fn, params, (batch,)).segments]
+
+
+def random_plan(draw, loss_fn, params, batch, modes):
+    names = names_of(loss_fn, params, batch)
     places = tuple(GradientPlace)
     return Plan("any", 1.0, tuple(LayerPlan(name, draw.choice(modes), draw.choice(places)) for name in names))
 
@@ -90,9 +95,7 @@ def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, m
             loss_fn, optax.adam(1e-2), plan=plan, clip_norm=clip_norm, transport=transport, record_steps=0
         )
 
-    first = make(None)
-    first.init(params)
-    plan = random_plan(draw, first, batch, list(Mode))
+    plan = random_plan(draw, loss_fn, params, batch, list(Mode))
     other = make(plan)
     if is_issued:
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
@@ -232,9 +235,7 @@ def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatc
 def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
     draw = random.Random(seed)
     loss_fn, params, batch = network(draw)
-    first = jaxferry.train_step(loss_fn, optax.adam(1e-2))
-    first.init(params)
-    plan = random_plan(draw, first, batch, list(Mode))
+    plan = random_plan(draw, loss_fn, params, batch, list(Mode))
     step, other = (jaxferry.train_step(loss_fn, optax.adam(1e-2), plan=plan) for _ in range(2))
     state, expected = step.init(params), other.init(params)
     state, _ = step(state, batch)
@@ -263,9 +264,7 @@ def test_device_bytes_count_what_a_state_holds_whatever_the_batches_and_the_othe
     if threads != "lanes":
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     loss_fn, params, batch = network(random.Random(5))
-    first = jaxferry.train_step(loss_fn, optax.sgd(0.1))
-    first.init(params)
-    plan = random_plan(random.Random(5), first, batch, [Mode.RESIDENT])
+    plan = random_plan(random.Random(5), loss_fn, params, batch, [Mode.RESIDENT])
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
     state, other = step.init(params), step.init(params)
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -279,9 +278,7 @@ def test_device_bytes_count_what_a_state_holds_whatever_the_batches_and_the_othe
 def test_a_failure_of_one_state_leaves_the_copies_of_another_alone(monkeypatch):
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     loss_fn, params, batch = network(random.Random(6))
-    first = jaxferry.train_step(loss_fn, optax.sgd(0.1))
-    first.init(params)
-    plan = random_plan(random.Random(6), first, batch, [Mode.RESIDENT])
+    plan = random_plan(random.Random(6), loss_fn, params, batch, [Mode.RESIDENT])
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
     halves = jax.tree.map(lambda leaf: leaf / 2, params)
     expected = [step.init(params), step.init(halves)]
@@ -312,10 +309,8 @@ def test_clipping_has_the_same_bits_wherever_gradients_are_written(place):
     for other in (place, GradientPlace.DEVICE):
         draw = random.Random(7)
         loss_fn, params, batch = network(draw)
-        first = jaxferry.train_step(loss_fn, optax.adam(1e-2))
-        first.init(params)
-        names = [segment.name for segment in first.prepare(batch).partition.segments]
-        plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.GFGB, other) for name in names))
+        layers = tuple(LayerPlan(name, Mode.GFGB, other) for name in names_of(loss_fn, params, batch))
+        plan = Plan("any", 1.0, layers)
         step = jaxferry.train_step(loss_fn, optax.adam(1e-2), plan=plan, clip_norm=1e-3)
         state, norms = step.init(params), []
         for _ in range(10):

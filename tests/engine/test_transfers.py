@@ -10,7 +10,7 @@ from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.transfers import DevicePut
 from jaxferry.modes import Mode
 from jaxferry.partition import layers_by_path
-from planned import assert_same_bits, plan_of, train
+from planned import assert_same_bits, plan_of, train, trained
 
 PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}, "c": np.ones(2)}
 
@@ -22,15 +22,22 @@ def placement(request, monkeypatch):
     return make_placement()
 
 
+ADAMW = optax.adamw(1e-3)
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return models.gpt(depth=2)
+
+
 @pytest.mark.parametrize("modes", [[Mode.GFGB], [Mode.RELOAD], [Mode.RESIDENT, Mode.RELOAD, Mode.GFGB]])
-def test_the_way_of_accelerators_has_the_same_bits(modes, monkeypatch):
-    task = models.gpt(depth=2)
-    expected, losses = train(jaxferry.train_step(task.loss_fn, optax.adamw(1e-3)), task, 3)
-    plan = plan_of(task, modes)
+def test_the_way_of_accelerators_has_the_same_bits(gpt, modes, monkeypatch):
+    expected, losses = trained(gpt, ADAMW, 3)
+    plan = plan_of(gpt, modes)
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
-    state, others = train(jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), plan=plan), task, 3)
+    state, others = train(jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan), gpt, 3)
     assert others == losses
-    assert_same_bits(state.params, expected.params)
+    assert_same_bits(state.params, expected)
     assert {v.sharding.memory_kind for vectors in state.vectors for v in vectors} == {"pinned_host"}
 
 

@@ -14,9 +14,9 @@ import optax
 from flax import nnx
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """A model to train.
+    """A model to train; equal to itself alone, so that what is made for it can be looked up by it.
 
     Attributes:
       loss_fn: `loss_fn(params, batch)`.
@@ -178,7 +178,7 @@ def adapters(depth: int = 4, width: int = 16, rank: int = 2, vocab: int = 32) ->
 def plain_loop(task: Task, optimizer: optax.GradientTransformation, num_steps: int, **kwargs: Any) -> tuple[Any, list]:
     """The reference: one jitted Optax step; returns final parameters and losses."""
 
-    @jax.jit
+    @quickly
     def step(params: Any, state: Any) -> Any:
         loss, gradients = jax.value_and_grad(task.loss_fn)(params, task.batch, **kwargs)
         updates, state = optimizer.update(gradients, state, params)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ class Case:
     def backward(self):
         """The backward as `(weights, *others) -> (gradients, cotangents)`, with its arguments."""
         derivative, (inputs, passive) = self.derivative, self.others
-        outputs, _, saved = derivative.forward(self.weights, inputs, passive)
+        outputs, _, saved = jax.jit(derivative.forward)(self.weights, inputs, passive)
         return derivative.backward, (
             [inputs[i] for i in derivative.inputs_read],
             [passive[i] for i in derivative.passive_read],
@@ -69,7 +70,7 @@ def cases_of(loss_fn, params, batch):
         weights = [leaves[leaf.index] for leaf in layer.leaves]
         others = ([values[v] for v in segment.inputs], [values[v] for v in segment.passive])
         yield Case(layer, differentiate(graph, segment), weights, layer.pack(weights), others)
-        outputs, extras = segment.forward(weights, *others)
+        outputs, extras = jax.jit(segment.forward)(weights, *others)
         values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
 
 
@@ -92,21 +93,22 @@ def assert_equal(actual, expected, exact=True):
     )
 
 
-def models():
-    return {"linen": gpt(depth=2), "nnx": nnx_net()}
+@functools.cache
+def cases_of_model(name):
+    task = {"linen": gpt, "nnx": nnx_net}[name](depth=2)
+    return list(cases_of(task.loss_fn, task.params, task.batch))
 
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("name", ["linen", "nnx"])
 def test_reading_in_place_changes_no_result_of_any_segment(name, native, calls):
-    task = models()[name]
-    for case in cases_of(task.loss_fn, task.params, task.batch):
+    for case in cases_of_model(name):
         forward = read_in_place(case.derivative.forward, case.layer, (case.weights, *case.others), native=native)
-        expected = case.derivative.forward(case.weights, *case.others)
-        assert_equal(forward(case.vectors, *case.others), expected, exact=not native)
+        expected = jax.jit(case.derivative.forward)(case.weights, *case.others)
+        assert_equal(jax.jit(forward)(case.vectors, *case.others), expected, exact=not native)
         function, rest = case.backward()
         backward = read_in_place(function, case.layer, (case.weights, *rest), native=native)
-        assert_equal(backward(case.vectors, *rest), function(case.weights, *rest), exact=not native)
+        assert_equal(jax.jit(backward)(case.vectors, *rest), jax.jit(function)(case.weights, *rest), exact=not native)
     assert bool(calls["dha_matmul"] and calls["dha_read"]) == native
 
 
@@ -115,9 +117,8 @@ def test_a_transformer_reads_tables_by_lookup_products_by_product_and_vectors_at
     counts = {}
     for case in cases_of(task.loss_fn, task.params, task.batch):
         calls.clear()
-        read_in_place(case.derivative.forward, case.layer, (case.weights, *case.others), native=True)(
-            case.vectors, *case.others
-        )
+        forward = read_in_place(case.derivative.forward, case.layer, (case.weights, *case.others), native=True)
+        jax.eval_shape(forward, case.vectors, *case.others)
         counts.setdefault(case.layer.name, []).append(dict(calls))
     tables, (block,) = counts["wte"], counts["h_0"]
     assert tables[0] == {"dha_gather": 1}
@@ -218,17 +219,16 @@ def test_the_default_precision_of_all_products_is_kept(calls):
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("name", ["linen", "nnx"])
 def test_stored_gradients_are_those_that_the_backward_returns(name, native, accumulate, calls):
-    task = models()[name]
-    for case in cases_of(task.loss_fn, task.params, task.batch):
+    for case in cases_of_model(name):
         if case.derivative.has_rows:
             continue
         function, rest = case.backward()
-        expected, cotangents = function(case.weights, *rest)
+        expected, cotangents = jax.jit(function)(case.weights, *rest)
         stored = store_in_place(
             function, case.layer, (case.weights, *rest), accumulate=accumulate, native=native, fused_bytes=0
         )
         before = case.layer.pack([jnp.sin(w) for w in case.weights])
-        vectors, kept, others = stored(before, case.weights, *rest)
+        vectors, kept, others = jax.jit(stored)(before, case.weights, *rest)
         packed = case.layer.pack(expected)
         if accumulate:
             packed = [a + b for a, b in zip(before, packed, strict=True)]
