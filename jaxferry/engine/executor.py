@@ -92,6 +92,7 @@ class Executor:
         self._places = programs_of(schedule)
         self._drops = _drops(schedule, self._places)
         self._moves = moves_of(schedule, self._script)
+        self._freed = _freed(partition, schedule, self._drops) if self._moves else frozenset[int]()
         self._replay = Replay(partition, schedule, self._script, self._places, self._moves)
         self._num_update_tasks = sum(task.kind is TaskKind.UPDATE for task in schedule.tasks)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
@@ -375,7 +376,7 @@ class Executor:
         if event.use.writes is not Target.DEVICE:
             self._note_arrival(segment.layer, flight)
         for copy in self._drops.get(index, ()):
-            self._transfers.drop(flight.copies.pop(copy))
+            self._transfers.drop(flight.copies.pop(copy), is_reused=copy not in self._freed)
         for value in event.frees:
             values.pop(value).delete()
 
@@ -604,3 +605,18 @@ def _drops(schedule: Schedule, places: Mapping[int, int]) -> dict[int, list[int]
     for copy, index in last_use.items():
         drops.setdefault(index, []).append(copy)
     return drops
+
+
+def _freed(partition: Partition, schedule: Schedule, drops: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """The loads whose buffers no load takes over that waits for the program after which they are dropped.
+
+    To keep these for the next step costs nothing where the last program of the forward needs the most memory, since
+    all copies are still there then. Where values leave during the forward, the backward needs as much, and the room.
+    """
+
+    def layout(load: int) -> Any:
+        return partition.layers[partition.segments[schedule.tasks[load].layer].layer].layout
+
+    loads = [i for i, task in enumerate(schedule.tasks) if task.kind in (TaskKind.LOAD, TaskKind.RELOAD)]
+    taken = {(task, layout(load)) for load in loads for task in schedule.tasks[load].after}
+    return frozenset(copy for task, copies in drops.items() for copy in copies if (task, layout(copy)) not in taken)

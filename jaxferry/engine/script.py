@@ -168,9 +168,10 @@ def programs_of(schedule: Schedule) -> dict[int, int]:
 def moves_of(schedule: Schedule, script: Sequence[Event]) -> dict[int, int]:
     """For each save the place of the program that it follows, for each fetch that of the one that it is for."""
     backwards = {event.segment: place for place, event in enumerate(script) if event.kind is Kind.BACKWARD}
-    places_of = {TaskKind.SAVE: range(len(script)), TaskKind.FETCH: backwards}
     return {
-        index: places_of[task.kind][task.layer] for index, task in enumerate(schedule.tasks) if task.kind in places_of
+        index: task.layer if task.kind is TaskKind.SAVE else backwards[task.layer]
+        for index, task in enumerate(schedule.tasks)
+        if task.kind in (TaskKind.SAVE, TaskKind.FETCH)
     }
 
 

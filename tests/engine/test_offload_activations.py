@@ -29,6 +29,7 @@ from watched import device_arrays, watched_steps
 
 POLICY = jax.checkpoint_policies.dots_saveable
 REMATS = {"none": "none", "full": "full", "policy": POLICY}
+SCALARS_BYTES = 256
 MOVES = (Kind.SAVE, Kind.FETCH)
 
 
@@ -156,14 +157,15 @@ def watched(monkeypatch, slow_s=0.0, **options):
 def test_live_bytes_stay_under_the_predicted_peak_and_below_those_without(remat, slow_s, monkeypatch):
     kept, _, without, _ = watched_steps(gpt(), monkeypatch, remat=remat)
     watch, _, made, _ = watched(monkeypatch, slow_s, remat=remat, offload_activations=True)
-    assert 0.7 * made.peak.held <= watch.most <= made.peak.held <= made.peak.total
+    # Norms and flags of a few bytes are not part of the prediction.
+    assert 0.7 * made.peak.held <= watch.most <= made.peak.held + SCALARS_BYTES <= made.peak.total
     assert made.peak.held < without.peak.held
     assert watch.most < kept.most
 
 
 def perceptron(depth, rows=64, width=16):
     """Narrow layers under large activations."""
-    params = {f"l{i}": {"w": np.full((width, width), 0.01, np.float32)} for i in range(depth)}
+    params = {f"l{i:02}": {"w": np.full((width, width), 0.01, np.float32)} for i in range(depth)}
 
     def loss_fn(params, x):
         for name in params:
@@ -181,7 +183,7 @@ def peak_of(depth, rows=64, **options):
 
 
 def plan_of_perceptron(depth):
-    return Plan("test", 1.0, tuple(LayerPlan(f"l{i}", Mode.RELOAD) for i in range(depth)))
+    return Plan("test", 1.0, tuple(LayerPlan(f"l{i:02}", Mode.RELOAD) for i in range(depth)))
 
 
 def test_memory_does_not_grow_with_depth_and_a_budget_admits_larger_batches():
@@ -297,9 +299,12 @@ def test_the_simulator_sees_how_long_moves_take_and_frees_what_they_move():
     assert all(task.duration_s == pytest.approx(1000 * a_byte) for task in fetches)
     much = 100 * max(layer.param_bytes for layer in profile.layers)
     assert machine.steady_step_s(simulated(much)) > machine.steady_step_s(plain)
-    held = simulate_schedule(profile, simulated(1000))
-    assert held.link_bytes == simulate_schedule(profile, plain).link_bytes + 12 * 1000
-    assert held.device_bytes[-1][1] == simulate_schedule(profile, plain).device_bytes[-1][1]
+    found, known = (
+        simulate_schedule(profile, dataclasses.replace(each, updates_by_need=False))
+        for each in (simulated(1000), plain)
+    )
+    assert found.link_bytes == known.link_bytes + 12 * 1000
+    assert found.device_bytes[-1][1] == known.device_bytes[-1][1]
 
 
 # Failures
