@@ -232,6 +232,19 @@ def test_a_value_that_many_segments_read_stays_until_the_last_of_them():
     assert_same_bits(runs[0][0].params, runs[1][0].params)
 
 
+def test_values_of_layers_without_a_backward_do_not_move():
+    """A low-rank model in small: what lies before the first trained layer is read by no backward."""
+    options = {"trainable": lambda path: "h_1" in path or "h_3" in path, "remat": "full"}
+    runs = []
+    for moves in (False, True):
+        step = jaxferry.train_step(gpt().loss_fn, optax.adamw(1e-3), offload_activations=moves, **options)
+        runs.append(train(step, gpt(), 2))
+    assert runs[0][1] == runs[1][1]
+    assert_same_bits(runs[0][0].params, runs[1][0].params)
+    moved = [task.name for task in schedule_of(step, gpt().batch).tasks if task.kind in MOVES]
+    assert moved == ["save h_1", "save h_2", "save h_3", "fetch h_3", "fetch h_2", "fetch h_1"]
+
+
 def test_small_values_keys_and_what_is_read_soon_stay():
     task = random_streams.gpt_dropout()
     step = offloading(task)
