@@ -40,6 +40,7 @@ class Options:
     accumulate: int
     loss_scale: LossScale | None
     trainable: Trainable | None = None
+    offload_activations: bool = False
 
 
 def read_options(
@@ -57,6 +58,7 @@ def read_options(
     accumulate: Any,
     loss_scale: Any,
     trainable: Any = None,
+    offload_activations: Any = False,
 ) -> Options:
     """Checks the arguments of `train_step`; reads plan and profile where they are files.
 
@@ -69,6 +71,8 @@ def read_options(
         raise InputError(f"clip_norm must be a positive number or None, got {clip_norm!r}")
     if not isinstance(skip_nonfinite, bool):
         raise InputError(f"skip_nonfinite must be True or False, got {skip_nonfinite!r}")
+    if not isinstance(offload_activations, bool):
+        raise InputError(f"offload_activations must be True or False, got {offload_activations!r}")
     if not (_is_whole(record_steps) and record_steps >= 0):
         raise InputError(f"record_steps must be a number of steps, 0 or more, got {record_steps!r}")
     if not (_is_whole(accumulate) and accumulate >= 1):
@@ -91,6 +95,7 @@ def read_options(
         accumulate=accumulate,
         loss_scale=_read_loss_scale(loss_scale, compute_dtype, accumulate),
         trainable=trainable,
+        offload_activations=offload_activations,
     )
 
 

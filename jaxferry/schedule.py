@@ -4,7 +4,7 @@ Simulator and engine consume the same list. Four lanes work at once, each in the
 
     H2D    load, load, ...      DFGB loads      second loads of RELOAD         refreshes of RESIDENT
     GPU         forward, inter_forward, ...     inter_backward, backward, ...
-    D2H                                            offload, ...
+    D2H         (save, ...)                        offload, ...
     host                                              update, ...
 
 Rules (the machine model; MemFerry, section IV-B):
@@ -33,6 +33,10 @@ Rules (the machine model; MemFerry, section IV-B):
   the one whose parameters the next forward needs first, not the first in the list (unless that is slower: `choice.py`).
   A layer without trained parameters has no offload and no update; where nothing trained lies before it either, it has
   no backward.
+- **Values in host memory** (`ProgramFacts.saves` and `fetches`): a save follows the forward that reads its values last.
+  The second program after that waits for it, so that at most `CROSSING_SLOTS` programs' values are on their way. A
+  fetch starts when the second program before its backward has ended. Their lanes have them in this order with offloads
+  and loads, and they take as long a byte as all loads, or all offloads, of the profile do on average.
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, start not before the previous step's
   update of these parameters; a forward on a RESIDENT copy not before its refresh.
 
@@ -43,6 +47,7 @@ on the host from the start of what writes it to the end of its update.
 
 import dataclasses
 import enum
+from collections.abc import Iterable
 
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Loads, Plan, Updates
@@ -72,6 +77,10 @@ class Kind(enum.StrEnum):
     BACKWARD = "backward"
     OFFLOAD = "offload"
     UPDATE = "update"
+    SAVE = "save"
+    """Values that cross segments leave for host memory."""
+    FETCH = "fetch"
+    """They come back for a backward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +94,7 @@ class Task:
       lane: what it occupies; tasks of a lane run in the order of the list.
       duration_key: the profile's key of its duration; `backward_dha_go_s` stands for a backward that reads its
         parameters and writes its gradient in host memory; `_recompute_s` ends that of one that runs its forward again.
+        Of a save and of a fetch it is the key of what is as fast, byte by byte.
       duration_s: seconds.
       after: indices of tasks in the same list that must have ended; all of them lower than its own.
       after_previous: indices of tasks of the previous step that must have ended; no tasks where there is no such step.
@@ -154,6 +164,10 @@ GRADIENT_SLOTS = 2
 """How many gradients may wait on the device for their transfer while the next one is computed."""
 
 
+CROSSING_SLOTS = 2
+"""How many programs may have values on the device that leave for host memory, or come back for their backward."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ProgramFacts:
     """What is known of a model's programs beyond their times.
@@ -164,12 +178,17 @@ class ProgramFacts:
         memory itself.
       runs_back: for each layer, whether it has a backward; none stands for all.
       has_gradient: for each layer, whether that gives a gradient of its parameters; likewise.
+      saves: for each layer, how many bytes leave for host memory once its forward has ended; none if nothing does.
+      fetches: for each layer, how many of them come back for its backward; likewise. Of values that layer `l` saves,
+        `2 * CROSSING_SLOTS` programs later at the earliest.
     """
 
     reads_back: tuple[bool, ...]
     sends_rows: tuple[bool, ...]
     runs_back: tuple[bool, ...] = ()
     has_gradient: tuple[bool, ...] = ()
+    saves: tuple[int, ...] = ()
+    fetches: tuple[int, ...] = ()
 
 
 def schedule_step(profile: Profile, plan: Plan, programs: ProgramFacts | None = None) -> Schedule:
@@ -219,6 +238,12 @@ class _Copy:
     last_use: int | None = None
 
 
+def _seconds_a_byte(transfers: Iterable[tuple[float, int]]) -> float:
+    """The mean of transfers, each given by its seconds and bytes; what little a layer has says more of latency."""
+    seconds, sizes = zip(*transfers, strict=True)
+    return float(sum(seconds)) / sum(sizes) if sum(sizes) else 0.0
+
+
 class _StepBuilder:
     """Emits the tasks of one step in the order of dispatch."""
 
@@ -238,6 +263,11 @@ class _StepBuilder:
         everywhere = (True,) * len(self.layers)
         self.runs_back = (programs and programs.runs_back) or everywhere
         self.has_gradient = (programs and programs.has_gradient) or everywhere
+        nothing = (0,) * len(self.layers)
+        self.saves, self.fetches = (programs and programs.saves) or nothing, (programs and programs.fetches) or nothing
+        self.saves_of_programs: list[tuple[int, ...]] = []
+        self.fetched: dict[int, int] = {}
+        self.last_program = -1
         self.tasks: list[Task] = []
         self.forwards: list[int] = []
         self.arrivals: dict[int, int] = {}
@@ -318,11 +348,12 @@ class _StepBuilder:
         profile, mode, group = self.layers[layer], self.modes[layer], self.profile.group_of[layer]
         by_dha = mode in (Mode.DHA, Mode.DFGB)
         key = "forward_dha_s" if by_dha else "forward_s"
-        after = barrier if copy is None else tuple(sorted({copy.load, *barrier}))
+        after = tuple(sorted({*self.saves_to_wait_for(), *barrier, *(() if copy is None else (copy.load,))}))
         task = self.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
         self.tasks[task] = dataclasses.replace(self.tasks[task], copy=None if copy is None else copy.load)
         self.add_bytes(task, start_bytes=profile.kept_bytes(self.recomputes[layer]))
         self.forwards.append(task)
+        self.last_program = task
         if by_dha:
             self.waits_for_update.append((task, group))
         elif copy is None:
@@ -335,6 +366,33 @@ class _StepBuilder:
         if profile.inter_forward_s > 0:
             duration = ("inter_forward_s", profile.inter_forward_s)
             self.emit(Kind.INTER_FORWARD, Lane.GPU, layer, duration, (task,))
+        self.saves_of_programs.append(self.save(layer, task))
+
+    def saves_to_wait_for(self) -> tuple[int, ...]:
+        """What the next program waits for before it may add to the values on the device."""
+        return self.saves_of_programs[-CROSSING_SLOTS] if len(self.saves_of_programs) >= CROSSING_SLOTS else ()
+
+    def save(self, layer: int, forward: int) -> tuple[int, ...]:
+        """The save of what the layer's forward reads last, if there is one."""
+        num_bytes = self.saves[layer]
+        if num_bytes == 0:
+            return ()
+        duration_s = num_bytes * _seconds_a_byte((other.offload_s, other.grad_bytes) for other in self.layers)
+        task = self.emit(Kind.SAVE, Lane.D2H, layer, ("offload_s", duration_s), (forward,))
+        self.add_bytes(task, end_bytes=num_bytes)
+        return (task,)
+
+    def fetch_for_next(self, layer: int) -> None:
+        """The fetch for the backward behind that of this layer, which comes before this one's in the list."""
+        following = next((other for other in reversed(range(layer)) if self.runs_back[other]), None)
+        num_bytes = 0 if following is None else self.fetches[following]
+        if following is None or num_bytes == 0:
+            return
+        duration_s = num_bytes * _seconds_a_byte((other.load_s, other.param_bytes) for other in self.layers)
+        self.fetched[following] = self.emit(
+            Kind.FETCH, Lane.H2D, following, ("load_s", duration_s), (self.last_program,)
+        )
+        self.add_bytes(self.fetched[following], start_bytes=num_bytes)
 
     def load_between(self, layer: int) -> None:
         group = self.profile.group_of[layer]
@@ -365,14 +423,21 @@ class _StepBuilder:
             self.add_bytes(self.forwards[layer], end_bytes=profile.activation_bytes)
             return
         copy = self.copy_for_backward(layer)
+        self.fetch_for_next(layer)
         if profile.inter_backward_s > 0:
             self.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
         has_gradient, again = self.has_gradient[layer], self.recomputes[layer]
         by_dha, to_host = mode is Mode.DHA, has_gradient and self.gradients[layer] is GradientPlace.HOST
         key = f"backward{'_dha' * by_dha}{'_go' * to_host}{'_recompute' * again}_s"
         duration = (key, profile.backward_for(by_dha, to_host, again))
-        after = self.room_for_gradient(layer) if copy is None else (copy.load, *self.room_for_gradient(layer))
-        task = self.emit(Kind.BACKWARD, Lane.GPU, layer, duration, tuple(sorted({*after})))
+        after = {*self.room_for_gradient(layer), *(() if copy is None else (copy.load,))}
+        if layer in self.fetched:
+            after.add(self.fetched[layer])
+        if layer != len(self.layers) - 1:
+            after.update(self.saves_to_wait_for())
+            self.saves_of_programs.append(())
+        task = self.emit(Kind.BACKWARD, Lane.GPU, layer, duration, tuple(sorted(after)))
+        self.last_program = task
         self.tasks[task] = dataclasses.replace(self.tasks[task], copy=None if copy is None else copy.load)
         self.add_bytes(task, end_bytes=profile.kept_bytes(self.recomputes[layer]))
         if copy is not None:

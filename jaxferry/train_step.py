@@ -88,6 +88,7 @@ def train_step(
     policy: str | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     remat: Any = "none",
+    offload_activations: bool = False,
     skip_nonfinite: bool = False,
     device: jax.Device | None = None,
     transport: str | None = None,
@@ -130,6 +131,13 @@ def train_step(
         and where not even loading all layers twice fits into the memory budget, segments recompute as well. Or one of
         these for each segment: a mapping of names of segments or layers (`"none"` for the others), or a function of
         the segment's name. Segments of which `plan` says so recompute in any case.
+      offload_activations: whether values that cross segments and that a backward reads wait for it in pinned host
+        memory: segments' inputs and outputs, not the residuals that a segment keeps within itself, of which
+        `remat="full"` leaves none. They leave the device after the last forward that reads them, and come back while
+        the program before the first backward that does is running; those whose backward is less than four programs
+        later stay, and so do those below 1 KiB. The device then holds the values of a few segments, however deep the
+        model is, and each goes over the link twice; no bit changes. Policies plan as if they stayed; the engine's own
+        count for `memory_budget`, by which larger batches fit, knows that they do not.
       skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
         non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
       device: the device to train on; by default JAX's first.
@@ -155,6 +163,7 @@ def train_step(
         policy=policy,
         profile=profile,
         remat=remat,
+        offload_activations=offload_activations,
         skip_nonfinite=skip_nonfinite,
         record_steps=record_steps,
         accumulate=accumulate,
@@ -543,7 +552,7 @@ class TrainStep:
                 for layer, mode, again in chosen
             ]
             made = dataclasses.replace(plan, layers=tuple(layers))
-            return lower_plan(variants.of(recomputes), derivatives, made, profile)
+            return lower_plan(variants.of(recomputes), derivatives, made, profile, options.offload_activations)
 
         budget = options.memory_budget_bytes
         kept = kept_layers(parts, derivatives, gradients) if options.accumulate > 1 else []
@@ -556,7 +565,7 @@ class TrainStep:
             # What programs need beside their arguments is known once they are compiled.
             programs.require(uses_of(modes, recomputes))
             made = variants.of(recomputes)
-            script = make_script(made, derivatives, modes, gradients)
+            script = make_script(made, derivatives, modes, gradients, options.offload_activations)
             other_bytes = transport.staging_bytes + sum(made.layers[layer].trained.num_bytes for layer in kept)
             needs = (programs.temporary_bytes, other_bytes, num_kept_backwards(self._placement))
             return peak_bytes(made, derivatives, lowered(modes, recomputes), script, modes, *needs)
@@ -575,7 +584,7 @@ class TrainStep:
             parts,
             programs,
             schedule,
-            make_script(parts, derivatives, modes, gradients),
+            make_script(parts, derivatives, modes, gradients, options.offload_activations),
             resident_layers(parts, modes),
             self._host_optimizer(),
             self._placement,

@@ -23,7 +23,7 @@ def train(optimizer=None, **options):
         *(("clip_norm", value) for value in ("1", 0, -1.0, float("inf"), True)),
         *((name, value) for name in ("plan", "profile") for value in (NOTHING, 1)),
         *(("remat", value) for value in ("some", 3)),
-        *(("skip_nonfinite", value) for value in (1, "yes")),
+        *((name, value) for name in ("skip_nonfinite", "offload_activations") for value in (1, "yes")),
         *(("record_steps", value) for value in (-1, 1.5, True)),
         *(("memory_budget", value) for value in (1.5, "8 apples", -1)),
         *(("loss_scale", value) for value in ("1", 0, -1.0, float("inf"), 1e300, 1e-300, 1e-40)),

@@ -51,10 +51,12 @@ class Watch:
         self.most_parameters = max(self.most_parameters, sum(a.nbytes for a in arrays if not a.is_deleted()))
 
 
-def watched_steps(task, monkeypatch, num_steps=2, **options):
+def watched_steps(task, monkeypatch, num_steps=2, made=None, **options):
     step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
     state = step.init(task.params)
     watch = Watch(step, task.batch, monkeypatch)
+    if made is not None:
+        made(watch)
     state, _ = step(state, task.batch)
     for _ in range(num_steps):
         state.block_until_ready()

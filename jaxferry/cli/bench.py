@@ -43,6 +43,9 @@ def bench(
     reserve_factor: Annotated[float | None, typer.Option(help="Share of gradient bytes that may stay.")] = None,
     compute_dtype: Annotated[str | None, typer.Option(help="The dtype in which the device holds parameters.")] = None,
     remat: Annotated[str, typer.Option(help="What is recomputed in the backward.")] = "none",
+    offload_activations: Annotated[
+        bool, typer.Option("--offload-activations", help="Keep values that cross segments in host memory meanwhile.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the first parameters, where a function makes them.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")
@@ -60,6 +63,7 @@ def bench(
         "reserve_factor": reserve_factor,
         "compute_dtype": read_dtype(compute_dtype),
         "remat": remat,
+        "offload_activations": offload_activations,
         "record_steps": steps,
     }
     names = policy or _BY_DEFAULT

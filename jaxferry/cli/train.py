@@ -44,6 +44,9 @@ def train(
     accumulate: Annotated[int, typer.Option(help="Micro-batches whose mean gradient one update takes.")] = 1,
     compute_dtype: Annotated[str | None, typer.Option(help="The dtype in which the device holds parameters.")] = None,
     remat: Annotated[str, typer.Option(help="What is recomputed in the backward.")] = "none",
+    offload_activations: Annotated[
+        bool, typer.Option("--offload-activations", help="Keep values that cross segments in host memory meanwhile.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the first parameters, where a function makes them.")] = 0,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from a saved state.")] = None,
@@ -68,6 +71,7 @@ def train(
             accumulate=accumulate,
             compute_dtype=read_dtype(compute_dtype),
             remat=remat,
+            offload_activations=offload_activations,
         )
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
         run = _Run(user, step, state, Console(stderr=True, highlight=False))

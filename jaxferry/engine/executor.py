@@ -31,7 +31,7 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs, squared_norm
 from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.replay import Replay
-from jaxferry.engine.script import Event, programs_of
+from jaxferry.engine.script import Event, moves_of, programs_of
 from jaxferry.engine.shadow import Kind, Source, Target
 from jaxferry.engine.state import Accumulated, LateFailure, TrainState, UnderWay, task_error, to_pinned
 from jaxferry.engine.transfers import DeviceLayer, Transport, Vectors
@@ -91,7 +91,9 @@ class Executor:
         self._tasks = TaskList(schedule)
         self._places = programs_of(schedule)
         self._drops = _drops(schedule, self._places)
-        self._replay = Replay(partition, schedule, self._script, self._places)
+        self._moves = moves_of(schedule, self._script)
+        self._freed = _freed(partition, schedule, self._drops) if self._moves else frozenset[int]()
+        self._replay = Replay(partition, schedule, self._script, self._places, self._moves)
         self._num_update_tasks = sum(task.kind is TaskKind.UPDATE for task in schedule.tasks)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
@@ -290,7 +292,46 @@ class Executor:
             return self._offload(index, layer, flight)
         elif task.kind is TaskKind.UPDATE:
             self._update_group(layer, state, flight)
+        elif task.kind is TaskKind.SAVE:
+            values = self._script[self._moves[index]].saves
+            self._move(index, values, flight.values, flight.away, self._placement.pinned, flight)
+        elif task.kind is TaskKind.FETCH:
+            values = self._script[self._moves[index]].fetches
+            self._move(index, values, flight.away, flight.values, self._placement.device, flight)
         return True
+
+    def _move(
+        self,
+        index: int,
+        values: Sequence[int],
+        source: dict[int, Any],
+        target: dict[int, Any],
+        memory: jax.sharding.Sharding,
+        flight: Flight,
+    ) -> None:
+        """Moves those of the values that are in `source`, as they are not where this has been done or need not be."""
+        moved = [value for value in values if value in source]
+        arrays = self._ran(jax.device_put([source[value] for value in moved], memory))
+        if moved and (mark := flight.mark(index)) is not None:
+            mark.watch(arrays)
+        for value, array in zip(moved, arrays, strict=True):
+            target[value] = array
+            # What is still being read is freed when it has been.
+            source.pop(value).delete()
+
+    def _wait_for_saves(self, index: int, flight: Flight) -> None:
+        """Waits until values have left the device of which a program needs the room.
+
+        Where one thread only issues, a save counts as ended once it is issued. The device keeps busy meanwhile with
+        the program in between.
+        """
+        for earlier in self._tasks.tasks[index].after:
+            if self._tasks.tasks[earlier].kind is TaskKind.SAVE:
+                values = self._script[self._moves[earlier]].saves
+                try:
+                    jax.block_until_ready([flight.away[value] for value in values if value in flight.away])
+                except Exception as error:
+                    raise LateFailure(earlier) from error
 
     def _arrived(self, held: DeviceLayer) -> None:
         """Waits for a copy, where the lanes do what they issue."""
@@ -299,6 +340,7 @@ class Executor:
 
     def _run(self, index: int, state: TrainState, flight: Flight) -> None:
         """Runs a program, and frees what ends with it."""
+        self._wait_for_saves(index, flight)
         event = self._script[self._places[index]]
         segment, values = self.partition.segments[event.segment], flight.values
         if event.use.writes is not Target.DEVICE:
@@ -334,7 +376,7 @@ class Executor:
         if event.use.writes is not Target.DEVICE:
             self._note_arrival(segment.layer, flight)
         for copy in self._drops.get(index, ()):
-            self._transfers.drop(flight.copies.pop(copy))
+            self._transfers.drop(flight.copies.pop(copy), is_reused=copy not in self._freed)
         for value in event.frees:
             values.pop(value).delete()
 
@@ -563,3 +605,18 @@ def _drops(schedule: Schedule, places: Mapping[int, int]) -> dict[int, list[int]
     for copy, index in last_use.items():
         drops.setdefault(index, []).append(copy)
     return drops
+
+
+def _freed(partition: Partition, schedule: Schedule, drops: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """The loads whose buffers no load takes over that waits for the program after which they are dropped.
+
+    To keep these for the next step costs nothing where the last program of the forward needs the most memory, since
+    all copies are still there then. Where values leave during the forward, the backward needs as much, and the room.
+    """
+
+    def layout(load: int) -> Any:
+        return partition.layers[partition.segments[schedule.tasks[load].layer].layer].layout
+
+    loads = [i for i, task in enumerate(schedule.tasks) if task.kind in (TaskKind.LOAD, TaskKind.RELOAD)]
+    taken = {(task, layout(load)) for load in loads for task in schedule.tasks[load].after}
+    return frozenset(copy for task, copies in drops.items() for copy in copies if (task, layout(copy)) not in taken)

@@ -79,9 +79,14 @@ class Ferry(Transport):
             under_way[id(held)] = (held, vectors)
         return held
 
-    def _drop(self, held: DeviceLayer) -> None:
+    def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
         # A copy that nobody has waited for may still be writing.
-        self._free.setdefault(self._layers[held.layer].layout, []).append(held.parameters())
+        arrays = held.parameters()
+        if is_reused:
+            self._free.setdefault(self._layers[held.layer].layout, []).append(arrays)
+        else:
+            for array in arrays:
+                array.delete()
 
     def release(self) -> None:
         """See `Transport.release`; loads call it, so that there are never more buffers than were in use at a time."""

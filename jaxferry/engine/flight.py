@@ -92,6 +92,7 @@ class Flight:
       is_updating: whether an update may have changed the state.
       marks: notes when they start and end on the device; None if nobody wants to know, or the threads see it.
       values: of the step's equations between programs, by number.
+      away: those of them that wait for their backward in pinned host memory; they are in `values` no more.
       units: what updates each layer.
       copies: what has been loaded, by the task that did.
       saved: residuals, by segment.
@@ -120,6 +121,7 @@ class Flight:
 
     def __init__(self, batch: Sequence[Any], values: dict[int, Any], state: TrainState, is_last: bool = True) -> None:
         self.batch, self.values = batch, values
+        self.away: dict[int, jax.Array] = {}
         self.done: frozenset[int] = frozenset()
         self.earlier = frozenset((*state.accumulated.on_host, *state.accumulated.on_device))
         self.started: collections.deque[Started] = collections.deque()

@@ -32,12 +32,19 @@ class Replay:
       schedule: the tasks of a step.
       script: its programs.
       places: for each task that runs a program, its place in the script.
+      moves: for each that moves values, the place of the program that it follows or is for.
     """
 
     def __init__(
-        self, partition: Partition, schedule: Schedule, script: Sequence[Event], places: Mapping[int, int]
+        self,
+        partition: Partition,
+        schedule: Schedule,
+        script: Sequence[Event],
+        places: Mapping[int, int],
+        moves: Mapping[int, int],
     ) -> None:
         self._partition, self._tasks, self._script, self._places = partition, schedule.tasks, script, places
+        self._moves = moves
         self._num_uses = collections.Counter(segment.layer for segment in partition.segments)
 
     def has_lost_sums(self, flight: Flight) -> bool:
@@ -74,7 +81,7 @@ class Replay:
                 flight.gradients.pop(self._layer(started.segment), None)
                 flight.sums.pop(self._layer(started.segment), None)
             flight.norms.pop(self._layer(started.segment), None)
-        flight.values, flight.saved, flight.cotangents = values, {}, dict(failed.cotangents)
+        flight.values, flight.saved, flight.cotangents, flight.away = values, {}, dict(failed.cotangents), {}
         flight.num_arrived = collections.Counter(map(self._layer, flight.stored))
         flight.num_programs, flight.num_updates = len(self._script) - len(programs), 0
         flight.started.clear()
@@ -86,6 +93,8 @@ class Replay:
             if (index in self._places and index not in programs)
             or (task.kind in (TaskKind.LOAD, TaskKind.RELOAD) and index not in copies)
             or (task.kind is TaskKind.OFFLOAD and task.layer in flight.stored)
+            # A value whose last forward is not run again stays on the device, so its fetch finds nothing to do.
+            or (index in self._moves and not self._is_redone(self._moves[index], failed))
         )
 
     def _is_redone(self, place: int, failed: Started) -> bool:

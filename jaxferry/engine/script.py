@@ -14,13 +14,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxferry.engine.shadow import Kind, Use, places, resident_layers, shadow_model
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.schedule import CROSSING_SLOTS, Lane, ProgramFacts, Schedule, schedule_step
 from jaxferry.schedule import Kind as TaskKind
-from jaxferry.schedule import Lane, ProgramFacts, Schedule, schedule_step
+
+LEAST_BYTES = 1024
+"""What smaller values would take from a transfer's latency is more than the memory that they take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +36,15 @@ class Event:
       segment: the segment.
       use: which of its programs, and where that reads parameters and writes gradients.
       frees: values that nobody reads after it.
+      saves: values that leave for host memory after it.
+      fetches: values that come back from there for it.
     """
 
     segment: int
     use: Use
     frees: tuple[int, ...] = ()
+    saves: tuple[int, ...] = ()
+    fetches: tuple[int, ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -48,6 +57,7 @@ def make_script(
     derivatives: Mapping[int, Derivative],
     modes: Sequence[Mode],
     gradients: Sequence[GradientPlace],
+    offload_activations: bool = False,
 ) -> list[Event]:
     """The programs of a training step, in order.
 
@@ -56,15 +66,33 @@ def make_script(
       derivatives: by program number; what each backward reads.
       modes: the mode of each segment.
       gradients: where each segment's gradient goes.
+      offload_activations: whether values wait in host memory for their backward.
     """
     uses = shadow_model(partition, derivatives, modes, gradients)
     events = [Event(segment, use) for (_, segment), use in zip(places(partition), uses, strict=True)]
-    frees = _frees(partition, derivatives, events)
-    return [dataclasses.replace(event, frees=tuple(frees.get(place, ()))) for place, event in enumerate(events)]
+    frees = _frees(partition, derivatives)
+    saves: dict[int, list[int]] = collections.defaultdict(list)
+    fetches: dict[int, list[int]] = collections.defaultdict(list)
+    for value, (last_forward, backward) in _away(partition, derivatives).items() if offload_activations else ():
+        saves[last_forward].append(value)
+        fetches[backward].append(value)
+    return [
+        dataclasses.replace(
+            event,
+            frees=tuple(frees.get(place, ())),
+            saves=tuple(saves.get(place, ())),
+            fetches=tuple(fetches.get(place, ())),
+        )
+        for place, event in enumerate(events)
+    ]
 
 
 def lower_plan(
-    partition: Partition, derivatives: Mapping[int, Derivative], plan: Plan, profile: Profile | None = None
+    partition: Partition,
+    derivatives: Mapping[int, Derivative],
+    plan: Plan,
+    profile: Profile | None = None,
+    offload_activations: bool = False,
 ) -> Schedule:
     """The tasks of a step of a plan, as the engine runs them.
 
@@ -73,13 +101,21 @@ def lower_plan(
       derivatives: by program number.
       plan: their modes and gradients, in order.
       profile: how long each task is expected to take; None if that is not known, then the tasks take no time.
+      offload_activations: whether values wait in host memory for their backward.
     """
+    saves, fetches = [0] * len(partition.segments), [0] * len(partition.segments)
+    order = places(partition)
+    for value, (last_forward, backward) in _away(partition, derivatives).items() if offload_activations else ():
+        saves[order[last_forward][1]] += partition.graph.num_bytes(value)
+        fetches[order[backward][1]] += partition.graph.num_bytes(value)
     of_segments = [derivatives[segment.program] for segment in partition.segments]
     facts = ProgramFacts(
         reads_back=tuple(derivative.reads_weights for derivative in of_segments),
         sends_rows=tuple(derivative.has_rows for derivative in of_segments),
         runs_back=tuple(segment.runs_back for segment in partition.segments),
         has_gradient=tuple(bool(segment.trained) for segment in partition.segments),
+        saves=tuple(saves),
+        fetches=tuple(fetches),
     )
     profile = profile or _without_times(partition)
     # What recomputation costs may not be known, where it is not the planner who chose it.
@@ -129,29 +165,66 @@ def programs_of(schedule: Schedule) -> dict[int, int]:
     return {task: place for place, task in enumerate([*forwards, *backwards[1:]])}
 
 
-def _frees(
-    partition: Partition, derivatives: Mapping[int, Derivative], events: Sequence[Event]
-) -> dict[int, list[int]]:
-    """The values whose last reader is each event."""
+def moves_of(schedule: Schedule, script: Sequence[Event]) -> dict[int, int]:
+    """For each save the place of the program that it follows, for each fetch that of the one that it is for."""
+    backwards = {event.segment: place for place, event in enumerate(script) if event.kind is Kind.BACKWARD}
+    return {
+        index: task.layer if task.kind is TaskKind.SAVE else backwards[task.layer]
+        for index, task in enumerate(schedule.tasks)
+        if task.kind in (TaskKind.SAVE, TaskKind.FETCH)
+    }
+
+
+def _reads(partition: Partition, derivatives: Mapping[int, Derivative]) -> list[list[int]]:
+    """What each program of a step reads, or makes, of what segments and the prelude make and the step may free."""
+    kept = {partition.loss, *(atom for atom in partition.aux if isinstance(atom, int))}
     made = {v for s in partition.segments for v in (*s.outputs, *s.extras)} | set(partition.prelude_outputs)
-    last: dict[int, int] = {}
-    for place, event in enumerate(events):
-        segment = partition.segments[event.segment]
+    table = []
+    for kind, number in places(partition):
+        segment = partition.segments[number]
         read = (*segment.inputs, *segment.passive, *segment.outputs, *segment.extras)
-        if event.kind is Kind.BACKWARD:
+        if kind is Kind.BACKWARD:
             derivative = derivatives[segment.program]
             read = (
                 *(segment.inputs[i] for i in derivative.inputs_read),
                 *(segment.passive[i] for i in derivative.passive_read),
                 *(segment.outputs[i] for i in derivative.outputs_read),
             )
-        last |= {value: place for value in read if value in made}
-    kept = {partition.loss, *(atom for atom in partition.aux if isinstance(atom, int))}
+        table.append([value for value in read if value in made and value not in kept])
+    return table
+
+
+def _frees(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, list[int]]:
+    """The values whose last reader is each program."""
+    last: dict[int, int] = {}
+    for place, read in enumerate(_reads(partition, derivatives)):
+        last |= dict.fromkeys(read, place)
     frees: dict[int, list[int]] = {}
     for value, place in last.items():
-        if value not in kept:
-            frees.setdefault(place, []).append(value)
+        frees.setdefault(place, []).append(value)
     return frees
+
+
+def _away(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, tuple[int, int]]:
+    """Values that may be in host memory while at least one program runs: after which program, and until which."""
+    last_forward: dict[int, int] = {}
+    backward: dict[int, int] = {}
+    for place, read in enumerate(_reads(partition, derivatives)):
+        for value in read:
+            if place < len(partition.segments):
+                last_forward[value] = place
+            else:
+                backward.setdefault(value, place)
+    return {
+        value: (last_forward[value], until)
+        for value, until in backward.items()
+        if until - last_forward[value] >= 2 * CROSSING_SLOTS and _is_worth_moving(partition, value)
+    }
+
+
+def _is_worth_moving(partition: Partition, value: int) -> bool:
+    is_key = jax.dtypes.issubdtype(partition.graph.avals[value].dtype, jax.dtypes.extended)
+    return not is_key and partition.graph.num_bytes(value) >= LEAST_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +266,7 @@ def peak_bytes(
     """
     graph = partition.graph
     resident = sum(partition.layers[layer].num_bytes for layer in resident_layers(partition, modes))
-    copies, gradients = _held_by_transfers(schedule, len(script), partition)
+    copies, gradients, away = _held_by_transfers(schedule, script, partition)
     other = sum(graph.num_bytes(v) for v in (*graph.batch, *graph.constants, *partition.prelude_outputs))
     peak_parameters = peak_held = peak_total = resident
     cotangents: dict[int, int] = {}
@@ -211,7 +284,7 @@ def peak_bytes(
         parameters = resident + copies[place]
         # While one cotangent is added to another there are both and their sum.
         backward = sum(cotangents.values()) + 2 * sum(map(graph.num_bytes, added)) + sum(kept)
-        held = parameters + other + gradients[place] + backward + other_bytes
+        held = parameters + other - away[place] + gradients[place] + backward + other_bytes
         peak_parameters = max(peak_parameters, parameters)
         peak_held = max(peak_held, held)
         peak_total = max(peak_total, held + temporary_bytes.get(event.use, 0))
@@ -223,13 +296,17 @@ def peak_bytes(
     return Peak(peak_parameters, peak_held, peak_total)
 
 
-def _held_by_transfers(schedule: Schedule, num_places: int, partition: Partition) -> tuple[list[int], list[int]]:
+def _held_by_transfers(
+    schedule: Schedule, script: Sequence[Event], partition: Partition
+) -> tuple[list[int], list[int], list[int]]:
     """At each place of the script, the most bytes of copies of parameters, and of gradients, that there can be.
 
     A copy may be there as soon as the last program has ended that its load waits for. A gradient may be there until the
-    first program that waits for its transfer, or for one behind it.
+    first program that waits for its transfer, or for one behind it. Likewise for values: the third result is the bytes
+    of those that are in host memory alone, however long the transfers take.
     """
     tasks, places, loss_place = schedule.tasks, programs_of(schedule), len(partition.segments) - 1
+    moves, num_places = moves_of(schedule, script), len(script)
     layers = [partition.layers[segment.layer] for segment in partition.segments]
     last_program: list[int] = []
     before: dict[Lane, int] = {}
@@ -247,13 +324,21 @@ def _held_by_transfers(schedule: Schedule, num_places: int, partition: Partition
             first_waiter.setdefault(earlier, place)
         if task.copy is not None:
             last_use[task.copy] = place
-    copies, gradients = [0] * num_places, [0] * num_places
+    copies, gradients, away = [0] * num_places, [0] * num_places, [0] * num_places
     for copy, last in last_use.items():
         for place in range(last_program[copy] + 1, last + 1):
             copies[place] += layers[tasks[copy].layer].num_bytes
     free_from = num_places
-    for index in reversed([i for i, task in enumerate(tasks) if task.kind is TaskKind.OFFLOAD]):
+    away_from: dict[int, int] = {}
+    for index in reversed([i for i, task in enumerate(tasks) if task.lane is Lane.D2H]):
         free_from = min(free_from, first_waiter.get(index, free_from))
+        if tasks[index].kind is TaskKind.SAVE:
+            away_from |= dict.fromkeys(script[moves[index]].saves, free_from)
+            continue
         for place in range(last_program[index], free_from):
             gradients[place] += layers[tasks[index].layer].trained.num_bytes
-    return copies, gradients
+    for index, backward in moves.items():
+        for value in script[backward].fetches if tasks[index].kind is TaskKind.FETCH else ():
+            for place in range(away_from[value], last_program[index] + 1):
+                away[place] += partition.graph.num_bytes(value)
+    return copies, gradients, away

@@ -121,12 +121,17 @@ class Transport:
             self._count(-size)
             raise
 
-    def drop(self, held: DeviceLayer) -> None:
-        """Frees a device copy once the programs that were given it have run; does nothing if that has been done."""
+    def drop(self, held: DeviceLayer, is_reused: bool = True) -> None:
+        """Frees a device copy once the programs that were given it have run; does nothing if that has been done.
+
+        Args:
+          held: the copy.
+          is_reused: whether its buffers may be kept for another load.
+        """
         if held.is_dropped:
             return
         held.is_dropped = True
-        self._drop(held)
+        self._drop(held, is_reused)
         self._count(-held.num_bytes)
 
     def _count(self, num_bytes: int) -> None:
@@ -186,7 +191,7 @@ class Transport:
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         raise NotImplementedError
 
-    def _drop(self, held: DeviceLayer) -> None:
+    def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
         _delete(held.arrays)
 
     def _take(self, layer: int) -> Vectors:

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxferry.plan.records import Plan, Predicted
 from jaxferry.profiling.records import Profile
-from jaxferry.schedule import Lane, Schedule, repeat, schedule_step
+from jaxferry.schedule import Kind, Lane, Schedule, repeat, schedule_step
 from jaxferry.simulate import machine
 
 CHAIN_STEPS = 3
@@ -109,7 +109,9 @@ def _link_bytes(profile: Profile, step: Schedule) -> int:
     total = 0
     for task in step.tasks:
         layer = profile.layers[task.layer]
-        if task.lane is Lane.H2D:
+        if task.kind in (Kind.SAVE, Kind.FETCH):
+            total += task.start_bytes + task.end_bytes
+        elif task.lane is Lane.H2D:
             total += layer.param_bytes
         elif task.lane is Lane.D2H:
             total += layer.grad_bytes
