@@ -8,7 +8,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize("sanitizer", ["thread", pytest.param("address,undefined", marks=pytest.mark.slow)])
 def test_kernels_and_queues_hold_under(sanitizer):
     command = [str(ROOT / "tools" / "sanitize"), sanitizer]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
