@@ -18,7 +18,7 @@ from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import is_available, library
 from jaxferry.partition import host_stores, partition
-from planned import assert_same_bits, plan_of, step_of, train, trained
+from planned import assert_same_bits, plan_of, train, trained
 
 STEPS = 20
 ADAMW, MOMENTUM = optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)
@@ -207,11 +207,17 @@ def test_an_unknown_transport_is_named(task):
         jaxferry.train_step(task.loss_fn, optax.sgd(0.1), transport="bus")
 
 
+@pytest.fixture(scope="module")
+def reloading(task):
+    """A step that loads every layer twice, and what four of its steps give."""
+    step = jaxferry.train_step(task.loss_fn, ADAMW, plan=plan_of(task, [Mode.RELOAD]))
+    state, losses = train(step, task, 4)
+    return step, state.params, losses
+
+
 @pytest.mark.parametrize("after", [1, 3, 6])
-def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, task, monkeypatch):
-    options = {"plan": plan_of(task, [Mode.RELOAD])}
-    step = step_of(task, ADAMW, **options)
-    expected, losses = trained(task, ADAMW, 4, **options)
+def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloading, task, monkeypatch):
+    step, expected, losses = reloading
     state = step.init(task.params)
     transport = step.prepare(task.batch)._executor._transfers
     original, count = transport.load, itertools.count(1)

@@ -132,16 +132,16 @@ def test_segments_that_are_not_left_to_the_plan_stay_as_they_are(gpt):
     assert (chosen["h_0"], chosen["h_1"], chosen["h_2"], chosen["h_3"]) == ("full", "full", POLICY, "none")
 
 
-@pytest.mark.parametrize("profile", ["estimate", "measure"])
-def test_policy_auto_chooses_recomputation_by_the_profile_and_the_same_plan_is_run_again(small, tmp_path, profile):
+@pytest.mark.parametrize("profile", ["estimate", pytest.param("measure", marks=pytest.mark.slow)])
+def test_policy_auto_chooses_recomputation_by_the_profile_and_the_same_plan_is_run_again(gpt, tmp_path, profile):
     """By the planner's count of bytes, which has no temporaries; so with a smaller budget than the engine's."""
     options = {"policy": "auto", "profile": profile}
-    budget = smallest_of(small, remat="auto", **options)
-    made = prepared(small, memory_budget=int(1.02 * budget), remat="auto", **options)
+    budget = smallest_of(gpt, remat="auto", **options)
+    made = prepared(gpt, memory_budget=int(1.02 * budget), remat="auto", **options)
     assert any(made.plan.recomputes) and made.remat.count("full") >= sum(made.plan.recomputes)
-    assert not any(prepared(small, memory_budget=2**30, remat="none", **options).plan.recomputes)
+    assert not any(prepared(gpt, memory_budget=2**30, remat="none", **options).plan.recomputes)
     made.plan.save(tmp_path / "plan.json")
-    again = prepared(small, plan=Plan.load(tmp_path / "plan.json"))
+    again = prepared(gpt, plan=Plan.load(tmp_path / "plan.json"))
     assert again.plan == made.plan and again.remat.count("full") == sum(made.plan.recomputes)
 
 

@@ -23,6 +23,8 @@ from metrics_files import read_losses, read_metrics
 from plain_optax import assert_same_losses, offloaded_losses
 from planned import assert_same_bits
 
+pytestmark = pytest.mark.slow
+
 SMALL = model.Config(2, 4, 2, 16, 24, max_length=32, vocab_size=37)
 SCALED = dataclasses.replace(
     SMALL, is_tied=True, rope_base=500.0, rope_scaling=model.RopeScaling(factor=8.0, low=1.0, high=4.0, length=16)

@@ -13,6 +13,8 @@ from metrics_files import read_losses, read_metrics
 from plain_optax import assert_same_losses
 from planned import assert_same_bits
 
+pytestmark = pytest.mark.slow
+
 SMALL = model.Config((1, 1), width=8, is_small=True, image_size=8, num_colours=1, num_classes=10)
 NARROW = model.Config((1, 1), width=8, is_bottleneck=True, is_small=True, image_size=8, num_colours=1, num_classes=10)
 

@@ -13,6 +13,8 @@ from jaxferry.partition import partition
 from metrics_files import read_losses
 from plain_optax import assert_same_losses
 
+pytestmark = pytest.mark.slow
+
 SMALL = model.configure(2, 2, 16, max_length=16, vocab_size=300)
 
 

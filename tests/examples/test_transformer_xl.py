@@ -16,6 +16,8 @@ from jaxferry.partition import partition
 from metrics_files import read_losses
 from plain_optax import assert_same_losses
 
+pytestmark = pytest.mark.slow
+
 SMALL = model.Config(num_layers=2, num_heads=2, channels=16, vocab_size=37)
 B, T, M = 3, 6, 8
 

@@ -17,6 +17,8 @@ from jaxferry.partition import partition
 from metrics_files import read_losses, read_metrics
 from plain_optax import assert_same_losses
 
+pytestmark = pytest.mark.slow
+
 SMALL = dataclasses.replace(model.SIZES["tiny"], num_layers=2, num_heads=2, channels=16)
 
 

@@ -8,6 +8,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_kernels_and_queues_hold_under(sanitizer):
     command = [str(ROOT / "tools" / "sanitize"), sanitizer]
