@@ -52,6 +52,7 @@ def test_a_resumed_run_goes_on_where_it_ended(jaxferry, user_model, tmp_path):
         ("--accumulate", 2, "--clip-norm", 0.1),
         ("--optimizer", "lion", "--learning-rate", 1e-4),
         ("--reserve-factor", 0),
+        ("--remat", "full", "--offload-activations"),
     ],
     ids=lambda options: options[0],
 )
