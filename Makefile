@@ -25,7 +25,7 @@ TRAIN_EXTRAS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo examples,cuda13 ||
 NATIVE_SOURCES := $(shell find xla_ffi -type f)
 
 .DELETE_ON_ERROR:
-.PHONY: help train test sanitize lint format typecheck install-train install-test install-dev clean
+.PHONY: help train test sanitize lint format typecheck install-train install-test install-dev install-all clean
 
 help:
 	@echo "make train | test | sanitize | lint | format | typecheck | clean      (README.md, CONTRIBUTING.md)"
@@ -53,6 +53,12 @@ typecheck: install-dev
 install-train: $(VENV)/installed-train
 install-test: $(VENV)/installed-test $(VENV)/gpu-packages
 install-dev: $(VENV)/installed-dev
+
+# For what runs lint, types and tests in one environment: one installation, one build, in place of two.
+install-all: | $(VENV)/bin/python
+	@echo "Installing jaxferry[dev,$(TEST_EXTRAS)] into $(VENV): the first time takes a few minutes"
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$(TEST_EXTRAS)]"
+	@touch $(VENV)/installed-dev $(VENV)/installed-test
 
 $(VENV)/installed-train: EXTRAS = $(TRAIN_EXTRAS)
 $(VENV)/installed-test: EXTRAS = $(TEST_EXTRAS)
