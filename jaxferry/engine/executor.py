@@ -92,7 +92,7 @@ class Executor:
         self._places = programs_of(schedule)
         self._drops = _drops(schedule, self._places)
         self._moves = moves_of(schedule, self._script)
-        self._freed = _freed(partition, schedule, self._drops) if self._moves else frozenset[int]()
+        self._freed = _freed(partition, schedule, self._drops)
         self._replay = Replay(partition, schedule, self._script, self._places, self._moves)
         self._num_update_tasks = sum(task.kind is TaskKind.UPDATE for task in schedule.tasks)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
@@ -610,8 +610,7 @@ def _drops(schedule: Schedule, places: Mapping[int, int]) -> dict[int, list[int]
 def _freed(partition: Partition, schedule: Schedule, drops: Mapping[int, Sequence[int]]) -> frozenset[int]:
     """The loads whose buffers no load takes over that waits for the program after which they are dropped.
 
-    To keep these for the next step costs nothing where the last program of the forward needs the most memory, since
-    all copies are still there then. Where values leave during the forward, the backward needs as much, and the room.
+    To keep these for the next step would take memory that the backward may need, and that `peak_bytes` does not count.
     """
 
     def layout(load: int) -> Any:

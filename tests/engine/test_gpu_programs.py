@@ -23,7 +23,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import operations
 from jaxferry.partition import host_stores, partition
 from native.compile_for_gpu import compile_lowered, host_compute, instructions, text
-from native.cuda_library import cuda_library
+from native.cuda_library import know_cuda_targets
 
 CONFIG = gpt2.Config(num_layers=2, num_heads=4, channels=256, max_length=128, vocab_size=4096)
 
@@ -58,7 +58,7 @@ def make_model(config):
 
 @pytest.fixture(scope="module")
 def model():
-    cuda_library()
+    know_cuda_targets()
     return make_model(CONFIG)
 
 
@@ -157,7 +157,7 @@ def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
 
 
 def test_reading_in_place_needs_less_device_memory_than_loading():
-    cuda_library()
+    know_cuda_targets()
     model = make_model(dataclasses.replace(CONFIG, vocab_size=50257))
     (use,) = [u for u in model.uses(Mode.DHA, GradientPlace.HOST) if u.kind is Kind.LOSS]
     loaded = dataclasses.replace(use, reads=Source.DEVICE, writes=Target.DEVICE)

@@ -55,6 +55,7 @@ def shapes(task):
     return tree, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
+@pytest.mark.slow  # test_optax.py has the same transformations in training steps
 @pytest.mark.parametrize("name", SEPARABLE)
 def test_a_separable_optimizer_is_run_by_layer_as_plain_optax_would(net, name):
     expected, _ = models.plain_loop(net, SEPARABLE[name], 3)
@@ -67,6 +68,7 @@ def test_a_separable_optimizer_is_run_by_layer_as_plain_optax_would(net, name):
         np.testing.assert_allclose(mine, theirs, rtol=PARAMS_RTOL, atol=2e-5, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow  # so has it these
 @pytest.mark.parametrize("name", JOINT)
 def test_an_optimizer_that_mixes_leaves_is_found_and_run_jointly_with_a_warning(net, name):
     expected, _ = models.plain_loop(net, JOINT[name], 3)

@@ -26,3 +26,9 @@ def cuda_library():
     for name in () if is_available("cuda") else TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(functions, name)), platform="CUDA")
     return path, functions
+
+
+def know_cuda_targets():
+    """Has XLA know the library's targets: of the package's own, which takes no build, or of one that is built here."""
+    if not is_available("cuda"):
+        cuda_library()
