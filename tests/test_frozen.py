@@ -157,8 +157,15 @@ def test_a_frozen_parameter_keeps_its_dtype_and_bits_whatever_the_compute_dtype(
     assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
 
 
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "accumulate"),
+    [
+        (None, 1),
+        (jnp.bfloat16, 2),
+        pytest.param(None, 2, marks=pytest.mark.slow),
+        pytest.param(jnp.bfloat16, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_every_plan_and_transport_has_the_same_bits(task, dtype, accumulate):
     def run(**more):
         step = jaxferry.train_step(

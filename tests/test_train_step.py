@@ -34,7 +34,7 @@ def whole_gpt():
     return models.gpt()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_every_plan_has_the_same_bits_over_20_steps(request, dtype):
     task, results = request.getfixturevalue("whole_gpt" if dtype == jnp.float32 else "gpt"), []
     for modes in ([Mode.GFGB], [Mode.RELOAD], [Mode.RESIDENT], MIXED):

@@ -57,13 +57,21 @@ def smallest_of(task, **options):
     return caught.value.smallest_bytes
 
 
-@pytest.mark.parametrize("remat", ["full", POLICY, MIXED, lambda name: "full" if name == "h_2" else "none"])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        MIXED,
+        lambda name: "full" if name == "h_2" else "none",
+        pytest.param("full", marks=pytest.mark.slow),
+        pytest.param(POLICY, marks=pytest.mark.slow),
+    ],
+)
 def test_losses_agree_whatever_is_kept(gpt, remat):
     found = train(jaxferry.train_step(gpt.loss_fn, SGD, remat=remat), gpt, 3)[1]
     np.testing.assert_allclose(found, trained(gpt, SGD, 3)[1], rtol=LOSS_RTOL)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_every_plan_has_the_same_bits_with_the_same_remat(request, dtype):
     is_half = dtype == jnp.bfloat16
     task = request.getfixturevalue("small" if is_half else "gpt")

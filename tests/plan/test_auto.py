@@ -96,6 +96,7 @@ def test_no_budget_is_at_least_as_good_as_any(profile, factor):
         assert free.predicted.steady_step_s <= limited.predicted.steady_step_s * NEARLY
 
 
+@pytest.mark.slow
 def test_no_budget_is_at_least_as_good_as_any_on_a_long_model_and_as_exact():
     profile = transformer(22, 2)
     free, exact = make_plan(profile, "auto"), make_plan(profile, "exact")
