@@ -24,7 +24,8 @@ from planned import assert_same_bits
 from recorded import check_times
 
 
-@pytest.fixture(scope="module")
+# XLA takes each name once in a process, and worksteal may come back to this module.
+@pytest.fixture(scope="session")
 def library(tmp_path_factory):
     library = emulated_cuda.build(tmp_path_factory.mktemp("emulated"))
     library.emulation_num_queued.restype = ctypes.c_long
@@ -65,7 +66,7 @@ def fill_later(library, array, value):
     library.emulation_fill_later(address, ctypes.c_size_t(array.nbytes), value)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def operations(library):
     return emulated_cuda.register(library)
 
