@@ -18,7 +18,8 @@ from jaxferry.profiling.records import LayerProfile, Profile
 from planned import UNIFORM, assert_same_bits, plan_of, step_of, train, trained
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 
-FEW = ("auto", "go-memferry", "l2l")
+FEW = ("auto", "go-memferry", "l2l", "zero-offload")
+WITHOUT_MOST = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in sorted(policies())]
 MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
 SGD, ADAMW, ADAMW_SLOW = optax.sgd(0.1), optax.adamw(1e-2), optax.adamw(1e-3)
 
@@ -480,7 +481,7 @@ def test_an_update_that_fails_again_marks_the_state(gpt, monkeypatch, tmp_path):
             use()
 
 
-@pytest.mark.parametrize("policy", sorted(policies()))
+@pytest.mark.parametrize("policy", WITHOUT_MOST)
 def test_every_policy_trains_with_the_same_bits_but_for_products_in_host_memory(whole_gpt, policy):
     params, expected = trained(whole_gpt, ADAMW_SLOW, 3)
     options = {"policy": policy, "reserve_factor": 0.5, "profile": "estimate"}
@@ -494,10 +495,7 @@ def test_every_policy_trains_with_the_same_bits_but_for_products_in_host_memory(
         assert_same_bits(state.params, params)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in sorted(policies())],
-)
+@pytest.mark.parametrize("policy", WITHOUT_MOST)
 def test_without_the_native_library_every_policy_trains_with_the_same_bits(gpt, policy):
     params, expected = trained(gpt, ADAMW_SLOW, 3)
     options = {"policy": policy, "reserve_factor": 0.5, "transport": "device_put", "profile": "estimate"}

@@ -71,7 +71,7 @@ def trained(step, params, num_steps):
 
 
 @pytest.mark.parametrize("threads", ["lanes", "one for the device"])
-@pytest.mark.parametrize("mode", [Mode.RELOAD, Mode.RESIDENT])
+@pytest.mark.parametrize("mode", [Mode.RELOAD, pytest.param(Mode.RESIDENT, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gradient", list(GradientPlace))
 def test_a_callback_that_raises_once_costs_no_step_and_no_bit(gradient, mode, threads, monkeypatch, tmp_path):
     if threads != "lanes":

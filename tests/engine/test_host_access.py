@@ -45,7 +45,13 @@ def run(task, plan=None, optimizer=ADAMW, **options):
     return train(step, task, STEPS)
 
 
-@pytest.fixture(scope="module", params=[None, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(None, id="float32"),
+        pytest.param(jnp.bfloat16, id="bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def plain(request, task):
     """Training without the library's help: the model, the dtype that it computes in, and what comes of it."""
     dtype = request.param

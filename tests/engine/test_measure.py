@@ -114,7 +114,7 @@ def table():
     return Setting(tied, TIED, IDS)
 
 
-@pytest.fixture(scope="module", params=["ferry", "device_put"])
+@pytest.fixture(scope="module", params=["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def measured(request):
     setting = stack_of(["a", "fast1", "fast2", "slow1", "slow2", "zlast"], kind=request.param)
     return setting, setting.measure()

@@ -75,6 +75,15 @@ SEPARABLE = {
     "by value": optax.chain(optax.clip(0.01), optax.zero_nans(), optax.sgd(0.1)),
     "one pass": jaxferry.adamw(SCHEDULE, eps=1e-3, mask=each(lambda _, ndim: ndim > 1)),
 }
+LESS_OFTEN = (
+    "joined schedules",
+    "prefix tree of labels",
+    "ema of updates",
+    "adafactor",
+    "lamb",
+    "lars",
+    "adaptive clipping",
+)
 JOINT = {
     "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),
     "global norm of a part": optax.multi_transform(
@@ -88,7 +97,9 @@ JOINT = {
 }
 
 
-@pytest.mark.parametrize("name", SEPARABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LESS_OFTEN else name for name in SEPARABLE]
+)
 def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
     expected = models.plain_loop(TASK, SEPARABLE[name], NUM_STEPS)[1]
     step = jaxferry.train_step(TASK.loss_fn, SEPARABLE[name])

@@ -310,7 +310,12 @@ def test_another_size_cannot_be_resumed_from(small, cache, text, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    "args", [["--reserve-factor", "0.5"], ["--compute-dtype", "bfloat16"], ["--memory-budget", "1MiB"]]
+    "args",
+    [
+        ["--reserve-factor", "0.5"],
+        pytest.param(["--compute-dtype", "bfloat16"], marks=pytest.mark.slow),
+        ["--memory-budget", "1MiB"],
+    ],
 )
 def test_options_reach_the_training(args, small, cache, text, tmp_path):
     metrics = tmp_path / "metrics.jsonl"

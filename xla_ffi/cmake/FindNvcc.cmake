@@ -4,9 +4,10 @@
 #   JAXFERRY_NVCC_VERSION    13.0.88, say
 #   JAXFERRY_CUDA_INCLUDE    the folder of cuda_runtime_api.h
 #   JAXFERRY_CUDART          libcudart_static.a
-#   JAXFERRY_CUDA_ARCHITECTURES  numbers to compile for: by default those of 80, 90, 120 that the compiler knows
+#   JAXFERRY_CUDA_ARCHITECTURES  numbers to compile for: by default those of the environment variable of that name, or
+#                                of 80, 90, 120 that the compiler knows
 set(JAXFERRY_NVCC "" CACHE FILEPATH "The CUDA compiler; by default the system's, else the PyPI package's")
-set(JAXFERRY_CUDA_ARCHITECTURES "" CACHE STRING "Architectures to compile for, such as 80;90; by default 80;90;120")
+set(JAXFERRY_CUDA_ARCHITECTURES "$ENV{JAXFERRY_CUDA_ARCHITECTURES}" CACHE STRING "Architectures to compile for, such as 80;90; by default 80;90;120")
 
 # Folders of packages: the Python's that builds, and the one that holds the FFI headers' jaxlib.
 function(jaxferry_find_site_packages result)
