@@ -117,11 +117,12 @@ def critical_path(of: Run) -> list[int]:
     Each starts the instant its predecessor ends, and the first one starts at 0.
     """
     tasks = of.schedule.tasks
-    before: list[int | None] = []
+    before: dict[int, int | None] = {}
     last: dict[Lane, int] = {}
-    for task in tasks:
-        before.append(last.get(task.lane))
-        last[task.lane] = len(before) - 1
+    # In the order in which a lane has taken them, which need not be that of the list (updates by need).
+    for index in sorted(range(len(tasks)), key=lambda index: (of.starts_s[index], of.ends_s[index], index)):
+        before[index] = last.get(tasks[index].lane)
+        last[tasks[index].lane] = index
     updates = [index for index, task in enumerate(tasks) if task.kind is Kind.UPDATE and task.step == 0]
     current = max(updates, key=lambda index: of.ends_s[index])
     path = [current]

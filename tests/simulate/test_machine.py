@@ -77,6 +77,17 @@ def test_no_step_is_shorter_than_a_lane_s_load_or_its_critical_path(case):
 
 @deterministic
 @given(planned())
+def test_a_critical_path_has_no_gap_where_the_host_updates_by_need(case):
+    schedule = dataclasses.replace(schedule_step(*case), updates_by_need=True)
+    run = machine.run(repeat(schedule, 3))
+    path = machine.critical_path(run)
+    assert run.starts_s[path[0]] == 0
+    for before, after in itertools.pairwise(path):
+        assert run.ends_s[before] == run.starts_s[after]
+
+
+@deterministic
+@given(planned())
 def test_memory_is_never_negative_and_all_but_residents_is_given_back(case):
     timeline = simulate(*case).device_bytes
     resident = timeline[0][1]
