@@ -70,23 +70,14 @@ def installed(model):
     return model
 
 
-def without_most_of_ours():
-    """All models; of those that are written here most are marked slow."""
-    often = {
-        "nnx_net",
-        "linen_translator",
-        "linen_routed_experts",
-        "nnx_pallas",
-        "nnx_resnet",
-        "nnx_lora",
-        "linen_albert",
-    }
+def without_most():
+    """All models; most are marked slow."""
+    often = {"nnx_net", "nnx_pallas", "nnx_lora", "bert", "gpt2", "llama", "vit", "mamba", "graph_attention"}
     for model in registry.MODELS:
-        is_slow = model.package is None and name_of(model) not in often
-        yield pytest.param(model, marks=[pytest.mark.slow] if is_slow else [], id=name_of(model))
+        yield pytest.param(model, marks=[] if name_of(model) in often else [pytest.mark.slow], id=name_of(model))
 
 
-@pytest.mark.parametrize("model", without_most_of_ours())
+@pytest.mark.parametrize("model", without_most())
 def test_losses_are_those_of_plain_optax_and_segments_those_of_its_blocks(model):
     comparison = compare(installed(model).make())
     assert len(set(comparison.losses)) > 1, "nothing was trained"

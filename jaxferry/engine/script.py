@@ -28,6 +28,10 @@ LEAST_BYTES = 1024
 """What smaller values would take from a transfer's latency is more than the memory that they take."""
 
 
+_SCALAR_BYTES = 8
+"""What each program leaves until the step ends: the norm of its gradient, and whether its outputs are finite."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Event:
     """One program of a step.
@@ -284,7 +288,8 @@ def peak_bytes(
         parameters = resident + copies[place]
         # While one cotangent is added to another there are both and their sum.
         backward = sum(cotangents.values()) + 2 * sum(map(graph.num_bytes, added)) + sum(kept)
-        held = parameters + other - away[place] + gradients[place] + backward + other_bytes
+        scalars = _SCALAR_BYTES * (place + 1)
+        held = parameters + other - away[place] + gradients[place] + backward + scalars + other_bytes
         peak_parameters = max(peak_parameters, parameters)
         peak_held = max(peak_held, held)
         peak_total = max(peak_total, held + temporary_bytes.get(event.use, 0))

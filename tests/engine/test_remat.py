@@ -140,7 +140,8 @@ def test_segments_that_are_not_left_to_the_plan_stay_as_they_are(gpt):
     assert (chosen["h_0"], chosen["h_1"], chosen["h_2"], chosen["h_3"]) == ("full", "full", POLICY, "none")
 
 
-@pytest.mark.parametrize("profile", ["estimate", pytest.param("measure", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_policy_auto_chooses_recomputation_by_the_profile_and_the_same_plan_is_run_again(gpt, tmp_path, profile):
     """By the planner's count of bytes, which has no temporaries; so with a smaller budget than the engine's."""
     options = {"policy": "auto", "profile": profile}

@@ -294,6 +294,7 @@ def test_training_learns_and_says_so(cache, text, tmp_path, capsys):
     assert "a sample" in printed
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_by_bit(small, cache, text, tmp_path):
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     assert run(text, "--steps", 6, "--metrics", whole) == 0
