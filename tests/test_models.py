@@ -77,7 +77,7 @@ def without_most():
         yield pytest.param(model, marks=[] if name_of(model) in often else [pytest.mark.slow], id=name_of(model))
 
 
-@pytest.mark.parametrize("model", without_most())
+@pytest.mark.parametrize("model", list(without_most()))
 def test_losses_are_those_of_plain_optax_and_segments_those_of_its_blocks(model):
     comparison = compare(installed(model).make())
     assert len(set(comparison.losses)) > 1, "nothing was trained"

@@ -151,6 +151,18 @@ def initialise_nnx(make: Callable[[], nnx.Module]) -> Any:
     return nnx.merge(nnx.graphdef(nnx.eval_shape(make)), quickly(lambda: nnx.state(make()))())
 
 
+def stateful_nnx_task(make: Callable[[], nnx.Module], loss_of: Callable[[Any, Any], Any], batch: Any) -> Task:
+    """An NNX model; whatever it holds beside parameters is handed in, and comes back as aux."""
+    graph, params, rest = split_nnx(initialise_nnx(make), nnx.Param, ...)
+
+    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        model = nnx.merge(graph, params, batch["state"], copy=True)
+        loss = loss_of(model, batch)
+        return loss, nnx.state(model, nnx.Not(nnx.Param))
+
+    return Task(loss_fn, params, {**batch, "state": rest}, lambda batch, aux: {**batch, "state": aux})
+
+
 def adapters(depth: int = 4, width: int = 16, rank: int = 2, vocab: int = 32) -> Task:
     """A residual net with low-rank adapters beside its kernels, a norm and a tied head, of plain functions."""
     generator = np.random.default_rng(0)

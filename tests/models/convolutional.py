@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx, split_nnx
+from models import Task, initialise, stateful_nnx_task
 
 
 class ResidualBlock(nn.Module):
@@ -101,14 +101,11 @@ class NnxResNet(nnx.Module):
 
 def nnx_resnet() -> Task:
     """The NNX ResNet; what `nnx.BatchNorm` has counted comes back as aux."""
-    graph, params, statistics = split_nnx(initialise_nnx(lambda: NnxResNet(nnx.Rngs(0))), nnx.Param, nnx.BatchStat)
 
-    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        model = nnx.merge(graph, params, batch["state"], copy=True)
-        return _classification(model(batch["images"]), batch), nnx.state(model, nnx.BatchStat)
+    def loss_of(model: Any, batch: Any) -> jax.Array:
+        return _classification(model(batch["images"]), batch)
 
-    batch = {**_labelled_images(8), "state": statistics}
-    return Task(loss_fn, params, batch, lambda batch, aux: {**batch, "state": aux})
+    return stateful_nnx_task(lambda: NnxResNet(nnx.Rngs(0)), loss_of, _labelled_images(8))
 
 
 class UNet(nn.Module):

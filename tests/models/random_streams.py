@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models import Task, gpt, initialise, initialise_nnx, next_token_loss, split_nnx
+from models import Task, gpt, initialise, next_token_loss, stateful_nnx_task
 
 
 class Noisy(nn.Module):
@@ -76,14 +76,9 @@ class DropoutNet(nnx.Module):
 
 def nnx_dropout() -> Task:
     """An NNX model that draws from its own `nnx.Rngs`: what they have counted comes back as aux."""
-    graph, params, rest = split_nnx(
-        initialise_nnx(lambda: DropoutNet(64, 16, 3, nnx.Rngs(0, dropout=1))), nnx.Param, ...
-    )
 
-    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        model = nnx.merge(graph, params, batch["state"], copy=True)
-        loss = next_token_loss(model(batch["tokens"][:, :-1]), batch["tokens"])
-        return loss, nnx.state(model, nnx.Not(nnx.Param))
+    def loss_of(model: Any, batch: Any) -> jax.Array:
+        return next_token_loss(model(batch["tokens"][:, :-1]), batch["tokens"])
 
     tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
-    return Task(loss_fn, params, {"tokens": tokens, "state": rest}, lambda batch, aux: {**batch, "state": aux})
+    return stateful_nnx_task(lambda: DropoutNet(64, 16, 3, nnx.Rngs(0, dropout=1)), loss_of, {"tokens": tokens})

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from models import Task, initialise, initialise_nnx, next_token_loss, split_nnx
+from models import Task, initialise, next_token_loss, stateful_nnx_task
 
 
 class LstmNet(nn.Module):
@@ -55,12 +55,9 @@ class NnxRecurrent(nnx.Module):
 
 def nnx_lstm() -> Task:
     """LSTMs by `nnx.RNN`; the RNG streams for its initial states are state beside the parameters."""
-    graph, params, rest = split_nnx(initialise_nnx(lambda: NnxRecurrent(64, 16, nnx.Rngs(0))), nnx.Param, ...)
 
-    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        model = nnx.merge(graph, params, batch["state"], copy=True)
-        loss = next_token_loss(model(batch["tokens"][:, :-1]), batch["tokens"])
-        return loss, nnx.state(model, nnx.Not(nnx.Param))
+    def loss_of(model: Any, batch: Any) -> jax.Array:
+        return next_token_loss(model(batch["tokens"][:, :-1]), batch["tokens"])
 
     tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 64)
-    return Task(loss_fn, params, {"tokens": tokens, "state": rest}, lambda batch, aux: {**batch, "state": aux})
+    return stateful_nnx_task(lambda: NnxRecurrent(64, 16, nnx.Rngs(0)), loss_of, {"tokens": tokens})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from models import Task, initialise_nnx, next_token_loss, quickly, split_nnx
+from models import Task, next_token_loss, quickly, stateful_nnx_task
 from models.random_streams import next_key
 
 _VOCAB = 64
@@ -182,18 +182,6 @@ def resnet() -> Task:
     return Task(loss_fn, variables["params"], batch, lambda batch, aux: {**batch, "state": aux})
 
 
-def _nnx_task(make: Any, loss_of: Any, batch: Any) -> Task:
-    """An NNX model; whatever it holds beside parameters is handed in, and comes back as aux."""
-    graph, params, rest = split_nnx(initialise_nnx(make), nnx.Param, ...)
-
-    def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        model = nnx.merge(graph, params, batch["state"], copy=True)
-        loss = loss_of(model, batch)
-        return loss, nnx.state(model, nnx.Not(nnx.Param))
-
-    return Task(loss_fn, params, {**batch, "state": rest}, lambda batch, aux: {**batch, "state": aux})
-
-
 def attnax_decoder() -> Task:
     """A decoder of attnax: rotary positions, grouped queries, dropout, attention in blocks with an online softmax."""
     attnax = importlib.import_module("attnax")
@@ -216,7 +204,7 @@ def attnax_decoder() -> Task:
         hidden = model(batch["tokens"][:, :-1], deterministic=False)
         return next_token_loss(hidden @ jnp.eye(hidden.shape[-1], _VOCAB), batch["tokens"])
 
-    return _nnx_task(lambda: attnax.TransformerDecoder(nnx.Rngs(0), config), loss_of, {"tokens": _tokens()})
+    return stateful_nnx_task(lambda: attnax.TransformerDecoder(nnx.Rngs(0), config), loss_of, {"tokens": _tokens()})
 
 
 def attnax_vit() -> Task:
@@ -230,7 +218,7 @@ def attnax_vit() -> Task:
         return _entropy(model(batch["images"], deterministic=True), batch["labels"])
 
     batch = {"images": jax.random.normal(jax.random.key(1), (4, 8, 8, 3)), "labels": jnp.arange(4)}
-    return _nnx_task(lambda: attnax.VisionTransformer(nnx.Rngs(0), config), loss_of, batch)
+    return stateful_nnx_task(lambda: attnax.VisionTransformer(nnx.Rngs(0), config), loss_of, batch)
 
 
 def mamba() -> Task:
@@ -243,7 +231,7 @@ def mamba() -> Task:
     def loss_of(model: Any, batch: Any) -> jax.Array:
         return model(batch["tokens"], labels=batch["tokens"])["loss"]
 
-    return _nnx_task(lambda: mamba2.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)), loss_of, {"tokens": _tokens()})
+    return stateful_nnx_task(lambda: mamba2.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0)), loss_of, {"tokens": _tokens()})
 
 
 def graph_attention() -> Task:
@@ -261,4 +249,4 @@ def graph_attention() -> Task:
         "edges": jax.random.randint(jax.random.key(2), (2, 40), 0, 12),
         "labels": jnp.arange(12) % 3,
     }
-    return _nnx_task(make, loss_of, batch)
+    return stateful_nnx_task(make, loss_of, batch)
