@@ -62,3 +62,12 @@ def assert_same_bits(tree: Any, other: Any) -> None:
     """Every leaf of both trees has the same bits."""
     for (path, leaf), same in zip(jax.tree_util.tree_flatten_with_path(tree)[0], jax.tree.leaves(other), strict=True):
         assert np.asarray(leaf).tobytes() == np.asarray(same).tobytes(), jax.tree_util.keystr(path)
+
+
+def state_after(step, params, batch, num_steps):
+    """The state after steps on one batch, once its updates have ended."""
+    state = step.init(params)
+    for _ in range(num_steps):
+        state, _ = step(state, batch)
+    state.block_until_ready()
+    return state

@@ -1,52 +1,25 @@
 """Backwards that really fail, by a callback of the model's that raises: what becomes of the state."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxferry
+from faults import Fault, identity_that_calls
 from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
-from planned import assert_same_bits
+from planned import assert_same_bits, state_after
 
 DEPTH = 3
 BATCH = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 
 
-class Fault:
-    """An identity on the host, in the forward and in the backward, that can be made to raise.
-
-    Attributes:
-      at: which call raises, counted from 1; None for none.
-      times: how many calls do from there on.
-    """
-
-    def __init__(self):
-        self.at, self.times, self._count = None, 1, 0
-
-    def arm(self, at, times=1):
-        self.at, self.times, self._count = at, times, 0
-
-    def __call__(self, x):
-        self._count += 1
-        if self.at is not None and self.at <= self._count < self.at + self.times:
-            time.sleep(0.03)  # meanwhile gradients arrive, and layers behind this one are updated
-            raise RuntimeError("the callback broke")
-        return np.asarray(x)
-
-
 def make(fault, *, gradient=GradientPlace.DEVICE, mode=Mode.GFGB, **options):
     """A step of a perceptron with a residual around each layer, whose backward of each layer calls `fault`."""
 
-    def call(x):
-        return jax.pure_callback(fault, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    faulty = jax.custom_vjp(call)
-    faulty.defvjp(lambda x: (call(x), None), lambda _, g: (call(g),))
+    faulty = identity_that_calls(fault)
 
     def loss_fn(params, x):
         for i in range(DEPTH):
@@ -62,14 +35,6 @@ def make(fault, *, gradient=GradientPlace.DEVICE, mode=Mode.GFGB, **options):
     return jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), plan=plan, **options), params
 
 
-def trained(step, params, num_steps):
-    state = step.init(params)
-    for _ in range(num_steps):
-        state, _ = step(state, BATCH)
-    state.block_until_ready()
-    return state
-
-
 @pytest.mark.parametrize("threads", ["lanes", "one for the device"])
 @pytest.mark.parametrize("mode", [Mode.RELOAD, pytest.param(Mode.RESIDENT, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gradient", list(GradientPlace))
@@ -78,10 +43,10 @@ def test_a_callback_that_raises_once_costs_no_step_and_no_bit(gradient, mode, th
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     fault = Fault()
     step, params = make(fault, gradient=gradient, mode=mode)
-    expected = [trained(step, params, n).params for n in range(5)]
+    expected = [state_after(step, params, BATCH, n).params for n in range(5)]
     num_tried_again = 0
     for at in range(1, 2 * DEPTH + 1):
-        state = trained(step, params, 2)
+        state = state_after(step, params, BATCH, 2)
         fault.arm(at)
         with pytest.raises(jaxferry.TaskError, match="the callback broke") as caught:
             for _ in range(2):  # a device may tell of it late
@@ -107,10 +72,10 @@ def test_micro_batches_are_taken_back_tried_again_or_given_up_to_the_last_update
     step.init(params)
     if sums == "by transfers":
         step.prepare(BATCH)._executor._kept = frozenset()
-    expected = [trained(step, params, 3 * n).params for n in range(4)]
+    expected = [state_after(step, params, BATCH, 3 * n).params for n in range(4)]
     for before in (3, 4, 5):
         for at in range(1, 2 * DEPTH + 1):
-            state = trained(step, params, before)
+            state = state_after(step, params, BATCH, before)
             fault.arm(at)
             with pytest.raises(jaxferry.TaskError, match="the callback broke") as caught:
                 step(state, BATCH)
@@ -132,7 +97,7 @@ def test_micro_batches_are_taken_back_tried_again_or_given_up_to_the_last_update
 def test_a_callback_that_raises_again_after_an_update_marks_the_state():
     fault = Fault()
     step, params = make(fault)
-    state = trained(step, params, 1)
+    state = state_after(step, params, BATCH, 1)
     fault.arm(2 * DEPTH, times=100)
     with pytest.raises(jaxferry.TaskError, match="tried again when the state is next used"):
         step(state, BATCH)

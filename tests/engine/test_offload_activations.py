@@ -15,6 +15,7 @@ import pytest
 
 import jaxferry
 import models
+from faults import Fault, identity_that_calls
 from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
@@ -23,7 +24,7 @@ from jaxferry.simulate import machine
 from jaxferry.simulate.report import simulate_schedule
 from jaxferry.simulate.trace import chrome_trace
 from models import encoder_decoder, random_streams
-from planned import assert_same_bits, plan_of, train
+from planned import assert_same_bits, plan_of, state_after, train
 from profiles import transformer, with_modes
 from watched import device_arrays, watched_steps
 
@@ -327,31 +328,10 @@ BATCH = np.linspace(-1, 1, 64 * 8, dtype=np.float32).reshape(64, 8)
 DEPTH = 6
 
 
-class Fault:
-    """An identity on the host, in the forward and in the backward, whose `at`-th call raises."""
-
-    def __init__(self):
-        self.at, self._count = None, 0
-
-    def arm(self, at):
-        self.at, self._count = at, 0
-
-    def __call__(self, x):
-        self._count += 1
-        if self._count == self.at:
-            time.sleep(0.03)  # meanwhile gradients arrive, and layers behind this one are updated
-            raise RuntimeError("the callback broke")
-        return np.asarray(x)
-
-
 def make(fault, **options):
     """A perceptron with a residual around each layer, whose forward and backward of each layer call `fault`."""
 
-    def call(x):
-        return jax.pure_callback(fault, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    faulty = jax.custom_vjp(call)
-    faulty.defvjp(lambda x: (call(x), None), lambda _, g: (call(g),))
+    faulty = identity_that_calls(fault)
 
     def loss_fn(params, x):
         skip = None
@@ -372,27 +352,19 @@ def make(fault, **options):
     return jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), **options), params
 
 
-def trained(step, params, num_steps):
-    state = step.init(params)
-    for _ in range(num_steps):
-        state, _ = step(state, BATCH)
-    state.block_until_ready()
-    return state
-
-
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("threads", ["lanes", "one for the device"])
 def test_a_callback_that_raises_once_costs_no_step_and_no_bit(threads, remat, monkeypatch):
     plain, params = make(Fault(), offload_activations=False, remat=remat)
-    expected = [trained(plain, params, n).params for n in range(5)]
+    expected = [state_after(plain, params, BATCH, n).params for n in range(5)]
     if threads != "lanes":
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     fault = Fault()
     step, params = make(fault, remat=remat)
-    state, num_tried_again = trained(step, params, 1), 0
+    state, num_tried_again = state_after(step, params, BATCH, 1), 0
     calls_a_step = (3 if remat == "full" else 2) * DEPTH - (remat == "full")
     for at in range(1, calls_a_step + 1):
-        state = trained(step, params, 2)
+        state = state_after(step, params, BATCH, 2)
         fault.arm(at)
         with pytest.raises(jaxferry.TaskError, match="the callback broke") as caught:
             for _ in range(2):  # a device may tell of it late
@@ -410,11 +382,11 @@ def test_a_callback_that_raises_once_costs_no_step_and_no_bit(threads, remat, mo
 @pytest.mark.parametrize("kind", MOVES)
 def test_a_move_that_fails_costs_no_step_and_no_bit(kind, threads, monkeypatch):
     plain, params = make(Fault(), offload_activations=False)
-    expected = [trained(plain, params, n).params for n in range(5)]
+    expected = [state_after(plain, params, BATCH, n).params for n in range(5)]
     if threads != "lanes":
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     step, params = make(Fault())
-    state = trained(step, params, 2)
+    state = state_after(step, params, BATCH, 2)
     executor = step.prepare(BATCH)._executor
     move, of_kind = executor._move, [i for i, t in enumerate(executor.schedule.tasks) if t.kind is kind]
     for failing in of_kind:
@@ -426,7 +398,7 @@ def test_a_move_that_fails_costs_no_step_and_no_bit(kind, threads, monkeypatch):
             move(index, *args)
 
         monkeypatch.setattr(executor, "_move", fails)
-        state = trained(step, params, 0)
+        state = state_after(step, params, BATCH, 0)
         with pytest.raises(jaxferry.TaskError, match=f"the {kind.value} of layer .* failed: no memory"):
             state, _ = step(state, BATCH)
         while state.step < 4:
@@ -439,7 +411,7 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(monkeypatch)
     draw = random.Random(0)
     plain, params = make(Fault(), offload_activations=False, remat="full")
     step, _ = make(Fault(), remat="full")
-    state, num_interrupts = trained(step, params, 1), 0
+    state, num_interrupts = state_after(step, params, BATCH, 1), 0
     executor = step.prepare(BATCH)._executor
     act = executor._act
 
@@ -459,4 +431,4 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(monkeypatch)
             num_interrupts += 1
     timer.join()
     assert num_interrupts > 3
-    assert_same_bits(state.params, trained(plain, params, state.step).params)
+    assert_same_bits(state.params, state_after(plain, params, BATCH, state.step).params)
