@@ -43,10 +43,11 @@ Written by `benchmarks/model_table.py` from `benchmarks/results/models.json`: no
 
 Each model is trained for {NUM_STEPS} steps of AdamW ({LEARNING_RATE:g}) twice, by JaxFerry under the policy `l2l` (each
 layer loaded for its forward, and again for its backward) and by a plain loop: `jax.value_and_grad` and
-`optimizer.update` in one `jax.jit`. The loss function is the same and knows of neither. *Segments* are what the loss
-function is cut into, *programs* how many of them differ. The last two columns are the most bytes of parameters that
-were on the device at a time, and all that there are: in models this small two blocks, or a table, are much of that;
-and a layer that is used several times in a row (ALBERT) is loaded for each use, so that two copies of it can be there.
+`optimizer.update` in one `jax.jit`, with float32 masters where parameters have 16 bits, as JaxFerry keeps them. The
+loss function is the same and knows of neither. *Segments* are what the loss function is cut into, *programs* how many
+of them differ. The last two columns are the most bytes of parameters that were on the device at a time, and all that
+there are: in models this small two blocks, or a table, are much of that; and a layer that is used several times in a
+row (ALBERT) is loaded for each use, so that two copies of it can be there.
 """
 
 

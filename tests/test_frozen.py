@@ -343,6 +343,63 @@ def test_evaluation_and_budgets_know_frozen_layers(task):
     assert Mode.RELOAD in tight.prepare(task.batch).modes
 
 
+def quantised(dtype):
+    """Products with frozen matrices of that dtype, each beside a trained adapter."""
+    draw = np.random.default_rng(3)
+
+    def matrix():
+        whole = draw.integers(-100, 100, (WIDTH, WIDTH))
+        return jnp.asarray({bool: whole % 2, jnp.float8_e4m3fn: whole / 16}.get(dtype, whole), dtype)
+
+    def layer():
+        adapter = {"a": draw.normal(size=(WIDTH, RANK)).astype(np.float32), "b": np.zeros((RANK, WIDTH), np.float32)}
+        return {"q": matrix(), "scale": np.full(WIDTH, 1 / 300, np.float32), "lora": adapter}
+
+    params = {f"h_{i}": layer() for i in range(DEPTH)}
+
+    def loss_fn(params, batch):
+        x = batch
+        for i in range(DEPTH):
+            q, scale, lora = (params[f"h_{i}"][name] for name in ("q", "scale", "lora"))
+            product = x @ (q.real.astype(jnp.float32) * scale) + x @ lora["a"] @ lora["b"]
+            x = x + jnp.tanh(product)
+        return jnp.mean((x - 1) ** 2)
+
+    return models.Task(loss_fn, params, draw.normal(size=(8, WIDTH)).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, bool, jnp.int32, jnp.complex64, jnp.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_frozen_parameters_of_dtypes_that_cannot_be_trained_are_as_plain_optax_sees_them(dtype, transport, tmp_path):
+    task = quantised(dtype)
+    adapters = {name: layer["lora"] for name, layer in task.params.items()}
+
+    def loss_of_adapters(adapters, batch):
+        return task.loss_fn({name: {**task.params[name], "lora": adapters[name]} for name in adapters}, batch)
+
+    _, expected = models.plain_loop(models.Task(loss_of_adapters, adapters, task.batch), ADAMW, 4)
+    modes = itertools.cycle([Mode.RELOAD, Mode.DHA, Mode.GFGB, Mode.RESIDENT])
+    plan = Plan("any", 1.0, tuple(LayerPlan(name, mode) for name, mode in zip(task.params, modes, strict=False)))
+    step = jaxferry.train_step(
+        task.loss_fn, ADAMW, plan=plan, transport=transport, trainable=lambda path: "lora" in path
+    )
+    state, losses = train(step, task, 2)
+    step.save(state, tmp_path / "run")
+    state = step.restore(tmp_path / "run")
+    for _ in range(2):
+        state, metrics = step(state, task.batch)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+    for name, layer in task.params.items():
+        assert_same_bits(state.params[name]["q"], layer["q"])
+
+
+def test_what_cannot_be_trained_must_be_frozen():
+    task = quantised(jnp.int8)
+    with pytest.raises(jaxferry.InputError, match=r"'h_0/q' has dtype int8; .* freeze it by trainable="):
+        jaxferry.train_step(task.loss_fn, ADAMW).init(task.params)
+
+
 def test_lora_of_nnx_is_fine_tuned_in_its_own_tree():
     class Net(nnx.Module):
         def __init__(self, rngs):

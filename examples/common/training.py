@@ -88,10 +88,14 @@ class Run:
             progress = stack.enter_context(make_progress())
             task = progress.add_task("compiling", total=steps, completed=self.state.step)
             try:
+                is_compiled = False
                 while self.state.step < steps:
-                    record = self.train_one()
-                    if out:
-                        print(json.dumps(record), file=out, flush=True)
+                    # An interrupt must not part a step from its record, nor what is carried from its state.
+                    with deferred_interrupts() if is_compiled or self.carried else contextlib.nullcontext():
+                        record = self.train_one()
+                        if out:
+                            print(json.dumps(record), file=out, flush=True)
+                    is_compiled = True
                     speed = f"{record[f'{self.unit}_per_s']:,.0f} {self.unit}/s  {record['step_s']:.3f} s/step"
                     told = f"loss {record['loss']:.4f}  {speed}"
                     progress.update(task, completed=self.state.step, description=told)
@@ -106,10 +110,8 @@ class Run:
         start_s = time.perf_counter()
         index = self.state.step
         batch = {**self.train_batches(index), **self.carried}
-        # What is carried belongs to its state: an interrupt must not part them.
-        with deferred_interrupts() if self.carried else contextlib.nullcontext():
-            self.state, metrics = self.step(self.state, batch)
-            self.carried, told = self.split(metrics.get("aux", {}))
+        self.state, metrics = self.step(self.state, batch)
+        self.carried, told = self.split(metrics.get("aux", {}))
         loss = float(metrics["loss"])
         step_s = time.perf_counter() - start_s
         return {

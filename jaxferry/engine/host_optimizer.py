@@ -30,8 +30,8 @@ from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer, Part
 
 NOT_SEPARABLE = (
-    "the optimizer looks at all parameters at once{where}; it is run as one update after the last gradient, "
-    "so updates do not overlap the backward (for clipping by global norm use clip_norm= instead)"
+    "the optimizer looks at all parameters at once, or cannot be shown not to{where}; it is run as one update after "
+    "the last gradient, so updates do not overlap the backward (for clipping by global norm use clip_norm= instead)"
 )
 NOT_BY_PART = (
     "the optimizer looks at whole stacked parameters ({leaves}: {reason}); the layers that hold parts of them have one "

@@ -234,15 +234,24 @@ def _abstract_params(
     for index, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise InputError(f"parameter {path!r} is a {type(leaf).__name__}, not an array")
+        if index in frozen:
+            dtypes.append(np.dtype(leaf.dtype))
+            continue
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise InputError(
                 f"parameter {path!r} has dtype {leaf.dtype}; only real floating-point parameters can be trained: "
-                "keep others out of params, for instance in the batch"
+                "freeze it by trainable=, or keep it out of params, for instance in the batch"
             )
         # Updates need the precision of fp32 even where the model was stored in 16 bits.
-        dtypes.append(np.dtype(leaf.dtype if index in frozen else jnp.promote_types(leaf.dtype, jnp.float32)))
-    computed = [jax.ShapeDtypeStruct(leaf.shape, compute_dtype or leaf.dtype) for leaf in leaves]
+        dtypes.append(np.dtype(np.float32 if leaf.dtype.itemsize < 4 else leaf.dtype))
+    computed = [jax.ShapeDtypeStruct(leaf.shape, _computed_dtype(leaf.dtype, compute_dtype)) for leaf in leaves]
     return jax.tree.unflatten(tree, computed), dtypes
+
+
+def _computed_dtype(dtype: Any, compute_dtype: Any) -> Any:
+    """What the loss function sees; quantised parameters as they are, since it has scales of its own for them."""
+    is_plain = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize > 1
+    return compute_dtype if compute_dtype is not None and is_plain else dtype
 
 
 def _check_outputs(graph: Graph) -> tuple[int, jax.tree_util.PyTreeDef | None]:

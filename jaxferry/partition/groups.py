@@ -22,6 +22,9 @@ Path = tuple[str, ...]
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 _WRAPPERS = frozenset({"value", "raw_value"})
 
+NO_NAME = "(no name)"
+"""Of a layer whose path is empty strings alone."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -64,6 +67,7 @@ def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[G
         Group("/".join(name) if names["/".join(name)] == 1 else "/".join(paths[leaves[0]][common:]), tuple(leaves))
         for name, leaves in found
     ]
+    groups = [group if group.name else dataclasses.replace(group, name=NO_NAME) for group in groups]
     return tuple(sorted(groups, key=lambda group: group.leaves))
 
 

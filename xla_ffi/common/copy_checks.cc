@@ -12,13 +12,19 @@ ffi::Error CheckCount(const char* operation, const char* name, size_t size, size
                                 " arrays, got " + std::to_string(size));
 }
 
-// That the array has the vector's dtype, one of ours, and lies inside it from the offset on.
+// That the array has the vector's dtype and lies inside it from the offset on.
 ffi::Error CheckPart(const char* operation, const std::string& name, ffi::AnyBuffer array, ffi::AnyBuffer vector,
                      int64_t offset) {
-  Dtype dtype;
-  JAXFERRY_RETURN_IF_ERROR(CheckFloating(operation, "the host vector", vector, &dtype));
   JAXFERRY_RETURN_IF_ERROR(CheckSameDtype(operation, name.c_str(), array, "the host vector", vector));
   return CheckInside(operation, ("the host vector of " + name).c_str(), vector, offset, array.element_count(), 1);
+}
+
+// Likewise, and that the dtype is one of ours.
+ffi::Error CheckFloatingPart(const char* operation, const std::string& name, ffi::AnyBuffer array, ffi::AnyBuffer vector,
+                             int64_t offset) {
+  Dtype dtype;
+  JAXFERRY_RETURN_IF_ERROR(CheckFloating(operation, "the host vector", vector, &dtype));
+  return CheckPart(operation, name, array, vector, offset);
 }
 
 std::string ArrayName(size_t i) { return "array " + std::to_string(i); }
@@ -32,7 +38,7 @@ ffi::Error CheckRead(ffi::AnyBuffer vector, ffi::RemainingRets results, Integers
   JAXFERRY_RETURN_IF_ERROR(CheckCount(operation, "offsets", offsets.size(), results.size()));
   for (size_t i = 0; i < results.size(); ++i) {
     ffi::AnyBuffer array = **results.get<ffi::AnyBuffer>(i);
-    JAXFERRY_RETURN_IF_ERROR(CheckPart(operation, ArrayName(i), array, vector, offsets[i]));
+    JAXFERRY_RETURN_IF_ERROR(CheckFloatingPart(operation, ArrayName(i), array, vector, offsets[i]));
     copies->push_back({At(vector, offsets[i]), array.untyped_data(), NumBytes(array), std::nullopt});
   }
   return ffi::Error::Success();
@@ -76,7 +82,7 @@ ffi::Error CheckFerryStore(ffi::RemainingArgs arguments, ffi::AnyBuffer result, 
   JAXFERRY_RETURN_IF_ERROR(CheckAliased(operation, "the host vector", vector, result));
   for (size_t i = 0; i < num_arrays; ++i) {
     ffi::AnyBuffer array = *arguments.get<ffi::AnyBuffer>(i);
-    JAXFERRY_RETURN_IF_ERROR(CheckPart(operation, ArrayName(i), array, vector, offsets[i]));
+    JAXFERRY_RETURN_IF_ERROR(CheckFloatingPart(operation, ArrayName(i), array, vector, offsets[i]));
     copies->push_back(
         {array.untyped_data(), At(vector, offsets[i]), NumBytes(array), add ? FindDtype(vector) : std::nullopt});
   }
