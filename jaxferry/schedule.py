@@ -230,6 +230,20 @@ def repeat(step: Schedule, steps: int) -> Schedule:
     return dataclasses.replace(step, tasks=tuple(tasks), steps=steps)
 
 
+def leading_loads(step: Schedule) -> tuple[int, ...]:
+    """The first tasks of the link up, as far as they wait for nothing else of their own step.
+
+    They may be done before anything is known of the step but that it will come.
+    """
+    leading: list[int] = []
+    for index, task in enumerate(step.tasks):
+        if task.lane is Lane.H2D:
+            if task.kind not in (Kind.LOAD, Kind.RELOAD) or not set(task.after) <= set(leading):
+                break
+            leading.append(index)
+    return tuple(leading)
+
+
 @dataclasses.dataclass
 class _Copy:
     """A copy of a group's parameters on the device: its load, and its last use so far."""

@@ -26,6 +26,7 @@ from jaxferry.engine import (
     Executor,
     HostOptimizer,
     LossScale,
+    OneAhead,
     Peak,
     Programs,
     Recorder,
@@ -38,6 +39,7 @@ from jaxferry.engine import (
     choose_transport,
     fit_plan,
     kept_layers,
+    loads_ahead,
     lower_plan,
     make_lanes,
     make_placement,
@@ -214,7 +216,7 @@ class TrainStep:
         self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
         self._placement = make_placement(device)
         self._transport = choose_transport(transport, self._placement)
-        self._lanes = make_lanes(self._placement)
+        self._lanes, self._one_ahead = make_lanes(self._placement), OneAhead()
         self._recorder = Recorder(options.record_steps) if options.record_steps else None
         self._params: Any = None
         self._master_dtypes: dict[int, np.dtype] = {}
@@ -286,6 +288,7 @@ class TrainStep:
         """
         key = _structure(args, kwargs)
         if key not in self._prepared:
+            self._one_ahead.take(None)  # what is measured is not to be disturbed
             self._prepared[key] = self._prepare(args, kwargs)
         return self._prepared[key]
 
@@ -360,6 +363,7 @@ class TrainStep:
         """
         self._check(state)
         evaluator = self._evaluator(function, args, kwargs)
+        self._one_ahead.take(None)
         state.settle()
         state.arrange(evaluator.partition.layers)
         state.fill()
@@ -384,6 +388,8 @@ class TrainStep:
 
     def save(self, state: TrainState, path: str | os.PathLike[str]) -> None:
         """Saves parameters, optimizer state and step number as an Orbax checkpoint; waits for updates in flight.
+
+        With `accumulate` that is the state after the last update: micro-batches since then are not in it, nor counted.
 
         Args:
           state: the training state.
@@ -442,7 +448,7 @@ class TrainStep:
     def _adopt(self, params: Any) -> tuple[Layer, ...]:
         """Remembers the model's tree; returns the layers that its paths suggest."""
         compute_dtype, hidden = self._compute_dtype(params), frozen_leaves(self._options.trainable, params)
-        layers = layers_by_path(params, compute_dtype)
+        layers = layers_by_path(params, compute_dtype, hidden)
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         if self._optimizer is None or self._params != abstract:
             self._params, self._prepared, self._layers = abstract, {}, None
@@ -458,7 +464,7 @@ class TrainStep:
         return layers
 
     def _compute_dtype(self, params: Any) -> Any:
-        is_single = all(np.dtype(leaf.dtype) == np.float32 for leaf in jax.tree.leaves(params))
+        is_single = all(getattr(leaf, "dtype", None) == np.float32 for leaf in jax.tree.leaves(params))
         by_default = jnp.bfloat16 if self._placement.platform != "cpu" and is_single else None
         return by_default if self._options.compute_dtype is None else self._options.compute_dtype
 
@@ -561,13 +567,13 @@ class TrainStep:
             uses = shadow_model(variants.of(recomputes), derivatives, modes, gradients)
             return [*uses, *onto_sums(uses)] if options.accumulate > 1 else uses
 
-        def peak_of(modes: Sequence[Mode], recomputes: Sequence[bool]) -> Peak:
+        def peak_of(modes: Sequence[Mode], recomputes: Sequence[bool], ahead: Sequence[int] = ()) -> Peak:
             # What programs need beside their arguments is known once they are compiled.
             programs.require(uses_of(modes, recomputes))
             made = variants.of(recomputes)
             script = make_script(made, derivatives, modes, gradients, options.offload_activations)
             other_bytes = transport.staging_bytes + sum(made.layers[layer].trained.num_bytes for layer in kept)
-            needs = (programs.temporary_bytes, other_bytes, num_kept_backwards(self._placement))
+            needs = (programs.temporary_bytes, other_bytes, num_kept_backwards(self._placement), ahead)
             return peak_bytes(made, derivatives, lowered(modes, recomputes), script, modes, *needs)
 
         # Sums that stay save transfers that are hidden anyway, so they go before any layer is loaded twice.
@@ -580,6 +586,7 @@ class TrainStep:
         programs.require(uses)
         programs.keep(uses)
         schedule = choose_update_order(lowered(modes, recomputes))
+        ahead = loads_ahead(schedule, functools.partial(peak_of, modes, recomputes), budget)
         executor = Executor(
             parts,
             programs,
@@ -596,8 +603,10 @@ class TrainStep:
             recorder=self._recorder,
             accumulate=options.accumulate,
             kept=kept,
+            loads_ahead=ahead,
+            one_ahead=self._one_ahead,
         )
-        peak = peak_of(modes, recomputes)
+        peak = peak_of(modes, recomputes, ahead)
         return Prepared(parts, plan, tuple(modes), peak, programs.num_executables, schedule, executor)
 
     def _plan(self, variants: Variants, programs: Programs) -> tuple[Plan, Profile | None]:

@@ -17,7 +17,8 @@ class Watch:
     """Counts device bytes whenever a load or a program has been issued.
 
     Attributes:
-      most: the most bytes of arrays that were not there before the step, or belong to RESIDENT copies.
+      most: the most bytes of arrays that were not there before the step, or belong to RESIDENT copies or to those that
+        have been loaded for it ahead.
       most_parameters: the most bytes among them of parameters.
     """
 
@@ -30,8 +31,8 @@ class Watch:
         self._held = {}
 
     def start(self, state):
-        resident = {id(a) for held in state.resident.values() for a in held.arrays}
-        self._known = {id(a) for a in device_arrays()} - resident
+        copies = [*state.resident.values(), *(state.ahead.copies.values() if state.ahead is not None else ())]
+        self._known = {id(a) for a in device_arrays()} - {id(a) for held in copies for a in held.arrays}
         self.most = self.most_parameters = 0
 
     def _watched(self, function):

@@ -8,6 +8,7 @@ Lanes       the threads that it has    Recorder    when each task started and en
 """
 
 from jaxferry.engine import checkpoint
+from jaxferry.engine.ahead import OneAhead
 from jaxferry.engine.evaluator import Evaluator
 from jaxferry.engine.executor import Executor, make_lanes, num_kept_backwards
 from jaxferry.engine.fit import fit_modes, fit_plan
@@ -19,7 +20,7 @@ from jaxferry.engine.measure import measure_profile
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.programs import Programs, derivatives_of, lower, trace_program
 from jaxferry.engine.recorder import Recorder
-from jaxferry.engine.script import Event, Peak, kept_layers, lower_plan, make_script, peak_bytes
+from jaxferry.engine.script import Event, Peak, kept_layers, loads_ahead, lower_plan, make_script, peak_bytes
 from jaxferry.engine.shadow import Kind, Source, Target, Use, onto_sums, resident_layers, shadow_model
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.transfers import Transport
@@ -35,6 +36,7 @@ __all__ = [
     "HostOptimizer",
     "Kind",
     "LossScale",
+    "OneAhead",
     "Peak",
     "Placement",
     "Programs",
@@ -52,6 +54,7 @@ __all__ = [
     "fit_modes",
     "fit_plan",
     "kept_layers",
+    "loads_ahead",
     "lower",
     "lower_plan",
     "make_lanes",

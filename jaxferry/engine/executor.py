@@ -5,7 +5,8 @@
            +---- update (CPU backend): clip, Optax, cast <------------------ host gradient <---+
 
 A step returns when its gradients are on the host. Its updates go on meanwhile, and a load of the next step waits for
-just the update that it needs. Every device buffer is deleted as soon as its last reader has been issued.
+just the update that it needs, not even for that step to be called. Every device buffer is deleted as soon as its last
+reader has been issued.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.engine.ahead import Ahead, OneAhead
 from jaxferry.engine.flight import Flight, StepResult
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Lanes, TaskList, Work
-from jaxferry.engine.marks import Marks
+from jaxferry.engine.marks import Marks, StepMarks
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs, squared_norm
 from jaxferry.engine.recorder import Recorder
@@ -61,6 +63,8 @@ class Executor:
       recorder: what remembers when tasks started and ended; None for nothing.
       accumulate: of how many micro-batches each update takes the mean gradient.
       kept: layers whose gradients are added up on the device; those of the others, in host memory.
+      loads_ahead: the first loads of a step, as far as they may be done before it is called.
+      one_ahead: knows of all that has been loaded ahead.
     """
 
     def __init__(
@@ -80,6 +84,8 @@ class Executor:
         recorder: Recorder | None = None,
         accumulate: int = 1,
         kept: Iterable[int] = (),
+        loads_ahead: Sequence[int] = (),
+        one_ahead: OneAhead | None = None,
     ) -> None:
         self.partition, self.programs, self.schedule = partition, programs, schedule
         self._script, self._resident = list(script), frozenset(resident)
@@ -88,6 +94,7 @@ class Executor:
         self._checks_gradients = skip_nonfinite or checks_gradients
         self._transfers, self._lanes, self._recorder = transport, lanes, recorder
         self._accumulate, self._kept = accumulate, frozenset(kept)
+        self._loads_ahead, self._one_ahead = tuple(loads_ahead), one_ahead or OneAhead()
         self._tasks = TaskList(schedule)
         self._places = programs_of(schedule)
         self._drops = _drops(schedule, self._places)
@@ -116,13 +123,26 @@ class Executor:
           TaskError: if a task fails, of this step or of the one before.
         """
         with deferred_interrupts() as interrupts:
-            previous = self._previous(state)
-            flight = self._begin(state, batch)
-            self._transfers.reset_peak(state.resident.values() if previous is None else None)
-            lanes = (Lane.GPU, Lane.D2H)
-            flight.marks = None if self._marks is None else self._marks.begin()
-            flight.work = work = self._lanes.make(self._tasks, functools.partial(self._act, state, flight), previous)
+            ahead = self._ahead_of(state)
+            try:
+                previous = self._previous(state)
+                flight = self._begin(state, batch)
+            except BaseException:
+                if ahead is not None:
+                    ahead.discard()
+                raise
+            action = functools.partial(self._act, state, flight)
+            if ahead is None:
+                self._transfers.reset_peak(state.resident.values() if previous is None else None)
+                flight.marks = None if self._marks is None else self._marks.begin()
+                flight.work = self._lanes.make(self._tasks, action, previous)
+            else:
+                self._transfers.reset_peak()
+                flight.marks, flight.copies, flight.work = ahead.marks, ahead.copies, ahead.work
+                flight.work.open(action)
+            work, lanes = flight.work, (Lane.GPU, Lane.D2H)
             self._lanes.submit(work)
+            self._begin_ahead(state, work)
             work.wait(lanes, interrupts.are_raised)
             again = functools.partial(self._again, state, flight)
             if work.is_over(lanes) and not work.is_stopped and work.failure is None:
@@ -131,8 +151,7 @@ class Executor:
                     self._recorder.add(work, flight.marks)
                 if (result := self._finished(state, flight)) is not None:
                     return result
-            # Some programs may have been issued whose marks never come.
-            self._marks = self._make_marks()
+            self._discard_ahead(state)
             is_sum_lost = flight.has_added and not flight.is_updating and self._replay.has_lost_sums(flight)
             if work.failure is not None and is_sum_lost:
                 # All gradients since the last update are lost with it.
@@ -172,6 +191,41 @@ class Executor:
                 return known.work
         state.settle()
         return None
+
+    def _ahead_of(self, state: TrainState) -> Ahead | None:
+        """What has been loaded for this step; frees what has been for another, or cannot be used."""
+        ahead = state.ahead
+        self._one_ahead.take(ahead)
+        if ahead is None:
+            return None
+        is_fresh = state.in_flight is None or state.in_flight.finish is None
+        is_same = ahead.work.list is self._tasks and state.resident.keys() == self._resident
+        if is_fresh and is_same and ahead.is_good:
+            state.ahead = None
+            return ahead
+        self._discard_ahead(state)
+        return None
+
+    def _begin_ahead(self, state: TrainState, work: Work) -> None:
+        """Loads what the next step reads first, as this one's updates end."""
+        if not self._loads_ahead:
+            return
+        copies: dict[int, DeviceLayer] = {}
+        marks = None if self._marks is None else self._marks.begin()
+        action = functools.partial(self._load, state.vectors, copies, marks)
+        state.ahead = Ahead(
+            self._lanes.begin_ahead(self._tasks, action, work, self._loads_ahead), copies, marks, self._transfers
+        )
+        self._one_ahead.put(state.ahead)
+
+    def _discard_ahead(self, state: TrainState) -> None:
+        """Frees what has been loaded for a next step."""
+        # Some programs may have been issued whose marks never come.
+        self._marks = self._make_marks()
+        if state.ahead is not None:
+            self._one_ahead.take(state.ahead)
+            state.ahead.discard()
+            state.ahead = None
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> Flight:
         leaves = [jax.device_put(leaf, self._placement.device) for leaf in batch]
@@ -280,8 +334,7 @@ class Executor:
         task = self._tasks.tasks[index]
         layer = self.partition.segments[task.layer].layer
         if task.kind in (TaskKind.LOAD, TaskKind.RELOAD):
-            held = flight.copies[index] = self._transfers.load(layer, state.vectors[layer], flight.mark(index))
-            self._arrived(held)
+            self._load(state.vectors, flight.copies, flight.marks, index)
         elif task.kind is TaskKind.REFRESH and flight.is_last:
             self._transfers.drop(state.resident[layer])
             held = state.resident[layer] = self._transfers.load(layer, state.vectors[layer], flight.mark(index))
@@ -298,6 +351,15 @@ class Executor:
         elif task.kind is TaskKind.FETCH:
             values = self._script[self._moves[index]].fetches
             self._move(index, values, flight.away, flight.values, self._placement.device, flight)
+        return True
+
+    def _load(
+        self, vectors: Sequence[Vectors], copies: dict[int, DeviceLayer], marks: StepMarks | None, index: int
+    ) -> bool:
+        layer = self.partition.segments[self._tasks.tasks[index].layer].layer
+        mark = None if marks is None else marks.of(index)
+        held = copies[index] = self._transfers.load(layer, vectors[layer], mark)
+        self._arrived(held)
         return True
 
     def _move(

@@ -7,6 +7,7 @@
 
 It knows nothing of what a task does: that is an action given with the list. Lists follow each other as steps do: a task
 may wait for tasks of the list before (`Task.after_previous`), so the end of one step overlaps the start of the next.
+Its first loads need not even wait for it to be submitted (`Lanes.begin_ahead`).
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Work:
         self._ready_updates: list[tuple[tuple[int, int], int]] = []
         self._successor: Work | None = None
         self._num_threads = 0
+        self._ahead: collections.deque[int] = collections.deque()
+        self._is_open = True
         self.begin_s = time.perf_counter()
         self.starts_s, self.ends_s = [0.0] * count, [0.0] * count
         if previous is not None:
@@ -113,6 +116,11 @@ class Work:
         has_ended = all(self._num_left[lane] == 0 for lane in lanes)
         return has_ended or ((self.is_stopped or self.failure is not None) and self._num_threads == 0)
 
+    def wait_ahead(self) -> None:
+        """Returns when what can be done ahead has been done, or the work has stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_threads == 0)
+
     def stop(self) -> None:
         """Starts no further task, and returns when those that are under way have ended."""
         with self._changed:
@@ -126,6 +134,14 @@ class Work:
         with self._changed:
             self.is_committed |= not self.is_stopped
             return self.is_committed
+
+    def open(self, action: Action) -> None:
+        """Lets work that has begun ahead be submitted; tasks that have not started yet are done by this action."""
+        with self._changed:
+            self._action, self._is_open = action, True
+            self._ahead.clear()
+            self._changed.notify_all()
+            self.begin_s = min([time.perf_counter(), *(start_s for start_s in self.starts_s if start_s)])
 
     def end(self, index: int) -> None:
         """Notes that a task has ended whose action returned False."""
@@ -188,28 +204,77 @@ class Work:
     def do(self, lanes: Sequence[Lane]) -> None:
         """Does the tasks of these lanes; the body of a thread."""
         try:
-            while (index := self._next_task(lanes)) is not None:
-                self.starts_s[index] = time.perf_counter()
-                try:
-                    has_ended = self._action(index)
-                except BaseException as error:
-                    self._fail(index, error)
-                    raise
-                if has_ended:
-                    self.end(index)
+            while (found := self._next_task(lanes)) is not None:
+                work, index = found
+                work._do(index)
+                if work is not self:
+                    work._leave()
         finally:
-            with self._changed:
-                self._num_threads -= 1
-                self._changed.notify_all()
+            self._leave()
 
-    def _next_task(self, lanes: Sequence[Lane]) -> int | None:
+    def do_ahead(self) -> None:
+        """Does the tasks that need not wait for the rest to be submitted; the body of a thread."""
+        try:
+            while (index := self._next_ahead()) is not None:
+                self._do(index)
+        finally:
+            self._leave()
+
+    def _do(self, index: int) -> None:
+        self.starts_s[index] = time.perf_counter()
+        try:
+            has_ended = self._action(index)
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for the work
+            self._fail(index, error)
+            return
+        if has_ended:
+            self.end(index)
+
+    def _leave(self) -> None:
+        """A thread has done what it had to."""
+        with self._changed:
+            self._num_threads -= 1
+            self._changed.notify_all()
+
+    def _next_task(self, lanes: Sequence[Lane]) -> tuple[Work, int] | None:
+        """What comes next in these lanes: a task, of this work or ahead of the next; None if nothing is left."""
         with self._changed:
             while self._has_left(lanes) and not self.is_stopped and self.failure is None:
+                if (ahead := self._take_of_successor(lanes)) is not None:
+                    return ahead
                 index = self._take(lanes)
+                if index is not None:
+                    return self, index
+                self._changed.wait()
+        return None
+
+    def _next_ahead(self) -> int | None:
+        with self._changed:
+            while self._ahead and not self.is_stopped and self.failure is None:
+                index = self._take_ahead()
                 if index is not None:
                     return index
                 self._changed.wait()
+            if not self._is_open:
+                self._action = _nothing
         return None
+
+    def _take_ahead(self) -> int | None:
+        if not self._ahead or self.is_stopped or self.failure is not None or self._missing[self._ahead[0]]:
+            return None
+        self._next[Lane.H2D] += 1
+        return self._ahead.popleft()
+
+    def _take_of_successor(self, lanes: Sequence[Lane]) -> tuple[Work, int] | None:
+        """A load ahead of the next work, where one thread has several lanes, and this work has no loads left."""
+        later = self._successor
+        if later is None or Lane.H2D not in lanes or self._next[Lane.H2D] < len(self.list.by_lane[Lane.H2D]):
+            return None
+        index = later._take_ahead()
+        if index is None:
+            return None
+        later._num_threads += 1
+        return later, index
 
     def _fail(self, index: int, error: BaseException) -> None:
         with self._changed:
@@ -251,6 +316,30 @@ class Lanes:
         """
         with self._changed:
             return Work(tasks, action, previous, self._changed)
+
+    def begin_ahead(self, tasks: TaskList, action: Action, previous: Work, loads: Sequence[int]) -> Work:
+        """Prepares a run and does its first loads, each once what it waits for of the run before has ended.
+
+        Args:
+          tasks: the list.
+          action: does one of these loads.
+          previous: the run before, which has been submitted.
+          loads: the first tasks of the link up, which wait for no other tasks of their own list.
+
+        Returns:
+          The work: `open` it and submit it, or stop it.
+        """
+        with self._changed:
+            work = Work(tasks, action, previous, self._changed)
+            work._is_open = False
+            work._ahead.extend(loads)
+            work._num_threads += 1
+        number = next(i for i, lanes in enumerate(self._lanes) if Lane.H2D in lanes)
+        try:
+            self._threads[number].submit(work.do_ahead)
+        except RuntimeError:  # the process is ending
+            work._leave()
+        return work
 
     def resume(self, work: Work) -> None:
         """Goes on with work that has failed, from the task that did."""

@@ -9,9 +9,10 @@ over this list.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import LayerProfile, Profile
-from jaxferry.schedule import CROSSING_SLOTS, Lane, ProgramFacts, Schedule, schedule_step
+from jaxferry.schedule import CROSSING_SLOTS, Lane, ProgramFacts, Schedule, leading_loads, schedule_step
 from jaxferry.schedule import Kind as TaskKind
 
 LEAST_BYTES = 1024
@@ -255,6 +256,7 @@ def peak_bytes(
     temporary_bytes: Mapping[Use, int],
     other_bytes: int = 0,
     num_kept: int = 0,
+    ahead: Sequence[int] = (),
 ) -> Peak:
     """Adds up the most that can be held at each program, however long the transfers take.
 
@@ -267,10 +269,11 @@ def peak_bytes(
       temporary_bytes: device memory that each program needs beside its arguments and results; none if not there.
       other_bytes: device memory that is taken all the time, beside RESIDENT layers.
       num_kept: of how many backward programs before the running one cotangents are kept.
+      ahead: loads that may be done in the step before.
     """
     graph = partition.graph
     resident = sum(partition.layers[layer].num_bytes for layer in resident_layers(partition, modes))
-    copies, gradients, away = _held_by_transfers(schedule, script, partition)
+    copies, gradients, away = _held_by_transfers(schedule, script, partition, ahead)
     other = sum(graph.num_bytes(v) for v in (*graph.batch, *graph.constants, *partition.prelude_outputs))
     peak_parameters = peak_held = peak_total = resident
     cotangents: dict[int, int] = {}
@@ -301,14 +304,39 @@ def peak_bytes(
     return Peak(peak_parameters, peak_held, peak_total)
 
 
+def loads_ahead(
+    schedule: Schedule, peak_of: Callable[[Sequence[int]], Peak], budget_bytes: int | None = None
+) -> tuple[int, ...]:
+    """The loads that a step may do before it is called, as soon as the updates of the step before let it.
+
+    They are the leading ones, as many as fit: there are never more bytes of parameters than within one step, and no
+    more bytes of all than the budget has.
+
+    Args:
+      schedule: the tasks of a step.
+      peak_of: the most device memory that a step needs where these loads are done in the step before.
+      budget_bytes: device memory; None for no limit.
+    """
+    leading, within = leading_loads(schedule), peak_of(())
+
+    def takes_more(count: int) -> bool:
+        peak = peak_of(leading[:count])
+        return peak.parameters > within.parameters or (budget_bytes is not None and peak.total > budget_bytes)
+
+    counts = range(1, len(leading) + 1)
+    return leading[: bisect.bisect_right(counts, False, key=takes_more)]
+
+
 def _held_by_transfers(
-    schedule: Schedule, script: Sequence[Event], partition: Partition
+    schedule: Schedule, script: Sequence[Event], partition: Partition, ahead: Sequence[int] = ()
 ) -> tuple[list[int], list[int], list[int]]:
     """At each place of the script, the most bytes of copies of parameters, and of gradients, that there can be.
 
     A copy may be there as soon as the last program has ended that its load waits for. A gradient may be there until the
     first program that waits for its transfer, or for one behind it. Likewise for values: the third result is the bytes
     of those that are in host memory alone, however long the transfers take.
+
+    The loads in `ahead` may be done in the step before, behind all that its link up has to do.
     """
     tasks, places, loss_place = schedule.tasks, programs_of(schedule), len(partition.segments) - 1
     moves, num_places = moves_of(schedule, script), len(script)
@@ -332,6 +360,10 @@ def _held_by_transfers(
     copies, gradients, away = [0] * num_places, [0] * num_places, [0] * num_places
     for copy, last in last_use.items():
         for place in range(last_program[copy] + 1, last + 1):
+            copies[place] += layers[tasks[copy].layer].num_bytes
+    for copy in ahead:
+        ended = [*tasks[copy].after_previous, *([before[Lane.H2D]] if Lane.H2D in before else [])]
+        for place in range(max((last_program[earlier] for earlier in ended), default=-1) + 1, num_places):
             copies[place] += layers[tasks[copy].layer].num_bytes
     free_from = num_places
     away_from: dict[int, int] = {}

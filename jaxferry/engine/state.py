@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxferry.engine.ahead import Ahead
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Work
@@ -107,6 +108,7 @@ class TrainState:
       optimizer: what updates it.
       damage: what went wrong if a failure left the state between two steps, else None.
       in_flight: the last step, while its updates are under way.
+      ahead: what has been loaded for the next step, or is on its way.
       accumulated: what micro-batches have left for the next update.
       loss_scale: what the loss is multiplied by for the backward.
     """
@@ -129,6 +131,7 @@ class TrainState:
         self.resident: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
         self.in_flight: UnderWay | None = None
+        self.ahead: Ahead | None = None
         self.accumulated = Accumulated()
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
         self._frozen: dict[Key, jax.Array] = {}
@@ -302,8 +305,10 @@ class TrainState:
         return cut(known[None], leaf.part, self._placement)
 
     def block_until_ready(self) -> None:
-        """Waits until every update in flight has ended."""
+        """Waits until every update in flight has ended, and every load for the next step that waits for no more."""
         self.settle()
+        if self.ahead is not None:
+            self.ahead.work.wait_ahead()
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.units])
 
     def _make_units(self, masters: Pieces, state: Pieces | None) -> list[Unit]:

@@ -1,5 +1,6 @@
 """The threads that run task lists: what starts when, what happens to failures, how close they come to the simulator."""
 
+import functools
 import itertools
 import threading
 import time
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from jaxferry.engine.lanes import ONE_EACH, Lanes, TaskList
 from jaxferry.errors import StateError
 from jaxferry.modes import Mode
-from jaxferry.schedule import Kind, Lane, ProgramFacts, schedule_step
+from jaxferry.schedule import Kind, Lane, ProgramFacts, leading_loads, schedule_step
 from jaxferry.simulate import machine
 from profiles import deterministic, planned, transformer, with_modes
 
@@ -23,13 +24,15 @@ def facts(profile):
 
 
 def chain(lanes, schedule, num_steps, action):
-    """Runs steps one after the other as the engine does; returns all of them."""
-    tasks, works = TaskList(schedule), []
+    """Runs steps one after the other as the engine does, each begun ahead; returns all of them."""
+    tasks, loads = TaskList(schedule), leading_loads(schedule)
+    works = [lanes.make(tasks, functools.partial(action, 0))]
     for step in range(num_steps):
-        previous = works[-1] if works else None
-        works.append(lanes.make(tasks, lambda index, step=step: action(step, index), previous))
         lanes.submit(works[-1])
-        works[-1].wait((Lane.GPU, Lane.D2H))
+        if step < num_steps - 1:
+            works.append(lanes.begin_ahead(tasks, functools.partial(action, step + 1), works[-1], loads))
+            works[-2].wait((Lane.GPU, Lane.D2H))
+            works[-1].open(functools.partial(action, step + 1))
     works[-1].wait()
     return works
 
@@ -97,6 +100,54 @@ def test_the_next_step_starts_before_the_last_update_has_ended():
     forwards = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.FORWARD]
     updates = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.UPDATE]
     assert starts[1][forwards[0]] < max(ends[0][i] for i in updates)
+
+
+@pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
+def test_loads_of_the_next_step_start_before_it_is_submitted_once_their_updates_have_ended(threads):
+    profile = transformer(6)
+    modes = [Mode.DHA] * 3 + [Mode.GFGB] * 3
+    schedule = schedule_step(profile, with_modes(profile, modes), facts(profile))
+    lanes, tasks, done = Lanes(threads), TaskList(schedule), []
+    work = lanes.make(tasks, lambda index: bool(time.sleep(2e-3)) or True)
+    lanes.submit(work)
+    ahead = lanes.begin_ahead(tasks, lambda index: done.append(index) or True, work, leading_loads(schedule))
+    work.wait()
+    ahead.wait_ahead()
+    loads = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.LOAD]
+    assert done == loads and len(loads) == 3
+    last_backward = max(i for i, task in enumerate(schedule.tasks) if task.kind is Kind.BACKWARD)
+    for load in loads:
+        [update] = schedule.tasks[load].after_previous
+        assert work.ends_s[update] <= ahead.starts_s[load]
+    # The layers behind are updated first, and loaded while those before them are still in their backward.
+    assert ahead.ends_s[loads[0]] < work.starts_s[last_backward]
+    assert not ahead.is_over()
+    rest = []
+    ahead.open(lambda index: rest.append(index) or True)
+    lanes.submit(ahead)
+    ahead.wait()
+    assert ahead.failure is None and sorted(done + rest) == list(range(len(schedule.tasks)))
+
+
+@pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
+def test_a_load_that_fails_ahead_fails_that_step_alone_and_what_is_stopped_starts_no_more(threads):
+    profile = transformer(4)
+    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 4), facts(profile))
+    lanes, tasks = Lanes(threads), TaskList(schedule)
+
+    def failing(index):
+        raise OSError("no room")
+
+    for action in (failing, lambda index: True):
+        work = lanes.make(tasks, lambda index: True)
+        lanes.submit(work)
+        ahead = lanes.begin_ahead(tasks, action, work, leading_loads(schedule))
+        work.wait()
+        if action is failing:
+            ahead.wait_ahead()
+            assert str(ahead.failure.error) == "no room"
+        ahead.stop()
+        assert work.failure is None and work.is_over() and ahead.is_over()
 
 
 @pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])

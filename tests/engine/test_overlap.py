@@ -80,6 +80,13 @@ def delayed(executor, draw, longest_s):
         return act(*args)
 
     executor._act = slow
+    load = executor._load
+
+    def slow_load(*args):
+        time.sleep(draw.random() * longest_s)
+        return load(*args)
+
+    executor._load = slow_load
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
@@ -255,6 +262,7 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
         expected, _ = other(expected, batch)
     assert num_interrupts > 3
     assert_same_bits(state.params, expected.params)
+    executor._one_ahead.take(None)
     resident = sum(held.num_bytes for held in state.resident.values())
     assert executor._transfers.device_bytes == resident
 

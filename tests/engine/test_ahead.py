@@ -1,0 +1,191 @@
+"""What a step has loaded before it is called: when it begins, what it takes, and when it is freed again."""
+
+import gc
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.engine.placement import Placement
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.native.library import library
+from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.schedule import Kind, Lane
+from planned import assert_same_bits, state_after
+from watched import device_arrays
+
+WIDTH, DEPTH = 64, 6
+BATCH = np.ones((4, WIDTH), np.float32)
+
+
+def perceptron():
+    generator = np.random.default_rng(0)
+    params = {f"l{i}": {"w": generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.1} for i in range(DEPTH)}
+
+    def loss_fn(params, x):
+        for name in params:
+            x = jax.numpy.tanh(x @ params[name]["w"])
+        return jax.numpy.mean(x**2)
+
+    return loss_fn, params
+
+
+def made(modes=(Mode.DHA,) * (DEPTH // 2) + (Mode.GFGB,) * (DEPTH // 2), **options):
+    loss_fn, params = perceptron()
+    layers = (LayerPlan(name, mode, GradientPlace.DEVICE) for name, mode in zip(params, modes, strict=True))
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=Plan("any", 1.0, tuple(layers)), **options)
+    return step, params
+
+
+@pytest.fixture(params=[False, True], ids=["a thread a lane", "one for the device"])
+def threads(request, monkeypatch):
+    if request.param:
+        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+
+
+def test_loads_begin_while_the_step_before_is_in_its_backward():
+    step, params = made(record_steps=4)
+    native = library("cpu")
+    native.set_bandwidth("store", 4 * WIDTH**2 / 0.04)
+    try:
+        state = state_after(step, params, BATCH, 5)
+    finally:
+        native.set_bandwidth("store", 0)
+    run = step.recorded()
+    tasks = list(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True))
+    earlier_s = []
+    for number in range(run.schedule.steps - 1):
+        last_offload = max(end for task, _, end in tasks if task.step == number and task.lane is Lane.D2H)
+        loads = [start for task, start, _ in tasks if task.step == number + 1 and task.kind is Kind.LOAD]
+        earlier_s.append(last_offload - min(loads))
+    assert np.median(earlier_s) > 0.04  # three more gradients leave by then, one after the other
+    assert len(state.ahead.copies) == DEPTH // 2
+
+
+def transport_of(step):
+    return step.prepare(BATCH)._executor._transfers
+
+
+LOADED_BYTES = DEPTH // 2 * 4 * WIDTH**2
+
+
+@pytest.mark.usefixtures("threads")
+def test_what_is_loaded_ahead_is_used_and_changes_no_bit(monkeypatch):
+    step, params = made()
+    transport, loaded = transport_of_new(step, params), []
+    load = transport.load
+    monkeypatch.setattr(transport, "load", lambda layer, *args: loaded.append(layer) or load(layer, *args))
+    state = state_after(step, params, BATCH, 5)
+    assert len(loaded) == 6 * DEPTH // 2
+    assert transport.device_bytes == LOADED_BYTES
+    other, _ = made((Mode.DHA,) * (DEPTH // 2) + (Mode.RESIDENT,) * (DEPTH // 2))
+    assert_same_bits(state.params, state_after(other, params, BATCH, 5).params)
+
+
+def transport_of_new(step, params):
+    step.init(params)
+    return transport_of(step)
+
+
+@pytest.mark.usefixtures("threads")
+def test_an_evaluation_has_the_device_for_itself_and_the_next_step_goes_on():
+    step, params = made()
+    state, expected = state_after(step, params, BATCH, 2), state_after(made()[0], params, BATCH, 3)
+    assert transport_of(step).device_bytes == LOADED_BYTES
+    step.evaluate(state, BATCH)
+    assert transport_of(step).device_bytes == 0
+    state, metrics = step(state, BATCH)
+    assert metrics["device_param_bytes_peak"] == LOADED_BYTES
+    assert_same_bits(state.params, expected.params)
+
+
+@pytest.mark.usefixtures("threads")
+def test_of_two_states_in_turn_only_one_has_layers_on_the_device():
+    step, params = made()
+    first, second = step.init(params), step.init(params)
+    for _ in range(3):
+        first, _ = step(first, BATCH)
+        second, metrics = step(second, BATCH)
+        first.block_until_ready()
+        second.block_until_ready()
+        assert transport_of(step).device_bytes == metrics["device_param_bytes_peak"] == LOADED_BYTES
+    assert_same_bits(first.params, second.params)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_batch_of_another_shape_frees_what_was_loaded_for_the_first():
+    step, params = made()
+    state = step.init(params)
+    for batch in (BATCH, np.ones((2, WIDTH), np.float32), BATCH, BATCH):
+        state, metrics = step(state, batch)
+        assert metrics["device_param_bytes_peak"] == LOADED_BYTES
+    state.block_until_ready()
+    assert transport_of(step).device_bytes == LOADED_BYTES
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_load_that_fails_ahead_is_tried_again_when_its_step_is_called(monkeypatch):
+    step, params = made()
+    expected = state_after(made()[0], params, BATCH, 4)
+    state = step.init(params)
+    transport, count = transport_of(step), []
+    load = transport.load
+
+    def failing(*args):
+        count.append(args)
+        if len(count) == 5:  # of the second step, while the first is running
+            raise MemoryError("no room")
+        return load(*args)
+
+    monkeypatch.setattr(transport, "load", failing)
+    for number in range(4):
+        state, _ = step(state, BATCH)
+        if number == 0:
+            state.block_until_ready()
+            assert not state.ahead.is_good
+    assert_same_bits(state.params, expected.params)
+    state.block_until_ready()
+    assert transport.device_bytes == LOADED_BYTES
+
+
+def test_no_more_is_loaded_ahead_than_fits_into_the_budget():
+    free, params = made()
+    free.init(params)
+    prepared = free.prepare(BATCH)
+    executor = prepared._executor
+    assert len(executor._loads_ahead) == DEPTH // 2
+    numbers = []
+    for budget in range(prepared.peak.total - LOADED_BYTES, prepared.peak.total + 1, LOADED_BYTES // 6):
+        step, _ = made(memory_budget=budget)
+        step.init(params)
+        found = step.prepare(BATCH)
+        numbers.append(len(found._executor._loads_ahead))
+        assert found.peak.total <= budget and found.modes == prepared.modes
+    assert numbers == sorted(numbers) and numbers[0] < numbers[-1] == DEPTH // 2
+
+
+def test_layers_that_are_dropped_within_a_step_take_no_more_memory_by_being_loaded_ahead():
+    step, params = made((Mode.RELOAD,) * DEPTH)
+    state = step.init(params)
+    for _ in range(4):
+        state, metrics = step(state, BATCH)
+        assert metrics["device_param_bytes_peak"] == step.prepare(BATCH).peak.parameters == 2 * 4 * WIDTH**2
+
+
+@pytest.mark.usefixtures("threads")
+def test_nothing_stays_on_the_device_once_the_training_step_is_gone():
+    gc.collect()
+    before = len(device_arrays())
+    step, params = made()
+    state = state_after(step, params, BATCH, 2)
+    assert len(device_arrays()) > before
+    del step, state
+    for _ in range(50):  # threads let go of what they have done a little later
+        gc.collect()
+        if len(device_arrays()) <= before:
+            break
+        time.sleep(0.05)
+    assert len(device_arrays()) <= before
