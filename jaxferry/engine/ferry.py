@@ -7,6 +7,7 @@ on the device. The buffers of a dropped layer are used again by the next one of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.marks import TaskMark
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport, Vectors
-from jaxferry.native import library, targets
+from jaxferry.native import NativeLibrary, library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 
@@ -32,7 +33,7 @@ class Ferry(Transport):
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
         # Copies that nobody has waited for: JAX knows nothing of them, so what they read and write must stay alive.
         self._under_way: dict[int, tuple[DeviceLayer, Vectors]] = {}
-        weakref.finalize(self, _wait_for_all, self._under_way)
+        weakref.finalize(self, _wait_for_all, self.library, self._under_way)
 
     def store(
         self,
@@ -147,7 +148,11 @@ def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> 
     return list(queued)
 
 
-def _wait_for_all(under_way: dict[int, tuple[DeviceLayer, Vectors]]) -> None:
-    """Issues the waits of copies that nobody will ask for."""
-    for held, _ in list(under_way.values()):
-        held.parameters()
+def _wait_for_all(native: NativeLibrary, under_way: dict[int, tuple[DeviceLayer, Vectors]]) -> None:
+    """Waits for copies that nobody will ask for; the collector calls it, so that no program of JAX may be run here."""
+    if under_way:
+        with contextlib.suppress(RuntimeError):  # of a load that has failed nothing is under way
+            # Then all that was issued has been put onto its queue.
+            jax.block_until_ready([held.arrays for held, _ in under_way.values()])
+        native.synchronize()
+        under_way.clear()
