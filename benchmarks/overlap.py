@@ -21,7 +21,7 @@ What the machine adds (memory bandwidth and cores that lanes share) cannot be to
 So the executor is also run dry: tasks wait for their profiled time and compute nothing, for 16 and 96 layers. Expected
 within 3 % of what is predicted.
 
-    python benchmarks/overlap.py [--dry] [--steps 5] [--rounds 8]
+    python benchmarks/overlap.py [--dry] [--steps 5] [--rounds 6]
 """
 
 import argparse
@@ -64,7 +64,7 @@ POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memfe
 CONFIG = model.Config(num_layers=24, num_heads=4, channels=256, max_length=128, vocab_size=2048)
 BATCH, LENGTH = 8, 128
 SHARE = 0.7
-NUM_PROFILES = 5
+NUM_PROFILES = 3
 NUM_PLAIN = 2
 AWAKE_S = 5e-4
 
@@ -263,7 +263,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="only the executor's own logic; writes nothing")
     parser.add_argument("--steps", type=int, default=5, help="steps of each policy in a row, the first not timed")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     arguments = parser.parse_args()
     dry = {}
     for num_layers, step_s in ((16, 1.0), (96, 2.0)):

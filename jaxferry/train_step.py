@@ -303,6 +303,7 @@ class TrainStep:
           **kwargs: likewise.
         """
         self._adopt(params)
+        self._one_ahead.take(None)
         parts = self._partition(args, kwargs)
         variants = Variants(parts, self._options.remat)
         self._host_optimizer().check_parts(parts.layers)

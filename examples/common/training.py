@@ -90,11 +90,7 @@ class Run:
             try:
                 is_compiled = False
                 while self.state.step < steps:
-                    # An interrupt must not part a step from its record, nor what is carried from its state.
-                    with deferred_interrupts() if is_compiled or self.carried else contextlib.nullcontext():
-                        record = self.train_one()
-                        if out:
-                            print(json.dumps(record), file=out, flush=True)
+                    record = self.train_one(out, is_compiled)
                     is_compiled = True
                     speed = f"{record[f'{self.unit}_per_s']:,.0f} {self.unit}/s  {record['step_s']:.3f} s/step"
                     told = f"loss {record['loss']:.4f}  {speed}"
@@ -105,23 +101,28 @@ class Run:
                 return True
         return False
 
-    def train_one(self):
-        """One step; returns what --metrics writes of it."""
+    def train_one(self, out, is_compiled):
+        """One step; returns what --metrics writes of it, to the file if there is one."""
         start_s = time.perf_counter()
         index = self.state.step
         batch = {**self.train_batches(index), **self.carried}
-        self.state, metrics = self.step(self.state, batch)
-        self.carried, told = self.split(metrics.get("aux", {}))
-        loss = float(metrics["loss"])
-        step_s = time.perf_counter() - start_s
-        return {
-            "step": index,
-            "loss": loss,
-            **{name: float(value) for name, value in told.items()},
-            f"{self.unit}_per_s": self.items_per_batch / step_s,
-            "step_s": step_s,
-            "device_param_bytes_peak": int(metrics["device_param_bytes_peak"]),
-        }
+        # An interrupt must not part a step from its record, nor what is carried from its state; compiling takes long.
+        with deferred_interrupts() if is_compiled or self.carried else contextlib.nullcontext():
+            self.state, metrics = self.step(self.state, batch)
+            self.carried, told = self.split(metrics.get("aux", {}))
+            loss = float(metrics["loss"])
+            step_s = time.perf_counter() - start_s
+            record = {
+                "step": index,
+                "loss": loss,
+                **{name: float(value) for name, value in told.items()},
+                f"{self.unit}_per_s": self.items_per_batch / step_s,
+                "step_s": step_s,
+                "device_param_bytes_peak": int(metrics["device_param_bytes_peak"]),
+            }
+            if out:
+                print(json.dumps(record), file=out, flush=True)
+        return record
 
     def split(self, aux):
         """What goes into the next batch, and what is told."""

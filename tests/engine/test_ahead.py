@@ -19,6 +19,7 @@ from watched import device_arrays
 
 WIDTH, DEPTH = 64, 6
 BATCH = np.ones((4, WIDTH), np.float32)
+LOADED_BYTES = DEPTH // 2 * 4 * WIDTH**2
 
 
 def perceptron():
@@ -69,13 +70,11 @@ def transport_of(step):
     return step.prepare(BATCH)._executor._transfers
 
 
-LOADED_BYTES = DEPTH // 2 * 4 * WIDTH**2
-
-
 @pytest.mark.usefixtures("threads")
 def test_what_is_loaded_ahead_is_used_and_changes_no_bit(monkeypatch):
     step, params = made()
-    transport, loaded = transport_of_new(step, params), []
+    step.init(params)
+    transport, loaded = transport_of(step), []
     load = transport.load
     monkeypatch.setattr(transport, "load", lambda layer, *args: loaded.append(layer) or load(layer, *args))
     state = state_after(step, params, BATCH, 5)
@@ -83,11 +82,6 @@ def test_what_is_loaded_ahead_is_used_and_changes_no_bit(monkeypatch):
     assert transport.device_bytes == LOADED_BYTES
     other, _ = made((Mode.DHA,) * (DEPTH // 2) + (Mode.RESIDENT,) * (DEPTH // 2))
     assert_same_bits(state.params, state_after(other, params, BATCH, 5).params)
-
-
-def transport_of_new(step, params):
-    step.init(params)
-    return transport_of(step)
 
 
 @pytest.mark.usefixtures("threads")
