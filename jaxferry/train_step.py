@@ -23,6 +23,7 @@ from jaxferry.choice import choose_plan, choose_update_order, needs_times
 from jaxferry.engine import (
     UNSCALED,
     Evaluator,
+    Event,
     Executor,
     HostOptimizer,
     LossScale,
@@ -568,14 +569,25 @@ class TrainStep:
             uses = shadow_model(variants.of(recomputes), derivatives, modes, gradients)
             return [*uses, *onto_sums(uses)] if options.accumulate > 1 else uses
 
-        def peak_of(modes: Sequence[Mode], recomputes: Sequence[bool], ahead: Sequence[int] = ()) -> Peak:
-            # What programs need beside their arguments is known once they are compiled.
-            programs.require(uses_of(modes, recomputes))
-            made = variants.of(recomputes)
-            script = make_script(made, derivatives, modes, gradients, options.offload_activations)
+        def scripted(modes: Sequence[Mode], recomputes: Sequence[bool]) -> list[Event]:
+            return make_script(variants.of(recomputes), derivatives, modes, gradients, options.offload_activations)
+
+        def peak_with(
+            made: Partition,
+            schedule: Schedule,
+            script: Sequence[Event],
+            modes: Sequence[Mode],
+            ahead: Sequence[int] = (),
+        ) -> Peak:
             other_bytes = transport.staging_bytes + sum(made.layers[layer].trained.num_bytes for layer in kept)
             needs = (programs.temporary_bytes, other_bytes, num_kept_backwards(self._placement), ahead)
-            return peak_bytes(made, derivatives, lowered(modes, recomputes), script, modes, *needs)
+            return peak_bytes(made, derivatives, schedule, script, modes, *needs)
+
+        def peak_of(modes: Sequence[Mode], recomputes: Sequence[bool]) -> Peak:
+            # What programs need beside their arguments is known once they are compiled.
+            programs.require(uses_of(modes, recomputes))
+            schedule, script = lowered(modes, recomputes), scripted(modes, recomputes)
+            return peak_with(variants.of(recomputes), schedule, script, modes)
 
         # Sums that stay save transfers that are hidden anyway, so they go before any layer is loaded twice.
         while kept and budget is not None and peak_of(plan.modes, plan.recomputes).total > budget:
@@ -586,13 +598,14 @@ class TrainStep:
         parts, uses = variants.of(recomputes), uses_of(modes, recomputes)
         programs.require(uses)
         programs.keep(uses)
-        schedule = choose_update_order(lowered(modes, recomputes))
-        ahead = loads_ahead(schedule, functools.partial(peak_of, modes, recomputes), budget)
+        schedule, script = choose_update_order(lowered(modes, recomputes)), scripted(modes, recomputes)
+        peak_ahead = functools.partial(peak_with, parts, schedule, script, modes)
+        ahead = loads_ahead(schedule, peak_ahead, budget)
         executor = Executor(
             parts,
             programs,
             schedule,
-            make_script(parts, derivatives, modes, gradients, options.offload_activations),
+            script,
             resident_layers(parts, modes),
             self._host_optimizer(),
             self._placement,
@@ -607,8 +620,7 @@ class TrainStep:
             loads_ahead=ahead,
             one_ahead=self._one_ahead,
         )
-        peak = peak_of(modes, recomputes, ahead)
-        return Prepared(parts, plan, tuple(modes), peak, programs.num_executables, schedule, executor)
+        return Prepared(parts, plan, tuple(modes), peak_ahead(ahead), programs.num_executables, schedule, executor)
 
     def _plan(self, variants: Variants, programs: Programs) -> tuple[Plan, Profile | None]:
         options = self._options

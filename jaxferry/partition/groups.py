@@ -64,10 +64,9 @@ def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[G
     found += [(paths[index][common:-1] or paths[index][-1:], [index]) for index in tables]
     names = collections.Counter("/".join(name) for name, _ in found)
     groups = [
-        Group("/".join(name) if names["/".join(name)] == 1 else "/".join(paths[leaves[0]][common:]), tuple(leaves))
+        Group("/".join(name if names["/".join(name)] == 1 else paths[leaves[0]][common:]) or NO_NAME, tuple(leaves))
         for name, leaves in found
     ]
-    groups = [group if group.name else dataclasses.replace(group, name=NO_NAME) for group in groups]
     return tuple(sorted(groups, key=lambda group: group.leaves))
 
 
