@@ -62,6 +62,39 @@ class TaskList:
                 self.waiting_next[earlier].append(index)
 
 
+class Monitor:
+    """One lock, and who waits under it for what: a task that ends wakes only those that may go on.
+
+    Attributes:
+      outside: those who wait for work to be done.
+
+    Args:
+      threads: the lanes that each thread runs.
+    """
+
+    def __init__(self, threads: Sequence[Sequence[Lane]]) -> None:
+        self._lock = threading.RLock()
+        self.outside = threading.Condition(self._lock)
+        self._of_lane: dict[Lane, threading.Condition] = {}
+        for lanes in threads:
+            self._of_lane |= dict.fromkeys(lanes, threading.Condition(self._lock))
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def thread_of(self, lane: Lane) -> threading.Condition:
+        """What the thread that runs a lane waits on."""
+        return self._of_lane[lane]
+
+    def wake_all(self) -> None:
+        """Lets everybody look again."""
+        for condition in (self.outside, *self._of_lane.values()):
+            condition.notify_all()
+
+
 class Work:
     """One run of a task list; made by `Lanes.make`.
 
@@ -76,8 +109,8 @@ class Work:
       is_committed: whether something has been done that cannot be undone, so that all of it must be.
     """
 
-    def __init__(self, tasks: TaskList, action: Action, previous: Work | None, changed: threading.Condition) -> None:
-        self.list, self._action, self._changed = tasks, action, changed
+    def __init__(self, tasks: TaskList, action: Action, previous: Work | None, monitor: Monitor) -> None:
+        self.list, self._action, self._monitor = tasks, action, monitor
         self.failure: Failure | None = None
         self.is_stopped = self.is_committed = False
         count = len(tasks.tasks)
@@ -104,12 +137,12 @@ class Work:
           lanes: the lanes.
           should_stop: looked at meanwhile; once it says so, no further task is started, unless the work is committed.
         """
-        with self._changed:
+        with self._monitor:
             while not self.is_over(lanes):
-                self._changed.wait(None if should_stop is None else _POLL_S)
+                self._monitor.outside.wait(None if should_stop is None else _POLL_S)
                 if should_stop is not None and not self.is_committed and should_stop():
                     self.is_stopped = True
-                    self._changed.notify_all()
+                    self._monitor.wake_all()
 
     def is_over(self, lanes: Sequence[Lane] = ALL_LANES) -> bool:
         """Whether nothing in these lanes is left to be done, or everything has stopped."""
@@ -118,34 +151,34 @@ class Work:
 
     def wait_ahead(self) -> None:
         """Returns when what can be done ahead has been done, or the work has stopped."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_threads == 0)
+        with self._monitor:
+            self._monitor.outside.wait_for(lambda: self._num_threads == 0)
 
     def stop(self) -> None:
         """Starts no further task, and returns when those that are under way have ended."""
-        with self._changed:
+        with self._monitor:
             self.is_stopped = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._num_threads == 0)
+            self._monitor.wake_all()
+            self._monitor.outside.wait_for(lambda: self._num_threads == 0)
             self._action = _nothing
 
     def commit(self) -> bool:
         """Asks for leave to do what cannot be undone; False if the work has stopped."""
-        with self._changed:
+        with self._monitor:
             self.is_committed |= not self.is_stopped
             return self.is_committed
 
     def open(self, action: Action) -> None:
         """Lets work that has begun ahead be submitted; tasks that have not started yet are done by this action."""
-        with self._changed:
+        with self._monitor:
             self._action, self._is_open = action, True
             self._ahead.clear()
-            self._changed.notify_all()
+            self._monitor.wake_all()
             self.begin_s = min([time.perf_counter(), *(start_s for start_s in self.starts_s if start_s)])
 
     def end(self, index: int) -> None:
         """Notes that a task has ended whose action returned False."""
-        with self._changed:
+        with self._monitor:
             self._end(index)
 
     def _follow(self, previous: Work) -> None:
@@ -164,17 +197,25 @@ class Work:
     def _end(self, index: int) -> None:
         self.ends_s[index] = time.perf_counter()
         self._is_done[index] = True
-        self._num_left[self.list.tasks[index].lane] -= 1
+        lane = self.list.tasks[index].lane
+        self._num_left[lane] -= 1
         for later in self.list.waiting[index]:
-            self._missing[later] -= 1
-            self._offer(later)
+            self._fewer_missing(later)
         if self._successor is not None:
             for later in self.list.waiting_next[index]:
-                self._successor._missing[later] -= 1
-                self._successor._offer(later)
+                self._successor._fewer_missing(later)
+        if not self._num_left[lane]:
+            self._monitor.thread_of(lane).notify_all()
+            self._monitor.outside.notify_all()
         if not any(self._num_left.values()):
             self._action = _nothing
-        self._changed.notify_all()
+
+    def _fewer_missing(self, index: int) -> None:
+        """One of the tasks that a task waits for has ended."""
+        self._missing[index] -= 1
+        self._offer(index)
+        if not self._missing[index]:
+            self._monitor.thread_of(self.list.tasks[index].lane).notify_all()
 
     def _take(self, lanes: Sequence[Lane]) -> int | None:
         """A task that may start now, of the first of these lanes that has one; None if there is none."""
@@ -232,29 +273,30 @@ class Work:
 
     def _leave(self) -> None:
         """A thread has done what it had to."""
-        with self._changed:
+        with self._monitor:
             self._num_threads -= 1
-            self._changed.notify_all()
+            if not self._num_threads:
+                self._monitor.outside.notify_all()
 
     def _next_task(self, lanes: Sequence[Lane]) -> tuple[Work, int] | None:
         """What comes next in these lanes: a task, of this work or ahead of the next; None if nothing is left."""
-        with self._changed:
+        with self._monitor:
             while self._has_left(lanes) and not self.is_stopped and self.failure is None:
                 if (ahead := self._take_of_successor(lanes)) is not None:
                     return ahead
                 index = self._take(lanes)
                 if index is not None:
                     return self, index
-                self._changed.wait()
+                self._monitor.thread_of(lanes[0]).wait()
         return None
 
     def _next_ahead(self) -> int | None:
-        with self._changed:
+        with self._monitor:
             while self._ahead and not self.is_stopped and self.failure is None:
                 index = self._take_ahead()
                 if index is not None:
                     return index
-                self._changed.wait()
+                self._monitor.thread_of(Lane.H2D).wait()
             if not self._is_open:
                 self._action = _nothing
         return None
@@ -277,13 +319,13 @@ class Work:
         return later, index
 
     def _fail(self, index: int, error: BaseException) -> None:
-        with self._changed:
+        with self._monitor:
             self._give_back(index)
             self.failure = self.failure or Failure(index, error)
             work: Work | None = self._successor
             while work is not None:
                 work.is_stopped, work = True, work._successor
-            self._changed.notify_all()
+            self._monitor.wake_all()
 
 
 def _nothing(index: int) -> bool:
@@ -300,7 +342,7 @@ class Lanes:
 
     def __init__(self, threads: Sequence[Sequence[Lane]] = ONE_EACH) -> None:
         self._lanes = [tuple(lanes) for lanes in threads]
-        self._changed = threading.Condition()
+        self._monitor = Monitor(self._lanes)
         # Python waits for them at its end, so that no update is cut off.
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"jaxferry {'+'.join(lanes)}") for lanes in self._lanes
@@ -314,8 +356,8 @@ class Lanes:
           action: does one of them.
           previous: the run of the same list whose tasks `after_previous` means; None if nothing of it is under way.
         """
-        with self._changed:
-            return Work(tasks, action, previous, self._changed)
+        with self._monitor:
+            return Work(tasks, action, previous, self._monitor)
 
     def begin_ahead(self, tasks: TaskList, action: Action, previous: Work, loads: Sequence[int]) -> Work:
         """Prepares a run and does its first loads, each once what it waits for of the run before has ended.
@@ -329,11 +371,12 @@ class Lanes:
         Returns:
           The work: `open` it and submit it, or stop it.
         """
-        with self._changed:
-            work = Work(tasks, action, previous, self._changed)
+        with self._monitor:
+            work = Work(tasks, action, previous, self._monitor)
             work._is_open = False
             work._ahead.extend(loads)
             work._num_threads += 1
+            self._monitor.thread_of(Lane.H2D).notify_all()
         number = next(i for i, lanes in enumerate(self._lanes) if Lane.H2D in lanes)
         try:
             self._threads[number].submit(work.do_ahead)
@@ -343,20 +386,20 @@ class Lanes:
 
     def resume(self, work: Work) -> None:
         """Goes on with work that has failed, from the task that did."""
-        with self._changed:
+        with self._monitor:
             work.failure = None
         self.submit(work)
 
     def submit(self, work: Work) -> None:
         """Has the threads do what is left of some work."""
-        with self._changed:
+        with self._monitor:
             work._num_threads += len(self._lanes)
         for number, (thread, lanes) in enumerate(zip(self._threads, self._lanes, strict=True)):
             try:
                 thread.submit(work.do, lanes)
             except RuntimeError as error:
-                with self._changed:
+                with self._monitor:
                     work.is_stopped = True
                     work._num_threads -= len(self._lanes) - number
-                    self._changed.notify_all()
+                    self._monitor.wake_all()
                 raise StateError("the process is ending, so nothing more is trained") from error
