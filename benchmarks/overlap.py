@@ -15,13 +15,14 @@ memory and more, so the model has few parameters for its compute. Figures for ea
 A machine that others use computes now faster, now slower, by more than these figures allow for. So a plain jitted
 gradient, with nothing of JaxFerry, is timed before and after each profile and each round of steps; programs count as so
 much slower in a round as it was slower there than at the time of the profile, in prediction and bounds alike. Ratios
-are medians over rounds; the JSON has each round.
+are medians over the half of the rounds in which other machines on the same hardware took the fewest of this one's
+cycles (where Linux tells: "steal" of /proc/stat); the JSON has each round.
 
 What the machine adds (memory bandwidth and cores that lanes share) cannot be told there from what the executor adds.
 So the executor is also run dry: tasks wait for their profiled time and compute nothing, for 16 and 96 layers. Expected
 within 3 % of what is predicted, in the quickest of some steps: a busy machine wakes threads up late, by milliseconds.
 
-    python benchmarks/overlap.py [--dry] [--steps 5] [--rounds 6]
+    python benchmarks/overlap.py [--dry] [--steps 4] [--rounds 6]
 """
 
 import argparse
@@ -36,7 +37,7 @@ from pathlib import Path
 
 # One core for XLA, one for the host's updates.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+os.environ["NPROC"] = "1"  # so many threads has XLA's CPU client; its own flags leave each program two
 os.environ["JAXFERRY_HOST_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # products in host memory are part of XLA's programs
 os.environ["JAXFERRY_CACHE_DIR"] = "off"  # what was measured while the machine was busy is measured again
@@ -63,7 +64,7 @@ from profiles import transformer
 
 POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memferry", "exact", "auto")
 CONFIG = model.Config(num_layers=24, num_heads=4, channels=256, max_length=128, vocab_size=2048)
-BATCH, LENGTH = 8, 128
+BATCH, LENGTH = 6, 128
 SHARE = 0.7
 NUM_PROFILES = 3
 NUM_PLAIN = 2
@@ -140,6 +141,15 @@ def speeds_for(profile):
     return {"load": sent / each_s, "store": received / each_s, "host": 8 * sent / each_s}
 
 
+def stolen_s():
+    """Seconds of its processors that this machine wanted and another one had, so far; 0 where that is not known."""
+    try:
+        ticks = int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8])
+    except (OSError, IndexError):
+        return 0.0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 class Model:
     """What is trained, and how fast the machine computes it at the moment."""
 
@@ -180,10 +190,14 @@ def slowed(schedule, factor):
     return dataclasses.replace(schedule, tasks=tuple(tasks))
 
 
-def round_of(schedule, work_s, step_s, slowness):
-    """One round of a policy: its median step, what was predicted and the bounds, with programs so much slower."""
+def round_of(schedule, work_s, step_s, slowness, stolen):
+    """One round of a policy: its median step, what was predicted and the bounds, with programs so much slower.
+
+    `stolen` are the seconds of processor time that were taken from this machine meanwhile.
+    """
     slow = slowed(schedule, slowness)
     return {
+        "stolen_s": stolen,
         "slowness": slowness,
         "measured_s": statistics.median(step_s),
         "predicted_s": machine.steady_step_s(slow),
@@ -193,10 +207,11 @@ def round_of(schedule, work_s, step_s, slowness):
 
 
 def row_of(row, rounds):
-    """The medians over a policy's rounds."""
-    medians = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+    """The medians over the quieter half of a policy's rounds."""
+    quiet = sorted(rounds, key=lambda one: one["stolen_s"])[: (len(rounds) + 1) // 2]
+    medians = {key: statistics.median(one[key] for one in quiet) for key in quiet[0]}
     ratios = {
-        f"measured_over_{name}": statistics.median(one["measured_s"] / one[f"{name}_s"] for one in rounds)
+        f"measured_over_{name}": statistics.median(one["measured_s"] / one[f"{name}_s"] for one in quiet)
         for name in ("predicted", "own_bound", "bound")
     }
     peak = {"peak_device_bytes": row.peak_device_bytes, "losses": list(row.losses)}
@@ -210,7 +225,11 @@ def trained(num_steps, num_rounds):
     for part, bytes_per_s in speeds.items():
         emulator.set_bandwidth(part, bytes_per_s)
     profile, plain_s = of.profile()
-    steps, plain = {}, []
+    steps, marks = {}, []
+
+    def mark(*_):
+        """How fast the machine is, and what was taken from it since the mark before."""
+        marks.append((of.plain_s(), stolen_s()))
 
     def make_step(policy):
         steps[policy] = jaxferry.train_step(of.loss_fn, jaxferry.adamw(1e-4), policy=policy, profile=profile)
@@ -224,20 +243,21 @@ def trained(num_steps, num_rounds):
         of.batch,
         num_steps=num_steps,
         num_rounds=num_rounds,
-        report=lambda policy, done, total: plain.append(of.plain_s()),
+        report=mark,
     )
-    plain.append(of.plain_s())
+    mark()
     losses = {row.losses for row in compared.rows if row.policy in ("zero-offload", "native-offload", "l2l")}
     assert len(losses) == 1, "policies that only move data differ in their losses"
-    plain = plain[len(POLICIES) :]  # the first round is not counted
+    marks = marks[len(POLICIES) :]  # the first round is not counted
     rows = []
     for place, row in enumerate(compared.rows):
         schedule, timed, rounds = steps[row.policy].prepare(of.batch).schedule, num_steps - 1, []
         for number in range(num_rounds):
             turn = number * len(POLICIES) + place
-            slowness = (plain[turn] + plain[turn + 1]) / 2 / plain_s
+            (before_s, stolen_before_s), (after_s, stolen_after_s) = marks[turn : turn + 2]
             of_round = row.step_s[number * timed : (number + 1) * timed]
-            rounds.append(round_of(schedule, compared.work_s, of_round, slowness))
+            slowness, stolen = (before_s + after_s) / 2 / plain_s, stolen_after_s - stolen_before_s
+            rounds.append(round_of(schedule, compared.work_s, of_round, slowness, stolen))
         rows.append(row_of(row, rounds))
     return compared, rows, profile, speeds
 
@@ -264,7 +284,7 @@ def print_rows(rows, title, *ratios):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="measure the executor's own logic alone anew")
-    parser.add_argument("--steps", type=int, default=5, help="steps of each policy in a row, the first not timed")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each policy in a row, the first not timed")
     parser.add_argument("--rounds", type=int, default=6)
     arguments = parser.parse_args()
     dry = {}
