@@ -3,7 +3,9 @@
 A GPT-2 is trained over an emulated link to an emulated host: both directions and the memory that updates work in are as
 fast as is needed for upload, download and host update to take SHARE of the time of compute each. All of it is done in
 earnest, and then waits until its time is over: compute on one core, copies and updates on the other. The two share
-memory and more, so the model has few parameters for its compute. Figures for each policy:
+memory and more, so the model has few parameters for its compute. SHARE is below 1 for a reason: gradients leave in
+backward order, so those that the next forward waits for are the last, and arrive only after the forward and then the
+whole download. Were download and compute equally long, a step would take 4/3 of either. Figures for each policy:
 
 - measured / predicted: the time of a step in a run, over what the simulator says of the same tasks with the times that
   the profiler measured. Expected between 0.9 and 1.1.
@@ -20,7 +22,9 @@ cycles (where Linux tells: "steal" of /proc/stat); the JSON has each round.
 
 What the machine adds (memory bandwidth and cores that lanes share) cannot be told there from what the executor adds.
 So the executor is also run dry: tasks wait for their profiled time and compute nothing, for 16 and 96 layers. Expected
-within 3 % of what is predicted, in the quickest of some steps: a busy machine wakes threads up late, by milliseconds.
+within 3 % of what is predicted, in the quickest DRY_ROW steps in a row, as a busy machine wakes threads up late, by
+milliseconds; a run of which more than DRY_STOLEN of the processors' time was taken away is repeated, up to
+MOST_DRY_RUNS times, and the quietest counts.
 
     python benchmarks/overlap.py [--dry] [--steps 4] [--rounds 6]
 """
@@ -63,10 +67,13 @@ from jaxferry.simulate import machine
 from profiles import transformer
 
 POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memferry", "exact", "auto")
-CONFIG = model.Config(num_layers=24, num_heads=4, channels=256, max_length=128, vocab_size=2048)
+CONFIG = model.Config(num_layers=48, num_heads=4, channels=192, max_length=128, vocab_size=2048)
 BATCH, LENGTH = 6, 128
 SHARE = 0.7
 NUM_PROFILES = 3
+DRY_ROW = 4
+DRY_STOLEN = 0.005
+MOST_DRY_RUNS = 4
 NUM_PLAIN = 2
 AWAKE_S = 5e-4
 
@@ -100,45 +107,14 @@ def dry_steps_s(schedule, num_steps):
     return [after - before for before, after in itertools.pairwise(ends_s)]
 
 
-def scaled(profile, factor):
-    layers = []
-    for layer in profile.layers:
-        known = {key: value for key, value in vars(layer).items() if key.endswith("_s") and value is not None}
-        times = {key: value * factor for key, value in known.items()}
-        layers.append(type(layer)(**{**vars(layer), **times}))
-    return type(profile)(profile.machine, tuple(layers))
-
-
-def dry_rows(num_layers, step_s, num_steps=10):
-    """The executor alone, for one size of model."""
-    profile = transformer(num_layers)
-    facts = ProgramFacts((True,) * num_layers, (False,) * num_layers)
-    rows = []
-    for policy in POLICIES:
-        plan = make_plan(profile, policy)
-        factor = step_s / machine.steady_step_s(schedule_step(profile, plan, facts))
-        slow = scaled(profile, factor)
-        schedule = choose_update_order(schedule_step(slow, plan, facts))
-        measured_s, predicted_s = dry_steps_s(schedule, num_steps), machine.steady_step_s(schedule)
-        rows.append(
-            {
-                "policy": policy,
-                "measured_s": min(measured_s),
-                "predicted_s": predicted_s,
-                "measured_over_predicted": min(measured_s) / predicted_s,
-                "step_s": measured_s,
-            }
-        )
-    return rows
-
-
-def speeds_for(profile):
-    """Bytes a second at which transfers and updates take SHARE of the time of a step's programs."""
-    each_s = SHARE * works_s(profile)["compute"]
-    sent = sum(profile.layers[group[0]].param_bytes for group in profile.groups)
-    received = sum(layer.grad_bytes for layer in profile.layers)
-    # Of each parameter: master and two moments both ways, the gradient, the compute copy, all in fp32.
-    return {"load": sent / each_s, "store": received / each_s, "host": 8 * sent / each_s}
+def quietest_dry_run(schedule, num_steps):
+    """The seconds of each step, and the share of the processors' time that was taken away meanwhile."""
+    runs = []
+    while len(runs) < MOST_DRY_RUNS and min(runs, default=(1.0,))[0] > DRY_STOLEN:
+        before_s, start_s = stolen_s(), time.perf_counter()
+        step_s = dry_steps_s(schedule, num_steps)
+        runs.append(((stolen_s() - before_s) / (time.perf_counter() - start_s) / os.cpu_count(), step_s))
+    return min(runs)
 
 
 def stolen_s():
@@ -150,6 +126,52 @@ def stolen_s():
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def scaled(profile, factor):
+    layers = []
+    for layer in profile.layers:
+        known = {key: value for key, value in vars(layer).items() if key.endswith("_s") and value is not None}
+        times = {key: value * factor for key, value in known.items()}
+        layers.append(type(layer)(**{**vars(layer), **times}))
+    return type(profile)(profile.machine, tuple(layers))
+
+
+def dry_rows(num_layers, step_s, num_steps=8):
+    """The executor alone, for one size of model."""
+    profile = transformer(num_layers)
+    facts = ProgramFacts((True,) * num_layers, (False,) * num_layers)
+    rows = []
+    for policy in POLICIES:
+        plan = make_plan(profile, policy)
+        factor = step_s / machine.steady_step_s(schedule_step(profile, plan, facts))
+        slow = scaled(profile, factor)
+        schedule = choose_update_order(schedule_step(slow, plan, facts))
+        (stolen, every_s), predicted_s = quietest_dry_run(schedule, num_steps), machine.steady_step_s(schedule)
+        measured_s = min(statistics.mean(every_s[i : i + DRY_ROW]) for i in range(len(every_s) - DRY_ROW + 1))
+        rows.append(
+            {
+                "policy": policy,
+                "measured_s": measured_s,
+                "predicted_s": predicted_s,
+                "measured_over_predicted": measured_s / predicted_s,
+                "step_s": every_s,
+                "stolen_share": stolen,
+            }
+        )
+    return rows
+
+
+def speeds_for(profile, slowness):
+    """Bytes a second at which transfers and updates take SHARE of the time of a step's programs.
+
+    `slowness` is how much slower the machine was when these were measured than it is when it has nothing else to do.
+    """
+    each_s = SHARE * works_s(profile)["compute"] / slowness
+    sent = sum(profile.layers[group[0]].param_bytes for group in profile.groups)
+    received = sum(layer.grad_bytes for layer in profile.layers)
+    # Of each parameter: master and two moments both ways, the gradient, the compute copy, all in fp32.
+    return {"load": sent / each_s, "store": received / each_s, "host": 8 * sent / each_s}
+
+
 class Model:
     """What is trained, and how fast the machine computes it at the moment."""
 
@@ -159,7 +181,7 @@ class Model:
         tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH + 1), 0, CONFIG.vocab_size)
         self.batch = {"tokens": tokens}
         self._plain = jax.jit(jax.value_and_grad(self.loss_fn)).lower(self.params, self.batch).compile()
-        self.plain_s()
+        self.fastest_s = min(self.plain_s() for _ in range(5))
 
     def plain_s(self):
         """Seconds of a plain jitted gradient."""
@@ -221,7 +243,8 @@ def row_of(row, rounds):
 def trained(num_steps, num_rounds):
     """Trains with every policy, in turn."""
     emulator, of = library("cpu"), Model()
-    speeds = speeds_for(of.profile()[0])
+    profile, plain_s = of.profile()
+    speeds = speeds_for(profile, plain_s / of.fastest_s)
     for part, bytes_per_s in speeds.items():
         emulator.set_bandwidth(part, bytes_per_s)
     profile, plain_s = of.profile()
