@@ -99,7 +99,8 @@ def _at(value: float | Schedule, state: Any) -> jax.Array:
 
 
 def _bias(decay: float, count: jax.Array) -> jax.Array:
-    bias: jax.Array = 1 - decay**count
+    # As Optax has it; with 64-bit numbers enabled that is one of 64 bits.
+    bias: jax.Array = (1 - decay**count).astype(jnp.float32)
     return bias
 
 

@@ -175,3 +175,25 @@ def test_a_loss_that_is_not_finite_drops_what_was_accumulated(place):
 def test_accumulate_must_be_a_number_of_micro_batches(value):
     with pytest.raises(jaxferry.InputError, match="accumulate must be a number of micro-batches"):
         jaxferry.train_step(bad_loss, optax.sgd(0.1), accumulate=value)
+
+
+@pytest.mark.parametrize("lengths", [(30, 8, 8), (8, 30, 8), (8, 8, 30)])
+def test_micro_batches_may_differ_in_shape_so_that_a_lookup_is_dense_in_some(lengths):
+    generator = np.random.default_rng(0)
+    params = {
+        "table": generator.normal(size=(20, 8)).astype(np.float32),
+        "out": {"w": generator.normal(size=(8, 8)).astype(np.float32)},
+    }
+
+    def loss_fn(params, tokens):
+        return jnp.mean((jnp.tanh(params["table"][tokens] @ params["out"]["w"]) - 0.3) ** 2)
+
+    batches = [generator.integers(0, 20, length).astype(np.int32) for length in lengths]
+    step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), accumulate=N)
+    state, _ = train(step, params, batches)
+    gradients = [jax.grad(loss_fn)(params, batch) for batch in batches]
+    mean = jax.tree.map(lambda *each: sum(each) / N, *gradients)
+    updates, _ = optax.adamw(1e-2).update(mean, optax.adamw(1e-2).init(params), params)
+    expected = optax.apply_updates(params, updates)
+    for known, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(known, other, atol=1e-5)

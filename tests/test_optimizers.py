@@ -210,3 +210,11 @@ def test_a_parameter_that_is_never_read_is_left_to_optax_and_decays():
     with pytest.warns(UserWarning, match="never reads"):
         state, _ = train(jaxferry.train_step(loss_fn, jaxferry.adamw(0.1, weight_decay=0.5)), task, 2)
     np.testing.assert_allclose(state.params["unused"]["w"], np.full(3, 0.95**2), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "lion", "sgd"])
+def test_factors_are_32_bits_wide_where_64_are_enabled(name):
+    with jax.enable_x64(True):
+        transformation = getattr(jaxferry, name)(1e-2)
+        factors = transformation.rule.factors(transformation.init({"w": np.ones(3, np.float32)}))
+        assert {factor.dtype for factor in factors.values()} == {jnp.dtype("float32")}

@@ -36,7 +36,7 @@ from jaxferry.engine.replay import Replay
 from jaxferry.engine.script import Event, moves_of, programs_of
 from jaxferry.engine.shadow import Kind, Source, Target
 from jaxferry.engine.state import Accumulated, LateFailure, TrainState, UnderWay, task_error, to_pinned
-from jaxferry.engine.transfers import DeviceLayer, Transport, Vectors
+from jaxferry.engine.transfers import DeviceLayer, Transport, Vectors, added
 from jaxferry.engine.units import Unit
 from jaxferry.errors import StateError
 from jaxferry.partition import Partition, Segment
@@ -105,7 +105,7 @@ class Executor:
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
         self._add = jax.jit(jnp.add)
-        self._add_onto = jax.jit(lambda known, more: jax.tree.map(jnp.add, known, more), donate_argnums=0)
+        self._add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
         self._norm_of = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
         self._total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
         self._norm_thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")

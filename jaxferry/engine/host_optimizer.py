@@ -28,6 +28,7 @@ from jaxferry.engine.subtree import path_names, select, subtree
 from jaxferry.engine.units import Unit, by_leaf, packed, put_together, taken_apart, updated_together
 from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer, Part
+from jaxferry.partition.scans import jaxprs_in
 
 NOT_SEPARABLE = (
     "the optimizer looks at all parameters at once, or cannot be shown not to{where}; it is run as one update after "
@@ -218,8 +219,9 @@ class HostOptimizer:
         It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
         `gradients` hold the flat vectors of each layer's trained parameters, `gradients` an empty tuple for a layer
         that no segment reads. Gradients are divided by `scale` before anything else; `norm` is the global norm after
-        that. Both are fp32 scalars. The first three arguments are donated. The old `vectors` only lend their memory;
-        where the CPU backend cannot reach pinned memory they are empty tuples.
+        that. Both are fp32 scalars. The first three arguments are donated, unless the update calls back into Python.
+        The old `vectors` only lend their memory; where the CPU backend cannot reach pinned memory they are empty
+        tuples.
         """
         lowered: dict[Any, Any] = {}
         wanted = []
@@ -279,19 +281,19 @@ class HostOptimizer:
         gradients = [vectors if is_read else () for vectors, is_read in zip(arrived, reads, strict=True)]
         vectors = arrived if place.is_cpu else [() for _ in arrived]
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
-        return jax.jit(
-            flat_update,
-            donate_argnums=(0, 1, 2),
-            keep_unused=True,
-            out_shardings=(place.host, place.host, place.update_output),
-        ).lower(
-            [struct(m, place.host) for m in unit.masters],
-            [struct(s, place.host) for s in unit.state],
-            vectors,
-            gradients,
-            number,
-            number,
-        )
+        masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
+
+        def traced(donated: tuple[int, ...]) -> Any:
+            return jax.jit(
+                flat_update,
+                donate_argnums=donated,
+                keep_unused=True,
+                out_shardings=(place.host, place.host, place.update_output),
+            ).trace(masters, states, vectors, gradients, number, number)
+
+        in_place = traced((0, 1, 2))
+        # A callback may raise. For the update to be tried again, what it starts from must be there still.
+        return (traced(()) if _calls_back(in_place.jaxpr.jaxpr) else in_place).lower()
 
     def _rule(self, unit: Unit, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
         """The rule of the native library for a unit; None where it has to be left to Optax."""
@@ -374,3 +376,10 @@ class HostOptimizer:
             i: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit.astype(g.dtype))
             for i, g in gradients.items()
         }
+
+
+def _calls_back(jaxpr: Any) -> bool:
+    """Whether a program, or one within it, calls a function of Python's."""
+    return any(
+        "callback" in equation.primitive.name or any(map(_calls_back, jaxprs_in(equation))) for equation in jaxpr.eqns
+    )

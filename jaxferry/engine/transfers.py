@@ -229,7 +229,7 @@ class Transport:
 
         def add(gradients: Sequence[Gradient], onto: Vectors) -> Vectors:
             known, gradients = _computable((onto, gradients))
-            return layer.pack([_added(a, b) for a, b in zip(layer.unpack(known), gradients, strict=True)], known)
+            return layer.pack([added(a, b) for a, b in zip(layer.unpack(known), gradients, strict=True)], known)
 
         def zeros() -> Vectors:
             return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
@@ -330,7 +330,8 @@ def _dense(gradients: Sequence[Gradient]) -> list[jax.Array]:
     return [g.dense() if isinstance(g, RowGradient) else g for g in gradients]
 
 
-def _added(known: jax.Array, gradient: Gradient) -> jax.Array:
+def added(known: jax.Array, gradient: Gradient) -> jax.Array:
+    """A gradient and another one, which may be rows of lookups."""
     return gradient.onto(known) if isinstance(gradient, RowGradient) else known + gradient
 
 

@@ -198,7 +198,7 @@ class _Search:
                 reason = "the scan reads more parameters in common than of its own in each iteration"
                 found |= dict.fromkeys(self._roots_of(operand), reason)
         for equation in self._graph.equations:
-            for jaxpr in () if id(equation) in self._scans else _jaxprs_in(equation):
+            for jaxpr in () if id(equation) in self._scans else jaxprs_in(equation):
                 scanned = _scanned_over(jaxpr)
                 for variable, operand in zip(reversed(jaxpr.invars), reversed(equation.inputs), strict=False):
                     if variable in scanned:
@@ -239,7 +239,8 @@ def _components(leaves: Collection[int], together: Collection[frozenset[int]]) -
     return number
 
 
-def _jaxprs_in(equation: Any) -> Iterator[core.Jaxpr]:
+def jaxprs_in(equation: Any) -> Iterator[core.Jaxpr]:
+    """The programs that are part of an equation."""
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             jaxpr: Any = getattr(item, "jaxpr", item)
@@ -253,7 +254,7 @@ def _scanned_over(jaxpr: core.Jaxpr) -> set[Any]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and int(eqn.params["length"]) > 1:
             found.update(eqn.invars[sum(_numbers_of_operands(eqn.params)) :])
-        for inner in _jaxprs_in(eqn):
+        for inner in jaxprs_in(eqn):
             scanned = _scanned_over(inner)
             pairs = zip(reversed(inner.invars), reversed(eqn.invars), strict=False)
             found.update(operand for variable, operand in pairs if variable in scanned)

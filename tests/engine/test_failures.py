@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxferry
@@ -104,3 +105,33 @@ def test_a_callback_that_raises_again_after_an_update_marks_the_state():
     for _ in range(2):
         with pytest.raises(jaxferry.StateError, match=r"(?s)lies between two steps.*the callback broke"):
             _ = state.params
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=["plain", "clipped", "accumulated"]
+)
+def test_an_update_that_raises_once_is_tried_again(options, tmp_path):
+    fault = Fault()
+
+    def calls(updates, state, params=None):
+        return jax.tree.map(identity_that_calls(fault), updates), state
+
+    transformation = optax.GradientTransformation(lambda params: optax.EmptyState(), calls)
+    _, params = make(fault)
+
+    def loss_fn(params, x):
+        for layer in params.values():
+            x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean((x - 1) ** 2)
+
+    step = jaxferry.train_step(loss_fn, optax.chain(transformation, optax.sgd(1e-2, 0.9)), **options)
+    expected = state_after(step, params, BATCH, 4).params
+    state = state_after(step, params, BATCH, 3)
+    state.block_until_ready()
+    fault.arm(2)
+    with pytest.raises(jaxferry.TaskError, match="the callback broke"):
+        state, _ = step(state, BATCH)
+        state.block_until_ready()
+    step.save(state, tmp_path / "saved")
+    assert_same_bits(state.params, expected)
+    assert_same_bits(step.restore(tmp_path / "saved").params, expected)
