@@ -145,8 +145,8 @@ def train_step(
         non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
       device: the device to train on; by default JAX's first.
       transport: `"ferry"`: the native library moves layers and gradients on queues of its own, and computes in host
-        memory (the default where it is built). `"device_put"`: plain JAX does both by copies, with the same results but
-        for the order in which products in host memory are summed.
+        memory (the default where it is built, and no parameter is trained in float64). `"device_put"`: plain JAX does
+        both by copies, with the same results but for the order in which products in host memory are summed.
       record_steps: of how many of the last steps `TrainStep.recorded` tells the times of all tasks; 0 records nothing,
         and costs nothing.
 
@@ -216,7 +216,7 @@ class TrainStep:
     ) -> None:
         self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
         self._placement = make_placement(device)
-        self._transport = choose_transport(transport, self._placement)
+        self._wanted_transport, self._transport = transport, choose_transport(transport, self._placement)
         self._lanes, self._one_ahead = make_lanes(self._placement), OneAhead()
         self._recorder = Recorder(options.record_steps) if options.record_steps else None
         self._params: Any = None
@@ -463,6 +463,7 @@ class TrainStep:
             self._optimizer.check_parts(layers_by_path(params, compute_dtype, self._optimizer.frozen))
         layers = layers_by_path(params, compute_dtype, self._optimizer.frozen)
         self._master_dtypes = _master_dtypes(layers)
+        self._transport = choose_transport(self._wanted_transport, self._placement, layers)
         return layers
 
     def _compute_dtype(self, params: Any) -> Any:

@@ -1,6 +1,9 @@
 """Parameters of several dtypes in one tree: each is seen in its own, all are updated in fp32."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -136,3 +139,36 @@ def test_a_compute_dtype_is_that_of_all():
     state, _ = step(step.init(params), jnp.ones((2, 4), jnp.bfloat16))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
     assert [vector.dtype for vector in state.vectors[0]] == [jnp.bfloat16]
+
+
+FLOAT64 = """
+import jax, jax.numpy as jnp, numpy as np, optax, jaxferry
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(params["table"][x] @ params["w"]) - 1) ** 2)
+
+params = {"table": np.linspace(-1, 1, 24).reshape(6, 4), "w": np.linspace(-1, 1, 20).reshape(4, 5)}
+x = np.arange(3)
+for library in (jaxferry, optax):
+    step = jaxferry.train_step(loss_fn, library.adamw(1e-2))
+    state, optimizer = step.init(params), optax.adamw(1e-2)
+    plain, plain_state = params, optimizer.init(params)
+    for _ in range(5):
+        state, _ = step(state, x)
+        updates, plain_state = optimizer.update(jax.grad(loss_fn)(plain, x), plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+    for ours, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain), strict=True):
+        assert ours.dtype == np.float64
+        np.testing.assert_allclose(ours, expected, rtol=1e-12)
+try:
+    jaxferry.train_step(loss_fn, optax.sgd(1e-2), transport="ferry").init(params)
+except jaxferry.InputError as error:
+    assert "float64" in str(error) or "native library" in str(error)
+else:
+    raise AssertionError("a transport that cannot move float64 was accepted")
+"""
+
+
+def test_parameters_in_float64_train_by_plain_copies():
+    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
+    subprocess.run([sys.executable, "-c", FLOAT64], env=environment, check=True)

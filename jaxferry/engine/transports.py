@@ -14,18 +14,32 @@ from jaxferry.partition import Layer
 TRANSPORTS: dict[str, type[Transport]] = {"ferry": Ferry, "device_put": DevicePut}
 
 
-def choose_transport(name: str | None, placement: Placement) -> str:
+NATIVE_DTYPES = ("float32", "bfloat16", "float16")
+"""Of gradients that the native library computes with."""
+
+
+def choose_transport(name: str | None, placement: Placement, layers: Sequence[Layer] = ()) -> str:
     """The transport to use: `name`, or by default `ferry` if the native library is there for the device.
 
+    Args:
+      name: the one that is asked for.
+      placement: where everything lives.
+      layers: what is to be moved, if that is known: gradients in float64 are left to `device_put`.
+
     Raises:
-      InputError: if there is no such transport, or `ferry` is asked for and its library is not there.
+      InputError: if there is no such transport, or `ferry` is asked for and its library is not there, or does not know
+        the dtype of some gradient.
     """
+    others = {str(vector.dtype) for layer in layers for vector in layer.trained.vectors}.difference(NATIVE_DTYPES)
     if name is None:
-        return "ferry" if is_available(placement.platform) else "device_put"
+        return "ferry" if is_available(placement.platform) and not others else "device_put"
     if name not in TRANSPORTS:
         raise InputError(f"transport must be one of {', '.join(TRANSPORTS)}, got {name!r}")
     if name == "ferry" and not is_available(placement.platform):
         raise InputError(f"transport 'ferry' needs the native library: {status(placement.platform).message}")
+    if name == "ferry" and others:
+        known = ", ".join(NATIVE_DTYPES)
+        raise InputError(f"transport 'ferry' moves gradients in {known}, not in {', '.join(sorted(others))}")
     return name
 
 
