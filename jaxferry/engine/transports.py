@@ -9,13 +9,10 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.transfers import DevicePut, Transport
 from jaxferry.errors import InputError
 from jaxferry.native.library import is_available, status
+from jaxferry.native.operations import DTYPES
 from jaxferry.partition import Layer
 
 TRANSPORTS: dict[str, type[Transport]] = {"ferry": Ferry, "device_put": DevicePut}
-
-
-NATIVE_DTYPES = ("float32", "bfloat16", "float16")
-"""Of gradients that the native library computes with."""
 
 
 def choose_transport(name: str | None, placement: Placement, layers: Sequence[Layer] = ()) -> str:
@@ -30,7 +27,7 @@ def choose_transport(name: str | None, placement: Placement, layers: Sequence[La
       InputError: if there is no such transport, or `ferry` is asked for and its library is not there, or does not know
         the dtype of some gradient.
     """
-    others = {str(vector.dtype) for layer in layers for vector in layer.trained.vectors}.difference(NATIVE_DTYPES)
+    others = {vector.dtype for layer in layers for vector in layer.trained.vectors}.difference(DTYPES)
     if name is None:
         return "ferry" if is_available(placement.platform) and not others else "device_put"
     if name not in TRANSPORTS:
@@ -38,8 +35,8 @@ def choose_transport(name: str | None, placement: Placement, layers: Sequence[La
     if name == "ferry" and not is_available(placement.platform):
         raise InputError(f"transport 'ferry' needs the native library: {status(placement.platform).message}")
     if name == "ferry" and others:
-        known = ", ".join(NATIVE_DTYPES)
-        raise InputError(f"transport 'ferry' moves gradients in {known}, not in {', '.join(sorted(others))}")
+        known, unknown = (", ".join(sorted(map(str, dtypes))) for dtypes in (DTYPES, others))
+        raise InputError(f"transport 'ferry' moves gradients in {known}, not in {unknown}")
     return name
 
 
