@@ -1,6 +1,7 @@
 """Steps during which device memory is counted, from JAX's own list of live arrays."""
 
 import itertools
+import threading
 
 import jax
 import optax
@@ -14,7 +15,7 @@ def device_arrays():
 
 
 class Watch:
-    """Counts device bytes whenever a load or a program has been issued.
+    """Counts device bytes whenever a load or a program has been issued, on whichever lane's thread issued it.
 
     Attributes:
       most: the most bytes of arrays that were not there before the step, or belong to RESIDENT copies or to those that
@@ -28,7 +29,7 @@ class Watch:
         self.most = self.most_parameters = 0
         for owner, name in ((self._transfers, "load"), (self._transfers, "store"), (executor, "_receive")):
             monkeypatch.setattr(owner, name, self._watched(getattr(owner, name)))
-        self._held = {}
+        self._held, self._lock = {}, threading.Lock()
 
     def start(self, state):
         copies = [*state.resident.values(), *(state.ahead.copies.values() if state.ahead is not None else ())]
@@ -40,16 +41,18 @@ class Watch:
             self.count()
             result = function(*args)
             if isinstance(result, jaxferry.engine.transfers.DeviceLayer):
-                self._held[id(result)] = result
+                with self._lock:
+                    self._held[id(result)] = result
             self.count()
             return result
 
         return call
 
     def count(self):
-        self.most = max(self.most, sum(a.nbytes for a in device_arrays() if id(a) not in self._known))
-        arrays = itertools.chain.from_iterable(held.arrays for held in self._held.values())
-        self.most_parameters = max(self.most_parameters, sum(a.nbytes for a in arrays if not a.is_deleted()))
+        with self._lock:
+            self.most = max(self.most, sum(a.nbytes for a in device_arrays() if id(a) not in self._known))
+            arrays = itertools.chain.from_iterable(held.arrays for held in self._held.values())
+            self.most_parameters = max(self.most_parameters, sum(a.nbytes for a in arrays if not a.is_deleted()))
 
 
 def watched_steps(task, monkeypatch, num_steps=2, made=None, **options):
