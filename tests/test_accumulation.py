@@ -197,3 +197,23 @@ def test_micro_batches_may_differ_in_shape_so_that_a_lookup_is_dense_in_some(len
     expected = optax.apply_updates(params, updates)
     for known, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(known, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["dhd", "ddh", "dhh", "hdh", "hdd"])
+def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_leave_gradients(gpt, monkeypatch, order):
+    whole = {"d": gpt.batch, "h": jax.tree.map(lambda leaf: leaf[1:], gpt.batch)}
+    places = {"d": GradientPlace.DEVICE, "h": GradientPlace.HOST}
+
+    def run(places):
+        step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2), accumulate=N, clip_norm=1.0)
+        state = step.init(gpt.params)
+        for shape in 2 * order:
+            plan = plan_of(gpt, [Mode.GFGB], [places[shape]])
+            with monkeypatch.context() as patch:
+                patch.setattr(step, "_plan", lambda variants, programs, plan=plan: (plan, None))
+                prepared = step.prepare(whole[shape])
+            assert prepared.plan.layers == plan.layers
+            state, _ = step(state, whole[shape])
+        return state.params
+
+    assert_same_bits(run(places), run(dict.fromkeys(places, GradientPlace.HOST)))

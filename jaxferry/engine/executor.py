@@ -103,6 +103,8 @@ class Executor:
         self._replay = Replay(partition, schedule, self._script, self._places, self._moves)
         self._num_update_tasks = sum(task.kind is TaskKind.UPDATE for task in schedule.tasks)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
+        written = (event.segment for event in self._script if event.use.writes is not Target.DEVICE)
+        self._written = frozenset(partition.segments[segment].layer for segment in written)
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
         self._add = jax.jit(jnp.add)
         self._add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
@@ -234,6 +236,7 @@ class Executor:
                 self._transfers.drop(state.resident.pop(layer))
             else:
                 state.resident[layer] = self._transfers.load(layer, state.vectors[layer])
+        self._bring_sums(state)
         is_last = state.accumulated.num_batches == self._accumulate - 1
         flight = Flight(leaves, self._given(leaves), state, is_last)
         scale = state.loss_scale.value
@@ -241,6 +244,19 @@ class Executor:
         if self.programs.is_scaled:
             flight.seed = (jax.device_put(np.float32(scale), self._placement.device),)
         return flight
+
+    def _bring_sums(self, state: TrainState) -> None:
+        """Brings sums of gradients to the host to which programs of this step add there.
+
+        A batch of another shape, with another plan, has left them on the device.
+        """
+        for layer in self._written & state.accumulated.on_device.keys():
+            known = state.accumulated
+            on_device = dict(known.on_device)
+            stored = self._transfers.store(layer, on_device.pop(layer), known.on_host.get(layer))
+            self._transfers.gather(layer, stored)
+            on_host = {**known.on_host, layer: stored}
+            state.accumulated = dataclasses.replace(known, on_host=on_host, on_device=on_device)
 
     def _given(self, batch: Sequence[Any]) -> dict[int, Any]:
         """The values that there are before the first program."""
@@ -522,7 +538,8 @@ class Executor:
 
     def _offload(self, index: int, layer: int, flight: Flight) -> bool:
         segment = self._tasks.tasks[index].layer
-        if layer in self._kept and not flight.is_last:
+        # What another batch's plan has begun to add up on the host is added up there: all plans have the same bits.
+        if layer in self._kept and not flight.is_last and layer not in flight.gradients:
             flight.sums[layer] = flight.leaving.pop(segment)
             flight.stored.add(segment)
             return True
