@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxferry.errors import InputError
 from jaxferry.native.host_step import StepRule
 
 Schedule = Callable[[Any], Any]
@@ -230,7 +231,14 @@ def _fused(
 
 
 def _constant(value: Any) -> float | None:
-    """A number that will not change; None for one that is traced (`optax.inject_hyperparams`), or for none at all."""
+    """A number that will not change; None for one that is traced (`optax.inject_hyperparams`), or for none at all.
+
+    Raises:
+      InputError: if it is no number.
+    """
     if value is None or isinstance(value, jax.core.Tracer) or np.ndim(value) != 0:
         return None
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise InputError(f"an optimizer takes numbers and functions of the number of steps, got {value!r}") from None

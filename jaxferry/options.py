@@ -8,6 +8,7 @@ import numbers
 import os
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -116,6 +117,10 @@ def _read_dtype(value: Any) -> Any:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise InputError(f"compute_dtype must be a floating dtype such as jnp.bfloat16, or None, got {value!r}")
+    if dtype.itemsize < 2:
+        raise InputError(f"compute_dtype must have 16 bits or more, as sums of gradients are in it, got {value!r}")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise InputError(f"compute_dtype {value!r} needs 64-bit numbers: jax.config.update('jax_enable_x64', True)")
     return dtype
 
 

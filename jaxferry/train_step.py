@@ -713,8 +713,17 @@ def _is_weak(leaf: Any) -> bool:
 
 
 def _structure(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a partition depends on: the tree, the shapes and dtypes (weak or not) of its leaves, and the flags."""
+    """What a partition depends on: the tree, the shapes and dtypes (weak or not) of its leaves, and the flags.
+
+    Raises:
+      InputError: if a leaf is traced.
+    """
     arrays, flags = _split(kwargs)
     leaves, structure = jax.tree.flatten((args, arrays))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise InputError(
+            "a step moves layers between host and device by itself and compiles what it computes: it cannot be called "
+            "under jax.jit, jax.grad or another transformation; give it arrays"
+        )
     kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf), _is_weak(leaf)) for leaf in leaves)
     return structure, kinds, tuple(sorted(flags.items(), key=repr))

@@ -1,5 +1,6 @@
 """Arguments of `train_step` that are not acceptable: one line that names the argument and its value."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -18,7 +19,7 @@ def train(optimizer=None, **options):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("compute_dtype", value) for value in ("int32", "foo", 3)),
+        *(("compute_dtype", value) for value in ("int32", "foo", 3, "float8_e4m3fn", "float64")),
         *(("reserve_factor", value) for value in ("0.5", -0.1, 1.1, float("nan"), True)),
         *(("clip_norm", value) for value in ("1", 0, -1.0, float("inf"), True)),
         *((name, value) for name in ("plan", "profile") for value in (NOTHING, 1)),
@@ -37,6 +38,20 @@ def test_an_argument_that_is_not_acceptable_is_named_with_its_value(name, value)
         train(**{name: value})
     message = str(caught.value)
     assert name in message and str(value) in message and len(message.splitlines()) == 1
+
+
+def test_a_step_under_a_transformation_is_refused():
+    step = jaxferry.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.sgd(0.1))
+    state = step.init({"w": np.eye(4, dtype=np.float32)})
+    with pytest.raises(jaxferry.InputError, match=r"cannot be called under jax\.jit"):
+        jax.jit(lambda x: step(state, x)[1]["loss"])(jnp.ones((2, 4)))
+    assert step(state, jnp.ones((2, 4)))[0].step == 1
+
+
+@pytest.mark.parametrize("arguments", [("x",), (0.1, "x"), (0.1, {})])
+def test_an_optimizers_argument_that_is_no_number_is_refused(arguments):
+    with pytest.raises(jaxferry.InputError, match="takes numbers and functions"):
+        jaxferry.adamw(*arguments)
 
 
 def test_a_loss_scale_that_overflows_by_the_number_of_micro_batches_is_refused():
