@@ -26,7 +26,7 @@ within 3 % of what is predicted, in the quickest DRY_ROW steps in a row, as a bu
 milliseconds; a run of which more than DRY_STOLEN of the processors' time was taken away is repeated, up to
 MOST_DRY_RUNS times, and the quietest counts.
 
-    python benchmarks/overlap.py [--dry] [--steps 4] [--rounds 6]
+    python benchmarks/overlap.py [--only dry|trained] [--steps 4] [--rounds 6]
 """
 
 import argparse
@@ -74,7 +74,7 @@ NUM_PROFILES = 3
 DRY_ROW = 4
 DRY_STOLEN = 0.005
 MOST_DRY_RUNS = 4
-NUM_PLAIN = 2
+NUM_PLAIN = 4
 AWAKE_S = 5e-4
 
 
@@ -181,14 +181,16 @@ class Model:
         tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH + 1), 0, CONFIG.vocab_size)
         self.batch = {"tokens": tokens}
         self._plain = jax.jit(jax.value_and_grad(self.loss_fn)).lower(self.params, self.batch).compile()
-        self.fastest_s = min(self.plain_s() for _ in range(5))
+        self.fastest_s = min(self.plain_s() + self.plain_s())
 
     def plain_s(self):
-        """Seconds of a plain jitted gradient."""
-        start_s = time.perf_counter()
+        """Seconds of a plain jitted gradient, several times."""
+        times_s = []
         for _ in range(NUM_PLAIN):
+            start_s = time.perf_counter()
             jax.block_until_ready(self._plain(self.params, self.batch))
-        return (time.perf_counter() - start_s) / NUM_PLAIN
+            times_s.append(time.perf_counter() - start_s)
+        return times_s
 
     def profile(self):
         """The middle one of several profiles by compute over plain gradient, and that gradient's seconds beside it."""
@@ -197,7 +199,7 @@ class Model:
         for _ in range(NUM_PROFILES):
             before_s = self.plain_s()
             profile = step.measure(self.params, self.batch)
-            plain_s = (before_s + self.plain_s()) / 2
+            plain_s = statistics.median(before_s + self.plain_s())
             measured.append((works_s(profile)["compute"] / plain_s, profile, plain_s))
         _, profile, plain_s = sorted(measured, key=lambda found: found[0])[NUM_PROFILES // 2]
         return profile, plain_s
@@ -279,7 +281,7 @@ def trained(num_steps, num_rounds):
             turn = number * len(POLICIES) + place
             (before_s, stolen_before_s), (after_s, stolen_after_s) = marks[turn : turn + 2]
             of_round = row.step_s[number * timed : (number + 1) * timed]
-            slowness, stolen = (before_s + after_s) / 2 / plain_s, stolen_after_s - stolen_before_s
+            slowness, stolen = statistics.median(before_s + after_s) / plain_s, stolen_after_s - stolen_before_s
             rounds.append(round_of(schedule, compared.work_s, of_round, slowness, stolen))
         rows.append(row_of(row, rounds))
     return compared, rows, profile, speeds
@@ -304,42 +306,41 @@ def print_rows(rows, title, *ratios):
     Console().print(table)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry", action="store_true", help="measure the executor's own logic alone anew")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each policy in a row, the first not timed")
-    parser.add_argument("--rounds", type=int, default=6)
-    arguments = parser.parse_args()
-    dry = {}
-    for num_layers, step_s in ((16, 1.0), (96, 2.0)):
-        dry[num_layers] = dry_rows(num_layers, step_s)
-        print_rows(dry[num_layers], f"dry: {num_layers} layers", "predicted")
-    path = measure.RESULTS / "overlap.json"
-    if arguments.dry:
-        if path.exists():
-            measure.write("overlap", {**json.loads(path.read_text()), "dry": dry})
-        return
-    compared, rows, profile, speeds = trained(arguments.steps, arguments.rounds)
+def report_trained(num_steps, num_rounds):
+    """Trains, shows what came of it, and gives back what is written down."""
+    compared, rows, profile, speeds = trained(num_steps, num_rounds)
     print_rows(rows, "trained", "predicted", "own_bound", "bound")
     print(", ".join(f"{name} {seconds:.3f} s" for name, seconds in compared.work_s.items()))
     share = recording_share(rows, profile)
     print(f"recording takes {share:.2e} of a step")
     plot_timelines(compared, measure.RESULTS / "overlap.png")
-    measure.write(
-        "overlap",
-        {
-            "benchmark": "overlap",
-            "machine": measure.machine(),
-            "model": {"name": f"GPT-2 {CONFIG}", "batch": BATCH, "sequence": LENGTH},
-            "expected": {"measured_over_predicted": [0.9, 1.1], "measured_over_bound": 1.15, "dry": 0.03},
-            "share": SHARE,
-            "emulated_bytes_per_s": speeds,
-            "work_s": compared.work_s,
-            "recording_share": share,
-            "rows": rows,
-            "dry": dry,
-        },
-    )
+    return {
+        "model": {"name": f"GPT-2 {CONFIG}", "batch": BATCH, "sequence": LENGTH},
+        "expected": {"measured_over_predicted": [0.9, 1.1], "measured_over_bound": 1.15, "dry": 0.03},
+        "share": SHARE,
+        "emulated_bytes_per_s": speeds,
+        "work_s": compared.work_s,
+        "recording_share": share,
+        "rows": rows,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("dry", "trained"), help="measure one part anew")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each policy in a row, the first not timed")
+    parser.add_argument("--rounds", type=int, default=6)
+    arguments = parser.parse_args()
+    path = measure.RESULTS / "overlap.json"
+    found = json.loads(path.read_text()) if arguments.only and path.exists() else {}
+    if arguments.only != "trained":
+        found["dry"] = {}
+        for num_layers, step_s in ((16, 1.0), (96, 2.0)):
+            found["dry"][num_layers] = dry_rows(num_layers, step_s)
+            print_rows(found["dry"][num_layers], f"dry: {num_layers} layers", "predicted")
+    if arguments.only != "dry":
+        found |= report_trained(arguments.steps, arguments.rounds)
+    measure.write("overlap", {"benchmark": "overlap", "machine": measure.machine(), **found})
 
 
 if __name__ == "__main__":
