@@ -57,12 +57,12 @@ from rich.table import Table
 import jaxferry
 import model
 from jaxferry.choice import choose_update_order
-from jaxferry.compare import compare_policies, own_bound_s, works_s
+from jaxferry.compare import compare_policies, own_bound_s, steps_in_the_middle, works_s
 from jaxferry.engine.lanes import Lanes, TaskList
 from jaxferry.native.library import library
 from jaxferry.planning import make_plan
 from jaxferry.report.timelines import plot_timelines
-from jaxferry.schedule import Lane, ProgramFacts, leading_loads, schedule_step
+from jaxferry.schedule import Lane, ProgramFacts, leading_loads, repeat, schedule_step
 from jaxferry.simulate import machine
 from profiles import transformer
 
@@ -274,7 +274,7 @@ def trained(num_steps, num_rounds):
     losses = {row.losses for row in compared.rows if row.policy in ("zero-offload", "native-offload", "l2l")}
     assert len(losses) == 1, "policies that only move data differ in their losses"
     marks = marks[len(POLICIES) :]  # the first round is not counted
-    rows = []
+    rows, shown = [], []
     for place, row in enumerate(compared.rows):
         schedule, timed, rounds = steps[row.policy].prepare(of.batch).schedule, num_steps - 1, []
         for number in range(num_rounds):
@@ -284,7 +284,10 @@ def trained(num_steps, num_rounds):
             slowness, stolen = statistics.median(before_s + after_s) / plain_s, stolen_after_s - stolen_before_s
             rounds.append(round_of(schedule, compared.work_s, of_round, slowness, stolen))
         rows.append(row_of(row, rounds))
-    return compared, rows, profile, speeds
+        # What is seen is the last round, on a machine as fast as it was then.
+        of_last = machine.run(repeat(slowed(schedule, rounds[-1]["slowness"]), num_steps))
+        shown.append(dataclasses.replace(row, predicted=steps_in_the_middle(of_last)))
+    return dataclasses.replace(compared, rows=tuple(shown)), rows, profile, speeds
 
 
 def recording_share(rows, profile):

@@ -211,8 +211,8 @@ class _Trained:
             own_bound_s=own_bound_s(schedule),
             peak_device_bytes=self._prepared.peak.total,
             losses=tuple(self._losses),
-            measured=_middle(self._run),
-            predicted=_middle(machine.run(self._run.schedule)),
+            measured=steps_in_the_middle(self._run),
+            predicted=steps_in_the_middle(machine.run(self._run.schedule)),
         )
 
 
@@ -252,7 +252,7 @@ def plan_counts(plan: Plan) -> dict[str, int]:
     return {mode: modes.count(mode) for mode in dict.fromkeys(modes)}
 
 
-def _middle(of: Run) -> Bars:
+def steps_in_the_middle(of: Run) -> Bars:
     """The bars of two steps before the last one, in seconds from the end of the program before them."""
     ends = ends_of_steps(of)
     first, last = ends[-_SHOWN_STEPS - 2], ends[-2]
