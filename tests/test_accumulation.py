@@ -199,10 +199,12 @@ def test_micro_batches_may_differ_in_shape_so_that_a_lookup_is_dense_in_some(len
         np.testing.assert_allclose(known, other, atol=1e-5)
 
 
-@pytest.mark.parametrize("order", ["dhd", "ddh", "dhh", "hdh", "hdd"])
-def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_leave_gradients(gpt, monkeypatch, order):
-    whole = {"d": gpt.batch, "h": jax.tree.map(lambda leaf: leaf[1:], gpt.batch)}
-    places = {"d": GradientPlace.DEVICE, "h": GradientPlace.HOST}
+@pytest.mark.parametrize("order", ["dhd", "ddh", "dhh", "hdh", "hdd", "dnd", "ddn", "ndn", "nhd"])
+def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_add_up_gradients(gpt, monkeypatch, order):
+    """On the device, in host memory by programs, or there since the device has no room."""
+    rows = {"d": [0, 1], "h": [1], "n": [1, 0, 1]}
+    whole = {name: jax.tree.map(lambda leaf, of=of: np.asarray(leaf)[of], gpt.batch) for name, of in rows.items()}
+    places = {"d": GradientPlace.DEVICE, "h": GradientPlace.HOST, "n": GradientPlace.DEVICE}
 
     def run(places):
         step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2), accumulate=N, clip_norm=1.0)
@@ -213,7 +215,10 @@ def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_leave_gra
                 patch.setattr(step, "_plan", lambda variants, programs, plan=plan: (plan, None))
                 prepared = step.prepare(whole[shape])
             assert prepared.plan.layers == plan.layers
+            if shape == "n":
+                prepared._executor._kept = frozenset()
             state, _ = step(state, whole[shape])
+            assert state.accumulated.on_device.keys() <= prepared._executor._kept
         return state.params
 
     assert_same_bits(run(places), run(dict.fromkeys(places, GradientPlace.HOST)))

@@ -38,7 +38,7 @@ from jaxferry.engine.shadow import Kind, Source, Target
 from jaxferry.engine.state import Accumulated, LateFailure, TrainState, UnderWay, task_error, to_pinned
 from jaxferry.engine.transfers import DeviceLayer, Transport, Vectors, added
 from jaxferry.engine.units import Unit
-from jaxferry.errors import StateError
+from jaxferry.errors import StateError, TaskError
 from jaxferry.partition import Partition, Segment
 from jaxferry.schedule import Kind as TaskKind
 from jaxferry.schedule import Lane, Schedule
@@ -103,8 +103,6 @@ class Executor:
         self._replay = Replay(partition, schedule, self._script, self._places, self._moves)
         self._num_update_tasks = sum(task.kind is TaskKind.UPDATE for task in schedule.tasks)
         self._num_uses = [sum(s.layer == i for s in partition.segments) for i in range(len(partition.layers))]
-        written = (event.segment for event in self._script if event.use.writes is not Target.DEVICE)
-        self._written = frozenset(partition.segments[segment].layer for segment in written)
         self._constants = {n: jax.device_put(c, placement.device) for n, c in partition.graph.constants.items()}
         self._add = jax.jit(jnp.add)
         self._add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
@@ -246,15 +244,23 @@ class Executor:
         return flight
 
     def _bring_sums(self, state: TrainState) -> None:
-        """Brings sums of gradients to the host to which programs of this step add there.
+        """Brings sums of gradients to the host that this step's plan does not add up on the device.
 
-        A batch of another shape, with another plan, has left them on the device.
+        A batch of another shape, with another plan, has left them there: the memory is not counted here, or a program
+        adds to them on the host.
+
+        Raises:
+          TaskError: if that fails.
         """
-        for layer in self._written & state.accumulated.on_device.keys():
+        for layer in sorted(state.accumulated.on_device.keys() - self._kept):
             known = state.accumulated
             on_device = dict(known.on_device)
-            stored = self._transfers.store(layer, on_device.pop(layer), known.on_host.get(layer))
-            self._transfers.gather(layer, stored)
+            try:
+                stored = self._transfers.store(layer, on_device.pop(layer), known.on_host.get(layer))
+                jax.block_until_ready(self._transfers.gather(layer, stored))
+            except Exception as error:
+                name = self.partition.layers[layer].name
+                raise TaskError(f"the offload of the sums of layer {name!r} failed: {error}", name) from error
             on_host = {**known.on_host, layer: stored}
             state.accumulated = dataclasses.replace(known, on_host=on_host, on_device=on_device)
 
@@ -545,13 +551,13 @@ class Executor:
             return True
         if not self._may_add(layer, flight):
             return True
-        known = flight.gradients.get(layer)
-        stored = self._transfers.store(layer, flight.leaving[segment], known, flight.mark(index))
-        del flight.leaving[segment]
-        flight.gradients[layer] = stored
-        flight.stored.add(segment)
+        if segment not in flight.stored:  # it has been if only the wait for it failed
+            known = flight.gradients.get(layer)
+            flight.gradients[layer] = self._transfers.store(layer, flight.leaving[segment], known, flight.mark(index))
+            del flight.leaving[segment]
+            flight.stored.add(segment)
         if self._placement.is_cpu:
-            jax.block_until_ready(self._transfers.gather(layer, stored))
+            jax.block_until_ready(self._transfers.gather(layer, flight.gradients[layer]))
             self._note_arrival(layer, flight)
             return True
         # To wait for it holds up what is issued next, so that comes after the next program.
@@ -610,6 +616,7 @@ class Executor:
         for unit, vectors in zip(units, gradients, strict=True):
             self._update(unit, vectors, state, flight, norm)
             flight.updated.add(id(unit))
+            del flight.packed[id(unit)]
         flight.num_updates += 1
         if flight.num_updates == self._num_update_tasks:
             # Nothing of the step can be asked for again.
@@ -629,11 +636,15 @@ class Executor:
             state.vectors[layer][:num] if self._placement.is_cpu else ()
             for layer, num in zip(unit.layers, num_trained, strict=True)
         ]
-        program = unit.programs[tuple(bool(used) for used in gradients)]
-        unit.masters, unit.state, packed = program(unit.masters, unit.state, vectors, gradients, norm, flight.scale)
-        for layer, vector, num in zip(unit.layers, packed, num_trained, strict=True):
-            state.vectors[layer] = (*to_pinned(vector, self._placement), *state.vectors[layer][num:])
-        jax.block_until_ready((unit.masters, unit.state, [state.vectors[layer] for layer in unit.layers]))
+        if id(unit) not in flight.packed:
+            program = unit.programs[tuple(bool(used) for used in gradients)]
+            made = program(unit.masters, unit.state, vectors, gradients, norm, flight.scale)
+            unit.masters, unit.state, flight.packed[id(unit)] = jax.block_until_ready(made)
+        # What fails from here on is tried again without updating twice.
+        packed = flight.packed[id(unit)]
+        pinned = jax.block_until_ready([to_pinned(vector, self._placement) for vector in packed])
+        for layer, vector, num in zip(unit.layers, pinned, num_trained, strict=True):
+            state.vectors[layer] = (*vector, *state.vectors[layer][num:])
         for layer, used in zip(unit.layers, gradients, strict=True):
             flight.gradients.pop(layer, None)
             self._transfers.recycle(layer, used)

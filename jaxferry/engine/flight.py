@@ -15,7 +15,7 @@ import jax
 from jaxferry.engine.lanes import Work
 from jaxferry.engine.marks import StepMarks, TaskMark
 from jaxferry.engine.state import TrainState
-from jaxferry.engine.transfers import DeviceLayer, HostGradient
+from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,8 @@ class Flight:
       finite: for each segment, whether its outputs are finite.
       num_programs: how many programs have been issued.
       num_updates: how many update tasks have been done.
-      updated: units that have been updated.
+      updated: units that have been updated, and whose compute copy has been written.
+      packed: by unit, the new compute copy of one whose masters are updated already.
     """
 
     work: Work
@@ -142,6 +143,7 @@ class Flight:
         self.finite: list[jax.Array] = []
         self.num_programs = self.num_updates = 0
         self.updated: set[int] = set()
+        self.packed: dict[int, Sequence[Vectors]] = {}
         self._verdict: tuple[bool, jax.Array | None] | None = None
         self._lock = threading.Lock()
 

@@ -103,7 +103,7 @@ class Replay:
 
     def _check(self, flight: Flight, failed: Started, segments: set[int]) -> None:
         for layer in map(self._layer, segments):
-            if layer in flight.units and id(flight.units[layer]) in flight.updated:
+            if layer in flight.units and id(flight.units[layer]) in flight.updated | flight.packed.keys():
                 name = self._partition.layers[layer].name
                 raise StateError(f"layer {name!r}, which is needed as it was before, has been updated")
         for started in flight.started:

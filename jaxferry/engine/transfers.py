@@ -174,8 +174,8 @@ class Transport:
     def gather(self, layer: int, gradient: HostGradient) -> Vectors:
         """The gradient's vectors where the optimizer reads them."""
         if gradient.arrive is not None:
-            arrive, gradient.arrive = gradient.arrive, None
-            gradient.vectors = arrive(gradient.vectors)
+            gradient.vectors = gradient.arrive(gradient.vectors)
+            gradient.arrive = None
         if not gradient.is_gathered:
             pinned = gradient.vectors
             gradient.vectors = tuple(jax.device_put(v, self._placement.host) for v in pinned)

@@ -1,5 +1,7 @@
 """Backwards that really fail, by a callback of the model's that raises: what becomes of the state."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 import jaxferry
 from faults import Fault, identity_that_calls
+from jaxferry.engine import executor
 from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
@@ -135,3 +138,29 @@ def test_an_update_that_raises_once_is_tried_again(options, tmp_path):
     step.save(state, tmp_path / "saved")
     assert_same_bits(state.params, expected)
     assert_same_bits(step.restore(tmp_path / "saved").params, expected)
+
+
+@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
+@pytest.mark.parametrize(("name", "at"), [("to_pinned", 1), ("to_pinned", 3), ("gather", 2), ("recycle", 2)])
+def test_what_fails_around_an_update_is_tried_again_without_updating_twice(threads, name, at, monkeypatch):
+    if threads != "lanes":
+        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    step, params = make(Fault())
+    expected = state_after(step, params, BATCH, 4).params
+    state = state_after(step, params, BATCH, 3)
+    owner = executor if name == "to_pinned" else step.prepare(BATCH)._executor._transfers
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def fails_once(*args):
+        if next(calls) == at:
+            raise RuntimeError("no memory is left")
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, fails_once)
+    with pytest.raises(jaxferry.TaskError, match="no memory is left"):
+        step(state, BATCH)
+        state.block_until_ready()
+    state.block_until_ready()
+    while state.step < 4:
+        step(state, BATCH)
+    assert_same_bits(state.params, expected)
