@@ -36,8 +36,9 @@ train: install-train
 test: install-test
 	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(if $(SLOW),,-m "not slow") $(ARGS)
 
-sanitize:
+sanitize: install-test
 	@tools/sanitize $(ARGS)
+	@PYTHON=$(VENV)/bin/python tools/sanitize_steps
 
 lint: install-dev
 	$(VENV)/bin/ruff check .

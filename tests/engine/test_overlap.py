@@ -91,15 +91,19 @@ def delayed(executor, draw, longest_s):
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, monkeypatch):
-    """Every second network clips, has one thread for the device, or plain copies; the first one takes 200 steps."""
+    """Every second network clips and has Optax's updates, one thread for the device, or plain copies.
+
+    The first one takes 200 steps.
+    """
     num_steps = 25 if seed else 200
     draw = random.Random(seed)
     loss_fn, params, batch = network(draw)
-    clip_norm, transport, is_issued = [None, 0.1][seed % 2], ["ferry", "device_put"][seed // 2 % 2], seed // 4 % 2
+    clip_norm, adam = [(None, jaxferry.adam), (0.1, optax.adam)][seed % 2]
+    transport, is_issued = ["ferry", "device_put"][seed // 2 % 2], seed // 4 % 2
 
     def make(plan):
         return jaxferry.train_step(
-            loss_fn, optax.adam(1e-2), plan=plan, clip_norm=clip_norm, transport=transport, record_steps=0
+            loss_fn, adam(1e-2), plan=plan, clip_norm=clip_norm, transport=transport, record_steps=0
         )
 
     plan = random_plan(draw, loss_fn, params, batch, list(Mode))

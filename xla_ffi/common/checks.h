@@ -9,6 +9,7 @@
 
 #include "common/calls.h"
 #include "common/mark_lists.h"
+#include "common/sanitizer.h"
 #include "xla/ffi/api/ffi.h"
 
 #define JAXFERRY_RETURN_IF_ERROR(expression)                         \
@@ -62,7 +63,10 @@ ffi::Error CheckMark(ffi::RemainingArgs arguments, int64_t queue, const void** t
 template <typename Body>
 ffi::Error Guarded(const char* operation, Body&& body) {
   try {
-    return body();
+    NoteBegun();
+    ffi::Error error = body();
+    NoteEnded();
+    return error;
   } catch (const std::exception& exception) {
     return ffi::Error::Internal(std::string(operation) + ": " + exception.what());
   }

@@ -39,6 +39,7 @@ static ffi::Future FerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets re
     JAXFERRY_RETURN_IF_ERROR(CheckFerryWait(arguments, results, &ranges));
     Ferry::Get().CallWhenDone(ranges, [promise]() mutable {
       Marks::Get().NoteEndOfWait();
+      NoteEnded();
       promise.SetAvailable();
     });
     return ffi::Error::Success();

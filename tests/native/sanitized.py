@@ -1,0 +1,43 @@
+"""A plugin of pytest for runs under the thread sanitizer, with a native library built for it (tools/sanitize_steps).
+
+The sanitizer sees neither XLA's own synchronisation nor what XLA computes. So a thread releases, before it does a task,
+what the native library's handlers acquire; and whoever has waited for XLA acquires what handlers have released until
+then (xla_ffi/common/sanitizer.h). All else that orders copies, products in host memory and updates are the engine's own
+locks, which it sees.
+
+With JAXFERRY_TEST_CARELESS=1 nobody waits for XLA: there must be reports.
+"""
+
+import ctypes
+import os
+
+import jax
+
+from jaxferry.engine.executor import Executor
+from jaxferry.native.library import find_library
+
+_library = ctypes.CDLL(str(find_library("cpu").path))
+_begun, _ended = (ctypes.cast(f, ctypes.c_void_p) for f in (_library.jaxferry_build_info, _library.jaxferry_abi))
+_acquire, _release = (getattr(ctypes.CDLL(None), f"__tsan_{name}") for name in ("acquire", "release"))
+_wait = jax.block_until_ready
+
+
+def _wait_and_acquire(arrays):
+    ready = _wait(arrays)
+    _acquire(_ended)
+    return ready
+
+
+def _release_first(function):
+    def call(*args):
+        _release(_begun)
+        return function(*args)
+
+    return call
+
+
+for _name in ("_act", "_load"):
+    setattr(Executor, _name, _release_first(getattr(Executor, _name)))
+jax.block_until_ready = _wait_and_acquire
+if os.environ.get("JAXFERRY_TEST_CARELESS") == "1":
+    jax.block_until_ready = lambda arrays: arrays
