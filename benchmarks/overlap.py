@@ -92,7 +92,7 @@ def dry_steps_s(schedule, num_steps):
     tasks, lanes, works, slept_s = TaskList(schedule), Lanes(), [], []
 
     def next_action():
-        of_step = dict.fromkeys(range(len(schedule.tasks)), 0.0)
+        of_step = [0.0] * len(schedule.tasks)
         slept_s.append(of_step)
 
         def action(index):
@@ -114,7 +114,7 @@ def dry_steps_s(schedule, num_steps):
     works[-1].wait()
     last = max(i for i, task in enumerate(schedule.tasks) if task.lane is Lane.GPU)
     chain = repeat(schedule, num_steps)
-    durations_s = [seconds for of_step in slept_s[:num_steps] for seconds in of_step.values()]
+    durations_s = itertools.chain.from_iterable(slept_s[:num_steps])
     as_slept = [dataclasses.replace(t, duration_s=s) for t, s in zip(chain.tasks, durations_s, strict=True)]
     predicted = machine.run(dataclasses.replace(chain, tasks=tuple(as_slept)))
     return lengths_s([work.ends_s[last] for work in works]), lengths_s(ends_of_steps(predicted))

@@ -147,8 +147,7 @@ def train_step(
       transport: `"ferry"`: the native library moves layers and gradients on queues of its own, and computes in host
         memory (the default where it is built, and no parameter is trained in float64). `"device_put"`: plain JAX does
         both by copies, with the same results but for the order in which products in host memory are summed.
-      record_steps: of how many of the last steps `TrainStep.recorded` tells the times of all tasks; 0 records nothing,
-        and costs nothing.
+      record_steps: of how many of the last steps `TrainStep.recorded` tells the times of all tasks; 0 keeps nothing.
 
     Raises:
       InputError: if an argument is not acceptable.

@@ -23,7 +23,5 @@ def test_whole_steps_hold_under_the_thread_sanitizer():
     environment = {**os.environ, "PYTHON": sys.executable}
     command = [str(ROOT / "tools" / "sanitize_steps")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
-    if "unexpected memory mapping" in result.stdout + result.stderr:
-        pytest.skip("this kernel places memory where the sanitizer cannot watch it")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.endswith("all hold\n")
