@@ -96,8 +96,12 @@ class Marks:
         return self.count(index, self._mark(self.token(index), result))
 
     def when(self, arrays: Sequence[jax.Array]) -> Future[float]:
-        """The time at which arrays are there."""
-        return self._copies.submit(_seen_s, list(arrays), self._clock)
+        """The time at which arrays are there; NaN if they are deleted before anybody looks."""
+        if any(array.is_deleted() for array in arrays):
+            return self._copies.submit(lambda: math.nan)
+        # JAX keeps nothing of an array alive for a thread that waits for it while another one deletes it: it crashes.
+        own = [array.addressable_data(0) for array in arrays]
+        return self._copies.submit(_seen_s, own, self._clock)
 
     def read(self, numbers: Mapping[int, int]) -> dict[int, tuple[float, float]]:
         """Start and end of tasks by the numbers of their marks."""

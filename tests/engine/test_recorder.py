@@ -3,7 +3,10 @@
 import gc
 import itertools
 import math
+import pathlib
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -94,6 +97,30 @@ def test_whoever_waits_for_an_array_survives_its_end():
     finally:
         native.synchronize()
         native.set_bandwidth("load", 0)
+
+
+DELETING = """
+import random, time
+import jax, numpy as np
+from jaxferry.engine.marks import Marks
+from jaxferry.engine.placement import make_placement
+
+marks, one = Marks(make_placement(), 2, None), np.ones(1, np.float32)
+for _ in range(60):
+    step, arrays = marks.begin(), [jax.device_put(one) for _ in range(2000)]
+    step.watch(0, arrays)
+    time.sleep(1e-3 * random.random())
+    for array in reversed(arrays):
+        array.delete()
+    step.times()
+"""
+
+
+def test_arrays_may_be_deleted_while_somebody_waits_for_them():
+    """JAX crashes in nearly every run that waits for the arrays themselves."""
+    root = pathlib.Path(jaxferry.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", DELETING], capture_output=True, text=True, timeout=120, cwd=root)
+    assert done.returncode == 0, done.stderr
 
 
 def perceptron(num_layers=4):
