@@ -267,7 +267,8 @@ class TrainStep:
           `device_param_bytes_peak` (bytes).
 
         Raises:
-          NonFiniteError: if the loss is not finite, unless `skip_nonfinite`; the state is that before the step.
+          NonFiniteError: if the loss is not finite, unless `skip_nonfinite`; the state is that before the step, with
+            `accumulate` that after the last update.
           BudgetError: if no plan fits into `memory_budget`.
           StateError: if the state is not one of this step's, or damaged.
         """
@@ -547,7 +548,8 @@ class TrainStep:
         programs = Programs(parts, derivatives, self._placement, is_native, is_scaled)
         plan, profile = self._plan(variants, programs)
         is_adapted = options.loss_scale is not None and options.loss_scale.is_dynamic
-        needs_all = options.clip_norm is not None or options.skip_nonfinite or is_adapted
+        # A failure takes sums of earlier micro-batches with it; the state stays whole if nothing was updated before.
+        needs_all = options.clip_norm is not None or options.skip_nonfinite or is_adapted or options.accumulate > 1
         if needs_all or not self._host_optimizer().is_by_layer(parts.layers):
             plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
         gradients = [layer.gradient for layer in plan.layers]
@@ -670,9 +672,10 @@ class TrainStep:
         if is_lost:
             finite = [bool(flag) for flag in result.finite]
             layer = parts.segments[finite.index(False)].name if False in finite else None
+            left = "before the step" if self._options.accumulate == 1 else "after the last update"
             raise NonFiniteError(
                 f"the loss of step {number} is {loss}{', a gradient is not finite' if np.isfinite(loss) else ''}; the "
-                f"first layer with a non-finite output is {layer!r}; the state is that before the step "
+                f"first layer with a non-finite output is {layer!r}; the state is that {left} "
                 "(skip_nonfinite=True skips such steps)",
                 number,
                 layer,

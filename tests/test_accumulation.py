@@ -155,7 +155,7 @@ def test_a_loss_that_is_not_finite_drops_what_was_accumulated(place):
     batches = [x * (np.nan if i == place else 1.0) for i in range(N)]
     step = jaxferry.train_step(bad_loss, optax.sgd(0.1), accumulate=N)
     state = step.init(params)
-    with pytest.raises(jaxferry.NonFiniteError):
+    with pytest.raises(jaxferry.NonFiniteError, match="the state is that after the last update"):
         for batch in batches:
             state, _ = step(state, batch)
     assert state.step == 0 and not state.accumulated.num_batches

@@ -207,7 +207,8 @@ class _Offload(_Move):
 
     def close(self) -> None:
         if self._stored is not None:
-            self._transport.recycle(0, self._transport.gather(0, self._stored))
+            self._transport.gather(0, self._stored)
+            self._transport.recycle(0, self._stored)
         self._stored = None
 
     def _issue(self) -> Any:

@@ -92,6 +92,8 @@ class Executor:
         self._optimizer, self._placement = optimizer, placement
         self._clips, self._skip_nonfinite = clips, skip_nonfinite
         self._checks_gradients = skip_nonfinite or checks_gradients
+        # What is added to sums of earlier micro-batches cannot be taken back: no update before all of it has been.
+        self._waits_for_all = clips or self._checks_gradients or accumulate > 1
         self._transfers, self._lanes, self._recorder = transport, lanes, recorder
         self._accumulate, self._kept = accumulate, frozenset(kept)
         self._loads_ahead, self._one_ahead = tuple(loads_ahead), one_ahead or OneAhead()
@@ -228,7 +230,9 @@ class Executor:
             state.ahead = None
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> Flight:
-        leaves = [jax.device_put(leaf, self._placement.device) for leaf in batch]
+        # NumPy's memory, which a CPU would read in place, is the caller's again before the batch is done with.
+        own = [np.array(leaf) if isinstance(leaf, np.ndarray) and self._placement.is_cpu else leaf for leaf in batch]
+        leaves = [jax.device_put(leaf, self._placement.device) for leaf in own]
         for layer in state.resident.keys() ^ self._resident:
             if layer in state.resident:
                 self._transfers.drop(state.resident.pop(layer))
@@ -599,8 +603,10 @@ class Executor:
         if not flight.is_last:
             return
         norm: jax.Array | None = self._no_norm
-        if self._clips or self._checks_gradients:
-            is_finite, norm = flight.judged(self._judge)
+        if self._waits_for_all:
+            is_finite, norm_of_all = flight.judged(self._judge)
+            jax.block_until_ready(norm_of_all)
+            norm = norm_of_all if self._clips or self._checks_gradients else norm
         else:
             is_finite = self._is_finite(flight)
         units = [flight.units[layer]]
@@ -645,9 +651,9 @@ class Executor:
         pinned = jax.block_until_ready([to_pinned(vector, self._placement) for vector in packed])
         for layer, vector, num in zip(unit.layers, pinned, num_trained, strict=True):
             state.vectors[layer] = (*vector, *state.vectors[layer][num:])
-        for layer, used in zip(unit.layers, gradients, strict=True):
-            flight.gradients.pop(layer, None)
-            self._transfers.recycle(layer, used)
+        for layer in unit.layers:
+            if (used := flight.gradients.pop(layer, None)) is not None:
+                self._transfers.recycle(layer, used)
 
     def _take_back(self, state: TrainState, flight: Flight) -> None:
         """Ends a step that has not changed the state, and frees what it has left behind."""

@@ -164,18 +164,18 @@ def offload_subject(kind: str, placement: Placement, layer: Layer, gradients: Se
 
     def time(effort: Effort) -> float:
         transport = make_transport(kind, placement, [layer])
-        known = [sample_vectors(layer.trained, placement.update_output)] if is_sum else []
+        known = [HostGradient(sample_vectors(layer.trained, placement.update_output), True)] if is_sum else []
 
         def prepare(num_calls: int) -> list[Any]:
             return [jax.tree.map(lambda leaf: sample(leaf, placement.device), list(gradients))]
 
         def store(arrays: Any) -> Vectors:
-            onto = HostGradient(known.pop(), True) if known else None
-            vectors = transport.gather(0, transport.store(0, arrays, onto))
+            stored = transport.store(0, arrays, known.pop() if known else None)
+            vectors = transport.gather(0, stored)
             if is_sum:
-                known.append(vectors)
+                known.append(stored)
             else:
-                transport.recycle(0, vectors)
+                transport.recycle(0, stored)
             return vectors
 
         return median_s(store, prepare, effort)

@@ -61,11 +61,13 @@ class HostGradient:
       vectors: what holds it, or will.
       is_gathered: whether the optimizer can read them; else they are in memory that the device can write.
       arrive: called with `vectors`, gives those that can be read; None if nothing is under way.
+      written: what the device has written it into, where the optimizer reads a copy of that.
     """
 
     vectors: Vectors
     is_gathered: bool
     arrive: Callable[[Vectors], Vectors] | None = None
+    written: Vectors = ()
 
 
 class Transport:
@@ -164,7 +166,8 @@ class Transport:
         if onto is None:
             return self._take(layer)
         if onto.is_gathered and not self._placement.is_cpu:
-            return tuple(jax.device_put(v, self._placement.pinned) for v in onto.vectors)
+            written, onto.written = onto.written, ()
+            return written or tuple(jax.device_put(v, self._placement.pinned) for v in onto.vectors)
         return onto.vectors if onto.arrive is None else onto.arrive(onto.vectors)
 
     def written(self, vectors: Sequence[jax.Array]) -> HostGradient:
@@ -177,16 +180,19 @@ class Transport:
             gradient.vectors = gradient.arrive(gradient.vectors)
             gradient.arrive = None
         if not gradient.is_gathered:
-            pinned = gradient.vectors
-            gradient.vectors = tuple(jax.device_put(v, self._placement.host) for v in pinned)
-            gradient.is_gathered = True
-            self._spare.setdefault(layer, []).append(pinned)
+            written = gradient.vectors
+            gradient.vectors = tuple(jax.device_put(v, self._placement.host) for v in written)
+            gradient.written, gradient.is_gathered = written, True
         return gradient.vectors
 
-    def recycle(self, layer: int, gradients: Vectors) -> None:
-        """Takes back vectors of gradients that the optimizer has been given, to be written again."""
-        if self._placement.is_cpu and gradients:
-            self._spare.setdefault(layer, []).append(gradients)
+    def recycle(self, layer: int, gradient: HostGradient) -> None:
+        """Takes back the vectors of a gradient that the optimizer has used, to be written again.
+
+        Not earlier: those of a program that turns out to have failed would spoil what is written into them.
+        """
+        vectors = gradient.vectors if self._placement.is_cpu else gradient.written
+        if vectors:
+            self._spare.setdefault(layer, []).append(vectors)
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         raise NotImplementedError

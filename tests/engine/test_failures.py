@@ -68,11 +68,12 @@ def test_a_callback_that_raises_once_costs_no_step_and_no_bit(gradient, mode, th
     assert num_tried_again >= 1
 
 
+@pytest.mark.parametrize("clip_norm", [1.0, None])
 @pytest.mark.parametrize("sums", ["on the device", "by transfers", "by programs"])
-def test_micro_batches_are_taken_back_tried_again_or_given_up_to_the_last_update(sums, tmp_path):
+def test_micro_batches_are_taken_back_tried_again_or_given_up_to_the_last_update(sums, clip_norm, tmp_path):
     fault = Fault()
     gradient = GradientPlace.HOST if sums == "by programs" else GradientPlace.DEVICE
-    step, params = make(fault, gradient=gradient, accumulate=3, clip_norm=1.0)
+    step, params = make(fault, gradient=gradient, accumulate=3, clip_norm=clip_norm)
     step.init(params)
     if sums == "by transfers":
         step.prepare(BATCH)._executor._kept = frozenset()
