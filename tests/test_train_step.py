@@ -171,6 +171,35 @@ def test_init_copies_numpy_and_jax_arrays(gpt):
     assert_same_bits(from_numpy.params, from_jax.params)
 
 
+def aligned(array):
+    """A copy whose memory begins where JAX takes NumPy's as it is."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    own = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    own[...] = array
+    return own
+
+
+@pytest.mark.parametrize("options", [{}, {"trainable": lambda path: "l1" in path, "compute_dtype": jnp.bfloat16}])
+def test_what_the_caller_does_with_its_arrays_changes_nothing(options):
+    def loss_fn(params, x):
+        for name in ("l0", "l1"):
+            x = jnp.tanh(x @ params[name]["w"])
+        return jnp.mean(x**2), x
+
+    given = {name: {"w": aligned(np.eye(32, dtype=np.float32) / 2)} for name in ("l0", "l1")}
+    batch = aligned(np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32))
+    same = jax.tree.map(np.array, (given, batch))
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
+    state = step.init(given)
+    jax.tree.map(lambda leaf: leaf.fill(7), given)
+    state, metrics = step(state, batch)
+    batch.fill(7)
+    expected, others = step(step.init(same[0]), same[1])
+    assert_same_bits(state.params, expected.params)
+    assert_same_bits(metrics["aux"], others["aux"])
+
+
 @pytest.mark.parametrize("make", [models.gpt, models.nnx_net])
 def test_a_resumed_run_continues_bit_identically(make, tmp_path):
     task, optimizer = make(), optax.adamw(1e-2)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.engine.pieces import on_host
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Layer
 from jaxferry.partition.graph import evaluate, live_equations, trace
@@ -30,7 +31,7 @@ def masters_from_arrays(leaves: Sequence[Any], dtypes: Sequence[np.dtype], place
     return [
         blocks.master(leaf, dtype)
         if hasattr(leaf, "blocks")
-        else jax.device_put(np.asarray(leaf).astype(dtype, copy=False), placement.host, may_alias=False)
+        else on_host(np.asarray(leaf).astype(dtype, copy=False), placement)
         for leaf, dtype in zip(leaves, dtypes, strict=True)
     ]
 

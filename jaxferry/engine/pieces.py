@@ -66,7 +66,7 @@ class Pieces:
     def take(self, key: Key) -> jax.Array:
         """The array of a key; a copy if it has been asked for before (an update works in place)."""
         if key in self._given:
-            return on_host(np.array(self._given[key]), self._placement)
+            return on_host(self._given[key], self._placement)
         name, part = key
         known = self._arrays[name]
         if part not in known:
@@ -84,8 +84,9 @@ class Pieces:
 
 
 def on_host(array: Any, placement: Placement) -> jax.Array:
-    """An array in memory of its own."""
-    return jax.device_put(array, placement.host, may_alias=False)
+    """An array in memory that nobody else has."""
+    # JAX takes NumPy's memory as its own where that is aligned, even if told that it may not.
+    return jax.device_put(np.array(array), placement.host)
 
 
 def cut(array: Any, part: Part, placement: Placement) -> jax.Array:
