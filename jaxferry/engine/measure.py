@@ -97,20 +97,24 @@ def _silent(part: str, done: int, total: int) -> None:
 def _seconds(
     subjects: Mapping[Any, Subject], programs: Programs, cache: MeasurementCache, report: Report, end_s: float
 ) -> dict[Any, float]:
-    """The seconds of each subject; of what is not known, each in turn gets its share of the time that is left."""
-    seconds = {key: known for key, subject in subjects.items() if (known := cache.get(subject.content)) is not None}
-    missing = {key: subject for key, subject in subjects.items() if key not in seconds}
+    """The seconds of each subject; of what is not known, each in turn gets its share of the time that is left.
+
+    Equal programs have one key each where segments differ; they are measured once.
+    """
+    by_content = {subject.content: subject for subject in subjects.values()}
+    seconds = {content: known for content in by_content if (known := cache.get(content)) is not None}
+    missing = {content: subject for content, subject in by_content.items() if content not in seconds}
     if missing:
         report("compiling", 0, len(missing))
         begin_s = time.monotonic()
         programs.require(subject.use for subject in missing.values() if subject.use is not None)
         end_s += time.monotonic() - begin_s
-    for number, (key, subject) in enumerate(missing.items()):
+    for number, (content, subject) in enumerate(missing.items()):
         report(subject.label, number, len(missing))
         share_s = (end_s - time.monotonic()) / (len(missing) - number)
-        seconds[key] = subject.time(Effort(budget_s=max(share_s, 0.0)))
-        cache.put(subject.content, seconds[key])
-    return seconds
+        seconds[content] = subject.time(Effort(budget_s=max(share_s, 0.0)))
+        cache.put(content, seconds[content])
+    return {key: seconds[subject.content] for key, subject in subjects.items()}
 
 
 class _Measured:
