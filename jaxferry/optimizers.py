@@ -112,7 +112,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
       rule: that; None where its arguments ask for what the library does not do.
     """
 
-    rule: HostRule | None
+    rule: HostRule | None = None  # also of what `_replace` makes
 
     def __new__(cls, init: Any, update: Any, rule: HostRule | None = None) -> FusedTransformation:
         """Makes one of Optax's functions, and the rule that says what they do."""

@@ -95,6 +95,7 @@ def test_each_is_an_optax_transformation_that_describes_itself():
         ours.rule.learning_rate = 1.0
     assert isinstance(copy.copy(ours), FusedTransformation)
     assert jaxferry.sgd(1e-2).rule.weight_decay is None
+    assert ours._replace(init=optax.adamw(1e-3).init).rule is None
 
 
 def test_hyperparameters_may_be_numbers_of_any_kind_but_not_traced():

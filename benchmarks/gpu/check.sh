@@ -11,9 +11,6 @@ python=${PYTHON:-python3}
 output=${1:-benchmarks/results/gpu}
 mkdir -p "$output" || exit 1
 output=$(cd "$output" && pwd)
-for name in build tests link_rates overlap criteria host_library recorded steps_medium steps_xl summary jax; do
-  rm -f "$output/$name.json" "$output/$name.log"
-done
 export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$PWD/tests"
 # All stages together end before nine minutes are over.
 deadline=$((SECONDS + 525))
@@ -61,6 +58,9 @@ command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1 ||
   fail "there is no NVIDIA GPU here (nvidia-smi finds none); the tests that need none run with \`make test\`"
 timeout 60 "$python" -c 'import jax; jax.devices("cuda")' 2>"$output/jax.log" ||
   fail "$python has no JAX that sees the GPU: $(tail -n 1 "$output/jax.log")"
+for name in build tests link_rates overlap criteria host_library recorded steps_medium steps_xl summary; do
+  rm -f "$output/$name.json" "$output/$name.log"
+done
 
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT

@@ -1,4 +1,7 @@
-"""ZeRO-Offload as DeepSpeed does it (MemFerry, sections II-B and III-A): all in one go, nothing overlaps."""
+"""ZeRO-Offload as DeepSpeed does it (MemFerry, sections II-B and III-A): loads, programs, updates, in turn.
+
+Gradients leave during the backward, and a load of the next step follows the update that it waits for.
+"""
 
 import numpy as np
 
