@@ -76,6 +76,20 @@ def test_a_result_that_was_cut_short_is_no_obstacle(tmp_path):
     assert summary.collect(tmp_path, ["good", "cut", "missing"]) == {"good": {"a": 1}, "cut": {"error": "not complete"}}
 
 
+def test_what_was_measured_and_is_not_as_expected_is_named():
+    expected = {"measured_over_predicted": [0.9, 1.1], "measured_over_bound": 1.15}
+    rows = [
+        {"contender": "plain", "step_s": 1.0},
+        {"contender": "l2l", "measured_over_predicted": 1.0, "measured_over_bound": 1.3},
+        {"contender": "auto", "measured_over_predicted": 9.0, "measured_over_bound": 1.2},
+    ]
+    ratio, bound = summary.surprises({"expected": expected, "rows": rows})
+    assert "auto" in ratio and "9.00" in ratio and "1.20" in bound
+    rows[2] |= {"measured_over_predicted": 1.05, "measured_over_bound": 1.1}
+    assert not summary.surprises({"expected": expected, "rows": rows})
+    assert not summary.surprises({"bytes_per_s": 1.0})
+
+
 def test_a_rate_is_judged_by_the_slower_of_link_and_device():
     assert Rate("of the link", 100, seconds=2.0, plain_s=1.8, compute_s=1.0).share == pytest.approx(0.9)
     assert Rate("of the device", 100, seconds=4.0, plain_s=1.8, compute_s=3.8).share == pytest.approx(0.95)

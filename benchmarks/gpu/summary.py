@@ -1,6 +1,7 @@
 """Sums up what check.sh ran. Usage: summary.py OUTPUT_DIR; its standard input has lines STAGE<TAB>STATUS<TAB>SECONDS.
 
-A STATUS may be "left out". Writes summary.json and prints a table. Exit status 0 if every stage passed.
+A STATUS may be "left out". Writes summary.json and prints a table. Exit status 0 if every stage passed: what was
+measured and is not as expected fails nothing, but is named.
 """
 
 import json
@@ -44,6 +45,24 @@ def steps_lines(found):
     return lines
 
 
+def surprises(found):
+    """What steps.py has measured and is not as it expects, a line each."""
+    rows, expected = [row for row in found.get("rows", ()) if "measured_over_predicted" in row], found.get("expected")
+    if not rows:
+        return []
+    least, most = expected["measured_over_predicted"]
+    ratios = {row["contender"]: row["measured_over_predicted"] for row in rows}
+    lines = [
+        f"  {name}: measured / predicted is {ratio:.2f}, expected {least} to {most}"
+        for name, ratio in ratios.items()
+        if not least <= ratio <= most
+    ]
+    best = min(row["measured_over_bound"] for row in rows)
+    if best > expected["measured_over_bound"]:
+        lines.append(f"  best measured / bound is {best:.2f}, expected at most {expected['measured_over_bound']}")
+    return lines
+
+
 def collect(folder, stages):
     """The JSON files that stages left, by their names; one that was cut short says so."""
     found = {}
@@ -63,12 +82,16 @@ def main():
     stages = read_stages(sys.stdin)
     outcomes = {stage["outcome"] for stage in stages}
     passed = "passed" in outcomes and outcomes <= {"passed", LEFT_OUT}
-    summary = {"passed": passed, "stages": stages, "results": collect(folder, [each["stage"] for each in stages])}
+    results = collect(folder, [each["stage"] for each in stages])
+    unexpected = {name: lines for name, found in results.items() if (lines := surprises(found))}
+    summary = {"passed": passed, "unexpected": unexpected, "stages": stages, "results": results}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     for stage in stages:
         print(f"{stage['stage']:12} {stage['outcome']:14} {stage['seconds']:6.0f} s")
         for line in steps_lines(summary["results"].get(stage["stage"], {})):
             print(line)
+    for name, lines in unexpected.items():
+        print(f"not as expected in {name}:", *lines, sep="\n")
     said = "all passed" if outcomes == {"passed"} else "all that had time passed" if passed else "NOT all passed"
     print(said, f"- results in {folder}")
     return 0 if passed else 1
