@@ -96,7 +96,8 @@ def dha_matmul(
       shape: where the weight lies in the host array; None for the whole of it.
       out_dtype: dtype of the result, by default that of x.
       method: `auto` chooses by size, `staged` or `direct` forces one.
-      scratch_bytes: size of the scratch, at most; results do not depend on it.
+      scratch_bytes: size of the scratch, at most. No sum is split by it. On a CPU results do not depend on it; on a GPU
+        cuBLASLt chooses its algorithm by the size of the panels, so that the last bits may.
       native: see `is_native`.
 
     Returns:

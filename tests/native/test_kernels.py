@@ -135,9 +135,9 @@ def test_a_product_with_a_weight_is_that_of_numpy(cpu, dtype, w_dtype, transpose
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_does_not_depend_on_the_size_of_its_panels(cpu, dtype, transpose):
-    x, w = normal((37, 200), dtype), normal(200 * 300, dtype, 1)
-    sizes = [2 * 200 * 4 * num_columns for num_columns in (0, 1, 7, 63, 64, 65, 100, 128, 192, 300)]
-    results = [matmul(x, w, 300, transpose=transpose, panel=size) for size in sizes]
+    x, w = normal((37, 200), dtype), normal(200 * 2300, dtype, 1)
+    sizes = [2 * 200 * 4 * num_columns for num_columns in (0, 1, 7, 64, 65, 300, 1023, 1024, 1100, 2048, 2300)]
+    results = [matmul(x, w, 2300, transpose=transpose, panel=size) for size in sizes]
     for result in results[1:]:
         assert_same_bits(result, results[0])
 
@@ -168,8 +168,8 @@ def test_a_gradient_is_rounded_through_another_dtype(cpu, round_to, dtype):
 
 
 def test_a_gradient_does_not_depend_on_the_size_of_its_panels(cpu):
-    x, dy = normal((50, 300), np.float32), normal((50, 200), np.float32, 1)
-    sizes = [2 * 200 * 4 * num_rows for num_rows in (0, 1, 50, 64, 100, 128, 300)]
-    results = [matmul_gradient(jnp.zeros(300 * 200), x, dy, panel=size) for size in sizes]
+    x, dy = normal((50, 2300), np.float32), normal((50, 60), np.float32, 1)
+    sizes = [2 * 60 * 4 * num_rows for num_rows in (0, 1, 50, 64, 100, 1023, 1024, 1100, 2048, 2300)]
+    results = [matmul_gradient(jnp.zeros(2300 * 60), x, dy, panel=size) for size in sizes]
     for result in results[1:]:
         assert_same_bits(result, results[0])

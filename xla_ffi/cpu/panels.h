@@ -8,25 +8,26 @@
 
 namespace jaxferry {
 
-// Room for fp32 panels of whole blocks of items, `item_size` numbers each: in half of the scratch, for the contract has
-// two panels in turn; in memory of its own where that holds no block.
+// Room for an fp32 panel of `kNumItems` items, `item_size` numbers each: in half of the scratch, for the contract has two
+// panels in turn; in memory of its own where that is too small. BLAS may round a column otherwise with the number of
+// columns in its call (OpenBLAS does, by what is left over from the blocks of its kernels and by how it shares columns
+// out among threads): panels are of one size whatever the scratch, so results are too.
 class Panel {
  public:
   Panel(void* scratch, int64_t scratch_bytes, int64_t item_size, int64_t num_items) {
-    const int64_t item_bytes = std::max<int64_t>(item_size, 1) * static_cast<int64_t>(sizeof(float));
-    const int64_t fitting = scratch_bytes / 2 / item_bytes;
-    num_items_ = std::min(num_items, std::max(kBlock, fitting - fitting % kBlock));
-    if (num_items_ > fitting) own_.resize(item_size * num_items_);
-    data_ = num_items_ > fitting ? own_.data() : static_cast<float*>(scratch);
+    num_items_ = std::min(num_items, kNumItems);
+    const int64_t size = item_size * num_items_;
+    const bool fits = size <= scratch_bytes / 2 / static_cast<int64_t>(sizeof(float));
+    if (!fits) own_.resize(size);
+    data_ = fits ? static_cast<float*>(scratch) : own_.data();
   }
 
   float* data() const { return data_; }
   int64_t num_items() const { return num_items_; }
 
  private:
-  // BLAS computes the columns left over from its own blocks by other code, which may round otherwise: with panels that
-  // end where those do, results are the same for any size of the scratch.
-  static constexpr int64_t kBlock = 64;
+  // With as many, products take some 5 % longer than with all columns at once; with 64 twice as long for few rows.
+  static constexpr int64_t kNumItems = 1024;
 
   std::vector<float> own_;
   float* data_;
