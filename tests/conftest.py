@@ -4,6 +4,7 @@ import atexit
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import tempfile
 
@@ -27,6 +28,11 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # What tests measure is no measurement, and no business of the user's own cache.
 os.environ["JAXFERRY_CACHE_DIR"] = os.path.join(_CACHE, "jaxferry")
+
+# A shell gives what it runs in the background a SIGINT that is ignored, and so do its children: no test would be
+# interrupted.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("deterministic")

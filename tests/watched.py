@@ -1,7 +1,9 @@
 """Steps during which device memory is counted, from JAX's own list of live arrays."""
 
+import gc
 import itertools
 import threading
+import time
 
 import jax
 import optax
@@ -12,6 +14,18 @@ import jaxferry.engine.transfers
 
 def device_arrays():
     return [a for a in jax.live_arrays() if a.sharding.memory_kind == "device" and not a.is_deleted()]
+
+
+def settled_arrays():
+    """Number and bytes of all arrays, once they stay the same: threads that see copies end hold some for longer."""
+    counts, deadline_s = [None], time.monotonic() + 10
+    while len(counts) < 4 or len(set(counts[-3:])) > 1:
+        assert time.monotonic() < deadline_s, counts
+        time.sleep(0.02)
+        gc.collect()
+        arrays = jax.live_arrays()
+        counts.append((len(arrays), sum(array.nbytes for array in arrays)))
+    return counts[-1]
 
 
 class Watch:

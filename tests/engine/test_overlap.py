@@ -1,6 +1,5 @@
 """Steps that overlap: whatever the plan, the sizes and the delays, the bits are those of one task after the other."""
 
-import gc
 import itertools
 import pathlib
 import random
@@ -24,6 +23,7 @@ from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.schedule import Kind
 from jaxferry.simulate.trace import chrome_trace
 from planned import assert_same_bits
+from watched import settled_arrays
 
 
 def network(draw):
@@ -209,10 +209,9 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
 
     def live():
         state.block_until_ready()
-        gc.collect()
         # Those that see when copies end begin when they are needed, up to a limit.
         threads = [thread for thread in threading.enumerate() if not thread.name.startswith("jaxferry marks")]
-        return len(jax.live_arrays()), sum(a.nbytes for a in jax.live_arrays()), len(threads)
+        return *settled_arrays(), len(threads)
 
     for _ in range(10):
         state, _ = step(state, batch)

@@ -1,6 +1,5 @@
 """When tasks really started and ended, where one thread issues them: against the simulator, and the emulated link."""
 
-import gc
 import itertools
 import math
 import pathlib
@@ -30,6 +29,7 @@ from jaxferry.simulate import machine
 from native_calls import load, wait
 from profiles import deterministic, planned
 from recorded import check_times
+from watched import settled_arrays
 
 WIDTH = 256
 
@@ -185,8 +185,7 @@ def test_whatever_the_plan_times_fit_the_tasks_and_memory_is_flat(seed, transpor
             state, _ = step(state, batch)
         state.block_until_ready()
         check_times(step.recorded())
-        gc.collect()
-        return len(jax.live_arrays()), sum(array.nbytes for array in jax.live_arrays())
+        return settled_arrays()
 
     before = run_steps(12)
     num_threads = threading.active_count()
