@@ -7,9 +7,7 @@ on the device. The buffers of a dropped layer are used again by the next one of 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.interrupts import deferred_interrupts
+from jaxferry.engine.left_copies import LEFT_COPIES
 from jaxferry.engine.marks import TaskMark
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport, Vectors
-from jaxferry.native import NativeLibrary, library, targets
+from jaxferry.native import library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 
@@ -33,7 +32,7 @@ class Ferry(Transport):
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
         # Copies that nobody has waited for: JAX knows nothing of them, so what they read and write must stay alive.
         self._under_way: dict[int, tuple[DeviceLayer, Vectors]] = {}
-        weakref.finalize(self, _wait_for_all, self.library, self._under_way)
+        LEFT_COPIES.watch(self, self.library, self._under_way)
 
     def store(
         self,
@@ -72,7 +71,7 @@ class Ferry(Transport):
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
             arrived: Sequence[jax.Array] = wait(arrays, vectors)
-            del under_way[id(held)]
+            under_way.pop(id(held), None)
             return arrived
 
         with deferred_interrupts():
@@ -146,13 +145,3 @@ def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> 
         queued, [marked] = program(*arguments, mark.token())
         mark.add(marked)
     return list(queued)
-
-
-def _wait_for_all(native: NativeLibrary, under_way: dict[int, tuple[DeviceLayer, Vectors]]) -> None:
-    """Waits for copies that nobody will ask for; the collector calls it, so that no program of JAX may be run here."""
-    if under_way:
-        with contextlib.suppress(RuntimeError):  # of a load that has failed nothing is under way
-            # Then all that was issued has been put onto its queue.
-            jax.block_until_ready([held.arrays for held, _ in under_way.values()])
-        native.synchronize()
-        under_way.clear()

@@ -1,0 +1,41 @@
+"""Transports that the collector takes while their copies are under way."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import gc, sys
+import jax, jax.numpy as jnp, numpy as np
+import jaxferry.engine.ferry
+from jaxferry.engine.placement import make_placement
+from jaxferry.native import library
+from jaxferry.partition.layout import make_layer
+
+placement = make_placement(None)
+layer = make_layer("layer", [0], ["w"], [jax.ShapeDtypeStruct((64,), jnp.float32)], [np.dtype(np.float32)])
+vectors = tuple(jax.device_put(np.ones(64, np.float32), placement.pinned) for _ in range(1))
+
+def deep(depth):
+    return deep(depth - 1) if depth else jnp.ones(3)
+
+for number in range(300):
+    gc.disable()
+    transport = jaxferry.engine.ferry.Ferry(placement, [layer])
+    transport.load(0, vectors)
+    transport.load(0, vectors)
+    transport.itself = transport
+    del transport
+    gc.set_threshold(gc.get_count()[0] + number)
+    gc.enable()
+    deep(200)  # to note such a stack makes most of the objects after which the collector runs
+gc.collect()
+library("cpu").set_bandwidth("load", 1000)  # what is left at the end takes a quarter of a second otherwise
+transport = jaxferry.engine.ferry.Ferry(placement, [layer])
+transport.load(0, vectors)
+print("all hold")
+"""
+
+
+def test_the_collector_takes_transports_whose_copies_are_under_way_wherever_it_runs():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "all hold\n"), done.stderr[-2000:]
