@@ -53,8 +53,9 @@ class StateError(JaxFerryError):
 class TaskError(JaxFerryError, RuntimeError):
     """A task of a training step failed: a transfer, a program, an update.
 
-    The step is taken back, or what is left of it is tried again when the state is next used, as the message says. To go
-    on, call `state.block_until_ready()`: from then on `state.step` is the number of the batch that comes next.
+    The step is taken back, or what is left of it is tried again whenever the state is next used, or the state is that
+    after the last update, as the message says. To go on, call `state.block_until_ready()`: from then on `state.step` is
+    the number of the batch that comes next.
 
     Attributes:
       layer: whose task it was.

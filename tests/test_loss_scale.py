@@ -71,10 +71,13 @@ def test_an_overflow_leaves_the_update_out_exactly_and_halves_the_scale():
     assert state.step == 12
 
 
-def test_the_scale_doubles_after_many_finite_updates(monkeypatch):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_scale_doubles_after_many_finite_updates(accumulate, monkeypatch):
     monkeypatch.setattr(loss_scale, "GROWTH_STEPS", 3)
-    _, rows = train(8, LossScale(4.0), compute_dtype=jnp.float16, loss_scale="dynamic")
-    assert [row["loss_scale"] for row in rows] == [4, 4, 4, 8, 8, 8, 16, 16]
+    options = {"compute_dtype": jnp.float16, "loss_scale": "dynamic", "accumulate": accumulate}
+    _, rows = train(8 * accumulate, LossScale(4.0), **options)
+    scales = np.repeat([4, 4, 4, 8, 8, 8, 16, 16], accumulate)  # the same for all micro-batches of an update
+    assert [row["loss_scale"] for row in rows] == scales.tolist()
 
 
 def test_a_loss_that_no_scale_helps_is_an_error_in_the_end():

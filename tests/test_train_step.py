@@ -497,17 +497,21 @@ def test_a_failure_in_a_worker_surfaces_with_its_layer_and_leaves_a_state_that_c
     assert_same_bits(state.params, expected[2])
 
 
-def test_an_update_that_fails_again_marks_the_state(gpt, monkeypatch, tmp_path):
+def test_an_update_that_fails_again_is_tried_again_whenever_the_state_is_used(gpt, monkeypatch, tmp_path):
     step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
+    expected = [trained(gpt, optax.sgd(0.1), num_steps)[0] for num_steps in (1, 2, 3)]
     state, _ = train(step, gpt, 1)
     state.block_until_ready()
-    fail(monkeypatch, step.prepare(gpt.batch)._executor, "_update", after=2, times=100)
-    with pytest.raises(jaxferry.TaskError):
-        step(state, gpt.batch)
-        step(state, gpt.batch)
-    for use in (lambda: step(state, gpt.batch), lambda: state.params, lambda: step.save(state, tmp_path / "saved")):
-        with pytest.raises(jaxferry.StateError, match="ran out of memory"):
-            use()
+    with monkeypatch.context() as patch:
+        fail(patch, step.prepare(gpt.batch)._executor, "_update", after=2, times=100)
+        with pytest.raises(jaxferry.TaskError):
+            step(state, gpt.batch)
+            step(state, gpt.batch)
+        for use in (lambda: step(state, gpt.batch), lambda: state.params, lambda: step.save(state, tmp_path / "saved")):
+            with pytest.raises(jaxferry.TaskError, match="ran out of memory"):
+                use()
+    step.save(state, tmp_path / "saved")
+    assert_same_bits(step.restore(tmp_path / "saved").params, expected[state.step - 1])
 
 
 @pytest.mark.parametrize("policy", WITHOUT_MOST)

@@ -11,6 +11,7 @@ from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
 from jaxferry.cli.model import OPTIMIZERS, ModelName, UserModel, call_model, code_of_a_user, make_optimizer, read_dtype
 from jaxferry.compare import plan_counts
 from jaxferry.engine import TrainState
+from jaxferry.engine.checkpoint import check_target
 from jaxferry.errors import InputError
 from jaxferry.plan.registry import policies
 from jaxferry.records import write_json
@@ -56,6 +57,11 @@ def train(
     as_json: AsJson = False,
 ) -> int:
     """Trains it; the batch may be a function of the step's number, or the same for every step."""
+    # Not only once all has been trained.
+    if save is not None:
+        check_target(save)
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise InputError(f"cannot write {trace}: {trace.parent} is no folder")
     with code_of_a_user(model):
         user = call_model(model)
         user.check_is_whole()

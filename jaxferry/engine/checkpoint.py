@@ -69,11 +69,9 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
     """Writes a checkpoint; one that is there already is replaced once the new one is complete.
 
     Raises:
-      CheckpointError: if something else than a checkpoint is there.
+      CheckpointError: if something else than a checkpoint is there, or nothing can be written there.
     """
-    target = pathlib.Path(path).absolute()
-    if target.exists() and not _is_checkpoint(target):
-        raise CheckpointError(f"{path} exists and is no JaxFerry checkpoint: choose another path")
+    target = check_target(path)
     keys = [name for name, leaf in checkpoint.optimizer.items() if _is_key(leaf)]
     about = {
         "format": _FORMAT,
@@ -89,7 +87,6 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
         part: _filled({name: _plain(array) for name, array in _in_parts(leaves.values()).items()})
         for part, leaves in (("params", checkpoint.params), ("optimizer", checkpoint.optimizer))
     }
-    target.parent.mkdir(parents=True, exist_ok=True)
     saved = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about))
     # An interrupt comes when it is written: Orbax's own threads, which nobody can stop, would go on writing.
     with deferred_interrupts():
@@ -100,6 +97,26 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
             _replace(target, scratch)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_target(path: str | pathlib.Path) -> pathlib.Path:
+    """Sees whether a checkpoint can be written to a path, and makes the folders that it is to lie in.
+
+    Returns:
+      The path from the root on.
+
+    Raises:
+      CheckpointError: if something else than a checkpoint is there, or nothing can be written there.
+    """
+    target = pathlib.Path(path).absolute()
+    try:
+        if target.exists() and not _is_checkpoint(target):
+            raise CheckpointError(f"{path} exists and is no JaxFerry checkpoint: choose another path")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)).rmdir()
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {path}: {error.strerror or error}; choose another path") from error
+    return target
 
 
 def _replace(target: pathlib.Path, scratch: pathlib.Path) -> None:

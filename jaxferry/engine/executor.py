@@ -35,7 +35,15 @@ from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.replay import Replay
 from jaxferry.engine.script import Event, moves_of, programs_of
 from jaxferry.engine.shadow import Kind, Source, Target
-from jaxferry.engine.state import Accumulated, LateFailure, TrainState, UnderWay, task_error, to_pinned
+from jaxferry.engine.state import (
+    GIVEN_UP,
+    Accumulated,
+    LateFailure,
+    TrainState,
+    UnderWay,
+    task_error,
+    to_pinned,
+)
 from jaxferry.engine.transfers import DeviceLayer, Transport, Vectors, added
 from jaxferry.engine.units import Unit
 from jaxferry.errors import StateError, TaskError
@@ -157,12 +165,12 @@ class Executor:
             is_sum_lost = flight.has_added and not flight.is_updating and self._replay.has_lost_sums(flight)
             if work.failure is not None and is_sum_lost:
                 # All gradients since the last update are lost with it.
-                self._take_back(state, flight)
-                state.forget_accumulated()
-                raise task_error(work, "the state is that after the last update") from work.failure.error
+                self._give_up(state, flight)
+                raise task_error(work, GIVEN_UP) from work.failure.error
             if work.is_committed:
                 # What is left is tried again when the state is next used.
-                state.in_flight = UnderWay(work, again, functools.partial(self._finish, state, flight))
+                finish = functools.partial(self._finish, state, flight)
+                state.in_flight = UnderWay(work, again, finish, functools.partial(self._give_up, state, flight))
             else:
                 self._take_back(state, flight)
             state.report()
@@ -664,6 +672,14 @@ class Executor:
             with contextlib.suppress(Exception):  # what has not arrived is not wanted
                 self._land(flight)
         self._drop_copies(flight)
+
+    def _give_up(self, state: TrainState, flight: Flight) -> bool:
+        """Goes back to the last update, if none has begun since; says whether it has."""
+        if flight.is_updating:
+            return False
+        self._take_back(state, flight)
+        state.forget_accumulated()
+        return True
 
     def _drop_copies(self, flight: Flight) -> None:
         for held in flight.copies.values():

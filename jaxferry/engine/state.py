@@ -47,12 +47,14 @@ class UnderWay:
       work: what is under way.
       again: tries what has failed again; returns the work that does.
       finish: called once it is done, if the step had not returned before.
+      give_up: goes back to the last update, if none has begun since; whether it has. None if the step had returned.
       is_reported: whether its failure has been raised.
     """
 
     work: Work
     again: Callable[[], Work]
     finish: Callable[[], Any] | None = None
+    give_up: Callable[[], bool] | None = None
     is_reported: bool = False
 
 
@@ -69,6 +71,7 @@ class LateFailure(Exception):
 
 
 TRIED_AGAIN = "it is tried again when the state is next used or saved"
+GIVEN_UP = "the state is that after the last update"
 
 
 def task_error(work: Work, what_next: str | None = None) -> TaskError:
@@ -167,11 +170,13 @@ class TrainState:
             raise StateError(f"this state lies between two steps, because {self.damage}: restore a checkpoint")
 
     def report(self) -> None:
-        """Raises what failed in the last step, once; the next call tries that again.
+        """Raises what failed in the last step; the next call tries that again.
+
+        What fails again before any update has begun is given up, with what has been accumulated since the last update.
 
         Raises:
-          TaskError: the first time.
-          StateError: if what failed fails again.
+          TaskError: the first time, and whenever it fails again.
+          StateError: if it cannot be tried again.
         """
         self.check()
         known = self.in_flight
@@ -185,11 +190,13 @@ class TrainState:
                 known.work = known.again()
             known.work.wait()
         except (JaxFerryError, RuntimeError, LateFailure) as error:
-            self.damage = f"{task_error(known.work, f'it cannot be tried again: {error}')}"
-        else:
-            if known.work.failure is not None:
-                self.damage = f"{task_error(known.work, 'again')}"
-        self.check()
+            failed = task_error(known.work, f"it cannot be tried again: {error}")
+            self._give_up(known)
+            self.damage = f"{failed}"
+            self.check()
+        if known.work.failure is not None:
+            self._give_up(known)
+            raise task_error(known.work, f"again; {TRIED_AGAIN}") from known.work.failure.error
         self._put_down(known)
 
     def settle(self) -> None:
@@ -208,6 +215,16 @@ class TrainState:
     def forget_accumulated(self) -> None:
         """Goes back to the last update."""
         self.step, self.accumulated = self.updated_step, Accumulated()
+
+    def _give_up(self, known: UnderWay) -> None:
+        """Goes back to the last update, if that can be done.
+
+        Raises:
+          TaskError: if it could.
+        """
+        if known.give_up is not None and known.work.failure is not None and known.give_up():
+            self.in_flight = None
+            raise task_error(known.work, f"again; {GIVEN_UP}") from known.work.failure.error
 
     def _put_down(self, known: UnderWay) -> None:
         self.in_flight = None

@@ -69,6 +69,15 @@ def test_a_trace_shows_the_last_steps(jaxferry, user_model, tmp_path):
     assert {"load layer_0", "forward layer_5", "offload layer_0", "update layer_3"} <= names
 
 
+@pytest.mark.parametrize("option", ["--save", "--trace"])
+def test_where_nothing_can_be_written_is_told_before_anything_is_trained(option, jaxferry, user_model, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    result = jaxferry("train", "--model", user_model("arrays"), "--steps", 2, option, tmp_path / "file" / "x")
+    assert result.status == 2
+    assert "cannot write" in result.err and "Traceback" not in result.err
+    assert "loss" not in result.err and not result.out
+
+
 def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkeypatch):
     take = TrainStep.__call__
 

@@ -99,16 +99,53 @@ def test_micro_batches_are_taken_back_tried_again_or_given_up_to_the_last_update
             assert_same_bits(state.params, expected[3])
 
 
-def test_a_callback_that_raises_again_after_an_update_marks_the_state():
+@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
+def test_what_raises_again_after_an_update_is_tried_again_whenever_the_state_is_used(threads, monkeypatch, tmp_path):
+    if threads != "lanes":
+        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     fault = Fault()
     step, params = make(fault)
+    expected = [state_after(step, params, BATCH, n).params for n in (2, 4)]
     state = state_after(step, params, BATCH, 1)
     fault.arm(2 * DEPTH, times=100)
     with pytest.raises(jaxferry.TaskError, match="tried again when the state is next used"):
+        for _ in range(2):  # a device may tell of it late
+            state, _ = step(state, BATCH)
+    for use in (lambda: state.params, lambda: step(state, BATCH), lambda: step.save(state, tmp_path / "saved")):
+        with pytest.raises(jaxferry.TaskError, match=r"(?s)the callback broke.*again; it is tried again"):
+            use()
+    fault.arm(None)
+    step.save(state, tmp_path / "saved")
+    assert state.step == 2
+    assert_same_bits(step.restore(tmp_path / "saved").params, expected[0])
+    while state.step < 4:
+        state, _ = step(state, BATCH)
+    assert_same_bits(state.params, expected[1])
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, None])
+@pytest.mark.parametrize("sums", ["on the device", "by transfers"])
+@pytest.mark.parametrize("before", [4, 5])
+def test_a_micro_batch_that_raises_again_before_any_update_is_given_up(before, sums, clip_norm, tmp_path):
+    fault = Fault()
+    step, params = make(fault, accumulate=3, clip_norm=clip_norm)
+    step.init(params)
+    if sums == "by transfers":
+        step.prepare(BATCH)._executor._kept = frozenset()
+    expected = [state_after(step, params, BATCH, 3 * n).params for n in range(4)]
+    state = state_after(step, params, BATCH, before)
+    fault.arm(2 * DEPTH, times=100)
+    with pytest.raises(jaxferry.TaskError, match="tried again when the state is next used"):
         step(state, BATCH)
-    for _ in range(2):
-        with pytest.raises(jaxferry.StateError, match=r"(?s)lies between two steps.*the callback broke"):
-            _ = state.params
+    with pytest.raises(jaxferry.TaskError, match="again; the state is that after the last update"):
+        step.save(state, tmp_path / "saved")
+    step.save(state, tmp_path / "saved")
+    assert state.step == 3
+    assert_same_bits(state.params, expected[1])
+    fault.arm(None)
+    while state.step < 9:
+        state, _ = step(state, BATCH)
+    assert_same_bits(state.params, expected[3])
 
 
 @pytest.mark.parametrize(
