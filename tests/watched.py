@@ -28,6 +28,11 @@ def settled_arrays():
     return counts[-1]
 
 
+def has_not_grown(before, after):
+    """Whether there are no more arrays, and no more bytes; fewer, where those of an earlier test went meanwhile."""
+    return all(a <= b for a, b in zip(after, before, strict=True))
+
+
 class Watch:
     """Counts device bytes whenever a load or a program has been issued, on whichever lane's thread issued it.
 
