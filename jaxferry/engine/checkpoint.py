@@ -71,7 +71,6 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
     Raises:
       CheckpointError: if something else than a checkpoint is there, or nothing can be written there.
     """
-    target = check_target(path)
     keys = [name for name, leaf in checkpoint.optimizer.items() if _is_key(leaf)]
     about = {
         "format": _FORMAT,
@@ -90,7 +89,7 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
     saved = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about))
     # An interrupt comes when it is written: Orbax's own threads, which nobody can stop, would go on writing.
     with deferred_interrupts():
-        scratch = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        target, scratch = _make_scratch(path)
         try:
             with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
                 checkpointer.save(scratch / "fresh", saved)
@@ -99,24 +98,26 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def check_target(path: str | pathlib.Path) -> pathlib.Path:
+def check_target(path: str | pathlib.Path) -> None:
     """Sees whether a checkpoint can be written to a path, and makes the folders that it is to lie in.
-
-    Returns:
-      The path from the root on.
 
     Raises:
       CheckpointError: if something else than a checkpoint is there, or nothing can be written there.
     """
+    _, scratch = _make_scratch(path)
+    scratch.rmdir()
+
+
+def _make_scratch(path: str | pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """The path from the root on, and a new folder beside it; raises as `save` does."""
     target = pathlib.Path(path).absolute()
     try:
         if target.exists() and not _is_checkpoint(target):
             raise CheckpointError(f"{path} exists and is no JaxFerry checkpoint: choose another path")
         target.parent.mkdir(parents=True, exist_ok=True)
-        pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)).rmdir()
+        return target, pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
         raise CheckpointError(f"cannot write to {path}: {error.strerror or error}; choose another path") from error
-    return target
 
 
 def _replace(target: pathlib.Path, scratch: pathlib.Path) -> None:

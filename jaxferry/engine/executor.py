@@ -35,15 +35,7 @@ from jaxferry.engine.recorder import Recorder
 from jaxferry.engine.replay import Replay
 from jaxferry.engine.script import Event, moves_of, programs_of
 from jaxferry.engine.shadow import Kind, Source, Target
-from jaxferry.engine.state import (
-    GIVEN_UP,
-    Accumulated,
-    LateFailure,
-    TrainState,
-    UnderWay,
-    task_error,
-    to_pinned,
-)
+from jaxferry.engine.state import GIVEN_UP, Accumulated, LateFailure, TrainState, UnderWay, task_error, to_pinned
 from jaxferry.engine.transfers import DeviceLayer, Transport, Vectors, added
 from jaxferry.engine.units import Unit
 from jaxferry.errors import StateError, TaskError
@@ -612,9 +604,7 @@ class Executor:
             return
         norm: jax.Array | None = self._no_norm
         if self._waits_for_all:
-            is_finite, norm_of_all = flight.judged(self._judge)
-            jax.block_until_ready(norm_of_all)
-            norm = norm_of_all if self._clips or self._checks_gradients else norm
+            is_finite, norm = flight.judged(self._judge)
         else:
             is_finite = self._is_finite(flight)
         units = [flight.units[layer]]

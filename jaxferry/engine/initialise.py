@@ -29,9 +29,7 @@ def masters_from_arrays(leaves: Sequence[Any], dtypes: Sequence[np.dtype], place
     """
     blocks = _Blocks(placement)
     return [
-        blocks.master(leaf, dtype)
-        if hasattr(leaf, "blocks")
-        else on_host(np.asarray(leaf).astype(dtype, copy=False), placement)
+        blocks.master(leaf, dtype) if hasattr(leaf, "blocks") else on_host(np.asarray(leaf), placement, dtype)
         for leaf, dtype in zip(leaves, dtypes, strict=True)
     ]
 

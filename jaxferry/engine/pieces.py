@@ -83,10 +83,10 @@ class Pieces:
         return self._given[key]
 
 
-def on_host(array: Any, placement: Placement) -> jax.Array:
-    """An array in memory that nobody else has."""
+def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> jax.Array:
+    """An array in memory that nobody else has, in another dtype if one is given."""
     # JAX takes NumPy's memory as its own where that is aligned, even if told that it may not.
-    return jax.device_put(np.array(array), placement.host)
+    return jax.device_put(np.array(array, dtype), placement.host)
 
 
 def cut(array: Any, part: Part, placement: Placement) -> jax.Array:

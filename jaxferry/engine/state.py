@@ -190,9 +190,8 @@ class TrainState:
                 known.work = known.again()
             known.work.wait()
         except (JaxFerryError, RuntimeError, LateFailure) as error:
-            failed = task_error(known.work, f"it cannot be tried again: {error}")
             self._give_up(known)
-            self.damage = f"{failed}"
+            self.damage = f"{task_error(known.work, f'it cannot be tried again: {error}')}"
             self.check()
         if known.work.failure is not None:
             self._give_up(known)

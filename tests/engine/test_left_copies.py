@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import gc, sys
+import gc
 import jax, jax.numpy as jnp, numpy as np
 import jaxferry.engine.ferry
 from jaxferry.engine.placement import make_placement
@@ -13,7 +13,7 @@ from jaxferry.partition.layout import make_layer
 
 placement = make_placement(None)
 layer = make_layer("layer", [0], ["w"], [jax.ShapeDtypeStruct((64,), jnp.float32)], [np.dtype(np.float32)])
-vectors = tuple(jax.device_put(np.ones(64, np.float32), placement.pinned) for _ in range(1))
+vectors = (jax.device_put(np.ones(64, np.float32), placement.pinned),)
 
 def deep(depth):
     return deep(depth - 1) if depth else jnp.ones(3)
