@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 # `make test` puts what compiles for a GPU there.
 sys.path.append(str(Path(sys.prefix) / "gpu-packages"))
 import bert
-import measure
 
+import measure
 import model as gpt2
 from jaxferry.choice import choose_plan
 from jaxferry.engine import (

@@ -23,9 +23,8 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
-import measure
-
 import jaxferry
+import measure
 import model
 
 

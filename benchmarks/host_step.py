@@ -37,13 +37,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else DeepSpeed's threads 
 
 import jax
 import jax.numpy as jnp
-import measure
 import numpy as np
 import optax
 from rich.console import Console
 from rich.table import Table
 
 import jaxferry
+import measure
 from jaxferry.engine.fused import fused_update
 from jaxferry.native import library
 from jaxferry.partition.layout import make_layer

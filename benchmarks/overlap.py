@@ -58,11 +58,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import jax
-import measure
 from rich.console import Console
 from rich.table import Table
 
 import jaxferry
+import measure
 import model
 from jaxferry.choice import choose_update_order
 from jaxferry.compare import compare_policies, ends_of_steps, own_bound_s, steps_in_the_middle, works_s

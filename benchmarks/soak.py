@@ -27,9 +27,9 @@ sys.path.append(str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 
 import jax
-import measure
 
 import jaxferry
+import measure
 import model
 
 CONFIG = model.Config(num_layers=2, num_heads=2, channels=64, max_length=32, vocab_size=256)

@@ -48,7 +48,6 @@ from jaxferry.engine import (
     make_transport,
     masters_from_arrays,
     masters_layer_by_layer,
-    measure_profile,
     num_kept_backwards,
     onto_sums,
     peak_bytes,
@@ -57,6 +56,7 @@ from jaxferry.engine import (
 )
 from jaxferry.engine.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
+from jaxferry.measure.profile import measure_profile
 from jaxferry.modes import Mode, Remat
 from jaxferry.options import MEASURE, Options, read_options
 from jaxferry.partition import (

@@ -22,10 +22,10 @@ import rich.table
 from plotting import new_figure, save
 
 from jaxferry.errors import BudgetError
-from jaxferry.plan.weights.bound import bound, transfer_bound_s
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.policies import solve
 from jaxferry.records import read_json, write_json
+from jaxferry.weights.bound import bound, transfer_bound_s
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.policies import solve
 
 RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results" / "papers"
 BANDWIDTH = 12000 * 2**20

@@ -10,14 +10,14 @@ import typer
 
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, progress, read_budget
 from jaxferry.errors import InputError
-from jaxferry.plan.weights.export import export_plan, instance_from_profile
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.policies import POLICIES, check_policy, solve
-from jaxferry.plan.weights.records import Event, Outcome
 from jaxferry.profiling.records import PROFILE_FORMAT, Profile
 from jaxferry.records import load_record, write_json
 from jaxferry.simulate.report import predict
 from jaxferry.units import format_bytes, format_seconds
+from jaxferry.weights.export import export_plan, instance_from_profile
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.policies import POLICIES, check_policy, solve
+from jaxferry.weights.records import Event, Outcome
 
 _MOST_ROWS = 60
 """Events that the table of a schedule shows; longer ones are for `--json`."""

@@ -16,7 +16,6 @@ from jaxferry.engine.flight import StepResult
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
-from jaxferry.engine.measure import measure_profile
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.programs import Programs, derivatives_of, lower, trace_program
 from jaxferry.engine.recorder import Recorder
@@ -63,7 +62,6 @@ __all__ = [
     "make_transport",
     "masters_from_arrays",
     "masters_layer_by_layer",
-    "measure_profile",
     "num_kept_backwards",
     "onto_sums",
     "peak_bytes",

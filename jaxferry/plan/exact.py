@@ -29,7 +29,6 @@ from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.go_memferry import GOMemFerry
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.memferry import MemFerry
-from jaxferry.plan.memferry_printed import MemFerryPrinted
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.recurrences import DFGB, DHA, GFGB
 from jaxferry.plan.search import Best, LocalSearch, Pool, objective_values, prefix_family
@@ -203,7 +202,7 @@ def known_plans(profile: Profile, to_host: np.ndarray, optimum: np.ndarray) -> n
     """Other policies' plans, and the optimal forward with the DFGB that suits it: (plans, layers) mode codes."""
     size = len(profile.layers)
     plans = [np.full(size, GFGB), np.full(size, DHA), optimum]
-    plans += [policy.modes(profile, to_host) for policy in (MemFerry(), MemFerryPrinted())]
+    plans.append(MemFerry().modes(profile, to_host))
     best_dfgb = StepSearch(profile, to_host, _BEAM).best(np.inf, fixed=optimum)
     return np.concatenate([np.array(plans, dtype=np.int8), best_dfgb])
 

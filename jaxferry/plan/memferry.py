@@ -4,7 +4,7 @@ Names: X is the link's end and C the GPU's end before layer l; T_res = C - X is 
 
 Algorithm 1 as printed cannot be meant: the max in line 3 has no effect, as no time is negative; line 30 adds the time
 `base`, counted from the step's start, to T_all as if it were a duration; line 26 moves T_res^b but not T_all^b; line
-20 also visits layers that are not GFGB. `plan/memferry_printed.py` runs it so. Here it is read as its text says: a
+20 also visits layers that are not GFGB. `benchmarks/papers/memferry_printed.py` runs it so. Here it is read as its text says: a
 layer is DHA if that takes no longer than the load, as far as T_res does not hide it, and the forward together; a GFGB
 layer that stalls makes earlier GFGB layers DHA wherever the exact time up to its own forward's end strictly drops.
 

@@ -7,7 +7,6 @@ from jaxferry.plan.exact import Exact
 from jaxferry.plan.go_memferry import GOMemFerry
 from jaxferry.plan.l2l import L2L
 from jaxferry.plan.memferry import MemFerry
-from jaxferry.plan.memferry_printed import MemFerryPrinted
 from jaxferry.plan.native_offload import NativeOffload
 from jaxferry.plan.native_overlapped import NativeOverlapped
 from jaxferry.plan.zero_offload import ZeroOffload
@@ -19,7 +18,6 @@ _POLICIES: dict[str, type[Policy]] = {
         NativeOffload,
         NativeOverlapped,
         L2L,
-        MemFerryPrinted,
         MemFerry,
         GOMemFerry,
         Exact,

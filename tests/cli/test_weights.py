@@ -12,11 +12,11 @@ from jaxferry.cli import main, weights
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
 from jaxferry.plan.records import Plan
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.policies import POLICIES
-from jaxferry.plan.weights.records import Event, Schedule
-from jaxferry.plan.weights.validate import validate
 from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.policies import POLICIES
+from jaxferry.weights.records import Event, Schedule
+from jaxferry.weights.validate import validate
 
 DOCUMENT = {
     "weights": [5, 5, 5, 5],

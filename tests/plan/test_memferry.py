@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 from hypothesis import given
 
+from benchmarks.papers.memferry_printed import MemFerryPrinted
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.memferry import MemFerry, with_dfgb
-from jaxferry.plan.memferry_printed import MemFerryPrinted
 from jaxferry.plan.recurrences import DHA, GFGB, MODES
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import LayerProfile, Profile
@@ -96,7 +96,7 @@ def test_backtracking_makes_an_earlier_layer_dha_and_stops_without_a_stall():
 
 def test_printed_has_no_candidates_until_a_load_was_hidden():
     profile = Profile({}, (layer("a", 2, 1, 3.5), layer("b", 3, 1, 9), layer("c", 3, 1, 9)))
-    assert list(make_plan(profile, "memferry-printed").modes) == [Mode.GFGB] * 3
+    assert list(MemFerryPrinted().plan(profile).modes) == [Mode.GFGB] * 3
 
 
 def test_printed_by_hand():
@@ -106,7 +106,7 @@ def test_printed_by_hand():
     T_all^c = 0 + 5 + 7 + 1 = 13: no. So T_all = 5 + 8 = 13, T_res = 4 + 0 + 1 = 5. d: 4.5 < 5.
     """
     profile = Profile({}, (layer("a", 4, 1, 4), layer("b", 1, 1, 9), layer("c", 6, 1, 8), layer("d", 4.5, 1, 9)))
-    assert list(make_plan(profile, "memferry-printed").modes) == [Mode.DHA, Mode.GFGB, Mode.GFGB, Mode.GFGB]
+    assert list(MemFerryPrinted().plan(profile).modes) == [Mode.DHA, Mode.GFGB, Mode.GFGB, Mode.GFGB]
 
 
 def test_both_readings_choose_gfgb_and_dha_first_whatever_the_gradients():

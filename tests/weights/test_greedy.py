@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from jaxferry.plan.weights.best import greedy_best
-from jaxferry.plan.weights.greedy import greedy, select
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.records import Choice, Outcome
+from jaxferry.weights.best import greedy_best
+from jaxferry.weights.greedy import greedy, select
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.records import Choice, Outcome
 
 EQUAL = Instance((10,) * 4, (0,) * 5, (1,) * 4, (1,) * 4, 1000, 1)
 

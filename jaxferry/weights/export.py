@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode
 from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.records import Choice
 from jaxferry.profiling.records import Profile
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.records import Choice
 
 
 def instance_from_profile(profile: Profile, memory_bytes: int) -> Instance:

@@ -8,8 +8,8 @@ import bisect
 import itertools
 
 from jaxferry.errors import JaxFerryError
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.records import Event, Schedule
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.records import Event, Schedule
 
 
 class ScheduleError(JaxFerryError):

@@ -6,10 +6,10 @@ memory. Selections that ignore the discount are tried too: on slow links it can 
 layers. Our own addition: never worse than `greedy`, not optimal.
 """
 
-from jaxferry.plan.weights.greedy import select
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.records import Outcome
-from jaxferry.plan.weights.scheduling import schedule_transfers
+from jaxferry.weights.greedy import select
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.records import Outcome
+from jaxferry.weights.scheduling import schedule_transfers
 
 _LOWERED_BY = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
 """In largest weights."""

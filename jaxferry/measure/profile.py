@@ -1,7 +1,6 @@
 """Measured profiles: every duration on the device at hand, once for each distinct program, layout and update.
 
-    partition --> subjects (subjects.py) --cache, or a timer--> seconds --> LayerProfile of each segment
-                  while the link and the device are both busy (contention.py) --> facts about the machine
+    partition --> subjects (microbenchmarks.py) --cache, or a timer--> seconds --> LayerProfile of each segment
 
 What the cache knows is not measured again, and its programs are not even compiled.
 """
@@ -13,12 +12,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxferry.engine.contention import Busiest, contention_subjects
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.shadow import Kind, Use
-from jaxferry.engine.subjects import (
+from jaxferry.measure.microbenchmarks import (
     Subject,
     gradient_shapes,
     gradients_text,
@@ -77,12 +75,9 @@ def measure_profile(
         measured.layer(segment, costs, seconds)
         for segment, costs in zip(partition.segments, partition_costs(partition), strict=True)
     )
-    busiest = Busiest.of(partition, programs, layers)
-    subjects = contention_subjects(busiest, partition, measured.uses, programs, placement, transport)
-    contended = _seconds(subjects, programs, cache, report, max(end_s, time.monotonic() + 0.1 * budget_s))
     about = surroundings(placement.platform, placement.device_kind)
     facts = {"measured": True, "name": placement.device_kind, **about, "transport": transport, "remat": remat}
-    return Profile({**facts, **busiest.facts(layers, contended)}, layers)
+    return Profile(facts, layers)
 
 
 def default_cache(placement: Placement) -> MeasurementCache:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxferry.plan.weights.instance import Instance
+from jaxferry.weights.instance import Instance
 
 
 @dataclasses.dataclass(frozen=True, order=True)

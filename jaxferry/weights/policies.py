@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 
 from jaxferry.errors import InputError
-from jaxferry.plan.weights.best import greedy_best
-from jaxferry.plan.weights.bound import bound
-from jaxferry.plan.weights.greedy import greedy
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.l2l import l2l
-from jaxferry.plan.weights.records import Outcome
+from jaxferry.weights.best import greedy_best
+from jaxferry.weights.bound import bound
+from jaxferry.weights.greedy import greedy
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.l2l import l2l
+from jaxferry.weights.records import Outcome
 
 POLICIES: Mapping[str, Callable[[Instance], Outcome]] = {
     "greedy": greedy,

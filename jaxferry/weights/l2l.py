@@ -10,9 +10,9 @@ of any layer whose way to the host is not done when its next forward comes. The 
 
 import math
 
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.records import Choice, Event, Outcome, Schedule
-from jaxferry.plan.weights.timeline import MemoryTimeline, NoRoomError
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.records import Choice, Event, Outcome, Schedule
+from jaxferry.weights.timeline import MemoryTimeline, NoRoomError
 
 _NOTE = "the formula leaves the offloads too little time in this instance: no schedule of this length is known"
 

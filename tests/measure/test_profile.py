@@ -11,12 +11,11 @@ import optax
 import pytest
 
 import jaxferry
-import jaxferry.engine.contention
-import jaxferry.engine.subjects
+import jaxferry.measure.microbenchmarks
 import models
 from jaxferry.engine import Kind, Placement, Programs, Source, Target, Use, derivatives_of, make_placement
 from jaxferry.engine.host_optimizer import HostOptimizer
-from jaxferry.engine.measure import measure_profile
+from jaxferry.measure.profile import measure_profile
 from jaxferry.native import library
 from jaxferry.partition import partition
 from jaxferry.profiling.cache import MeasurementCache, surroundings
@@ -24,12 +23,6 @@ from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
 from planned import assert_same_bits, train
 
-FACTS = (
-    "load_bytes_per_s",
-    "load_bytes_per_s_while_computing",
-    "offload_bytes_per_s",
-    "offload_bytes_per_s_while_computing",
-)
 BACKWARDS = ("backward_s", "backward_dha_s", "backward_go_s")
 TIMES = ("load_s", "offload_s", "update_s", "forward_s", "forward_dha_s", *BACKWARDS)
 
@@ -98,13 +91,13 @@ def stack_of(names, width=128, rows=64, **options):
 def count(monkeypatch):
     """What was timed: one entry for each median."""
     timed = []
-    for module in (jaxferry.engine.subjects, jaxferry.engine.contention):
+    module = jaxferry.measure.microbenchmarks
 
-        def counting(run, *args, original=module.median_s, **kwargs):
-            timed.append(run)
-            return original(run, *args, **kwargs)
+    def counting(run, *args, original=module.median_s, **kwargs):
+        timed.append(run)
+        return original(run, *args, **kwargs)
 
-        monkeypatch.setattr(module, "median_s", counting)
+    monkeypatch.setattr(module, "median_s", counting)
     return timed
 
 
@@ -160,14 +153,6 @@ def test_a_layer_that_computes_more_measures_as_slower(measured):
     assert slow.backward_s > 4 * fast.backward_s
 
 
-def test_the_machine_s_facts_are_measured_and_nothing_is_faster_beside_something_else(measured):
-    machine = measured[1].machine
-    assert all(machine[name] > 0 for name in FACTS)
-    assert machine["load_bytes_per_s_while_computing"] <= machine["load_bytes_per_s"]
-    assert machine["offload_bytes_per_s_while_computing"] <= machine["offload_bytes_per_s"]
-    assert machine["dha_slowdown_while_loading"] >= 1
-
-
 def test_loads_and_offloads_take_what_the_link_takes():
     setting, cpu = stack_of(["a", "b"], width=1024, rows=8), library("cpu")
     num_bytes, speeds = 4 * 1024**2, {"load": 60e6, "store": 40e6}
@@ -181,8 +166,6 @@ def test_loads_and_offloads_take_what_the_link_takes():
     for layer in profile.layers:
         assert layer.load_s == pytest.approx(num_bytes / speeds["load"], rel=0.15)
         assert layer.offload_s == pytest.approx(num_bytes / speeds["store"], rel=0.15)
-    for name, direction in zip(FACTS, ("load", "load", "store", "store"), strict=True):
-        assert profile.machine[name] == pytest.approx(speeds[direction], rel=0.15)
 
 
 @pytest.mark.parametrize("forward_s", [0.5, 8.0])
@@ -308,7 +291,6 @@ def test_the_way_of_accelerators_measures_as_well(kind, monkeypatch):
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     profile = Setting(tied, TIED, IDS, kind=kind).measure(budget_s=0)
     assert all(getattr(layer, name) > 0 for layer in profile.layers[:-1] for name in TIMES)
-    assert all(profile.machine[name] > 0 for name in FACTS)
 
 
 def test_keys_and_16_bit_numbers_are_made_by_shape():

@@ -21,8 +21,8 @@ import scipy.optimize
 import scipy.sparse
 
 from jaxferry.errors import JaxFerryError
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.records import Choice, Outcome
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.records import Choice, Outcome
 
 TIME_LIMIT_S = 120.0
 

@@ -2,7 +2,7 @@
 
 import bisect
 
-from jaxferry.plan.weights.instance import Instance
+from jaxferry.weights.instance import Instance
 
 
 class NoRoomError(Exception):

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from jaxferry.plan.weights.greedy import greedy
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.records import Event, Schedule
-from jaxferry.plan.weights.validate import ScheduleError, validate
+from jaxferry.weights.greedy import greedy
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.records import Event, Schedule
+from jaxferry.weights.validate import ScheduleError, validate
 
 INSTANCE = Instance((5, 5, 5), (0, 1, 1, 1), (4, 4, 4), (6, 6, 6), 14, 1)
 

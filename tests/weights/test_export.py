@@ -7,11 +7,11 @@ import pytest
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode
 from jaxferry.plan.records import Plan
-from jaxferry.plan.weights.export import export_plan, instance_from_profile
-from jaxferry.plan.weights.greedy import greedy
-from jaxferry.plan.weights.records import Choice
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.simulate.report import simulate
+from jaxferry.weights.export import export_plan, instance_from_profile
+from jaxferry.weights.greedy import greedy
+from jaxferry.weights.records import Choice
 
 
 def _layer(name: str, **changes: float) -> LayerProfile:

@@ -7,9 +7,9 @@ is counted once. An excess below zero counts as zero, or an operation with room 
 
 import numpy as np
 
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.records import Choice, Outcome
-from jaxferry.plan.weights.scheduling import schedule_transfers
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.records import Choice, Outcome
+from jaxferry.weights.scheduling import schedule_transfers
 
 
 def greedy(instance: Instance, discount: bool = True) -> Outcome:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from jaxferry.plan.weights.bound import _Problem, bound, transfer_bound_s
-from jaxferry.plan.weights.instance import Instance
+from jaxferry.weights.bound import _Problem, bound, transfer_bound_s
+from jaxferry.weights.instance import Instance
 
 
 def _dense_bound(instance: Instance) -> float:

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.plan.weights.best import greedy_best
-from jaxferry.plan.weights.bound import bound, transfer_bound_s
-from jaxferry.plan.weights.greedy import greedy
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.l2l import l2l
-from jaxferry.plan.weights.policies import POLICIES, solve
-from jaxferry.plan.weights.records import Choice
-from jaxferry.plan.weights.scheduling import schedule_transfers
-from jaxferry.plan.weights.validate import validate
+from jaxferry.weights.best import greedy_best
+from jaxferry.weights.bound import bound, transfer_bound_s
+from jaxferry.weights.greedy import greedy
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.l2l import l2l
+from jaxferry.weights.policies import POLICIES, solve
+from jaxferry.weights.records import Choice
+from jaxferry.weights.scheduling import schedule_transfers
+from jaxferry.weights.validate import validate
 
 ROUNDING = 1e-9
 SOLVER = 1e-6

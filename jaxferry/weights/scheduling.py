@@ -19,9 +19,9 @@ import math
 from collections.abc import Sequence
 
 from jaxferry.errors import JaxFerryError
-from jaxferry.plan.weights.instance import Instance
-from jaxferry.plan.weights.records import Choice, Event, Schedule
-from jaxferry.plan.weights.timeline import MemoryTimeline, NoRoomError
+from jaxferry.weights.instance import Instance
+from jaxferry.weights.records import Choice, Event, Schedule
+from jaxferry.weights.timeline import MemoryTimeline, NoRoomError
 
 
 def schedule_transfers(instance: Instance, choices: Sequence[Choice], discount: bool = True) -> Schedule:
