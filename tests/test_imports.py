@@ -32,6 +32,8 @@ LAYERS = (
     ("engine",),
     ("measure",),
     ("options",),
+    ("model",),
+    ("compile",),
     ("train_step",),
     ("compare",),
     ("report",),

@@ -1,71 +1,78 @@
-"""The engine: programs, transfers and host optimizer of a training step.
+"""The engine: lowers a plan to a step program, and runs it.
 
-Placement   where arrays live          Programs    what runs on the device
-script      what happens in which order HostOptimizer what runs on the host
-TrainState  what outlives a step       Executor    carries out the tasks of a step
-Lanes       the threads that it has    Recorder    when each task started and ended
-                                       Marks       the same on a device that works by itself
+instruction, lower    the step program              memory, budget    its memory, what fits
+programs              what runs on the device       HostOptimizer     what runs on the host
+TrainState            what outlives a step          StepContext       one step under way
+executor              one function an operation     StepRunner        runs steps, rolls back what fails
+Lanes                 the threads                   Recorder, Marks   when each task started and ended
 """
 
 from jaxferry.engine import checkpoint
-from jaxferry.engine.ahead import OneAhead
+from jaxferry.engine.budget import fit
 from jaxferry.engine.evaluator import Evaluator
-from jaxferry.engine.executor import Executor, make_lanes, num_kept_backwards
-from jaxferry.engine.fit import fit_modes, fit_plan
-from jaxferry.engine.flight import StepResult
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
+from jaxferry.engine.instruction import Instruction, Operation, StepProgram
+from jaxferry.engine.lanes import TaskList, make_lanes
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
+from jaxferry.engine.lower import lower, summable_groups
+from jaxferry.engine.memory import Peak, loads_ahead, peak_bytes
+from jaxferry.engine.norms import Norms
 from jaxferry.engine.placement import Placement, make_placement
-from jaxferry.engine.programs import Programs, derivatives_of, lower, trace_program
+from jaxferry.engine.prefetch import PrefetchSlot
+from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target, program_keys, with_sums
+from jaxferry.engine.programs import Programs, derivatives_of, lower_traced, trace_program
 from jaxferry.engine.recorder import Recorder
-from jaxferry.engine.script import Event, Peak, kept_layers, loads_ahead, lower_plan, make_script, peak_bytes
-from jaxferry.engine.shadow import Kind, Source, Target, Use, onto_sums, resident_layers, shadow_model
+from jaxferry.engine.runner import StepRunner
 from jaxferry.engine.state import TrainState
+from jaxferry.engine.step import Resources, Rules, RunnableStep, StepResult
 from jaxferry.engine.transfers import Transport
 from jaxferry.engine.transports import TRANSPORTS, choose_transport, make_transport
-from jaxferry.engine.variants import Variants
+from jaxferry.engine.variants import RematVariants
 
 __all__ = [
     "TRANSPORTS",
     "UNSCALED",
     "Evaluator",
-    "Event",
-    "Executor",
     "HostOptimizer",
-    "Kind",
+    "Instruction",
     "LossScale",
-    "OneAhead",
+    "Norms",
+    "Operation",
     "Peak",
     "Placement",
+    "PrefetchSlot",
+    "ProgramKey",
+    "ProgramKind",
     "Programs",
     "Recorder",
+    "RematVariants",
+    "Resources",
+    "Rules",
+    "RunnableStep",
     "Source",
+    "StepProgram",
     "StepResult",
+    "StepRunner",
     "Target",
+    "TaskList",
     "TrainState",
     "Transport",
-    "Use",
-    "Variants",
     "checkpoint",
     "choose_transport",
     "derivatives_of",
-    "fit_modes",
-    "fit_plan",
-    "kept_layers",
+    "fit",
     "loads_ahead",
     "lower",
-    "lower_plan",
+    "lower_traced",
     "make_lanes",
     "make_placement",
-    "make_script",
     "make_transport",
     "masters_from_arrays",
     "masters_layer_by_layer",
-    "num_kept_backwards",
-    "onto_sums",
     "peak_bytes",
-    "resident_layers",
-    "shadow_model",
+    "program_keys",
+    "summable_groups",
     "trace_program",
+    "with_sums",
 ]

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.program_keys import Source
 from jaxferry.engine.programs import Programs
-from jaxferry.engine.shadow import Source
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.stream import fit_stream, last_readers
 from jaxferry.engine.transfers import DeviceLayer, Transport
@@ -55,8 +55,8 @@ class Evaluator:
         self._programs = Programs(partition, {}, placement, native)
         temporary_bytes_of, staging_bytes = self._programs.temporary_bytes_of, transport.staging_bytes
         self.stream, self.peak = fit_stream(partition, budget_bytes, temporary_bytes_of, staging_bytes)
-        self._uses = self.stream.uses(partition)
-        self._programs.keep(self._uses)
+        self._keys = self.stream.keys(partition)
+        self._programs.keep(self._keys)
         self._last_reader = last_readers(partition)
 
     def run(self, state: TrainState, batch: Sequence[Any], other_bytes: int = 0) -> Any:
@@ -128,9 +128,9 @@ class Evaluator:
             self._transfers.release()
 
     def _run(self, place: int, held: dict[int, DeviceLayer], state: TrainState, values: dict[int, Any]) -> None:
-        segment, use = self.partition.segments[place], self._uses[place]
-        by_dha = use.reads is Source.HOST
-        outputs, extras = self._programs[use](
+        segment, key = self.partition.segments[place], self._keys[place]
+        by_dha = key.reads is Source.HOST
+        outputs, extras = self._programs[key](
             list(state.vectors[segment.layer]) if by_dha else held[segment.layer].parameters(),
             [values[v] for v in segment.inputs],
             [values[v] for v in segment.passive],

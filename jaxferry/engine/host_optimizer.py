@@ -28,7 +28,6 @@ from jaxferry.engine.subtree import path_names, select, subtree
 from jaxferry.engine.units import Unit, by_leaf, packed, put_together, taken_apart, updated_together
 from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer, Part
-from jaxferry.partition.scans import jaxprs_in
 
 NOT_SEPARABLE = (
     "the optimizer looks at all parameters at once, or cannot be shown not to{where}; it is run as one update after "
@@ -219,7 +218,7 @@ class HostOptimizer:
         It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
         `gradients` hold the flat vectors of each layer's trained parameters, `gradients` an empty tuple for a layer
         that no segment reads. Gradients are divided by `scale` before anything else; `norm` is the global norm after
-        that. Both are fp32 scalars. The first three arguments are donated, unless the update calls back into Python.
+        that. Both are fp32 scalars. The first three arguments are donated.
         The old `vectors` only lend their memory; where the CPU backend cannot reach pinned memory they are empty
         tuples.
         """
@@ -283,17 +282,13 @@ class HostOptimizer:
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
         masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
 
-        def traced(donated: tuple[int, ...]) -> Any:
-            return jax.jit(
-                flat_update,
-                donate_argnums=donated,
-                keep_unused=True,
-                out_shardings=(place.host, place.host, place.update_output),
-            ).trace(masters, states, vectors, gradients, number, number)
-
-        in_place = traced((0, 1, 2))
-        # A callback may raise. For the update to be tried again, what it starts from must be there still.
-        return (traced(()) if _calls_back(in_place.jaxpr.jaxpr) else in_place).lower()
+        jitted = jax.jit(
+            flat_update,
+            donate_argnums=(0, 1, 2),
+            keep_unused=True,
+            out_shardings=(place.host, place.host, place.update_output),
+        )
+        return jitted.trace(masters, states, vectors, gradients, number, number).lower()
 
     def _rule(self, unit: Unit, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
         """The rule of the native library for a unit; None where it has to be left to Optax."""
@@ -376,10 +371,3 @@ class HostOptimizer:
             i: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit.astype(g.dtype))
             for i, g in gradients.items()
         }
-
-
-def _calls_back(jaxpr: Any) -> bool:
-    """Whether a program, or one within it, calls a function of Python's."""
-    return any(
-        "callback" in equation.primitive.name or any(map(_calls_back, jaxprs_in(equation))) for equation in jaxpr.eqns
-    )

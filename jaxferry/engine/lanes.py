@@ -229,14 +229,6 @@ class Work:
                 return order[place]
         return None
 
-    def _give_back(self, index: int) -> None:
-        """Undoes `_take`."""
-        lane = self.list.tasks[index].lane
-        if lane is Lane.HOST:
-            self._offer(index)
-        else:
-            self._next[lane] -= 1
-
     def _has_left(self, lanes: Sequence[Lane]) -> bool:
         if Lane.HOST in lanes:
             return self._num_left[Lane.HOST] > 0
@@ -320,7 +312,6 @@ class Work:
 
     def _fail(self, index: int, error: BaseException) -> None:
         with self._monitor:
-            self._give_back(index)
             self.failure = self.failure or Failure(index, error)
             work: Work | None = self._successor
             while work is not None:
@@ -384,12 +375,6 @@ class Lanes:
             work._leave()
         return work
 
-    def resume(self, work: Work) -> None:
-        """Goes on with work that has failed, from the task that did."""
-        with self._monitor:
-            work.failure = None
-        self.submit(work)
-
     def submit(self, work: Work) -> None:
         """Has the threads do what is left of some work."""
         with self._monitor:
@@ -403,3 +388,15 @@ class Lanes:
                     work._num_threads -= len(self._lanes) - number
                     self._monitor.wake_all()
                 raise StateError("the process is ending, so nothing more is trained") from error
+
+
+def make_lanes(is_cpu: bool) -> Lanes:
+    """The threads of a training step.
+
+    On a CPU a thread does the work of its lane. An accelerator works by itself in the order of issue, so one thread
+    issues for all lanes but the host's: transfers first, since they overlap what comes after.
+
+    Args:
+      is_cpu: whether the device is a CPU.
+    """
+    return Lanes() if is_cpu else Lanes([(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)])

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.shadow import Kind, Source, Target, Use
+from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.partition import (
     Derivative,
     ForwardPartition,
@@ -63,43 +63,43 @@ class Programs:
         self.is_scaled = is_scaled
         self.derivatives = derivatives
         self.prelude = make_prelude(partition, placement)
-        self.temporary_bytes: dict[Use, int] = {}
+        self.temporary_bytes: dict[ProgramKey, int] = {}
         self._maker = _Maker(partition, derivatives, placement, native, is_scaled)
-        self._compiled: dict[Use, Compiled] = {}
-        self._lowered: dict[Use, Any] = {}
+        self._compiled: dict[ProgramKey, Compiled] = {}
+        self._lowered: dict[ProgramKey, Any] = {}
 
-    def lowered(self, use: Use) -> Any:
-        """The program of a use before XLA compiles it (`jax.stages.Lowered`)."""
-        if use not in self._lowered:
-            self._lowered[use] = lower(self._maker.trace(use))
-        return self._lowered[use]
+    def lowered(self, key: ProgramKey) -> Any:
+        """The program of a key before XLA compiles it (`jax.stages.Lowered`)."""
+        if key not in self._lowered:
+            self._lowered[key] = lower_traced(self._maker.trace(key))
+        return self._lowered[key]
 
-    def keep(self, uses: Iterable[Use]) -> None:
+    def keep(self, keys: Iterable[ProgramKey]) -> None:
         """Forgets all programs but these."""
-        kept = set(uses)
+        kept = set(keys)
         self._lowered = {}
-        self._compiled = {use: program for use, program in self._compiled.items() if use in kept}
+        self._compiled = {key: program for key, program in self._compiled.items() if key in kept}
 
-    def require(self, uses: Iterable[Use]) -> None:
+    def require(self, keys: Iterable[ProgramKey]) -> None:
         """Compiles the programs that are not there yet."""
-        missing = [use for use in dict.fromkeys(uses) if use not in self._compiled]
-        lowered = [self.lowered(use) for use in missing]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
+        lowered = [self.lowered(key) for key in missing]
         with ThreadPoolExecutor() as pool:
             compiled = list(pool.map(lambda program: program.compile(), lowered))
         self._compiled |= zip(missing, compiled, strict=True)
-        for use, program in zip(missing, compiled, strict=True):
+        for key, program in zip(missing, compiled, strict=True):
             stats = program.memory_analysis()
-            self.temporary_bytes[use] = 0 if stats is None else stats.temp_size_in_bytes
+            self.temporary_bytes[key] = 0 if stats is None else stats.temp_size_in_bytes
 
-    def temporary_bytes_of(self, uses: Iterable[Use]) -> Mapping[Use, int]:
+    def temporary_bytes_of(self, keys: Iterable[ProgramKey]) -> Mapping[ProgramKey, int]:
         """`temporary_bytes`, once these programs are compiled."""
-        self.require(uses)
+        self.require(keys)
         return self.temporary_bytes
 
-    def __getitem__(self, use: Use) -> Compiled:
+    def __getitem__(self, key: ProgramKey) -> Compiled:
         """The compiled program.
 
-        With `weights` the layer's parameters, or its vectors in host memory where the use reads those:
+        With `weights` the layer's parameters, or its vectors in host memory where the key reads those:
 
             evaluation (weights, inputs, passive) -> outputs, extras
             forward   (weights, inputs, passive) -> outputs, extras, saved, is_finite
@@ -108,11 +108,11 @@ class Programs:
             backward  ([destinations,] weights, inputs, passive, outputs, saved, cotangents)
                       -> gradients, input cotangents, squared norm
 
-        A use that writes host memory takes the vectors that it writes, and gives them back in place of gradients.
+        A key that writes host memory takes the vectors that it writes, and gives them back in place of gradients.
         `weights` is an empty list for a backward that reads none. The norm is None if not all gradients were whole on
         the device.
         """
-        return self._compiled[use]
+        return self._compiled[key]
 
     @property
     def num_executables(self) -> int:
@@ -132,13 +132,13 @@ def derivatives_of(
 
 
 def trace_program(
-    partition: Partition, derivatives: Mapping[int, Derivative], placement: Placement, use: Use, native: bool
+    partition: Partition, derivatives: Mapping[int, Derivative], placement: Placement, key: ProgramKey, native: bool
 ) -> Any:
     """One program, traced but not compiled, to be lowered for whatever platform (`jax.stages.Traced`)."""
-    return _Maker(partition, derivatives, placement, native).trace(use)
+    return _Maker(partition, derivatives, placement, native).trace(key)
 
 
-def lower(traced: Any, platform: str | None = None) -> Any:
+def lower_traced(traced: Any, platform: str | None = None) -> Any:
     """Lowers a traced program for a platform ("cuda"), by default that of its arguments."""
     with warnings.catch_warnings():
         # Which of the donated buffers fit a result is XLA's choice; the others are freed after the call.
@@ -190,35 +190,37 @@ class _Maker:
         self._partition, self._derivatives, self._placement = partition, derivatives, placement
         self._native, self._is_scaled = native, is_scaled
 
-    def trace(self, use: Use) -> Any:
-        if use.kind is Kind.EVALUATION:
-            segment = next(s for s in self._partition.segments if s.program == use.program)
+    def trace(self, key: ProgramKey) -> Any:
+        if key.kind is ProgramKind.EVALUATION:
+            segment = next(s for s in self._partition.segments if s.program == key.program)
             layer = self._partition.layers[segment.layer]
-            function, arguments = self._sourced(use, layer, segment.forward, self._arguments(segment))
+            function, arguments = self._sourced(key, layer, segment.forward, self._arguments(segment))
             return self._traced(function, *arguments)
-        derivative = self._derivatives[use.program]
+        derivative = self._derivatives[key.program]
         segment = derivative.segment
-        if use.kind is Kind.FORWARD:
+        if key.kind is ProgramKind.FORWARD:
             function, arguments = self._forward(derivative), self._arguments(segment)
-        elif use.kind is Kind.LOSS:
+        elif key.kind is ProgramKind.LOSS:
             scale = [self._struct(jax.ShapeDtypeStruct((), jnp.float32), self._placement.device)]
             function, arguments = self._loss(derivative), self._arguments(segment) + scale * self._is_scaled
         else:
             function = derivative.backward
             arguments = [self._placed(avals) for avals in derivative.backward_arguments(self._partition.graph)]
         layer = self._partition.layers[segment.layer]
-        function, arguments = self._sourced(use, layer, function, arguments)
-        if use.kind is Kind.FORWARD:
+        function, arguments = self._sourced(key, layer, function, arguments)
+        if key.kind is ProgramKind.FORWARD:
             return self._traced(function, *arguments)
-        return self._targeted(use, layer, function, arguments)
+        return self._targeted(key, layer, function, arguments)
 
-    def _sourced(self, use: Use, layer: Layer, function: Function, arguments: list[Any]) -> tuple[Function, list[Any]]:
-        """Makes a function read the parameters where the use says."""
+    def _sourced(
+        self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any]
+    ) -> tuple[Function, list[Any]]:
+        """Makes a function read the parameters where the key says."""
         weights, *others = arguments
-        if use.reads is Source.HOST:
+        if key.reads is Source.HOST:
             vectors = [self._struct(v, self._placement.pinned) for v in layer.vectors]
             return read_in_place(function, layer, arguments, self._native), [vectors, *others]
-        if use.kind is not Kind.BACKWARD or self._derivatives[use.program].reads_weights:
+        if key.kind is not ProgramKind.BACKWARD or self._derivatives[key.program].reads_weights:
             return function, arguments
 
         def unread(given: Any, *others: Any) -> Any:
@@ -226,21 +228,20 @@ class _Maker:
 
         return unread, [[], *others]
 
-    def _targeted(self, use: Use, layer: Layer, function: Function, arguments: list[Any]) -> Any:
-        """Traces a function `-> gradients, rest` whose gradients go where the use says.
+    def _targeted(self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any]) -> Any:
+        """Traces a function `-> gradients, rest` whose gradients go where the key says.
 
-        A backward is given its residuals to keep, but only lent its cotangents: with those it can be tried again, since
-        all else can be computed again from the batch.
+        A backward donates its residuals and cotangents: nothing else reads them.
         """
         device, pinned = self._placement.device, self._placement.pinned
-        if use.writes is Target.DEVICE:
+        if key.writes is Target.DEVICE:
 
             def returned(*given: Any) -> Any:
                 gradients, rest = function(*given)
                 return gradients, rest, squared_norm(gradients)
 
-            return self._traced(returned, *arguments, donate=(4,) if use.kind is Kind.BACKWARD else ())
-        accumulate = use.writes is Target.HOST_SUM
+            return self._traced(returned, *arguments, donate=(4, 5) if key.kind is ProgramKind.BACKWARD else ())
+        accumulate = key.writes is Target.HOST_SUM
         store = store_in_place(function, layer.trained, arguments, accumulate=accumulate, native=self._native)
 
         def stored(destinations: Any, *given: Any) -> Any:
@@ -248,7 +249,7 @@ class _Maker:
             return vectors, rest, None if gradients is None else squared_norm(gradients)
 
         destinations = [self._struct(v, pinned) for v in layer.trained.vectors]
-        donated = (0, 5) if use.kind is Kind.BACKWARD else (0,)
+        donated = (0, 5, 6) if key.kind is ProgramKind.BACKWARD else (0,)
         return self._traced(stored, destinations, *arguments, donate=donated, shardings=(pinned, device, device))
 
     def _forward(self, derivative: Derivative) -> Function:

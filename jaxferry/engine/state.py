@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from jaxferry.engine.ahead import Ahead
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import Work
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.pieces import Key, Pieces, Stacked, cut, joined, on_host, together
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
+from jaxferry.engine.prefetch import Prefetch
+from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport, Vectors
 from jaxferry.engine.units import Unit
-from jaxferry.errors import JaxFerryError, StateError, TaskError
+from jaxferry.errors import StateError, TaskError
 from jaxferry.partition import Layer, Leaf, Part
 
 
@@ -38,28 +38,54 @@ class Accumulated:
     on_device: Mapping[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
     is_finite: bool = True
 
+    def offloaded(self, group: int, transport: Transport) -> Accumulated:
+        """The same sums, with those of a group in host memory."""
+        on_device = dict(self.on_device)
+        stored = transport.store(group, on_device.pop(group), self.on_host.get(group))
+        jax.block_until_ready(transport.gather(group, stored))
+        return dataclasses.replace(self, on_host={**self.on_host, group: stored}, on_device=on_device)
 
-@dataclasses.dataclass
-class UnderWay:
-    """A step whose updates have not all ended, or which failed.
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What a step changes in a state besides the arrays."""
+
+    step: int
+    accumulated: Accumulated
+    loss_scale: LossScale
+
+
+class EndingStep(Protocol):
+    """What a state asks of a step that has failed."""
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update may have changed the state."""
+        ...
+
+    @property
+    def has_added(self) -> bool:
+        """Whether something may have been added to sums of earlier micro-batches."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingStep:
+    """A step that has returned, and whose updates may still be in flight.
 
     Attributes:
-      work: what is under way.
-      again: tries what has failed again; returns the work that does.
-      finish: called once it is done, if the step had not returned before.
-      give_up: goes back to the last update, if none has begun since; whether it has. None if the step had returned.
-      is_reported: whether its failure has been raised.
+      work: what runs them.
+      step: the step.
+      before: what the state counted before it.
     """
 
     work: Work
-    again: Callable[[], Work]
-    finish: Callable[[], Any] | None = None
-    give_up: Callable[[], bool] | None = None
-    is_reported: bool = False
+    step: EndingStep
+    before: Counts
 
 
 class LateFailure(Exception):
-    """What a device did wrong, seen when another task was being issued; the error itself is its cause.
+    """An error of a device that shows while another task is being issued; the error itself is its cause.
 
     Attributes:
       index: the task that failed.
@@ -70,28 +96,24 @@ class LateFailure(Exception):
         self.index = index
 
 
-TRIED_AGAIN = "it is tried again when the state is next used or saved"
-GIVEN_UP = "the state is that after the last update"
+ROLLED_BACK = "the state is that before the step"
+TO_LAST_UPDATE = "the state is that after the last update"
 
 
-def task_error(work: Work, what_next: str | None = None) -> TaskError:
-    """The error for a failure, with the layer.
+def task_error(work: Work, outcome: str) -> TaskError:
+    """The error for a failed task, with the layer.
 
     Args:
       work: what has failed.
-      what_next: what becomes of it; by default that it is tried again, if it can no longer be taken back.
+      outcome: what becomes of the state.
     """
-    if work.failure is None:
-        raise ValueError("nothing has failed")
+    assert work.failure is not None
     index, error = work.failure.index, work.failure.error
     if isinstance(error, LateFailure) and error.__cause__ is not None:
         index, error = error.index, error.__cause__
     task = work.list.tasks[index]
     layer = task.name.removeprefix(f"{task.kind.value} ")
-    if what_next is None and work.is_committed:
-        what_next = TRIED_AGAIN
-    ending = "" if what_next is None else f" ({what_next})"
-    return TaskError(f"the {task.kind.value} of layer {layer!r} failed: {error}{ending}", layer)
+    return TaskError(f"the {task.kind.value} of layer {layer!r} failed: {error} ({outcome})", layer)
 
 
 class TrainState:
@@ -109,9 +131,10 @@ class TrainState:
       vectors: for each layer its flat vectors in pinned memory, in the compute dtype (once a program needs them).
       resident: device copies of RESIDENT layers, by layer.
       optimizer: what updates it.
-      damage: what went wrong if a failure left the state between two steps, else None.
-      in_flight: the last step, while its updates are under way.
-      ahead: what has been loaded for the next step, or is on its way.
+      damage: what went wrong if an update failed and left the state between two steps, else None.
+      checkpoint: the folder that the state was last saved to, or restored from; None if there is none.
+      pending: the last step, while its updates are in flight.
+      prefetch: what has been loaded for the next step, or is in flight.
       accumulated: what micro-batches have left for the next update.
       loss_scale: what the loss is multiplied by for the backward.
     """
@@ -133,8 +156,9 @@ class TrainState:
         self._is_arranged = False
         self.resident: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
-        self.in_flight: UnderWay | None = None
-        self.ahead: Ahead | None = None
+        self.checkpoint: str | None = None
+        self.pending: PendingStep | None = None
+        self.prefetch: Prefetch | None = None
         self.accumulated = Accumulated()
         self._tree, self.optimizer, self._placement = tree, optimizer, placement
         self._frozen: dict[Key, jax.Array] = {}
@@ -165,46 +189,52 @@ class TrainState:
         return self.optimizer.whole_state({name: _copied(leaf) for name, leaf in leaves.items()})
 
     def check(self) -> None:
-        """Raises `StateError` if a failure left the state between two steps."""
-        if self.damage is not None:
-            raise StateError(f"this state lies between two steps, because {self.damage}: restore a checkpoint")
-
-    def report(self) -> None:
-        """Raises what failed in the last step; the next call tries that again.
-
-        What fails again before any update has begun is given up, with what has been accumulated since the last update.
+        """Raises what failed in the updates of the last step.
 
         Raises:
-          TaskError: the first time, and whenever it fails again.
-          StateError: if it cannot be tried again.
+          TaskError: if no update had begun: the state has been rolled back.
+          StateError: if one had: the state lies between two steps.
         """
-        self.check()
-        known = self.in_flight
-        if known is None or known.work.failure is None:
-            return
-        if not known.is_reported:
-            known.is_reported = True
-            raise task_error(known.work) from known.work.failure.error
-        try:
-            with deferred_interrupts():
-                known.work = known.again()
-            known.work.wait()
-        except (JaxFerryError, RuntimeError, LateFailure) as error:
-            self._give_up(known)
-            self.damage = f"{task_error(known.work, f'it cannot be tried again: {error}')}"
-            self.check()
-        if known.work.failure is not None:
-            self._give_up(known)
-            raise task_error(known.work, f"again; {TRIED_AGAIN}") from known.work.failure.error
-        self._put_down(known)
+        pending = self.pending
+        if pending is not None and pending.work.failure is not None:
+            self.pending = None
+            pending.work.wait()
+            outcome = self.end_failed(pending.step, pending.work, pending.before)
+            if self.damage is None:
+                raise task_error(pending.work, outcome) from pending.work.failure.error
+        if self.damage is not None:
+            raise StateError(self.damage)
+
+    def end_failed(self, step: EndingStep, work: Work, before: Counts) -> str:
+        """Rolls back a failed step, or marks the state as damaged; returns the outcome in words.
+
+        Args:
+          step: the failed step; nothing of it may be in flight.
+          work: its tasks.
+          before: what the state counted before the step.
+        """
+        if step.is_updating:
+            remedy = "restore a checkpoint" if self.checkpoint is None else f"restore {self.checkpoint}"
+            outcome = f"the state lies between two steps: {remedy}"
+            self.damage = str(task_error(work, outcome))
+            return outcome
+        self.step, self.accumulated, self.loss_scale = before.step, before.accumulated, before.loss_scale
+        if step.has_added:
+            self.forget_accumulated()
+            return TO_LAST_UPDATE
+        return ROLLED_BACK
+
+    @property
+    def counts(self) -> Counts:
+        """What a step changes besides the arrays."""
+        return Counts(self.step, self.accumulated, self.loss_scale)
 
     def settle(self) -> None:
-        """Waits until every update in flight has ended; raises as `report` does."""
-        if self.in_flight is not None:
-            self.in_flight.work.wait()
-        self.report()
-        if self.in_flight is not None:
-            self._put_down(self.in_flight)
+        """Waits until every update in flight has ended; raises as `check` does."""
+        if self.pending is not None:
+            self.pending.work.wait()
+        self.check()
+        self.pending = None
 
     @property
     def updated_step(self) -> int:
@@ -214,21 +244,6 @@ class TrainState:
     def forget_accumulated(self) -> None:
         """Goes back to the last update."""
         self.step, self.accumulated = self.updated_step, Accumulated()
-
-    def _give_up(self, known: UnderWay) -> None:
-        """Goes back to the last update, if that can be done.
-
-        Raises:
-          TaskError: if it could.
-        """
-        if known.give_up is not None and known.work.failure is not None and known.give_up():
-            self.in_flight = None
-            raise task_error(known.work, f"again; {GIVEN_UP}") from known.work.failure.error
-
-    def _put_down(self, known: UnderWay) -> None:
-        self.in_flight = None
-        if known.finish is not None:
-            known.finish()
 
     def masters(self) -> list[Any]:
         """The master parameters in the order of the flattened tree; a `Stacked` where one is stored in parts."""
@@ -323,8 +338,8 @@ class TrainState:
     def block_until_ready(self) -> None:
         """Waits until every update in flight has ended, and every load for the next step that waits for no more."""
         self.settle()
-        if self.ahead is not None:
-            self.ahead.work.wait_ahead()
+        if self.prefetch is not None:
+            self.prefetch.work.wait_ahead()
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.units])
 
     def _make_units(self, masters: Pieces, state: Pieces | None) -> list[Unit]:

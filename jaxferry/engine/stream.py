@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
-from jaxferry.engine.script import Peak
-from jaxferry.engine.shadow import Kind, Source, Use
+from jaxferry.engine.memory import Peak
+from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source
 from jaxferry.errors import BudgetError
 from jaxferry.partition import ForwardPartition
 from jaxferry.units import format_bytes
@@ -29,9 +29,12 @@ class Stream:
     reads: tuple[Source, ...]
     ahead: tuple[bool, ...]
 
-    def uses(self, partition: ForwardPartition) -> list[Use]:
+    def keys(self, partition: ForwardPartition) -> list[ProgramKey]:
         """The program of each segment."""
-        return [Use(Kind.EVALUATION, s.program, reads) for s, reads in zip(partition.segments, self.reads, strict=True)]
+        return [
+            ProgramKey(ProgramKind.EVALUATION, s.program, reads)
+            for s, reads in zip(partition.segments, self.reads, strict=True)
+        ]
 
     def layers_at(self, partition: ForwardPartition, place: int) -> tuple[int, ...]:
         """The layers that have a device copy while a segment runs, in the order of their loads."""
@@ -45,7 +48,7 @@ class Stream:
 def fit_stream(
     partition: ForwardPartition,
     budget_bytes: int | None,
-    temporary_bytes_of: Callable[[Iterable[Use]], Mapping[Use, int]],
+    temporary_bytes_of: Callable[[Iterable[ProgramKey]], Mapping[ProgramKey, int]],
     other_bytes: int = 0,
 ) -> tuple[Stream, Peak]:
     """The stream that waits least of those that fit, and the most device memory that it needs.
@@ -63,7 +66,7 @@ def fit_stream(
     stream = Stream((Source.DEVICE,) * num_segments, (True,) * num_segments)
 
     def measured(stream: Stream) -> list[Peak]:
-        return held_bytes(partition, stream, temporary_bytes_of(stream.uses(partition)), other_bytes)
+        return held_bytes(partition, stream, temporary_bytes_of(stream.keys(partition)), other_bytes)
 
     def places_above(needs: list[Peak], budget_bytes: int) -> set[int]:
         return {place for place, need in enumerate(needs) if need.total > budget_bytes}
@@ -92,7 +95,7 @@ def fit_stream(
 
 
 def held_bytes(
-    partition: ForwardPartition, stream: Stream, temporary_bytes: Mapping[Use, int], other_bytes: int = 0
+    partition: ForwardPartition, stream: Stream, temporary_bytes: Mapping[ProgramKey, int], other_bytes: int = 0
 ) -> list[Peak]:
     """What is on the device while each segment runs."""
     graph, last_reader = partition.graph, last_readers(partition)
@@ -100,11 +103,11 @@ def held_bytes(
     always = other_bytes + sum(graph.num_bytes(value) for value in given)
     crossing: dict[int, int] = {}
     needs = []
-    for place, (segment, use) in enumerate(zip(partition.segments, stream.uses(partition), strict=True)):
+    for place, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
         crossing |= {v: graph.num_bytes(v) for v in (*segment.outputs, *segment.extras)}
         parameters = sum(partition.layers[layer].num_bytes for layer in stream.layers_at(partition, place))
         held = parameters + always + sum(crossing.values())
-        needs.append(Peak(parameters, held, held + temporary_bytes[use]))
+        needs.append(Peak(parameters, held, held + temporary_bytes[key]))
         crossing = {v: size for v, size in crossing.items() if last_reader.get(v) != place}
     return needs
 

@@ -15,7 +15,7 @@ from jaxferry.engine.programs import derivatives_of
 from jaxferry.partition import AUTO, Derivative, Partition, remat_of, with_remat
 
 
-class Variants:
+class RematVariants:
     """What can be chosen of a partition's recomputation.
 
     Args:

@@ -20,8 +20,8 @@ import numpy as np
 
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.programs import Programs
-from jaxferry.engine.shadow import Kind, Source, Target, Use
 from jaxferry.engine.state import to_pinned
 from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
 from jaxferry.engine.transports import make_transport
@@ -41,13 +41,13 @@ class Subject:
       label: for people.
       content: what tells it from everything else that is measured on the same machine.
       time: measures it, in seconds.
-      use: the program that has to be compiled before, if there is one.
+      key: the program that has to be compiled before, if there is one.
     """
 
     label: str
     content: str
     time: Callable[[Effort], float]
-    use: Use | None = None
+    key: ProgramKey | None = None
 
 
 def sample(struct: Any, where: Any) -> Any:
@@ -68,15 +68,15 @@ def _numbers(dtype: str) -> np.ndarray:
     return (signs * generator.uniform(0.05, 0.1, signs.shape)).astype(jnp.dtype(dtype))
 
 
-def program_subject(programs: Programs, use: Use, placement: Placement, label: str) -> Subject:
+def program_subject(programs: Programs, key: ProgramKey, placement: Placement, label: str) -> Subject:
     """One program of the device."""
 
     def time(effort: Effort) -> float:
-        make = ProgramArguments(programs, use, placement)
-        program = programs[use]
+        make = ProgramArguments(programs, key, placement)
+        program = programs[key]
         return median_s(lambda arguments: program(*arguments), make, effort, make.max_calls)
 
-    return Subject(label, f"program\n{programs.lowered(use).as_text()}", time, use)
+    return Subject(label, f"program\n{programs.lowered(key).as_text()}", time, key)
 
 
 class ProgramArguments:
@@ -84,17 +84,17 @@ class ProgramArguments:
 
     Args:
       programs: where it is.
-      use: which it is.
+      key: which it is.
       placement: where arguments live.
 
     Attributes:
       max_calls: how many calls may have arguments at a time.
     """
 
-    def __init__(self, programs: Programs, use: Use, placement: Placement) -> None:
-        arguments = programs.lowered(use).args_info[0]
+    def __init__(self, programs: Programs, key: ProgramKey, placement: Placement) -> None:
+        arguments = programs.lowered(key).args_info[0]
         leaves, self._tree = jax.tree.flatten(arguments)
-        self._leaves, on_host = leaves, _arguments_on_host(use)
+        self._leaves, on_host = leaves, _arguments_on_host(key)
         self._where = [
             placement.pinned if number in on_host else placement.device
             for number, argument in enumerate(arguments)
@@ -120,10 +120,10 @@ class ProgramArguments:
         return made
 
 
-def _arguments_on_host(use: Use) -> set[int]:
+def _arguments_on_host(key: ProgramKey) -> set[int]:
     """The numbers of a program's arguments that are vectors in host memory."""
-    destinations = 0 if use.writes is Target.DEVICE else 1
-    return set(range(destinations)) | ({destinations} if use.reads is Source.HOST else set())
+    destinations = 0 if key.writes is Target.DEVICE else 1
+    return set(range(destinations)) | ({destinations} if key.reads is Source.HOST else set())
 
 
 def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
@@ -242,7 +242,7 @@ def sample_vectors(layer: Layer, where: Any) -> Vectors:
     return tuple(sample(vector, where) for vector in layer.vectors)
 
 
-def uses_of(program: int, derivative: Derivative, is_last: bool, is_sum: bool) -> dict[str, Use]:
+def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: bool) -> dict[str, ProgramKey]:
     """The programs that a segment's times come from, by the times' names in a profile; none for a backward it has not.
 
     Args:
@@ -251,19 +251,19 @@ def uses_of(program: int, derivative: Derivative, is_last: bool, is_sum: bool) -
       is_last: whether forward and backward are one program.
       is_sum: whether a later segment has the same layer, so that its gradient is on the host already.
     """
-    kind = Kind.LOSS if is_last else Kind.BACKWARD
+    kind = ProgramKind.LOSS if is_last else ProgramKind.BACKWARD
     # A lookup's backward reads no weight, and its few rows are no gradient that a program would write to the host.
     by_dha = Source.HOST if is_last or derivative.reads_weights else Source.DEVICE
     target = Target.HOST_SUM if is_sum else Target.HOST
     stays = derivative.has_rows or not derivative.segment.trained
     forwards = {
-        "forward_s": Use(Kind.FORWARD, program),
-        "forward_dha_s": Use(Kind.FORWARD, program, Source.HOST),
+        "forward_s": ProgramKey(ProgramKind.FORWARD, program),
+        "forward_dha_s": ProgramKey(ProgramKind.FORWARD, program, Source.HOST),
     }
     if not derivative.segment.runs_back:
         return forwards
     return forwards | {
-        "backward_s": Use(kind, program),
-        "backward_dha_s": Use(kind, program, by_dha),
-        "backward_go_s": Use(kind, program, writes=Target.DEVICE if stays else target),
+        "backward_s": ProgramKey(kind, program),
+        "backward_dha_s": ProgramKey(kind, program, by_dha),
+        "backward_go_s": ProgramKey(kind, program, writes=Target.DEVICE if stays else target),
     }

@@ -14,17 +14,17 @@ from typing import Any
 
 from jaxferry.engine.host_optimizer import HostOptimizer
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.program_keys import ProgramKey, ProgramKind
 from jaxferry.engine.programs import Programs
-from jaxferry.engine.shadow import Kind, Use
 from jaxferry.measure.microbenchmarks import (
     Subject,
     gradient_shapes,
     gradients_text,
+    keys_of,
     load_subject,
     offload_subject,
     program_subject,
     update_subject,
-    uses_of,
 )
 from jaxferry.partition import Partition, Segment
 from jaxferry.profiling.cache import MeasurementCache, cache_directory, surroundings
@@ -102,7 +102,7 @@ def _seconds(
     if missing:
         report("compiling", 0, len(missing))
         begin_s = time.monotonic()
-        programs.require(subject.use for subject in missing.values() if subject.use is not None)
+        programs.require(subject.key for subject in missing.values() if subject.key is not None)
         end_s += time.monotonic() - begin_s
     for number, (content, subject) in enumerate(missing.items()):
         report(subject.label, number, len(missing))
@@ -117,7 +117,7 @@ class _Measured:
 
     Attributes:
       subjects: by a key that segments and layers have in common where they share a program, a layout or an update.
-      uses: of each segment, the programs by the names of their times.
+      keys: of each segment, the programs by the names of their times.
     """
 
     def __init__(
@@ -131,22 +131,22 @@ class _Measured:
     ) -> None:
         self._partition = partition
         self.subjects: dict[Any, Subject] = {}
-        self.uses: list[dict[str, Any]] = []
+        self.keys: list[dict[str, Any]] = []
         self._stores: list[Any] = []
-        self._recomputations: dict[int, Use] = {}
+        self._recomputations: dict[int, ProgramKey] = {}
         last = len(partition.segments) - 1
         for number, segment in enumerate(partition.segments):
             derivative, layer = programs.derivatives[segment.program], partition.layers[segment.layer]
             is_sum = segment.layer in {later.layer for later in partition.segments[number + 1 :]}
-            self.uses.append(uses_of(segment.program, derivative, number == last, is_sum))
+            self.keys.append(keys_of(segment.program, derivative, number == last, is_sum))
             again = recomputing.segments[number].program
             if again != segment.program:
-                self._recomputations[number] = Use(Kind.BACKWARD, again)
+                self._recomputations[number] = ProgramKey(ProgramKind.BACKWARD, again)
             recomputation = {"recompute": self._recomputations[number]} if again != segment.program else {}
-            for name, use in (self.uses[-1] | recomputation).items():
-                if use not in self.subjects:
+            for name, key in (self.keys[-1] | recomputation).items():
+                if key not in self.subjects:
                     label = f"{name.removesuffix('_s').replace('_', ' ')} {segment.name}"
-                    self.subjects[use] = program_subject(programs, use, placement, label)
+                    self.subjects[key] = program_subject(programs, key, placement, label)
             if ("load", layer.layout) not in self.subjects:
                 self.subjects["load", layer.layout] = load_subject(transport, placement, layer)
             gradients = gradient_shapes(partition, derivative)
@@ -179,7 +179,7 @@ class _Measured:
         times: dict[str, Any] = {
             field.name: 0.0 for field in dataclasses.fields(LayerProfile) if field.name.startswith("backward_")
         }
-        times |= {name: seconds[use] for name, use in self.uses[number].items()}
+        times |= {name: seconds[key] for name, key in self.keys[number].items()}
         if number == len(self._partition.segments) - 1:
             times = _halves(times)
         if number in self._recomputations and costs.recomputation is not None:

@@ -1,0 +1,382 @@
+"""Prepares a training step for one batch structure: partition, plan, lower, fit, compile.
+
+loss_fn, batch --partition--> segments --plan--> Plan --fit--> Plan within the budget --lower--> StepProgram --> Prepared
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.choice import choose_plan, choose_update_order, needs_times
+from jaxferry.engine import (
+    Evaluator,
+    Norms,
+    Peak,
+    Placement,
+    PrefetchSlot,
+    Programs,
+    Recorder,
+    RematVariants,
+    Resources,
+    Rules,
+    RunnableStep,
+    StepProgram,
+    StepRunner,
+    TaskList,
+    Transport,
+    fit,
+    loads_ahead,
+    lower,
+    make_lanes,
+    make_transport,
+    peak_bytes,
+    summable_groups,
+    with_sums,
+)
+from jaxferry.errors import InputError
+from jaxferry.measure.profile import measure_profile
+from jaxferry.model import Model
+from jaxferry.modes import Mode
+from jaxferry.options import MEASURE, Options
+from jaxferry.partition import AUTO, ForwardPartition, Layer, Partition, partition, partition_forward
+from jaxferry.plan.records import Plan, Updates
+from jaxferry.profiling.progress import progress_bar
+from jaxferry.profiling.records import Profile
+from jaxferry.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What was made for batches of one structure: see `TrainStep.prepare`.
+
+    Attributes:
+      program: the step program that runs.
+      peak: the most device memory that a step needs.
+      num_executables: number of programs compiled for the device.
+      runner: runs it.
+    """
+
+    program: StepProgram
+    peak: Peak
+    num_executables: int
+    runner: StepRunner = dataclasses.field(repr=False)
+
+    @property
+    def partition(self) -> Partition:
+        """The segments."""
+        return self.program.partition
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs: the policy's, with what the memory budget and the options have changed."""
+        return self.program.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """The tasks of a step as they run; their durations are known if there was a profile."""
+        return self.program.schedule
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """The mode of each segment."""
+        return self.plan.modes
+
+    @property
+    def remat(self) -> tuple[Any, ...]:
+        """What each segment keeps between forward and backward: `"none"`, `"full"`, or a policy."""
+        return tuple("none" if segment.remat == AUTO else segment.remat for segment in self.partition.segments)
+
+
+class Compiler:
+    """Prepares steps and evaluations of one model, and remembers them.
+
+    Args:
+      model: the model.
+      loss_fn: its loss function.
+      options: those of `train_step`.
+      shared: what all steps of the training step share.
+
+    Attributes:
+      model: as given.
+      layers: the parameter groups that the first batch has decided on; those of the model before.
+    """
+
+    def __init__(self, model: Model, loss_fn: Callable[..., Any], options: Options, shared: Shared) -> None:
+        self.model, self._loss_fn, self._options, self._shared = model, loss_fn, options, shared
+        self._known_layers: tuple[Layer, ...] | None = None
+        self._prepared: dict[Any, Prepared] = {}
+        self._evaluators: dict[Any, Evaluator] = {}
+        self._transports: dict[tuple[Layer, ...], Transport] = {}
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The parameter groups."""
+        return self._known_layers or self.model.layers
+
+    @property
+    def prepared(self) -> list[Prepared]:
+        """All that has been prepared."""
+        return list(self._prepared.values())
+
+    def prepare(self, args: Any, kwargs: Mapping[str, Any]) -> Prepared:
+        """What was made for arguments of this structure, or is made now."""
+        key = structure_of(args, kwargs)
+        if key not in self._prepared:
+            self._shared.prefetch.take(None)  # copies in flight would disturb what is measured
+            variants, programs = self._variants(args, kwargs)
+            plan, profile = self._plan(variants, programs)
+            if self._needs_all_gradients(variants.base):
+                plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
+            resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
+            compiler = _StepCompiler(variants, programs, profile, resources, self._options)
+            self._prepared[key] = compiler.compile(plan)
+        return self._prepared[key]
+
+    def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
+        """Measures what each layer costs on the device."""
+        self._shared.prefetch.take(None)
+        return self._measured(*self._variants(args, kwargs))
+
+    def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
+        """What evaluates a function of the parameters."""
+        key = (function, structure_of(args, kwargs))
+        if key not in self._evaluators:
+            parts = self._forward_partition(function, args, kwargs)
+            budget, transport = self._options.memory_budget_bytes, self._transport_of(parts.layers)
+            self._evaluators[key] = Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget)
+        return self._evaluators[key]
+
+    def _partition(self, args: Any, kwargs: Mapping[str, Any]) -> Partition:
+        """The partition for these arguments; the first decides on the groups, the others keep them where they can."""
+        arrays, flags = split_flags(kwargs)
+        model, known = self.model, self._known_layers
+        parts = partition(
+            functools.partial(self._loss_fn, **flags),
+            model.params,
+            args,
+            arrays,
+            compute_dtype=model.compute_dtype,
+            layers=known,
+            frozen=model.optimizer.frozen,
+        )
+        if known is None:
+            # Evaluators with groups of their own take over these, so that the state need not be rearranged.
+            self._known_layers, self._evaluators = parts.layers, {}
+        return parts
+
+    def _forward_partition(
+        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> ForwardPartition:
+        if function is self._loss_fn:
+            return self._partition(args, kwargs)
+        arrays, flags = split_flags(kwargs)
+        model = self.model
+        return partition_forward(
+            functools.partial(function, **flags),
+            model.params,
+            args,
+            arrays,
+            compute_dtype=model.compute_dtype,
+            layers=self._known_layers,
+            frozen=model.optimizer.frozen,
+        )
+
+    def _variants(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[RematVariants, Programs]:
+        """The segments with their choices of recomputation, and their programs, not compiled yet."""
+        parts = self._partition(args, kwargs)
+        self._shared.warn_once(parts)
+        variants = RematVariants(parts, self._options.remat)
+        self.model.optimizer.check_parts(parts.layers)
+        is_scaled = self._options.loss_scale is not None
+        placement, is_native = self._shared.placement, self.model.is_native
+        return variants, Programs(variants.base, variants.derivatives, placement, is_native, is_scaled)
+
+    def _transport_of(self, layers: tuple[Layer, ...]) -> Transport:
+        """What moves these groups: one for all programs, so that none keeps memory from another."""
+        if layers not in self._transports:
+            self._transports[layers] = make_transport(self.model.transport, self._shared.placement, layers)
+        return self._transports[layers]
+
+    def _needs_all_gradients(self, parts: Partition) -> bool:
+        """Whether updates wait for all gradients, whatever the plan says."""
+        is_by_layer = self.model.optimizer.is_by_layer(parts.layers)
+        return rules_of(self._options).need_all_gradients or not is_by_layer
+
+    def _plan(self, variants: RematVariants, programs: Programs) -> tuple[Plan, Profile | None]:
+        options = self._options
+        profile = options.profile
+        if profile == MEASURE or (profile is None and needs_times(options.policy)):
+            profile = self._measured(variants, programs)
+        return choose_plan(
+            variants.base,
+            plan=options.plan,
+            policy=options.policy,
+            profile=profile if isinstance(profile, Profile) else None,
+            device_kind=self._shared.placement.device_kind,
+            reserve_factor=options.reserve_factor,
+            memory_budget_bytes=options.memory_budget_bytes,
+        )
+
+    def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
+        remat = self._options.remat
+        with progress_bar("measuring") as progress:
+            return measure_profile(
+                variants.base,
+                programs,
+                self.model.optimizer,
+                self._shared.placement,
+                self.model.transport,
+                recomputing=variants.of(variants.may_recompute),
+                remat=remat if isinstance(remat, str) else "per segment",
+                progress=progress,
+            )
+
+
+class Shared:
+    """What all steps of a training step share, whatever the model.
+
+    Attributes:
+      placement: where arrays live.
+      prefetch: knows of all prefetched copies.
+      recorder: remembers when tasks started and ended; None for nothing.
+    """
+
+    def __init__(self, placement: Placement, options: Options) -> None:
+        self.placement, self.prefetch = placement, PrefetchSlot()
+        self.recorder = Recorder(options.record_steps) if options.record_steps else None
+        self._lanes = make_lanes(placement.is_cpu)
+        self._has_warned = False
+
+    def resources(self, transport: Transport, model: Model) -> Resources:
+        """What the steps of one structure run on."""
+        return Resources(self.placement, transport, self._lanes, model.optimizer, self.prefetch, self.recorder)
+
+    def warn_once(self, parts: Partition) -> None:
+        """Warns of what is remarkable about a partition, the first time that there is something."""
+        remarks = list(parts.notes)
+        remarks += [f"{merge.message}; that is most of the model" for merge in parts.coarse_merges]
+        if parts.unread_leaves:
+            unread = ", ".join(map(repr, parts.unread_leaves))
+            remarks.append(f"the loss never reads {unread}: trained with a zero gradient")
+        for remark in () if self._has_warned else remarks:
+            warnings.warn(remark, stacklevel=6)
+        self._has_warned = self._has_warned or bool(remarks)
+
+
+class _StepCompiler:
+    """Fits, lowers and compiles plans for the segments of one structure."""
+
+    def __init__(
+        self,
+        variants: RematVariants,
+        programs: Programs,
+        profile: Profile | None,
+        resources: Resources,
+        options: Options,
+    ) -> None:
+        self._variants, self._programs, self._profile = variants, programs, profile
+        self._resources, self._options = resources, options
+
+    def compile(self, plan: Plan) -> Prepared:
+        """Prepares the plan that fits into the memory budget."""
+        program = self._fitted(plan)
+        keys = self._keys(program)
+        self._programs.require(keys)
+        self._programs.keep(keys)
+        program = dataclasses.replace(program, schedule=choose_update_order(program.schedule))
+        peak_ahead = functools.partial(self._peak, program)
+        ahead = loads_ahead(program, peak_ahead, self._options.memory_budget_bytes)
+        runnable = self._runnable(program, ahead)
+        runner = StepRunner(self._first(runnable), runnable)
+        return Prepared(program, peak_ahead(ahead), self._programs.num_executables, runner)
+
+    def _first(self, runnable: RunnableStep) -> RunnableStep:
+        """The step that runs first: its updates start after all gradients have arrived."""
+        if runnable.rules.need_all_gradients:
+            return runnable
+        program = self._lower(dataclasses.replace(runnable.program.plan, updates=Updates.AFTER_ALL))
+        program = program.with_sums_of(runnable.program.summed)
+        tasks = TaskList(program.schedule)
+        return dataclasses.replace(runnable, program=program, tasks=tasks, loads_ahead=(), is_first=True)
+
+    def _fitted(self, plan: Plan) -> StepProgram:
+        """The program of the plan, as the memory budget changes it."""
+        budget, parts = self._options.memory_budget_bytes, self._variants.base
+        summed: list[int] = []
+        if self._options.accumulate > 1:
+            summed = summable_groups(parts, self._variants.derivatives, plan.gradients)
+
+        def program_of(plan: Plan) -> StepProgram:
+            return self._lower(plan).with_sums_of(frozenset(summed))
+
+        # Sums on the device save transfers that are hidden anyway, so they leave before any group is loaded twice.
+        while summed and budget is not None and self._peak(program_of(plan)).total > budget:
+            summed.pop()
+        fitted = fit(
+            plan, budget, lambda plan: self._peak(program_of(plan)), self._variants.largest_first, parts.layers
+        )
+        return program_of(fitted)
+
+    def _lower(self, plan: Plan) -> StepProgram:
+        parts, is_offloaded = self._variants.of(plan.recomputes), self._options.offload_activations
+        return lower(parts, self._variants.derivatives, plan, self._profile, is_offloaded)
+
+    def _keys(self, program: StepProgram) -> list[Any]:
+        return with_sums(program.keys) if self._options.accumulate > 1 else program.keys
+
+    def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
+        """The most device memory that a step needs; compiles programs to know their temporaries."""
+        self._programs.require(self._keys(program))
+        groups = program.partition.layers
+        sums = sum(groups[group].trained.num_bytes for group in program.summed)
+        other_bytes = self._resources.transport.staging_bytes + sums
+        return peak_bytes(program, self._programs.temporary_bytes, other_bytes, ahead)
+
+    def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
+        device = self._resources.placement.device
+        constants = {n: jax.device_put(c, device) for n, c in program.partition.graph.constants.items()}
+        tasks, rules = TaskList(program.schedule), rules_of(self._options)
+        norms = Norms(self._resources.placement, on_host=rules.clips)
+        return RunnableStep(program, tasks, self._programs, self._resources, rules, norms, constants, ahead)
+
+
+def rules_of(options: Options) -> Rules:
+    """When updates may run, by the options of `train_step`."""
+    scale = options.loss_scale
+    is_adapted = scale is not None and scale.is_dynamic
+    return Rules(options.clip_norm is not None, options.skip_nonfinite, is_adapted, options.accumulate)
+
+
+def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments that are traced, and those that Python code decides by: booleans, strings and None."""
+    flags = {name: value for name, value in kwargs.items() if value is None or isinstance(value, bool | str)}
+    return {name: value for name, value in kwargs.items() if name not in flags}, flags
+
+
+def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a partition depends on: the tree, the shapes and dtypes (weak or not) of its leaves, and the flags.
+
+    Raises:
+      InputError: if a leaf is traced.
+    """
+    arrays, flags = split_flags(kwargs)
+    leaves, structure = jax.tree.flatten((args, arrays))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        raise InputError(
+            "a step moves layers between host and device by itself and compiles what it computes: it cannot be called "
+            "under jax.jit, jax.grad or another transformation; give it arrays"
+        )
+    kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf), _is_weak(leaf)) for leaf in leaves)
+    return structure, kinds, tuple(sorted(flags.items(), key=repr))
+
+
+def _is_weak(leaf: Any) -> bool:
+    """Whether a leaf takes the dtype of what it is combined with, as Python's numbers do."""
+    return isinstance(leaf, int | float | complex) or bool(getattr(leaf, "weak_type", False))

@@ -1,0 +1,105 @@
+"""Fits a plan into a memory budget, by the engine's own count of bytes.
+
+Plan --too large--> segments switch to RELOAD --still too large--> segments recompute besides --> Plan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jaxferry.engine.memory import Peak
+from jaxferry.errors import BudgetError
+from jaxferry.modes import Mode, Remat
+from jaxferry.partition import Layer
+from jaxferry.plan.records import LayerPlan, Loads, Plan
+from jaxferry.units import format_bytes
+
+PeakOf = Callable[[Plan], Peak]
+
+
+def fit(
+    plan: Plan, budget_bytes: int | None, peak_of: PeakOf, may_recompute: Sequence[int], layers: Sequence[Layer]
+) -> Plan:
+    """Switches as few segments as needed to RELOAD; if that is not enough, lets as few as needed recompute besides.
+
+    Args:
+      plan: the plan to fit.
+      budget_bytes: device memory; None for no limit.
+      peak_of: the most device memory that a step of a plan needs.
+      may_recompute: segments that may recompute too, in the order in which they do.
+      layers: the parameter groups, for the error.
+
+    Raises:
+      BudgetError: if no such plan fits; it names the smallest budget.
+    """
+    if budget_bytes is None or peak_of(plan).total <= budget_bytes:
+        return plan
+    peaks: list[Peak] = []
+    recomputing = [plan, *_recomputing(plan, may_recompute)]
+    for tried in recomputing:
+        fallbacks = _fallbacks(tried)
+        fallback = next((each for each in fallbacks if peak_of(each).total <= budget_bytes), None)
+        if fallback is not None:
+            return _fewest_reloads(tried, fallback, budget_bytes, peak_of)
+        peaks.append(min(map(peak_of, fallbacks), key=lambda peak: peak.total))
+    smallest = min(peaks, key=lambda peak: peak.total)
+    raise _too_small(layers, budget_bytes, smallest, sum(recomputing[peaks.index(smallest)].recomputes))
+
+
+def _recomputing(plan: Plan, may_recompute: Sequence[int]) -> list[Plan]:
+    """The plan with one more segment that recomputes, two more, and so on."""
+    plans = []
+    for number in may_recompute:
+        if plan.layers[number].remat is not Remat.FULL:
+            plan = _with_layers(plan, {number: dataclasses.replace(plan.layers[number], remat=Remat.FULL)})
+            plans.append(plan)
+    return plans
+
+
+def _fallbacks(plan: Plan) -> list[Plan]:
+    """The plans that need least memory, the preferred one first.
+
+    DHA segments hold no parameters and stay, unless the temporaries of their programs do not fit.
+    """
+    modes = [[mode if mode is Mode.DHA else Mode.RELOAD for mode in plan.modes]]
+    if Mode.DHA in modes[0]:
+        modes.append([Mode.RELOAD] * len(plan.layers))
+    return [_with_modes(plan, each) for each in modes]
+
+
+def _fewest_reloads(plan: Plan, fallback: Plan, budget_bytes: int, peak_of: PeakOf) -> Plan:
+    """Switches segments to the fallback's modes, first to last, until the step fits.
+
+    The first segments hold their parameters longest between forward and backward, so dropping those frees most.
+    """
+    for number in range(len(plan.layers)):
+        if peak_of(plan).total <= budget_bytes:
+            break
+        plan = _with_layers(plan, {number: fallback.layers[number]})
+    return plan
+
+
+def _with_modes(plan: Plan, modes: Sequence[Mode]) -> Plan:
+    layers = zip(plan.layers, modes, strict=True)
+    return _with_layers(plan, {i: dataclasses.replace(layer, mode=mode) for i, (layer, mode) in enumerate(layers)})
+
+
+def _with_layers(plan: Plan, changed: dict[int, LayerPlan]) -> Plan:
+    layers = tuple(changed.get(number, layer) for number, layer in enumerate(plan.layers))
+    # A RELOAD layer waits for forwards, so bulk loads, which all forwards wait for, cannot go on.
+    loads = Loads.LAYERWISE if any(layer.mode is Mode.RELOAD for layer in layers) else plan.loads
+    return dataclasses.replace(plan, layers=layers, loads=loads)
+
+
+def _too_small(layers: Sequence[Layer], budget_bytes: int, smallest: Peak, num_recomputing: int) -> BudgetError:
+    largest = max(layers, key=lambda layer: layer.num_bytes)
+    how = f", with {num_recomputing} segments that recompute their activations" if num_recomputing else ""
+    remedy = "a smaller batch" if how else "a smaller batch or remat='auto'"
+    return BudgetError(
+        f"memory_budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest possible is "
+        f"{format_bytes(smallest.total)} ({smallest.total} bytes){how}, of which parameters take at most "
+        f"{format_bytes(smallest.parameters)} (the largest group, {largest.name!r}, has "
+        f"{format_bytes(largest.num_bytes)}); {remedy} needs less for activations, gradients and temporaries",
+        smallest.total,
+    )

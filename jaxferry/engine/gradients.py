@@ -1,0 +1,184 @@
+"""The gradients of one step, on their way from the program that makes them to the update.
+
+program --> pending (device) --offload--> in flight --> on_host --gather--> update
+|--> sums (device), over micro-batches                ^
+`--GO: the program writes host memory itself ---------'
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+
+from jaxferry.engine.instruction import Instruction, StepProgram
+from jaxferry.engine.norms import Norms
+from jaxferry.engine.program_keys import ProgramKey, Target
+from jaxferry.engine.state import Accumulated, LateFailure
+from jaxferry.engine.transfers import HostGradient, Transport, Vectors, added
+from jaxferry.engine.units import Unit
+
+_add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
+
+
+class StepGradients:
+    """The gradients of one micro-batch, and the sums of those before it.
+
+    Args:
+      program: the instructions of the step.
+      transport: what offloads them.
+      norms: what takes their norms.
+      accumulated: the sums of earlier micro-batches.
+      is_last: whether the update follows this micro-batch.
+
+    Attributes:
+      sums: by group, those that are added up on the device.
+      on_host: by group, those in host memory or in flight.
+      has_added: whether something may have been added to a sum of earlier micro-batches, which cannot be undone.
+    """
+
+    def __init__(
+        self, program: StepProgram, transport: Transport, norms: Norms, accumulated: Accumulated, is_last: bool
+    ) -> None:
+        self._program, self._transport, self._norms, self._is_last = program, transport, norms, is_last
+        self._earlier = frozenset((*accumulated.on_host, *accumulated.on_device))
+        self._pending: dict[int, Any] = {}
+        self._inflight: collections.deque[tuple[Instruction, int]] = collections.deque()
+        self._num_arrived: collections.Counter[int] = collections.Counter()
+        self._num_uses = collections.Counter(segment.layer for segment in program.partition.segments)
+        self._device_norms: dict[int, jax.Array | None] = {}
+        self._taken_norms: dict[int, Future[jax.Array]] = {}
+        self.sums: dict[int, list[jax.Array]] = dict(accumulated.on_device)
+        self.on_host: dict[int, HostGradient] = dict(accumulated.on_host)
+        self.has_added = False
+
+    def key(self, instruction: Instruction, commit: Callable[[], bool]) -> ProgramKey | None:
+        """The program to run: it adds to host memory if an earlier micro-batch has written there.
+
+        Returns None if the step has stopped before something was added to a sum.
+        """
+        key = instruction.key
+        assert key is not None
+        if key.writes is Target.DEVICE:
+            return key
+        if not self._may_add(instruction.group, commit):
+            return None
+        return key.onto_sum if instruction.group in self.on_host else key
+
+    def destinations(self, key: ProgramKey, group: int) -> list[list[jax.Array]]:
+        """The vectors that a program writes its gradient into: one argument, or none."""
+        if key.writes is Target.DEVICE:
+            return []
+        return [list(self._transport.destinations(group, self.on_host.get(group)))]
+
+    def receive(
+        self,
+        instruction: Instruction,
+        key: ProgramKey,
+        gradients: Any,
+        norm: jax.Array | None,
+        commit: Callable[[], bool],
+    ) -> None:
+        """Takes what a program has returned for its gradient."""
+        group = instruction.group
+        if not self._program.partition.segments[instruction.segment].trained:
+            return
+        self._device_norms[group] = norm
+        if key.writes is not Target.DEVICE:
+            self.on_host[group] = self._transport.written(gradients)
+            return
+        if group in self.sums and self._may_add(group, commit):
+            gradients = _add_onto(self.sums.pop(group), gradients)
+        self._pending[instruction.segment] = gradients
+
+    def offload(self, instruction: Instruction, mark: Any, commit: Callable[[], bool], waits: bool) -> bool:
+        """Offloads a gradient, or keeps it in the sums on the device; returns False while it is in flight.
+
+        Args:
+          instruction: the offload.
+          mark: notes when the copy starts and ends; None if nobody asks for that.
+          commit: asks whether something may be done that cannot be undone.
+          waits: whether to wait for the copy.
+        """
+        group = instruction.group
+        # Sums that another batch's plan has begun on the host stay there: all plans have the same bits.
+        if group in self._program.summed and not self._is_last and group not in self.on_host:
+            self.sums[group] = self._pending.pop(instruction.segment)
+            return True
+        if not self._may_add(group, commit):
+            return True
+        gradients, known = self._pending.pop(instruction.segment), self.on_host.get(group)
+        self.on_host[group] = self._transport.store(group, gradients, known, mark)
+        if not waits:
+            self._inflight.append((instruction, group))
+            return False
+        jax.block_until_ready(self.gather(group))
+        self.note_arrival(group)
+        return True
+
+    def wait_for_inflight(self, end: Callable[[int], None]) -> None:
+        """Issues the waits for all offloads in flight; `end` is told their indices.
+
+        Raises:
+          LateFailure: if one has failed.
+        """
+        while self._inflight:
+            instruction, group = self._inflight.popleft()
+            try:
+                self.gather(group)
+            except Exception as error:
+                raise LateFailure(instruction.index) from error
+            self.note_arrival(group)
+            end(instruction.index)
+
+    def forget_inflight(self) -> None:
+        """Waits for all offloads in flight, whatever becomes of them."""
+        while self._inflight:
+            try:
+                jax.block_until_ready(self.gather(self._inflight.popleft()[1]))
+            except Exception:  # noqa: BLE001 - the step is given up, and its gradients with it
+                continue
+
+    def note_arrival(self, group: int) -> None:
+        """Starts taking the norm of a group's gradient once all of it is in host memory."""
+        self._num_arrived[group] += 1
+        if self._num_arrived[group] < self._num_uses[group] or not self._is_last:
+            return
+        norm = self._device_norms[group] if self._num_uses[group] == 1 and not self._earlier else None
+        self._taken_norms[group] = self._norms.of(self.gather(group), norm)
+
+    def gather(self, group: int) -> Vectors:
+        """The vectors of a group's gradient, where the optimizer reads them."""
+        return self._transport.gather(group, self.on_host[group])
+
+    def gathered(self, unit: Unit) -> list[Vectors]:
+        """The gradients of an update, for each of its groups; nothing for a group that no segment reads."""
+        return [self.gather(group) if group in self.on_host else () for group in unit.layers]
+
+    def wait_for_all(self) -> None:
+        """Waits until every gradient is in host memory."""
+        jax.block_until_ready([self.gather(group) for group in self.on_host])
+
+    def squared_norms(self) -> list[jax.Array]:
+        """The squared norm of each group's whole gradient, in the order of the groups."""
+        return [self._taken_norms[group].result() for group in sorted(self._taken_norms)]
+
+    def recycle(self, unit: Unit) -> None:
+        """Hands the vectors of used gradients back to the transport."""
+        for group in unit.layers:
+            if (used := self.on_host.pop(group, None)) is not None:
+                self._transport.recycle(group, used)
+
+    def release(self) -> None:
+        """Forgets the norms, once the step's results are known."""
+        self._device_norms, self._taken_norms = {}, {}
+
+    def _may_add(self, group: int, commit: Callable[[], bool]) -> bool:
+        """Asks whether to add to a gradient of earlier micro-batches, if there is one."""
+        if group not in self._earlier:
+            return True
+        self.has_added |= commit()
+        return self.has_added

@@ -1,0 +1,130 @@
+"""The step program: one list of instructions that carries a plan from the planner to the executor.
+
+    segments + plan --lower--> StepProgram --memory--> peak bytes
+                                   |------- simulate -> predicted times (its schedule)
+                                   `------- execute --> a step
+
+An instruction is a task of the schedule together with what the engine needs to carry it out: the program to run, the
+values it moves, and what can be freed after it. All of it is known before the first step, so the executor never
+decides, and the peak memory of a step is a fold over the list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from jaxferry.engine.program_keys import ProgramKey
+from jaxferry.modes import Mode
+from jaxferry.partition import Derivative, Partition
+from jaxferry.plan.records import Plan
+from jaxferry.schedule import Schedule, Task
+
+
+class Operation(enum.Enum):
+    """What an instruction does."""
+
+    LOAD = "load"
+    """Copies a group's parameters to the device."""
+    REFRESH = "refresh"
+    """Replaces a RESIDENT copy after its update."""
+    FORWARD = "forward"
+    LOSS = "loss"
+    """Forward and backward of the last segment, as one program."""
+    BACKWARD = "backward"
+    OFFLOAD = "offload"
+    """Copies a gradient to the host."""
+    UPDATE = "update"
+    SAVE = "save"
+    """Moves values that cross segments to host memory."""
+    FETCH = "fetch"
+    """Brings them back for a backward."""
+    NOTHING = "nothing"
+    """A task that another instruction carries out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drop:
+    """A device copy that no later instruction reads.
+
+    Attributes:
+      load: the instruction that loaded it.
+      is_reused: whether a later load takes over its buffers; else they are freed.
+    """
+
+    load: int
+    is_reused: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction of a step.
+
+    Attributes:
+      operation: what it does.
+      index: its index in the step program, and that of its task in the schedule.
+      task: lane, duration and dependencies.
+      segment: index of the segment.
+      group: index of the segment's parameter group.
+      key: the program that it runs; None if it runs none.
+      place: the place of that program among all programs of the step; of a SAVE the place of the program that it
+        follows, of a FETCH the place of the program that it is for; else -1.
+      values: the values that a SAVE or FETCH moves.
+      saves_awaited: SAVE instructions that must have ended on the device before the program may take more memory.
+      frees: values that no later program reads.
+      drops: device copies that no later instruction reads.
+    """
+
+    operation: Operation
+    index: int
+    task: Task
+    segment: int
+    group: int
+    key: ProgramKey | None = None
+    place: int = -1
+    values: tuple[int, ...] = ()
+    saves_awaited: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+    drops: tuple[Drop, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepProgram:
+    """The instructions of one step.
+
+    Attributes:
+      partition: the segments.
+      derivatives: by program number.
+      plan: the plan that it was lowered from.
+      schedule: its tasks.
+      instructions: one for each task, in the same order.
+      summed: groups whose gradients are added up on the device over micro-batches; other sums are in host memory.
+    """
+
+    partition: Partition
+    derivatives: Mapping[int, Derivative]
+    plan: Plan
+    schedule: Schedule
+    instructions: tuple[Instruction, ...]
+    summed: frozenset[int] = frozenset()
+
+    @property
+    def programs(self) -> list[Instruction]:
+        """The instructions that run a program, in order."""
+        return sorted((i for i in self.instructions if i.key is not None), key=lambda i: i.place)
+
+    @property
+    def keys(self) -> list[ProgramKey]:
+        """The program of each place."""
+        return [instruction.key for instruction in self.programs if instruction.key is not None]
+
+    @property
+    def resident(self) -> frozenset[int]:
+        """Groups whose device copy outlives the step."""
+        segments = zip(self.partition.segments, self.plan.modes, strict=True)
+        return frozenset(segment.layer for segment, mode in segments if mode is Mode.RESIDENT)
+
+    def with_sums_of(self, groups: frozenset[int]) -> StepProgram:
+        """The same step, with the gradients of these groups added up on the device."""
+        return dataclasses.replace(self, summed=groups)

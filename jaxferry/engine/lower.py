@@ -1,0 +1,262 @@
+"""Lowers a plan for a partition to the step program.
+
+    forward 0 .. S-2 | loss (forward and backward of segment S-1) | backward S-2 .. 0
+
+The schedule says which tasks run on which lane and what they wait for. Here each task gets its program, the values that
+it moves and the values that can be freed after it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxferry.engine.instruction import Drop, Instruction, Operation, StepProgram
+from jaxferry.engine.program_keys import ProgramKey, ProgramKind, places, program_keys
+from jaxferry.modes import GradientPlace, Remat
+from jaxferry.partition import Derivative, Partition
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.schedule import CROSSING_SLOTS, Kind, ProgramFacts, Schedule, Task, schedule_step
+
+MIN_OFFLOADED_BYTES = 1024
+"""Smaller values stay on the device: the latency of a transfer costs more than their memory."""
+
+_OPERATIONS = {
+    Kind.LOAD: Operation.LOAD,
+    Kind.RELOAD: Operation.LOAD,
+    Kind.REFRESH: Operation.REFRESH,
+    Kind.FORWARD: Operation.FORWARD,
+    Kind.BACKWARD: Operation.BACKWARD,
+    Kind.OFFLOAD: Operation.OFFLOAD,
+    Kind.UPDATE: Operation.UPDATE,
+    Kind.SAVE: Operation.SAVE,
+    Kind.FETCH: Operation.FETCH,
+    Kind.INTER_FORWARD: Operation.NOTHING,
+    Kind.INTER_BACKWARD: Operation.NOTHING,
+}
+
+
+def lower(
+    partition: Partition,
+    derivatives: Mapping[int, Derivative],
+    plan: Plan,
+    profile: Profile | None = None,
+    offload_activations: bool = False,
+) -> StepProgram:
+    """Lowers a plan to the instructions of a step.
+
+    Args:
+      partition: the segments.
+      derivatives: by program number; what each backward reads.
+      plan: modes and gradient places of the segments, in order.
+      profile: the expected duration of each task; None if unknown: then the tasks take no time.
+      offload_activations: whether values wait in host memory for their backward.
+    """
+    offloaded = offloaded_values(partition, derivatives) if offload_activations else {}
+    schedule = _schedule(partition, derivatives, plan, profile, offloaded)
+    instructions = _Lowering(partition, derivatives, plan, schedule, offloaded).instructions()
+    return StepProgram(partition, derivatives, plan, schedule, instructions)
+
+
+def _schedule(
+    partition: Partition,
+    derivatives: Mapping[int, Derivative],
+    plan: Plan,
+    profile: Profile | None,
+    offloaded: Mapping[int, tuple[int, int]],
+) -> Schedule:
+    saves, fetches = [0] * len(partition.segments), [0] * len(partition.segments)
+    order = places(partition)
+    for value, (last_forward, backward) in offloaded.items():
+        saves[order[last_forward][1]] += partition.graph.num_bytes(value)
+        fetches[order[backward][1]] += partition.graph.num_bytes(value)
+    of_segments = [derivatives[segment.program] for segment in partition.segments]
+    facts = ProgramFacts(
+        reads_back=tuple(derivative.reads_weights for derivative in of_segments),
+        sends_rows=tuple(derivative.has_rows for derivative in of_segments),
+        runs_back=tuple(segment.runs_back for segment in partition.segments),
+        has_gradient=tuple(bool(segment.trained) for segment in partition.segments),
+        saves=tuple(saves),
+        fetches=tuple(fetches),
+    )
+    profile = profile or _without_times(partition)
+    layers = tuple(
+        mine if theirs.can_recompute else dataclasses.replace(mine, remat=Remat.NONE)
+        for mine, theirs in zip(plan.layers, profile.layers, strict=True)
+    )
+    return schedule_step(profile, dataclasses.replace(plan, layers=layers), facts)
+
+
+def _without_times(partition: Partition) -> Profile:
+    times = {field.name: 0.0 for field in dataclasses.fields(LayerProfile) if field.name.endswith("_s")}
+    layers = []
+    for segment in partition.segments:
+        layer = partition.layers[segment.layer]
+        facts: dict[str, Any] = {"param_bytes": layer.num_bytes, "grad_bytes": layer.trained.num_bytes, **times}
+        facts["recompute_activation_bytes"] = 0
+        layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
+    return Profile({}, tuple(layers))
+
+
+class _Lowering:
+    """Makes the instructions of one schedule."""
+
+    def __init__(
+        self,
+        partition: Partition,
+        derivatives: Mapping[int, Derivative],
+        plan: Plan,
+        schedule: Schedule,
+        offloaded: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self._partition, self._tasks = partition, schedule.tasks
+        self._keys = program_keys(partition, derivatives, plan)
+        self._frees = _last_readers(partition, derivatives)
+        self._offloaded = offloaded
+        self._places = self._places_of_tasks()
+        self._drops = self._drops_of_tasks()
+
+    def instructions(self) -> tuple[Instruction, ...]:
+        return tuple(self._instruction(index, task) for index, task in enumerate(self._tasks))
+
+    def _instruction(self, index: int, task: Task) -> Instruction:
+        group = self._partition.segments[task.layer].layer
+        made = Instruction(_OPERATIONS[task.kind], index, task, task.layer, group)
+        if index in self._places:
+            return self._program(made)
+        if task.kind is Kind.BACKWARD:  # the last segment's: it is part of the LOSS program
+            return dataclasses.replace(made, operation=Operation.NOTHING)
+        if task.kind is Kind.SAVE:
+            values = [value for value, (last_forward, _) in self._offloaded.items() if last_forward == task.layer]
+            return dataclasses.replace(made, place=task.layer, values=tuple(values))
+        if task.kind is Kind.FETCH:
+            place = self._backward_place(task.layer)
+            values = [value for value, (_, until) in self._offloaded.items() if until == place]
+            return dataclasses.replace(made, place=place, values=tuple(values))
+        return made
+
+    def _program(self, made: Instruction) -> Instruction:
+        place = self._places[made.index]
+        key: ProgramKey = self._keys[place]
+        saves = tuple(earlier for earlier in made.task.after if self._tasks[earlier].kind is Kind.SAVE)
+        return dataclasses.replace(
+            made,
+            operation=Operation.LOSS if key.kind is ProgramKind.LOSS else made.operation,
+            key=key,
+            place=place,
+            saves_awaited=saves,
+            frees=tuple(self._frees.get(place, ())),
+            drops=tuple(self._drops.get(made.index, ())),
+        )
+
+    def _places_of_tasks(self) -> dict[int, int]:
+        """The place of each task that runs a program.
+
+        The last segment's program is that of its forward task; its backward task has nothing left to do.
+        """
+        forwards = [i for i, task in enumerate(self._tasks) if task.kind is Kind.FORWARD]
+        backwards = [i for i, task in enumerate(self._tasks) if task.kind is Kind.BACKWARD]
+        return {task: place for place, task in enumerate([*forwards, *backwards[1:]])}
+
+    def _backward_place(self, segment: int) -> int:
+        order = places(self._partition)
+        return order.index((ProgramKind.BACKWARD, segment))
+
+    def _drops_of_tasks(self) -> dict[int, list[Drop]]:
+        """The copies that nothing reads after each program."""
+        loss = max((i for i in self._places if self._tasks[i].kind is Kind.FORWARD), default=None)
+        last_use: dict[int, int] = {}
+        for index, task in enumerate(self._tasks):
+            if task.copy is not None:
+                last_use[task.copy] = index if index in self._places or loss is None else loss
+        taken = self._taken_over()
+        drops: dict[int, list[Drop]] = {}
+        for load, index in last_use.items():
+            drops.setdefault(index, []).append(Drop(load, (index, self._layout(load)) in taken))
+        return drops
+
+    def _taken_over(self) -> set[tuple[int, Any]]:
+        """Programs that a later load waits for, with the layout of that load: it takes over the buffers.
+
+        Other buffers are freed at once. Keeping them would take memory that the backward may need.
+        """
+        loads = [i for i, task in enumerate(self._tasks) if task.kind in (Kind.LOAD, Kind.RELOAD)]
+        return {(earlier, self._layout(load)) for load in loads for earlier in self._tasks[load].after}
+
+    def _layout(self, load: int) -> Any:
+        return self._partition.layers[self._partition.segments[self._tasks[load].layer].layer].layout
+
+
+def summable_groups(
+    partition: Partition, derivatives: Mapping[int, Derivative], gradients: Sequence[GradientPlace]
+) -> list[int]:
+    """Groups whose gradients can be added up on the device: the plan keeps them there, and one program makes them.
+
+    Gradients of a group with several uses are added up on the host under every plan, so that all have the same bits.
+    """
+    uses = collections.Counter(segment.layer for segment in partition.segments)
+    return [
+        segment.layer
+        for segment, place in zip(partition.segments, gradients, strict=True)
+        if place is GradientPlace.DEVICE
+        and uses[segment.layer] == 1
+        and segment.trained
+        and not derivatives[segment.program].has_rows
+    ]
+
+
+def offloaded_values(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, tuple[int, int]]:
+    """The values that can wait in host memory: after which place they leave, and for which place they come back."""
+    last_forward: dict[int, int] = {}
+    backward: dict[int, int] = {}
+    for place, read in enumerate(_freeable_reads(partition, derivatives)):
+        for value in read:
+            if place < len(partition.segments):
+                last_forward[value] = place
+            else:
+                backward.setdefault(value, place)
+    return {
+        value: (last_forward[value], until)
+        for value, until in backward.items()
+        if until - last_forward[value] >= 2 * CROSSING_SLOTS and _is_worth_moving(partition, value)
+    }
+
+
+def _is_worth_moving(partition: Partition, value: int) -> bool:
+    is_key = jax.dtypes.issubdtype(partition.graph.avals[value].dtype, jax.dtypes.extended)
+    return not is_key and partition.graph.num_bytes(value) >= MIN_OFFLOADED_BYTES
+
+
+def _last_readers(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, list[int]]:
+    """The values whose last reader is each place."""
+    last: dict[int, int] = {}
+    for place, read in enumerate(_freeable_reads(partition, derivatives)):
+        last |= dict.fromkeys(read, place)
+    frees: dict[int, list[int]] = {}
+    for value, place in last.items():
+        frees.setdefault(place, []).append(value)
+    return frees
+
+
+def _freeable_reads(partition: Partition, derivatives: Mapping[int, Derivative]) -> list[list[int]]:
+    """The freeable values that each program touches."""
+    kept = {partition.loss, *(atom for atom in partition.aux if isinstance(atom, int))}
+    made = {v for s in partition.segments for v in (*s.outputs, *s.extras)} | set(partition.prelude_outputs)
+    table = []
+    for kind, number in places(partition):
+        segment = partition.segments[number]
+        read = (*segment.inputs, *segment.passive, *segment.outputs, *segment.extras)
+        if kind is ProgramKind.BACKWARD:
+            derivative = derivatives[segment.program]
+            read = (
+                *(segment.inputs[i] for i in derivative.inputs_read),
+                *(segment.passive[i] for i in derivative.passive_read),
+                *(segment.outputs[i] for i in derivative.outputs_read),
+            )
+        table.append([value for value in read if value in made and value not in kept])
+    return table

@@ -1,0 +1,200 @@
+"""The device memory of a step program: a fold over its instructions, however long the transfers take.
+
+    instructions --copies, gradients, values, cotangents at each place--> Peak
+
+The count needs no thread and no device. `Peak.total` adds the temporaries that XLA reports for each compiled program.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxferry.engine.instruction import Instruction, Operation, StepProgram
+from jaxferry.engine.program_keys import ProgramKey, ProgramKind
+from jaxferry.schedule import Lane, leading_loads
+
+_SCALAR_BYTES = 8
+"""Each program leaves the norm of its gradient and a flag for finite outputs until the step ends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The most device memory that a step needs, in bytes.
+
+    Attributes:
+      parameters: of parameters alone.
+      held: of parameters, values between segments, residuals and gradients together.
+      total: of all these and the temporaries of the running program.
+    """
+
+    parameters: int
+    held: int
+    total: int
+
+
+def peak_bytes(
+    program: StepProgram,
+    temporary_bytes: Mapping[ProgramKey, int],
+    other_bytes: int = 0,
+    ahead: Sequence[int] = (),
+) -> Peak:
+    """Adds up the most that each program can find on the device.
+
+    Args:
+      program: the instructions of a step.
+      temporary_bytes: device memory that each program needs beside its arguments and results; 0 if it is missing.
+      other_bytes: device memory that is always taken, beside RESIDENT copies.
+      ahead: loads that may run in the step before.
+    """
+    partition = program.partition
+    resident = sum(partition.layers[group].num_bytes for group in program.resident)
+    transfers = _Transfers(program, ahead)
+    values = _Values(program)
+    parameters_peak = held_peak = total_peak = resident
+    for instruction in program.programs:
+        place = instruction.place
+        parameters = resident + transfers.copies[place]
+        scalars = _SCALAR_BYTES * (place + 1)
+        held = parameters + values.enter(instruction) - transfers.offloaded[place] + transfers.gradients[place]
+        held += scalars + other_bytes
+        parameters_peak, held_peak = max(parameters_peak, parameters), max(held_peak, held)
+        total_peak = max(total_peak, held + temporary_bytes.get(_key(instruction), 0))
+        values.leave(instruction)
+    return Peak(parameters_peak, held_peak, total_peak)
+
+
+def loads_ahead(
+    program: StepProgram, peak_of: Callable[[Sequence[int]], Peak], budget_bytes: int | None = None
+) -> tuple[int, ...]:
+    """The loads that may run before their step is called, as soon as the updates of the step before allow it.
+
+    These are the leading loads, as many as fit: they never raise the peak of parameters within one step, and keep the
+    total within the budget.
+
+    Args:
+      program: the instructions of a step.
+      peak_of: the most device memory that a step needs if these loads run in the step before.
+      budget_bytes: device memory; None for no limit.
+    """
+    leading, within = leading_loads(program.schedule), peak_of(())
+
+    def takes_more(count: int) -> bool:
+        peak = peak_of(leading[:count])
+        return peak.parameters > within.parameters or (budget_bytes is not None and peak.total > budget_bytes)
+
+    counts = range(1, len(leading) + 1)
+    return leading[: bisect.bisect_right(counts, False, key=takes_more)]
+
+
+def _key(instruction: Instruction) -> ProgramKey:
+    assert instruction.key is not None
+    return instruction.key
+
+
+class _Values:
+    """The values between segments, residuals and cotangents that are alive while the programs run in order."""
+
+    def __init__(self, program: StepProgram) -> None:
+        self._partition, self._derivatives = program.partition, program.derivatives
+        self._size = program.partition.graph.num_bytes
+        graph = program.partition.graph
+        self._alive = sum(map(self._size, (*graph.batch, *graph.constants, *program.partition.prelude_outputs)))
+        self._cotangents: dict[int, int] = {}
+
+    def enter(self, instruction: Instruction) -> int:
+        """The bytes alive while a program runs: its arguments and results are among them."""
+        segment, kind = self._partition.segments[instruction.segment], _key(instruction).kind
+        if kind is not ProgramKind.BACKWARD:
+            self._alive += sum(map(self._size, (*segment.outputs, *segment.extras)))
+        if kind is ProgramKind.FORWARD:
+            self._alive += self._derivatives[segment.program].saved_bytes
+        added: set[int] = set()
+        if kind is not ProgramKind.FORWARD:
+            added = {v for v in segment.inputs if v in self._cotangents}
+            self._cotangents |= {v: self._size(v) for v in segment.inputs}
+        # While one cotangent is added to another, both are alive beside their sum.
+        return self._alive + sum(self._cotangents.values()) + 2 * sum(map(self._size, added))
+
+    def leave(self, instruction: Instruction) -> None:
+        """Frees what no later program reads."""
+        segment = self._partition.segments[instruction.segment]
+        self._alive -= sum(map(self._size, instruction.frees))
+        if _key(instruction).kind is ProgramKind.BACKWARD:
+            self._alive -= self._derivatives[segment.program].saved_bytes
+            self._cotangents = {v: n for v, n in self._cotangents.items() if v not in segment.outputs}
+
+
+class _Transfers:
+    """What transfers hold on the device at each place, at most.
+
+    A copy may be there as soon as the last program has ended that its load waits for. A gradient may be there until
+    the first program that waits for its offload, or for one behind it in the queue.
+
+    Attributes:
+      copies: bytes of copies of parameters, by place.
+      gradients: bytes of gradients, by place.
+      offloaded: bytes of values that are certainly in host memory alone, by place.
+    """
+
+    def __init__(self, program: StepProgram, ahead: Sequence[int]) -> None:
+        self._program, self._num_places = program, len(program.programs)
+        self._last_program: list[int] = []
+        self._first_waiter: dict[int, int] = {}
+        self._last_use: dict[int, int] = {}
+        self._last_on_lane: dict[Lane, int] = {}
+        self._walk()
+        self.copies = self._copies(ahead)
+        self.gradients, self.offloaded = self._gradients_and_offloaded()
+
+    def _walk(self) -> None:
+        """Finds the last program that each instruction waits for, directly or through its lane."""
+        loss_place = len(self._program.partition.segments) - 1
+        for instruction in self._program.instructions:
+            task = instruction.task
+            waits = [*task.after, *([self._last_on_lane[task.lane]] if task.lane in self._last_on_lane else [])]
+            self._last_on_lane[task.lane] = instruction.index
+            if task.lane is not Lane.GPU:
+                self._last_program.append(max((self._last_program[earlier] for earlier in waits), default=-1))
+                continue
+            place = instruction.place if instruction.key is not None else loss_place
+            self._last_program.append(place)
+            for earlier in task.after:
+                self._first_waiter.setdefault(earlier, place)
+            if task.copy is not None:
+                self._last_use[task.copy] = place
+
+    def _bytes_of(self, index: int) -> int:
+        return self._program.partition.layers[self._program.instructions[index].group].num_bytes
+
+    def _copies(self, ahead: Sequence[int]) -> list[int]:
+        copies = [0] * self._num_places
+        for load, last in self._last_use.items():
+            for place in range(self._last_program[load] + 1, last + 1):
+                copies[place] += self._bytes_of(load)
+        for load in ahead:
+            waits = [*self._program.schedule.tasks[load].after_previous]
+            waits += [self._last_on_lane[Lane.H2D]] if Lane.H2D in self._last_on_lane else []
+            first = max((self._last_program[earlier] for earlier in waits), default=-1) + 1
+            for place in range(first, self._num_places):
+                copies[place] += self._bytes_of(load)
+        return copies
+
+    def _gradients_and_offloaded(self) -> tuple[list[int], list[int]]:
+        partition, instructions = self._program.partition, self._program.instructions
+        gradients, offloaded = [0] * self._num_places, [0] * self._num_places
+        free_from = self._num_places
+        gone_from: dict[int, int] = {}
+        for instruction in reversed([i for i in instructions if i.task.lane is Lane.D2H]):
+            free_from = min(free_from, self._first_waiter.get(instruction.index, free_from))
+            if instruction.operation is Operation.SAVE:
+                gone_from |= dict.fromkeys(instruction.values, free_from)
+                continue
+            for place in range(self._last_program[instruction.index], free_from):
+                gradients[place] += partition.layers[instruction.group].trained.num_bytes
+        for instruction in instructions:
+            for value in instruction.values if instruction.operation is Operation.FETCH else ():
+                for place in range(gone_from[value], self._last_program[instruction.index] + 1):
+                    offloaded[place] += partition.graph.num_bytes(value)
+        return gradients, offloaded

@@ -1,0 +1,50 @@
+"""Norms of gradients, taken in a thread of their own while the step goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.programs import squared_norm
+from jaxferry.engine.transfers import Vectors
+
+
+class Norms:
+    """Takes squared norms of gradients.
+
+    Args:
+      placement: where arrays live.
+      on_host: whether every norm is taken of the vectors in host memory: where the norm changes the update, every plan
+        must have the same bits. Otherwise the norm that a program has computed is used where it covers the gradient.
+    """
+
+    def __init__(self, placement: Placement, on_host: bool) -> None:
+        self._placement, self._on_host = placement, on_host
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")
+        self._of_vectors = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
+        self._total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
+        self.none = jax.device_put(np.float32(0), placement.host_compute)
+        """What an update is given that needs no norm."""
+
+    def of(self, vectors: Vectors, known: jax.Array | None) -> Future[jax.Array]:
+        """The squared norm of a whole gradient.
+
+        Args:
+          vectors: the gradient in host memory.
+          known: what the program has computed that made it; None if that does not cover the whole gradient.
+        """
+        if known is None or self._on_host:
+            return self._thread.submit(self._of_vectors, vectors)
+        done: Future[jax.Array] = Future()
+        done.set_result(jax.device_put(known, self._placement.host_compute))
+        return done
+
+    def total(self, squared: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
+        """The global norm of the mean gradient; fp32 scalar in host memory."""
+        norm: jax.Array = self._total(list(squared), scale)
+        return norm

@@ -1,0 +1,120 @@
+"""The loads of a next step that run before that step is called.
+
+A load waits for the update of its group alone. That update often ends while the step before is still running, or while
+the caller prepares the next batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from jaxferry.engine.instruction import StepProgram
+from jaxferry.engine.lanes import Work
+from jaxferry.engine.marks import StepMarks
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.transfers import DeviceLayer, Transport, Vectors
+
+
+class DeviceCopies:
+    """The device copies that one step loads.
+
+    Args:
+      program: the instructions of the step.
+      transport: what loads them.
+      placement: where arrays live.
+      vectors: the compute copy of the parameters, by group.
+      marks: notes when loads start and end; None if nobody asks for that.
+    """
+
+    def __init__(
+        self,
+        program: StepProgram,
+        transport: Transport,
+        placement: Placement,
+        vectors: list[Vectors],
+        marks: StepMarks | None,
+    ) -> None:
+        self._program, self._transport, self._vectors = program, transport, vectors
+        self._placement, self.marks = placement, marks
+        self._held: dict[int, DeviceLayer] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """All arrays that hold copies now."""
+        return [array for held in self._held.values() for array in held.arrays]
+
+    def load(self, index: int) -> bool:
+        """Runs the load of this index; see `lanes.Action`."""
+        group = self._program.instructions[index].group
+        mark = None if self.marks is None else self.marks.of(index)
+        held = self._held[index] = self._transport.load(group, self._vectors[group], mark)
+        wait_for_copy(held, self._placement)
+        return True
+
+    def parameters(self, index: int) -> list[jax.Array]:
+        """The parameters that the load of this index has brought."""
+        return self._held[index].parameters()
+
+    def drop(self, index: int, is_reused: bool = True) -> None:
+        """Frees the copy of a load once the programs that were given it have run."""
+        self._transport.drop(self._held.pop(index), is_reused)
+
+    def drop_all(self) -> None:
+        """Frees every copy."""
+        while self._held:
+            self._transport.drop(self._held.popitem()[1])
+
+
+def wait_for_copy(held: DeviceLayer, placement: Placement) -> None:
+    """Waits for a copy, where the lanes' threads do the work that they are given."""
+    if placement.is_cpu:
+        jax.block_until_ready(held.parameters())
+
+
+@dataclasses.dataclass(eq=False)
+class Prefetch:
+    """A step that has not been called yet, some of whose groups are on the device or in flight.
+
+    Attributes:
+      work: its tasks; the first loads of these are running or done.
+      copies: what has been loaded.
+    """
+
+    work: Work
+    copies: DeviceCopies
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the step can go on from here."""
+        return not self.work.is_stopped and self.work.failure is None
+
+    def discard(self) -> None:
+        """Frees what has been loaded; waits for what is in flight."""
+        self.work.stop()
+        self.copies.drop_all()
+
+
+class PrefetchSlot:
+    """Ensures that only one of the states of a training step has prefetched copies on the device."""
+
+    def __init__(self) -> None:
+        self._known: Prefetch | None = None
+
+    def put(self, prefetch: Prefetch) -> None:
+        """Remembers a prefetch until it is taken."""
+        self._known = prefetch
+
+    def take(self, prefetch: Prefetch | None) -> None:
+        """Forgets the known prefetch, and frees it unless it is the given one.
+
+        Args:
+          prefetch: what its step is about to use or free; None frees everything.
+        """
+        known, self._known = self._known, None
+        if known is not None and known is not prefetch:
+            known.discard()

@@ -1,0 +1,108 @@
+"""Names the compiled programs of a step: which segment, what it computes, where it reads parameters and writes gradients.
+
+A group of parameters may be read in several places within a step. DFGB reads host memory in the forward and a device
+copy in the backward. The lookup of a tied table can read host memory while its head reads a copy. No program gets a
+copy of a parameter that it can read in place. (MemFerry, section IV-A, calls this view of all layers the shadow model.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.partition import Derivative, Partition
+from jaxferry.plan.records import Plan
+
+
+class ProgramKind(enum.Enum):
+    """What a program computes."""
+
+    FORWARD = "forward"
+    EVALUATION = "evaluation"
+    """A forward that keeps nothing for a backward."""
+    LOSS = "loss"
+    """Forward and backward of the last segment."""
+    BACKWARD = "backward"
+
+
+class Source(enum.Enum):
+    """Where a program reads parameters."""
+
+    DEVICE = "device"
+    """The group's device copy."""
+    HOST = "host"
+    """The group's vectors in pinned host memory, by the operations of Direct Host Access."""
+
+
+class Target(enum.Enum):
+    """Where a program's gradient goes."""
+
+    DEVICE = "device"
+    """Device buffers; an offload takes them to the host."""
+    HOST = "host"
+    """Vectors in pinned host memory, which the program writes itself (GO)."""
+    HOST_SUM = "host sum"
+    """Likewise, added to what an earlier program has written there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramKey:
+    """Identifies one compiled program.
+
+    Attributes:
+      kind: what it computes.
+      program: the segment's program number.
+      reads: where it reads parameters; DEVICE also if it reads none.
+      writes: where its gradient goes; DEVICE also if it has none.
+    """
+
+    kind: ProgramKind
+    program: int
+    reads: Source = Source.DEVICE
+    writes: Target = Target.DEVICE
+
+    @property
+    def onto_sum(self) -> ProgramKey:
+        """The program that adds to host memory what this one writes there."""
+        return dataclasses.replace(self, writes=Target.HOST_SUM) if self.writes is Target.HOST else self
+
+
+def places(partition: Partition) -> list[tuple[ProgramKind, int]]:
+    """The programs of a step in order: what each computes, and its segment."""
+    last = len(partition.segments) - 1
+    forwards = [(ProgramKind.FORWARD, s) for s in range(last)]
+    backwards = [(ProgramKind.BACKWARD, s) for s in reversed(range(last)) if partition.segments[s].runs_back]
+    return [*forwards, (ProgramKind.LOSS, last), *backwards]
+
+
+def program_keys(partition: Partition, derivatives: Mapping[int, Derivative], plan: Plan) -> list[ProgramKey]:
+    """The program of each place of a step, in the order of `places`.
+
+    Args:
+      partition: the segments.
+      derivatives: by program number.
+      plan: modes and gradient places of the segments. Rows of lookups stay on the device: they are few, and an offload
+        takes them alone.
+    """
+    written: set[int] = set()
+    keys = []
+    for kind, number in places(partition):
+        segment, derivative = partition.segments[number], derivatives[partition.segments[number].program]
+        is_read = kind is not ProgramKind.BACKWARD or derivative.reads_weights
+        mode = plan.layers[number].mode
+        by_dha = mode is Mode.DHA or (mode is Mode.DFGB and kind is not ProgramKind.BACKWARD)
+        reads = Source.HOST if is_read and by_dha else Source.DEVICE
+        writes = Target.DEVICE
+        if kind is not ProgramKind.FORWARD and segment.trained:
+            if plan.layers[number].gradient is GradientPlace.HOST and not derivative.has_rows:
+                writes = Target.HOST_SUM if segment.layer in written else Target.HOST
+            written.add(segment.layer)
+        keys.append(ProgramKey(kind, segment.program, reads, writes))
+    return keys
+
+
+def with_sums(keys: Sequence[ProgramKey]) -> list[ProgramKey]:
+    """The programs and, for micro-batches after the first, those that add to host memory in place of writing it."""
+    return list(dict.fromkeys([*keys, *(key.onto_sum for key in keys)]))

@@ -1,0 +1,227 @@
+"""Runs the steps of one prepared structure, and decides how each of them ends.
+
+A step returns when its gradients are on the host. Its updates go on meanwhile, and a load of the next step waits for
+just the update that it needs, even before that step is called.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from jaxferry.engine.executor import execute
+from jaxferry.engine.interrupts import deferred_interrupts
+from jaxferry.engine.lanes import Work
+from jaxferry.engine.marks import Marks
+from jaxferry.engine.prefetch import DeviceCopies, Prefetch
+from jaxferry.engine.state import Accumulated, PendingStep, TrainState, task_error
+from jaxferry.engine.step import RunnableStep, StepContext, StepResult
+from jaxferry.errors import TaskError
+from jaxferry.schedule import Lane
+
+DEVICE_LANES = (Lane.GPU, Lane.D2H)
+"""A step returns when these have nothing left to do."""
+
+
+class StepRunner:
+    """Runs steps of one prepared structure.
+
+    The first step updates after all gradients have arrived. Running out of device memory, the likeliest failure of a
+    structure that has not run yet, is then always rolled back.
+
+    Args:
+      first: the step that runs first.
+      runnable: all later ones.
+    """
+
+    def __init__(self, first: RunnableStep, runnable: RunnableStep) -> None:
+        self.first, self.runnable = first, runnable
+        self._resources, self._has_run = runnable.resources, False
+        self._marks: dict[bool, Marks | None] = {}
+
+    def step(self, state: TrainState, batch: Sequence[Any]) -> StepResult:
+        """Takes one step, which updates `state`; its updates may still be in flight afterwards.
+
+        Args:
+          state: arranged in the partition's groups.
+          batch: the leaves of the loss function's further arguments, in any memory.
+
+        Raises:
+          TaskError: if a task fails, of this step or of the one before.
+          StateError: if the state is damaged.
+        """
+        with deferred_interrupts() as interrupts:
+            step = self._begin(state, batch)
+            self._prefetch_next(step)
+            step.work.wait(DEVICE_LANES, interrupts.are_raised)
+            result = self._finished(step)
+            if result is not None:
+                self._has_run = True
+                return result
+            self._fail(step)
+        raise AssertionError("a step ends with its results, an error, or what the handler of an interrupt raised")
+
+    def compile_updates(self, state: TrainState) -> None:
+        """Compiles the update of every unit ahead of the first step."""
+        read = {segment.layer for segment in self.runnable.program.partition.segments}
+        is_read = [group in read for group in range(len(state.layers))]
+        self._resources.optimizer.compile_updates(state.units, state.layers, is_read)
+
+    def _begin(self, state: TrainState, batch: Sequence[Any]) -> StepContext:
+        """Starts the tasks of a step, on the copies that have been prefetched for it."""
+        runnable = self.runnable if self._has_run else self.first
+        prefetch = self._prefetched(state, runnable)
+        try:
+            previous = self._previous(state, runnable)
+            self._arrange_copies(state, runnable)
+            copies = self._new_copies(state, runnable) if prefetch is None else prefetch.copies
+            step = StepContext(runnable, state, batch, copies)
+        except BaseException:
+            if prefetch is not None:
+                prefetch.discard()
+            raise
+        action, transport = functools.partial(execute, step), self._resources.transport
+        if prefetch is None:
+            transport.reset_peak(state.resident.values() if previous is None else None)
+            step.work = self._resources.lanes.make(runnable.tasks, action, previous)
+        else:
+            transport.reset_peak()
+            step.work = prefetch.work
+            step.work.open(action)
+        self._resources.lanes.submit(step.work)
+        return step
+
+    def _previous(self, state: TrainState, runnable: RunnableStep) -> Work | None:
+        """The work whose updates this step's loads wait for; waits here for anything else in flight."""
+        state.check()
+        pending = state.pending
+        if pending is None or pending.work.is_over():
+            return None
+        if pending.work.list is runnable.tasks and state.resident.keys() == runnable.program.resident:
+            return pending.work
+        state.settle()
+        return None
+
+    def _arrange_copies(self, state: TrainState, runnable: RunnableStep) -> None:
+        """Loads the RESIDENT copies that this program reads, and brings sums to the host that it does not keep."""
+        transport = self._resources.transport
+        for group in state.resident.keys() ^ runnable.program.resident:
+            if group in state.resident:
+                transport.drop(state.resident.pop(group))
+            else:
+                state.resident[group] = transport.load(group, state.vectors[group])
+        for group in sorted(state.accumulated.on_device.keys() - runnable.program.summed):
+            try:
+                state.accumulated = state.accumulated.offloaded(group, transport)
+            except Exception as error:
+                name = state.layers[group].name
+                raise TaskError(f"the offload of the sums of layer {name!r} failed: {error}", name) from error
+
+    def _prefetched(self, state: TrainState, runnable: RunnableStep) -> Prefetch | None:
+        """What has been prefetched for this step; frees what cannot be used."""
+        prefetch = state.prefetch
+        self._resources.prefetch.take(prefetch)
+        if prefetch is None:
+            return None
+        is_same = prefetch.work.list is runnable.tasks and state.resident.keys() == runnable.program.resident
+        if is_same and prefetch.is_good:
+            state.prefetch = None
+            return prefetch
+        self._discard_prefetch(state)
+        return None
+
+    def _prefetch_next(self, step: StepContext) -> None:
+        """Loads what the next step reads first, as this one's updates end."""
+        loads, state = self.runnable.loads_ahead, step.state
+        if not loads or step.runnable is not self.runnable:
+            return
+        copies = self._new_copies(state, self.runnable)
+        work = self._resources.lanes.begin_ahead(self.runnable.tasks, copies.load, step.work, loads)
+        state.prefetch = Prefetch(work, copies)
+        self._resources.prefetch.put(state.prefetch)
+
+    def _discard_prefetch(self, state: TrainState) -> None:
+        """Frees what has been loaded for a next step."""
+        # The marks of programs that have been issued may never come.
+        self._marks.clear()
+        if state.prefetch is not None:
+            self._resources.prefetch.take(state.prefetch)
+            state.prefetch.discard()
+            state.prefetch = None
+
+    def _new_copies(self, state: TrainState, runnable: RunnableStep) -> DeviceCopies:
+        resources, marks = self._resources, self._marks_of(runnable)
+        noted = None if marks is None else marks.begin()
+        return DeviceCopies(runnable.program, resources.transport, resources.placement, state.vectors, noted)
+
+    def _marks_of(self, runnable: RunnableStep) -> Marks | None:
+        """What notes when tasks start and end; None if the threads see that, or nobody asks for it."""
+        recorder, placement = self._resources.recorder, self._resources.placement
+        if recorder is None or placement.is_cpu:
+            return None
+        if runnable.is_first not in self._marks:
+            self._marks[runnable.is_first] = Marks(placement, recorder.num_steps, self._resources.transport.library)
+        return self._marks[runnable.is_first]
+
+    def _finished(self, step: StepContext) -> StepResult | None:
+        """Commits a step whose gradients are on the host; None if it has failed or stopped."""
+        work, recorder = step.work, self._resources.recorder
+        if not work.is_over(DEVICE_LANES) or work.is_stopped or work.failure is not None:
+            return None
+        before = step.state.counts
+        try:
+            result = collect_results(step)
+        except Exception:
+            # A device reports late what went wrong; the task that waits for it fails too.
+            work.wait()
+            if work.failure is None:
+                self._fail(step)
+                raise
+            return None
+        step.state.pending = PendingStep(work, step, before)
+        if recorder is not None:
+            recorder.add(work, step.copies.marks)
+        return result
+
+    def _fail(self, step: StepContext) -> None:
+        """Ends a step that has not returned: rolls it back, or marks the state as damaged.
+
+        Raises:
+          TaskError: if a task has failed, of this step or of the one before.
+        """
+        state, work = step.state, step.work
+        self._discard_prefetch(state)
+        work.stop()
+        step.drop()
+        outcome = state.end_failed(step, work, state.counts)
+        if work.failure is not None:
+            raise task_error(work, outcome) from work.failure.error
+        state.check()
+
+
+def collect_results(step: StepContext) -> StepResult:
+    """Counts the step and collects its results."""
+    is_finite, norm = step.judged()
+    state, rules, partition, values = step.state, step.runnable.rules, step.program.partition, step.values
+    scale = state.loss_scale
+    if step.is_last:
+        state.loss_scale = scale.after(is_finite)
+    # A step that is skipped on purpose counts as well: the data goes on.
+    if is_finite or rules.skip_nonfinite or (scale.is_dynamic and not scale.is_least):
+        state.step += 1
+        state.accumulated = _accumulated(step, is_finite)
+    else:
+        state.forget_accumulated()
+    aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
+    loss, peak = values[partition.loss], step.runnable.resources.transport.peak_device_bytes
+    result = StepResult(loss, aux, norm, is_finite, is_finite and step.is_last, scale.value, step.finite, peak)
+    step.release()
+    return result
+
+
+def _accumulated(step: StepContext, is_finite: bool) -> Accumulated:
+    if step.is_last:
+        return Accumulated()
+    gradients = step.gradients
+    return Accumulated(step.state.accumulated.num_batches + 1, gradients.on_host, gradients.sums, is_finite)

@@ -1,0 +1,278 @@
+"""One step under way: what its instructions read and write, and how it ends.
+
+begin --instructions--> committed      the state is that after the step
+|-> rolled back    no update had begun: the state is that before the step
+`-> damaged        an update had begun: every use of the state says so
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.engine.gradients import StepGradients
+from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine.instruction import Instruction, Operation, StepProgram
+from jaxferry.engine.lanes import Lanes, TaskList, Work
+from jaxferry.engine.marks import TaskMark
+from jaxferry.engine.norms import Norms
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
+from jaxferry.engine.programs import Programs
+from jaxferry.engine.recorder import Recorder
+from jaxferry.engine.state import LateFailure, TrainState
+from jaxferry.engine.transfers import Transport
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a step gives back.
+
+    Attributes:
+      loss: scalar on the device.
+      aux: the auxiliary outputs, flattened.
+      grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory; None for a micro-batch that
+        is not the last one before an update.
+      is_finite: whether the loss (and all gradients, where steps are skipped for them) are finite.
+      is_applied: whether the state was updated.
+      loss_scale: what the loss was multiplied by for the backward.
+      finite: for each segment, whether its outputs are finite; boolean scalars on the device.
+      device_param_bytes_peak: the most bytes of parameters that were on the device at a time.
+    """
+
+    loss: jax.Array
+    aux: list[Any]
+    grad_norm: jax.Array | None
+    is_finite: bool
+    is_applied: bool
+    loss_scale: float
+    finite: list[jax.Array]
+    device_param_bytes_peak: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """When updates may run, and which are skipped.
+
+    Attributes:
+      clips: whether updates need the global norm.
+      skip_nonfinite: whether a step is skipped whose loss or gradients are not finite.
+      checks_gradients: whether an update is left out whose gradients are not finite.
+      accumulate: the number of micro-batches whose mean gradient one update takes.
+    """
+
+    clips: bool = False
+    skip_nonfinite: bool = False
+    checks_gradients: bool = False
+    accumulate: int = 1
+
+    @property
+    def need_all_gradients(self) -> bool:
+        """Whether no update may start before all gradients are in host memory.
+
+        Accumulation is irreversible: without this, a failure after the first update could not be rolled back.
+        """
+        return self.clips or self.skip_nonfinite or self.checks_gradients or self.accumulate > 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Resources:
+    """What all steps of a training step share.
+
+    Attributes:
+      placement: where arrays live.
+      transport: what moves parameters and gradients.
+      lanes: the threads that run the tasks.
+      optimizer: the host optimizer.
+      prefetch: knows of all prefetched copies.
+      recorder: remembers when tasks started and ended; None for nothing.
+    """
+
+    placement: Placement
+    transport: Transport
+    lanes: Lanes
+    optimizer: HostOptimizer
+    prefetch: PrefetchSlot
+    recorder: Recorder | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunnableStep:
+    """A step program with all that it takes to run it.
+
+    Attributes:
+      program: the instructions.
+      tasks: who waits for whom among them.
+      programs: the compiled programs.
+      resources: what all steps share.
+      rules: when updates may run.
+      norms: what takes norms of gradients.
+      constants: the model's constants, on the device.
+      loads_ahead: the first loads, which may run before the step is called.
+      is_first: whether no update starts before every gradient is on the host: see `StepRunner`.
+    """
+
+    program: StepProgram
+    tasks: TaskList
+    programs: Programs
+    resources: Resources
+    rules: Rules
+    norms: Norms
+    constants: dict[int, jax.Array]
+    loads_ahead: tuple[int, ...] = ()
+    is_first: bool = False
+
+
+class StepContext:
+    """What is alive within one step.
+
+    Attributes:
+      runnable: the step program and what runs it.
+      program: its instructions.
+      state: the state that the step updates.
+      work: what runs its tasks.
+      copies: the device copies that it has loaded.
+      values: of the step's equations between programs, by number.
+      offloaded: values that wait for their backward in pinned host memory.
+      saved: residuals, by segment.
+      cotangents: by number of the value.
+      gradients: the gradients on their way.
+      is_last: whether this is the last micro-batch before an update.
+      scale: what gradients are divided by, in host memory.
+      seed: what the loss is multiplied by, on the device; nothing if it is not scaled.
+      finite: for each segment, whether its outputs are finite.
+      num_programs: how many programs have been issued.
+      num_updates: how many update tasks have been done.
+      updated: units whose update has been done.
+      is_updating: whether an update may have changed the state.
+    """
+
+    work: Work
+
+    def __init__(self, runnable: RunnableStep, state: TrainState, batch: Sequence[Any], copies: DeviceCopies) -> None:
+        self.runnable, self.program, self.state, self.copies = runnable, runnable.program, state, copies
+        placement, rules, accumulated = runnable.resources.placement, runnable.rules, state.accumulated
+        self.values = self._given(batch)
+        self.offloaded: dict[int, jax.Array] = {}
+        self.saved: dict[int, list[Any]] = {}
+        self.cotangents: dict[int, jax.Array] = {}
+        self.is_last = accumulated.num_batches == rules.accumulate - 1
+        transport = runnable.resources.transport
+        self.gradients = StepGradients(self.program, transport, runnable.norms, accumulated, self.is_last)
+        scale = state.loss_scale.value
+        self.scale = jax.device_put(np.float32(scale * rules.accumulate), placement.host_compute)
+        is_scaled = runnable.programs.is_scaled
+        self.seed = (jax.device_put(np.float32(scale), placement.device),) if is_scaled else ()
+        self.finite: list[jax.Array] = []
+        self.num_programs = self.num_updates = 0
+        self.updated: set[int] = set()
+        self.is_updating = False
+        self._was_finite, self._num_left = accumulated.is_finite, _num_updates(self.program)
+        self._verdict: tuple[bool, jax.Array | None] | None = None
+        self._lock = threading.Lock()
+
+    def _given(self, batch: Sequence[Any]) -> dict[int, Any]:
+        """The values that exist before the first program."""
+        placement, partition = self.runnable.resources.placement, self.program.partition
+        # A CPU would read NumPy's memory in place, but the caller may change it before the step has ended.
+        own = [np.array(leaf) if isinstance(leaf, np.ndarray) and placement.is_cpu else leaf for leaf in batch]
+        leaves = [jax.device_put(leaf, placement.device) for leaf in own]
+        values = {**self.runnable.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
+        if self.runnable.programs.prelude is not None:
+            values |= zip(partition.prelude_outputs, self.runnable.programs.prelude(leaves), strict=True)
+        return values
+
+    @property
+    def does_what_it_issues(self) -> bool:
+        """Whether a lane's thread does the work itself; on an accelerator, one thread issues for the device."""
+        return self.runnable.resources.placement.is_cpu
+
+    @property
+    def has_added(self) -> bool:
+        """Whether something may have been added to sums of earlier micro-batches."""
+        return self.gradients.has_added
+
+    @property
+    def is_last_update(self) -> bool:
+        """Whether the update task that runs now is the last one."""
+        return self.num_updates == self._num_left - 1
+
+    def ran(self, made: Any) -> Any:
+        """Waits for results, where a thread does the work: before anything counts as changed."""
+        return jax.block_until_ready(made) if self.does_what_it_issues else made
+
+    def mark(self, index: int) -> TaskMark | None:
+        """Notes when a task's copy starts and ends; None if nobody asks for that."""
+        return None if self.copies.marks is None else self.copies.marks.of(index)
+
+    def weights(self, instruction: Instruction) -> list[jax.Array]:
+        """What a program reads its group's parameters from, on the device."""
+        copy = instruction.task.copy
+        if copy is None:
+            return self.state.resident[instruction.group].parameters()
+        return self.copies.parameters(copy)
+
+    def cotangent(self, value: int) -> jax.Array:
+        """The cotangent of a value; zeros if no later segment reads it."""
+        if value in self.cotangents:
+            return self.cotangents[value]
+        aval = self.program.partition.graph.avals[value]
+        return jnp.zeros(aval.shape, aval.dtype, device=self.runnable.resources.placement.device)
+
+    def wait_for_saves(self, instruction: Instruction) -> None:
+        """Waits until the saves whose memory this program reuses have finished.
+
+        On an accelerator a save counts as ended once it is issued; the program in between keeps the device busy.
+        """
+        for save in instruction.saves_awaited:
+            values = self.program.instructions[save].values
+            try:
+                jax.block_until_ready([self.offloaded[value] for value in values if value in self.offloaded])
+            except Exception as error:
+                raise LateFailure(save) from error
+
+    def wait_for_offloads(self) -> None:
+        """Issues the waits for all gradients in flight."""
+        self.gradients.wait_for_inflight(self.work.end)
+
+    def judged(self) -> tuple[bool, jax.Array | None]:
+        """Whether everything is finite, and the global norm of the mean gradient with the last micro-batch."""
+        with self._lock:
+            if self._verdict is None:
+                self._verdict = self._judge()
+            return self._verdict
+
+    def _judge(self) -> tuple[bool, jax.Array | None]:
+        is_finite, rules = self.is_finite(), self.runnable.rules
+        if not self.is_last:
+            return is_finite, None
+        norm = self.runnable.norms.total(self.gradients.squared_norms(), self.scale)
+        if rules.skip_nonfinite or rules.checks_gradients:
+            is_finite = is_finite and bool(np.isfinite(np.asarray(norm)))
+        return is_finite, norm
+
+    def is_finite(self) -> bool:
+        """Whether the losses of this micro-batch and of those before it are finite."""
+        loss = self.values[self.program.partition.loss]
+        return self._was_finite and bool(np.isfinite(np.asarray(loss)))
+
+    def release(self) -> None:
+        """Frees what only the step's results were made of; updates may still be under way."""
+        loss = self.program.partition.loss
+        self.values, self.finite = {loss: self.values[loss]}, []
+        self.gradients.release()
+
+    def drop(self) -> None:
+        """Frees what the step has on the device, whatever state it is in."""
+        self.gradients.forget_inflight()
+        self.copies.drop_all()
+
+
+def _num_updates(program: StepProgram) -> int:
+    return sum(instruction.operation is Operation.UPDATE for instruction in program.instructions)

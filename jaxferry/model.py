@@ -1,0 +1,102 @@
+"""The model that a training step trains: its tree of parameters, its optimizer, and how both lie in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxferry.engine import UNSCALED, HostOptimizer, Placement, TrainState, choose_transport, masters_from_arrays
+from jaxferry.options import Options
+from jaxferry.partition import Layer, frozen_leaves, layers_by_path
+
+
+class Model:
+    """Shapes and dtypes of a model's parameters, with the host optimizer that updates them.
+
+    Args:
+      params: the model's tree of parameters; shapes are enough.
+      optimizer: the Optax transformation.
+      options: those of `train_step`.
+      placement: where arrays live.
+      transport: the transport that the user asks for; None for the best that there is.
+
+    Attributes:
+      params: the tree, of shape structs.
+      compute_dtype: the dtype in which the device sees parameters; None for their own.
+      optimizer: the host optimizer.
+      layers: the parameter groups that the paths of the tree suggest.
+      transport: the kind of transport, one of `engine.TRANSPORTS`.
+
+    Raises:
+      InputError: if a parameter or the transport is not acceptable.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: optax.GradientTransformation,
+        options: Options,
+        placement: Placement,
+        transport: str | None,
+    ) -> None:
+        self._options, self._placement = options, placement
+        self.compute_dtype = _compute_dtype(params, options, placement)
+        hidden = frozen_leaves(options.trainable, params)
+        layers = layers_by_path(params, self.compute_dtype, hidden)
+        self.params = abstract(params)
+        leaves, tree = jax.tree.flatten(self.params)
+        dtypes = _master_dtypes(layers)
+        masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
+        self.optimizer = HostOptimizer(optimizer, tree, masters, placement, options.clip_norm, hidden)
+        self.layers = layers_by_path(params, self.compute_dtype, self.optimizer.frozen)
+        self.optimizer.check_parts(self.layers)
+        self.transport = choose_transport(transport, placement, self.layers)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether programs read and write host memory by the operations of the native library."""
+        return self.transport == "ferry"
+
+    def masters(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Copies parameters into host memory, in the dtypes of the masters."""
+        dtypes = _master_dtypes(self.layers)
+        return masters_from_arrays(leaves, [dtypes[leaf] for leaf in range(len(leaves))], self._placement)
+
+    def new_state(
+        self,
+        masters: list[jax.Array],
+        layers: Sequence[Layer],
+        optimizer: dict[str, jax.Array] | None = None,
+        step: int = 0,
+    ) -> TrainState:
+        """A training state of these masters.
+
+        Args:
+          masters: in the order of the flattened tree; given away.
+          layers: the parameter groups that the state is arranged in.
+          optimizer: the leaves of the optimizer's state by path, given away; None makes the initial state.
+          step: the number of steps taken.
+        """
+        scale = self._options.loss_scale or UNSCALED
+        tree = jax.tree.structure(self.params)
+        return TrainState(tree, self.optimizer, self._placement, layers, masters, optimizer, step, scale)
+
+
+def abstract(params: Any) -> Any:
+    """The tree of parameters as shape structs."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+
+
+def _compute_dtype(params: Any, options: Options, placement: Placement) -> Any:
+    is_single = all(getattr(leaf, "dtype", None) == np.float32 for leaf in jax.tree.leaves(params))
+    by_default = jnp.bfloat16 if placement.platform != "cpu" and is_single else None
+    return by_default if options.compute_dtype is None else options.compute_dtype
+
+
+def _master_dtypes(layers: Sequence[Layer]) -> dict[int, np.dtype]:
+    return {leaf.index: leaf.master_dtype for layer in layers for leaf in layer.leaves}
