@@ -18,9 +18,12 @@ if GPU_PACKAGES.is_dir():
 # Before any test module imports jax: where a machine has an accelerator, placement is tested without it all the same.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Many tests train the same small models, some in processes of their own: what one has compiled the next one finds.
-_CACHE = tempfile.mkdtemp(prefix="jaxferry-tests-")
-atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+# Many tests train the same small models, some in processes of their own: what one has compiled the next one finds. The
+# processes that share the tests share one folder: the first makes it, and the others inherit its name.
+_CACHE = os.environ.get("JAXFERRY_TESTS_CACHE")
+if _CACHE is None:
+    _CACHE = os.environ["JAXFERRY_TESTS_CACHE"] = tempfile.mkdtemp(prefix="jaxferry-tests-")
+    atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
