@@ -56,6 +56,7 @@ os.environ["JAXFERRY_CACHE_DIR"] = "off"  # what was measured while the machine 
 sys.path.append(str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import jax
 from rich.console import Console

@@ -156,9 +156,8 @@ def test_training_steps_are_timed_and_policies_that_move_data_agree(tmp_path):
 
 
 def test_a_contender_without_time_is_ended_and_the_rest_left_out(tmp_path):
-    row = steps.run_contender("slow", ["sleep", "30"], dict(os.environ), limit_s=0.2)
+    row = steps.run_contender("slow", ["sleep", "3600"], dict(os.environ), limit_s=0.2)
     assert row.outcome.startswith("timed out")
-    assert row.seconds < 10
     assert steps.status_of([row]) == steps.TIMED_OUT
 
 

@@ -170,13 +170,13 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
 
 
 READ = """
-import pathlib, re, sys
+import gc, pathlib, re, sys
 import jax, jax.numpy as jnp, optax
 import jaxferry
 from jaxferry import pretrained
 
-def high_water():
-    return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10
+def bytes_of(what):
+    return int(re.search(what + r":\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10
 
 def initialised(path):
     tensors = pretrained.open_safetensors(path)
@@ -185,27 +185,25 @@ def initialised(path):
     return step.init(pretrained.arrange(tensors, like, lambda path: pretrained.Source(path[0], True)))
 
 initialised(sys.argv[1])  # compiles, and brings in what any run brings in
-before = high_water()
-state = initialised(sys.argv[2])
-print(high_water() - before, sum(master.nbytes for master in state.masters()))
+gc.collect()
+before = bytes_of("VmRSS")
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here again
+state = initialised(sys.argv[1])
+print(bytes_of("VmHWM") - before, sum(master.nbytes for master in state.masters()))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32], ids=["bfloat16", "float32"])
 def test_reading_takes_less_than_a_tenth_more_host_memory_than_the_masters(dtype, tmp_path):
     # The largest is a third of the whole: it fits nowhere twice.
     shapes = {"embed": (1000, 43000), "head": (2000, 12000)} | {f"layer_{i}": (1000, 12000) for i in range(5)}
-    small = dict.fromkeys(shapes, (8, 16))
-    for file, sizes in (("small.safetensors", small), ("large.safetensors", shapes)):
-        save({name: np.full(shape, 0.5, dtype) for name, shape in sizes.items()}, tmp_path / file)
-    files = [str(tmp_path / name) for name in ("small.safetensors", "large.safetensors")]
+    file = save({name: np.full(shape, 0.5, dtype) for name, shape in shapes.items()}, tmp_path / "large.safetensors")
     result = subprocess.run(
-        [sys.executable, "-c", READ, *files],
+        [sys.executable, "-c", READ, str(file)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     taken, masters = map(int, result.stdout.split())

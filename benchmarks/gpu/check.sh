@@ -11,7 +11,7 @@ python=${PYTHON:-python3}
 output=${1:-benchmarks/results/gpu}
 mkdir -p "$output" || exit 1
 output=$(cd "$output" && pwd)
-export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$PWD/tests"
+export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/support"
 # All stages together end before nine minutes are over.
 deadline=$((SECONDS + 525))
 # With fewer seconds left, training steps are not begun.

@@ -162,9 +162,6 @@ def test_copies_are_recorded_as_long_as_the_link_takes():
         spans = [(start, end) for task, start, end in tasks if task.kind is kind]
         assert len(spans) == 8
         assert all(end - start == pytest.approx(each_s, rel=1e-3) for start, end in spans)
-    # A forward was issued long before its layer arrived, and starts then.
-    waited = [i for i, (task, *_) in enumerate(tasks) if task.kind is Kind.FORWARD and task.copy is not None]
-    assert sum(tasks[i][1] - tasks[tasks[i][0].copy][2] < 5e-3 for i in waited) >= len(waited) // 2
 
 
 @pytest.mark.usefixtures("issued")

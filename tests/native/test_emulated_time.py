@@ -7,16 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxferry.native import library
 from jaxferry.native.host_step import FACTORS, StepPart, StepRule, host_step
 from native.native_operations import Operations, numbers
 
 ROWS, COLUMNS = 256, 512
 NUM_BYTES = ROWS * COLUMNS * 4
 SECONDS = 0.2
+SILENT = 1.0  # bytes a second: what crosses such a link does not end before the test's limit
 
 
 @pytest.fixture(scope="module")
 def operations():
+    library("cpu")  # registers what the operations call
     return Operations(jax.devices("cpu")[0], "jaxferry_", 2.0**-23)
 
 
@@ -51,7 +54,7 @@ def add_rows(operations):
 
 
 def seconds_of(run):
-    """Of a call whose program has run before."""
+    """Of a call whose program has run before. Never less than the link takes, however busy the machine."""
     jax.block_until_ready(run())
     start_s = time.perf_counter()
     jax.block_until_ready(run())
@@ -72,18 +75,18 @@ def seconds_of(run):
 )
 def test_an_operation_on_host_memory_takes_as_long_as_its_bytes(cpu, operations, make, direction):
     run = make(operations)
-    other = "store" if direction == "load" else "load"
-    cpu.set_bandwidth(other, NUM_BYTES / 60)
+    cpu.set_bandwidth("store" if direction == "load" else "load", SILENT)
     freely_s = seconds_of(run)
     cpu.set_bandwidth(direction, NUM_BYTES / (freely_s + SECONDS))
-    assert freely_s + SECONDS <= seconds_of(run) < 30
-    assert freely_s < 30
+    assert freely_s + SECONDS <= seconds_of(run)
 
 
 def test_only_the_rows_that_are_looked_up_cross_the_link(cpu, operations):
-    run = gather(operations, np.zeros(ROWS // 32, np.int32))
-    cpu.set_bandwidth("load", NUM_BYTES / 16)
-    assert 0.5 <= seconds_of(run) < 8
+    few = [operations.device(np.zeros(1, np.int32)), operations.device(np.zeros(1, np.int32))]
+    table = operations.host(numbers(0, 64 * ROWS * COLUMNS))
+    # A row takes SECONDS, the table would take an hour.
+    cpu.set_bandwidth("load", COLUMNS * 4 / SECONDS)
+    assert seconds_of(lambda: operations.gather(table, few.pop(), 0, 64 * ROWS, COLUMNS)) >= SECONDS
 
 
 def test_a_host_step_takes_as_long_as_its_bytes(cpu):
@@ -96,7 +99,7 @@ def test_a_host_step_takes_as_long_as_its_bytes(cpu):
         return host_step(rule, [StepPart(0, 0, False)], factors, [gradient], [master], [[first], [second]], [copy])
 
     arguments = [numbers(0, size, "bfloat16"), *(abs(numbers(i, size)) for i in range(3))]
-    cpu.set_bandwidth("load", size / 60)
-    cpu.set_bandwidth("store", size / 60)
+    cpu.set_bandwidth("load", SILENT)
+    cpu.set_bandwidth("store", SILENT)
     cpu.set_bandwidth("host", 28 * size / SECONDS)  # two for the gradient and the copy, eight for each of the others
-    assert SECONDS <= seconds_of(lambda: step(*arguments)) < 30
+    assert seconds_of(lambda: step(*arguments)) >= SECONDS

@@ -4,7 +4,6 @@ import ctypes
 import os
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,7 @@ from native_calls import add, ferry_load, load, store, wait
 
 # What is queued is kept alive until it has been copied: a result that nobody holds is memory that XLA gives to others.
 
-NUM_BYTES = 1 << 24
-SECONDS = 0.3
+NUM_BYTES = 1 << 20
 
 
 @pytest.fixture
@@ -25,11 +23,16 @@ def vector():
 
 
 @pytest.fixture
-def slow(cpu):
-    """A link that takes SECONDS for NUM_BYTES, each way."""
-    cpu.set_bandwidth("load", NUM_BYTES / SECONDS)
-    cpu.set_bandwidth("store", NUM_BYTES / SECONDS)
+def stopped(cpu):
+    """A link that carries a piece and then nothing for hours, each way, until the test opens it."""
+    cpu.set_bandwidth("load", 1.0)
+    cpu.set_bandwidth("store", 1.0)
     return cpu
+
+
+def open_link(native, *directions):
+    for direction in directions or ("load", "store"):
+        native.set_bandwidth(direction, 0)
 
 
 def fresh(vector):
@@ -41,126 +44,61 @@ def last_number(array):
     return ctypes.c_float.from_address(array.unsafe_buffer_pointer() + array.nbytes - 4).value
 
 
-def load_and_wait(vector):
-    array = fresh(vector)
-    start = time.perf_counter()
-    [array] = load([vector], [array])
+def test_a_load_and_a_wait_return_while_the_copy_is_under_way(stopped, vector):
+    [array] = jax.block_until_ready(load([vector], [fresh(vector)]))
     [array], _ = wait([array])
-    array.block_until_ready()
-    return array, time.perf_counter() - start
-
-
-def test_a_load_takes_the_time_that_the_link_needs(slow, vector):
-    array, _ = load_and_wait(vector)
-    times_s = [load_and_wait(vector)[1] for _ in range(3)]
-    assert min(abs(seconds - SECONDS) for seconds in times_s) <= 0.1 * SECONDS
+    assert last_number(array) == -1.0
+    assert not array.is_ready()
+    open_link(stopped)
     np.testing.assert_array_equal(array, vector)
 
 
-def test_a_store_takes_the_time_that_the_link_needs(slow, vector):
-    host = [fresh(vector)]
-
-    def run():
-        start = time.perf_counter()
-        host[0] = store([vector], host[0])
-        slow.synchronize()
-        return time.perf_counter() - start
-
-    run()
-    assert min(abs(run() - SECONDS) for _ in range(3)) <= 0.1 * SECONDS
-    np.testing.assert_array_equal(host[0], vector)
+def test_a_store_returns_while_the_copy_is_under_way(stopped, vector):
+    host = jax.block_until_ready(store([vector], fresh(vector)))
+    assert last_number(host) == -1.0
+    open_link(stopped)
+    [host], _ = wait([host])
+    np.testing.assert_array_equal(host, vector)
 
 
-def test_many_small_loads_take_as_long_as_a_large_one(slow, vector):
-    parts = [jax.block_until_ready(part) for part in jnp.split(vector, 64)]
-
-    def run():
-        arrays = [fresh(part) for part in parts]
-        start = time.perf_counter()
-        arrays = [load([part], [array]) for part, array in zip(parts, arrays, strict=True)]
-        slow.synchronize()
-        return time.perf_counter() - start
-
-    run()
-    assert min(abs(run() - SECONDS) for _ in range(3)) <= 0.1 * SECONDS
+@pytest.mark.parametrize("opened", ["load", "store"])
+def test_loads_and_stores_have_links_of_their_own(stopped, vector, opened):
+    [array], host = load([vector], [fresh(vector)]), store([vector], fresh(vector))
+    moved, other = (array, host) if opened == "load" else (host, array)
+    open_link(stopped, opened)
+    [moved], _ = wait([moved])
+    np.testing.assert_array_equal(moved, vector)
+    assert last_number(other) == -1.0
+    open_link(stopped)
+    stopped.synchronize()
 
 
-def test_loads_and_stores_have_links_of_their_own(slow, vector):
-    def run():
-        array, host = fresh(vector), fresh(vector)
-        start = time.perf_counter()
-        arrays = load([vector], [array]), store([vector], host)
-        slow.synchronize()
-        return time.perf_counter() - start, arrays
-
-    assert min(run()[0] for _ in range(3)) < 1.5 * SECONDS
-
-
-def test_a_load_returns_while_the_copy_is_under_way_and_a_wait_ends_when_it_has(slow, vector):
-    load_and_wait(vector)
-    array = fresh(vector)
-    start = time.perf_counter()
-    [array] = load([vector], [array])
-    array.block_until_ready()
-    loaded_s = time.perf_counter() - start
-    early = last_number(array)
-    [array], _ = wait([array])
-    waiting_s = time.perf_counter() - start - loaded_s
-    array.block_until_ready()
-    assert loaded_s < 0.5 * SECONDS
-    assert waiting_s < 0.5 * SECONDS
-    assert early == -1.0
-    assert last_number(array) == last_number(vector)
-
-
-def test_what_is_computed_before_the_wait_overlaps_the_copy(slow, vector):
+def test_what_is_computed_before_the_wait_overlaps_the_copy(stopped, vector):
     compute = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda _, y: jnp.tanh(y @ x), x))
-    x = jnp.ones((128, 128))
-    load_and_wait(vector)
-    compute(x).block_until_ready()
-
-    def run():
-        array = fresh(vector)
-        start = time.perf_counter()
-        [array] = load([vector], [array])
-        num_computed = 0
-        while time.perf_counter() - start < 0.8 * SECONDS:
-            compute(x).block_until_ready()
-            num_computed += 1
-        [array], _ = wait([array])
-        array.block_until_ready()
-        return num_computed, time.perf_counter() - start
-
-    results = [run() for _ in range(3)]
-    assert max(num_computed for num_computed, _ in results) >= 3
-    assert min(seconds for _, seconds in results) < 1.3 * SECONDS
+    [array] = load([vector], [fresh(vector)])
+    compute(jnp.ones((128, 128))).block_until_ready()
+    assert last_number(array) == -1.0
+    open_link(stopped)
+    [array], _ = wait([array])
+    np.testing.assert_array_equal(array, vector)
 
 
-def test_a_wait_for_other_arrays_does_not_wait(slow, vector):
+def test_a_wait_for_other_arrays_does_not_wait(stopped, vector):
+    [array] = load([vector], [fresh(vector)])
     jax.block_until_ready(wait([fresh(vector)]))
-
-    def run():
-        array, mine = load([vector], [fresh(vector)]), fresh(vector)
-        start = time.perf_counter()
-        jax.block_until_ready(wait([mine]))
-        seconds = time.perf_counter() - start
-        slow.synchronize()
-        return seconds, array
-
-    assert min(run()[0] for _ in range(3)) < 0.5 * SECONDS
+    assert last_number(array) == -1.0
+    open_link(stopped)
+    stopped.synchronize()
 
 
-def test_a_source_is_waited_for_as_well(slow, vector):
-    load_and_wait(vector)
-
-    def run():
-        array, source = fresh(vector), fresh(vector)
-        start = time.perf_counter()
-        array = load([source], [array])
-        jax.block_until_ready(wait([source]))
-        return time.perf_counter() - start, array
-
-    assert min(abs(run()[0] - SECONDS) for _ in range(3)) <= 0.1 * SECONDS
+def test_a_source_is_waited_for_as_well(stopped, vector):
+    source = fresh(vector) + vector
+    array = load([source], [fresh(vector)])
+    [waited], _ = wait([source])
+    assert not waited.is_ready()
+    open_link(stopped)
+    waited.block_until_ready()
+    assert last_number(array[0]) == last_number(waited)
 
 
 def test_parts_of_several_vectors_go_where_they_belong(cpu):
@@ -207,9 +145,8 @@ def test_random_delays_change_no_result(cpu):
         np.testing.assert_array_equal(gradient, numbers)
 
 
-def test_a_process_ends_at_once_with_copies_queued(cpu):
-    start_s, end_s = run_script("print(time.time(), flush=True)")
-    assert end_s - start_s < 5
+def test_a_process_ends_with_copies_queued(cpu):
+    run_script("")
 
 
 def test_a_forked_process_has_queues_of_its_own(cpu):
@@ -219,24 +156,22 @@ child = os.fork()
 if child == 0:
     native.synchronize()
     os._exit(0)
-print(time.time() + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """)
 
 
 def run_script(body):
-    """Runs Python in a process that has 100 s of copies queued; the time that it printed, and that of its end."""
+    """Runs Python in a process that has copies queued which would take months."""
     script = f"""
-import os, time, jax, jax.numpy as jnp
+import os, jax, jax.numpy as jnp
 from jaxferry.native import library
 from native_calls import load
 native = library("cpu")
-native.set_bandwidth("load", 1e5)
+native.set_bandwidth("load", 1.0)
 source = jnp.ones(2_500_000)
 array = load([source], [jnp.zeros(2_500_000)])
 {body}
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    return float(result.stdout), time.time()

@@ -1,20 +1,23 @@
 """Marks of the CPU's library: what the engine knows of tasks that are only issued, where there is no GPU."""
 
+import itertools
 import time
 
 import jax
 import numpy as np
 import pytest
 
+from jaxferry.native import library
 from native.native_operations import Operations
 from native.operations_suite import MarkSuite
 
 NUM_BYTES = 1 << 20
-SECONDS = 0.02
+SECONDS = 0.02  # on the emulated link's own clock, which runs ahead of what it has to wait for
 
 
 @pytest.fixture(scope="module")
 def operations():
+    library("cpu")  # registers what the operations call
     return Operations(jax.devices("cpu")[0], "jaxferry_", {})
 
 
@@ -23,17 +26,27 @@ class TestMarks(MarkSuite):
     def marks(self, cpu):
         return cpu
 
-    def test_a_copy_takes_the_time_that_the_emulated_link_takes(self, operations, marks, tokens):
+    @pytest.mark.parametrize("num_parts", [1, 16])
+    def test_loads_take_the_time_that_the_emulated_link_takes(self, operations, marks, tokens, num_parts):
         marks.set_bandwidth("load", NUM_BYTES / SECONDS)
-        size = NUM_BYTES // 4
-        vector, array = operations.host(np.ones(size, np.float32)), operations.device(np.zeros(size, np.float32))
-        token = tokens()
-        for number in range(3):
-            [array] = operations.load([vector], [array], vectors=[0], offsets=[0])
-            jax.block_until_ready(operations.mark(token, array, queue=1))
-            [array] = operations.wait(array)
-            array.block_until_ready()
-            now_s = time.perf_counter()
-            [(start_s, end_s)] = self.read(marks, (token, number))
-            assert end_s <= now_s
-            assert end_s - start_s == pytest.approx(SECONDS)
+        size = NUM_BYTES // 4 // num_parts
+        vector = operations.host(np.ones(size, np.float32))
+        arrays, made = [operations.device(np.zeros(size, np.float32)) for _ in range(num_parts)], []
+        for array in arrays:
+            made.append((tokens(), operations.load([vector], [array], vectors=[0], offsets=[0])))
+            jax.block_until_ready(operations.mark(made[-1][0], *made[-1][1], queue=1))
+        jax.block_until_ready([operations.wait(*loaded) for _, loaded in made])
+        now_s, spans = time.perf_counter(), self.read(marks, *((token, 0) for token, _ in made))
+        assert spans[-1][1] <= now_s
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+        assert sum(end_s - start_s for start_s, end_s in spans) == pytest.approx(SECONDS)
+
+    def test_a_store_takes_the_time_that_the_emulated_link_takes(self, operations, marks, tokens):
+        marks.set_bandwidth("store", NUM_BYTES / SECONDS)
+        size, token = NUM_BYTES // 4, tokens()
+        out, array = operations.host(np.zeros(size, np.float32)), operations.device(np.ones(size, np.float32))
+        out = operations.ferry_store([array], out, [0])
+        jax.block_until_ready(operations.mark(token, out, queue=2))
+        jax.block_until_ready(operations.wait(out))
+        [(start_s, end_s)] = self.read(marks, (token, 0))
+        assert end_s - start_s == pytest.approx(SECONDS)
