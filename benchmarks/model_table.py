@@ -1,11 +1,11 @@
-"""The table of models in docs/models.md: each is trained for ten steps by JaxFerry and by a plain jitted Optax loop.
+"""Writes docs/models.md: trains each model for ten steps by JaxFerry and by a plain jitted Optax loop.
 
-    python benchmarks/model_table.py               # all models: JSON and page
-    python benchmarks/model_table.py --missing     # those alone that the JSON lacks
-    python benchmarks/model_table.py --page        # the page from the JSON, nothing is trained
+    python benchmarks/model_table.py               # train all models, write JSON and page
+    python benchmarks/model_table.py --missing     # train only models that the JSON lacks
+    python benchmarks/model_table.py --page        # write the page from the JSON, train nothing
 
-The models are those of tests/models/registry.py; third-party ones need `pip install "jaxferry[models]"`. Expected:
-losses within 1e-5 of each other.
+The models come from tests/models/registry.py; third-party ones need `pip install "jaxferry[models]"`. Expected: losses
+within 1e-5 of each other.
 """
 
 import argparse
@@ -39,20 +39,20 @@ COLUMNS = (
 )
 HEAD = f"""# Models
 
-Written by `benchmarks/model_table.py` from `benchmarks/results/models.json`: no row by hand.
+`benchmarks/model_table.py` writes this page from `benchmarks/results/models.json`; do not edit it by hand.
 
-Each model is trained for {NUM_STEPS} steps of AdamW ({LEARNING_RATE:g}) twice, by JaxFerry under the policy `l2l` (each
-layer loaded for its forward, and again for its backward) and by a plain loop: `jax.value_and_grad` and
-`optimizer.update` in one `jax.jit`, with float32 masters where parameters have 16 bits, as JaxFerry keeps them. The
-loss function is the same and knows of neither. *Segments* are what the loss function is cut into, *programs* how many
-of them differ. The last two columns are the most bytes of parameters that were on the device at a time, and all that
-there are: in models this small two blocks, or a table, are much of that; and a layer that is used several times in a
-row (ALBERT) is loaded for each use, so that two copies of it can be there.
+Each model is trained twice for {NUM_STEPS} steps of AdamW ({LEARNING_RATE:g}) with the same, unchanged loss function.
+JaxFerry trains it under the policy `l2l`, which loads each layer for its forward and again for its backward. The
+reference is a plain loop: `jax.value_and_grad` and `optimizer.update` in one `jax.jit`, with float32 masters for 16-bit
+parameters, as in JaxFerry. *Segments* counts the pieces that the loss function is cut into, *programs* the distinct
+ones. The last two columns are the peak bytes of parameters on the device and the bytes of all parameters. In models
+this small, two blocks or one table are a large share of the total. A layer that is used several times in a row (ALBERT)
+is loaded for each use, so two copies of it can be on the device at once.
 """
 
 
 def row_of(model: Model) -> dict[str, object]:
-    """Trains one model; what the table shows of it."""
+    """Trains one model and returns its row of the table."""
     found = compare(model.make())
     return {
         "name": model.name,
@@ -69,12 +69,12 @@ def row_of(model: Model) -> dict[str, object]:
 
 
 def key_of(model: Model) -> tuple[str, str, str]:
-    """What tells a model's row from others."""
+    """Returns the key that identifies a model's row."""
     return model.name, model.origin, model.style
 
 
 def page(result: dict) -> str:
-    """The page that shows a result."""
+    """Returns the page for a result."""
     lines = [HEAD, "| " + " | ".join(COLUMNS) + " |", "| --- | --- | --- |" + " ---: |" * 6]
     for row in result["models"]:
         cells = (
@@ -91,7 +91,7 @@ def page(result: dict) -> str:
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     merges = [(row, merge) for row in result["models"] for merge in row["merges"]]
     if merges:
-        lines += ["", "Where layers could not be, or were not worth being, apart, the partition says why:", ""]
+        lines += ["", "Reasons for merged layers, from the partition:", ""]
         lines += [f"- {row['name']} ({row['style']}): {merge}" for row, merge in merges]
     machine = result["machine"]
     lines += ["", f"JAX {machine['jax']}, Python {machine['python']}, {machine['device']}.", ""]
@@ -99,7 +99,7 @@ def page(result: dict) -> str:
 
 
 def main() -> None:
-    """Trains what is asked for, and writes JSON and page."""
+    """Trains the requested models and writes JSON and page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--missing", action="store_true", help="train only what the JSON does not have")
     parser.add_argument("--page", action="store_true", help="train nothing")
@@ -113,7 +113,7 @@ def main() -> None:
         if key_of(model) not in rows:
             rows[key_of(model)] = row_of(model)
             done = [rows[key] for key in map(key_of, MODELS) if key in rows]
-            # After each, so that what is interrupted goes on with --missing.
+            # Written after each model, so that --missing can resume an interrupted run.
             measure.write("models", {"machine": measure.machine(), "models": done})
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(json.loads(path.read_text())))

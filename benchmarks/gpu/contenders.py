@@ -1,5 +1,10 @@
-"""One contender of steps.py, in a process of its own: a loop of training steps, and what is known of it afterwards."""
+"""Runs one contender of steps.py and prints its result as one line of JSON. Usage: contenders.py OUTPUT_DIR CONTENDER
 
+steps.py starts one process per contender. The result holds the times of a loop of training steps and their memory.
+"""
+
+import argparse
+import json
 import os
 import pathlib
 import resource
@@ -18,7 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" 
 import jaxferry
 import model
 from benchmarks import measure
-from benchmarks.gpu import steps
+from benchmarks.gpu import settings
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane
@@ -26,11 +31,11 @@ from jaxferry.simulate import machine
 
 COMPUTE_DTYPE = jnp.bfloat16
 NUM_DRAWN = 1_000_003
-"""Numbers that are drawn; larger arrays repeat them, since drawing a billion takes longer than the steps."""
+"""How many random numbers are drawn. Larger arrays repeat them: drawing a billion takes longer than the steps."""
 
 
 def make_params(config):
-    """Parameters as NumPy arrays: nothing touches the device, whose peak is measured."""
+    """Returns the parameters as NumPy arrays, so that they do not count in the device's peak."""
     drawn = np.random.default_rng(0).standard_normal(NUM_DRAWN, dtype=np.float32) * np.float32(0.02)
     shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
 
@@ -49,15 +54,15 @@ def make_batch(arguments, config):
 
 
 class OneJit:
-    """One jitted step: `plain`, or JAX's recipe with parameters and moments in pinned host memory."""
+    """One jitted step: `plain`, or JAX's recipe, which keeps parameters and moments in pinned host memory."""
 
     def __init__(self, loss_fn, params, batch, is_offloaded):
         device = jax.devices()[0]
-        optimizer = optax.adamw(steps.LEARNING_RATE)
+        optimizer = optax.adamw(settings.LEARNING_RATE)
         on_device = jax.sharding.SingleDeviceSharding(device, memory_kind="device")
         home = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host") if is_offloaded else on_device
         state = jax.eval_shape(optimizer.init, params)
-        # Adam's counter is a scalar: nothing is gained by moving it.
+        # Adam's counter is a scalar; offloading it gains nothing.
         homes = jax.tree.map(lambda leaf: home if leaf.ndim else on_device, (params, state))
 
         def step(params, state, batch):
@@ -70,7 +75,7 @@ class OneJit:
             return optax.apply_updates(params, updates), state, loss
 
         self.batch = jax.device_put(batch, on_device)
-        # AdamW's state starts as zeros, which are made on the host for the same reason.
+        # AdamW's state starts as zeros. They too are made on the host, to stay out of the device's peak.
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)
         self.params, self.state = jax.device_put((params, zeros), homes)
         jitted = jax.jit(
@@ -103,7 +108,7 @@ class Ferry:
         self.profile_kind = profile if isinstance(profile, str) else "measured"
         self.step = jaxferry.train_step(
             loss_fn,
-            jaxferry.adamw(steps.LEARNING_RATE),
+            jaxferry.adamw(settings.LEARNING_RATE),
             policy=policy,
             profile=profile,
             memory_budget=memory_budget,
@@ -146,7 +151,7 @@ class Ferry:
 
 
 def only_moves_data(prepared):
-    """Whether nothing is computed in host memory, so that all sums are in the same order."""
+    """Whether no layer computes in host memory, so that every sum keeps its order."""
     in_place = any(mode in (Mode.DHA, Mode.DFGB) for mode in prepared.modes)
     return not in_place and all(layer.gradient is not GradientPlace.HOST for layer in prepared.plan.layers)
 
@@ -162,7 +167,7 @@ def recorded_shares(run):
 
 
 def mean_of_kind_s(run):
-    """Of the tasks of each kind, the mean seconds as recorded and as planned; None if nothing was recorded."""
+    """The recorded and the planned mean seconds of each kind of task; None if nothing was recorded."""
     if run is None:
         return None
     seconds = {}
@@ -172,11 +177,11 @@ def mean_of_kind_s(run):
 
 
 def timed_steps(contender, num_steps, end_s):
-    """Losses, the seconds between them after the warm-up, and the mean with what is left at the end."""
-    losses = [contender() for _ in range(steps.WARM_UP)]
+    """Returns the losses, the seconds between losses after the warm-up, and the mean including the final updates."""
+    losses = [contender() for _ in range(settings.WARM_UP)]
     seconds, begin_s = [], time.perf_counter()
     last_s = begin_s
-    while len(seconds) < num_steps and (len(seconds) < steps.MIN_STEPS or time.monotonic() < end_s):
+    while len(seconds) < num_steps and (len(seconds) < settings.MIN_STEPS or time.monotonic() < end_s):
         losses.append(contender())
         now_s = time.perf_counter()
         seconds.append(now_s - last_s)
@@ -192,18 +197,18 @@ def profile_path(arguments):
 def make(arguments, config):
     loss_fn, params, batch = model.make_loss(config), make_params(config), make_batch(arguments, config)
     name = arguments.contender
-    if name in (steps.PLAIN, steps.RECIPE):
-        return OneJit(loss_fn, params, batch, name == steps.RECIPE)
+    if name in (settings.PLAIN, settings.RECIPE):
+        return OneJit(loss_fn, params, batch, name == settings.RECIPE)
     path = profile_path(arguments)
-    # Without a measured profile the steps can be timed all the same.
+    # Steps can be timed without a measured profile.
     profile = Profile.load(path) if path.is_file() else "estimate"
     return Ferry(loss_fn, params, batch, name, profile, arguments.memory_budget)
 
 
 def measure_profile(arguments, config):
-    """What the policies plan with, saved where their processes find it."""
+    """Measures the profile that the policies plan with, and saves it for their processes."""
     step = jaxferry.train_step(
-        model.make_loss(config), jaxferry.adamw(steps.LEARNING_RATE), profile="measure", compute_dtype=COMPUTE_DTYPE
+        model.make_loss(config), jaxferry.adamw(settings.LEARNING_RATE), profile="measure", compute_dtype=COMPUTE_DTYPE
     )
     shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
     profile = step.measure(shapes, make_batch(arguments, config))
@@ -212,10 +217,10 @@ def measure_profile(arguments, config):
 
 
 def run(arguments):
-    """Runs the contender that the arguments of steps.py name; JSON values."""
+    """Runs the contender and returns its result as JSON values."""
     end_s = time.monotonic() + arguments.limit / 2
     config = model.SIZES[arguments.size]
-    if arguments.contender == steps.PROFILE:
+    if arguments.contender == settings.PROFILE:
         return measure_profile(arguments, config)
     contender = make(arguments, config)
     losses, seconds, mean_s = timed_steps(contender, arguments.steps, end_s)
@@ -234,3 +239,20 @@ def run(arguments):
         "machine": measure.machine() | {"host_threads": os.environ.get("JAXFERRY_HOST_THREADS", "default")},
         **contender.facts(step_s),
     }
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=pathlib.Path, help="folder of profile_SIZE.json")
+    parser.add_argument("contender", choices=settings.CONTENDERS)
+    parser.add_argument("--size", required=True, choices=settings.BATCHES)
+    parser.add_argument("--batch", type=int, required=True, help="rows")
+    parser.add_argument("--seq", type=int, required=True, help="tokens per row")
+    parser.add_argument("--steps", type=int, required=True, help="timed steps")
+    parser.add_argument("--limit", type=float, required=True, help="seconds for this contender")
+    parser.add_argument("--memory-budget", type=int, help="bytes")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(parse())))

@@ -1,32 +1,32 @@
-"""Times whole training steps of GPT-2, and the device memory that they take. Usage: steps.py OUTPUT_DIR [--size medium]
+"""Measures time and device memory of whole GPT-2 training steps. Usage: steps.py OUTPUT_DIR [--size medium]
 
-Compute in bfloat16, masters and AdamW's state in float32, one batch of random tokens again and again. Contenders:
+Computes in bfloat16, keeps masters and AdamW's state in float32, and repeats one batch of random tokens. Contenders:
 
-- `plain`: one jitted step, everything on the device: what training costs where all of it fits.
-- `recipe`: JAX's own offloading, as its notebook "JAX Memories and Host Offloading" has it: one jitted step whose
-  parameters and optimizer state live in `pinned_host`, and are brought to the device inside it.
-- every policy of JaxFerry, with `jaxferry.adamw`; `auto` in the memory that `l2l` takes by the engine's own count.
+- `plain`: one jitted step with everything on the device: the cost of training a model that fits.
+- `recipe`: JAX's own offloading, from its notebook "JAX Memories and Host Offloading": one jitted step whose
+  parameters and optimizer state live in `pinned_host` and are copied to the device inside the step.
+- every policy of JaxFerry, with `jaxferry.adamw`. `auto` gets the peak that the engine counts for `l2l` as its budget.
 
-The allocator's peak cannot be reset, so each contender has a process of its own, and they run one after another, not
-in turn: a device's memory holds no two of the larger ones. A step's time is that between two losses, and the median of
-all steps after the first three; updates of the last step, which run on, count in `mean_s` alone. What one process has
-compiled and tuned the next one finds, so that equal programs are the same kernels.
+Each contender runs in a process of its own, because the allocator's peak cannot be reset. The processes run one after
+another, because two of the larger ones do not fit on one device. `step_s` is the median time between two losses,
+without the first three steps. Only `mean_s` includes the updates that run on after the last step. The processes share
+a compilation cache, so equal programs use the same kernels.
 
-What is expected, before anything was run on a GPU:
+Expectations, written before the first run on a GPU:
 
-- `plain` is the fastest, and takes the most memory.
+- `plain` is the fastest and takes the most memory.
 - `exact`, `native-overlapped` and `auto` are faster than `zero-offload`, `native-offload` and `recipe`, which wait for
   all transfers or all updates.
-- measured / predicted lies between 0.9 and 1.1; measured / bound, the work of the busiest lane, is at most 1.15 for
-  policies that overlap everything.
-- JaxFerry's peak is below that of `plain` by the optimizer's state and masters (12 bytes a parameter) at least.
-- losses of policies that only move data are bit-identical (no layer DHA or DFGB, no gradient GO). Those of others, and
-  of `plain` and `recipe`, which are other programs, are within bfloat16's rounding, and are only told.
+- measured / predicted lies between 0.9 and 1.1. measured / bound, where the bound is the work of the busiest lane, is
+  at most 1.15 for policies that overlap everything.
+- JaxFerry's peak is below that of `plain` by at least the optimizer state and masters (12 bytes per parameter).
+- Losses of policies that only move data (no layer DHA or DFGB, no gradient GO) are bit-identical. The other policies,
+  `plain` and `recipe` run other programs: their losses agree within bfloat16's rounding and are only reported.
 
-Lane utilisation, which the table shows: `recorded`, the share of the last steps in which a lane had a task, as
-`step.recorded()` saw it (on a GPU by events on its own queues). `busy` is the profile's work of a lane over the
-measured step; where the two differ, tasks take another time in a step than alone: `mean_of_kind_s` has, for each kind
-of task, the mean as recorded and as planned.
+The table shows lane utilisation. `recorded` is the share of the last steps in which a lane had a task, according to
+`step.recorded()` (on a GPU: events on its own queues). `busy` is the lane's work in the profile divided by the measured
+step. The two differ where a task takes longer or shorter in a step than alone; `mean_of_kind_s` has the recorded and
+the planned mean for each kind of task.
 """
 
 import argparse
@@ -40,32 +40,20 @@ import sys
 import tempfile
 import time
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.settings import BATCHES, CONTENDERS, PLAIN, RECIPE
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PROFILE = "profile"
-PLAIN, RECIPE = "plain", "recipe"
-POLICIES = (
-    "native-overlapped",
-    "exact",
-    "zero-offload",
-    "l2l",
-    "auto",
-    "memferry",
-    "native-offload",
-    "go-memferry",
-)
-# What matters most comes first, in case there is no time for the rest.
-CONTENDERS = (PLAIN, PROFILE, "native-overlapped", "exact", "zero-offload", RECIPE, *POLICIES[3:])
-BATCHES = {"tiny": (2, 32), "124m": (8, 1024), "medium": (8, 1024), "xl": (4, 1024)}
+# A separate program, because JAX reads the environment set here when it is imported.
+CONTENDER = ROOT / "benchmarks" / "gpu" / "contenders.py"
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}
-WARM_UP = 3
-MIN_STEPS = 3
 TIMED_OUT = 124
-LEARNING_RATE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What became of one contender; `result` is what it printed."""
+    """The outcome of one contender; `result` is what it printed."""
 
     contender: str
     outcome: str
@@ -77,14 +65,14 @@ class Row:
 
 
 def contender_command(name, arguments, limit_s, budget_bytes):
-    command = [sys.executable, __file__, str(arguments.output), "--contender", name, "--size", arguments.size]
-    command += ["--device", arguments.device, "--steps", str(arguments.steps), "--limit", str(limit_s)]
+    command = [sys.executable, str(CONTENDER), str(arguments.output), name, "--size", arguments.size]
+    command += ["--steps", str(arguments.steps), "--limit", str(limit_s)]
     command += ["--batch", str(arguments.batch), "--seq", str(arguments.seq)]
     return command + ([] if budget_bytes is None else ["--memory-budget", str(budget_bytes)])
 
 
 def environment(device, folder):
-    """Children share what they compile, tune and measure."""
+    """Returns a child's environment; all children share compiled programs, tuning results and measurements."""
     return os.environ | {
         "JAX_PLATFORMS": PLATFORMS[device],
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -97,7 +85,7 @@ def environment(device, folder):
 
 
 def reason_of(status, text):
-    """Why a contender has failed, in one line."""
+    """Says in one line why a contender failed."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     scarce = [line for line in lines if "RESOURCE_EXHAUSTED" in line or "out of memory" in line.lower()]
     if scarce:
@@ -108,7 +96,7 @@ def reason_of(status, text):
 
 
 def run_contender(name, command, env, limit_s):
-    """Runs a process for at most `limit_s`; its last line of output is its result."""
+    """Runs a process for at most `limit_s` seconds; its last line of output is its result."""
     start_s = time.monotonic()
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -120,7 +108,7 @@ def run_contender(name, command, env, limit_s):
         process.communicate()
         return Row(name, f"timed out after {limit_s:.0f} s", time.monotonic() - start_s, {})
     except BaseException:
-        # Whoever ends this process wants the device free.
+        # When this process ends, the device must be free.
         os.killpg(process.pid, signal.SIGKILL)
         raise
     seconds = time.monotonic() - start_s
@@ -130,7 +118,7 @@ def run_contender(name, command, env, limit_s):
 
 
 def same_losses(rows):
-    """Whether the policies that only moved data had the same losses, as far as they got; None for fewer than two."""
+    """Whether all policies that only move data have equal losses over their common steps; None for fewer than two."""
     movers = [row.result["losses"] for row in rows if row.result.get("only_moves_data")]
     if len(movers) < 2:
         return None
@@ -139,7 +127,7 @@ def same_losses(rows):
 
 
 def status_of(rows):
-    """0 if everything that ran was measured, but for `plain` and `recipe`, which need not fit; else 1 or 124."""
+    """Returns 0 if every contender that ran was measured, else 1 or 124; `plain` and `recipe` may fail to fit."""
     if all(row.contender in (PLAIN, RECIPE) for row in rows):
         return int(any(row.outcome != "measured" for row in rows))
     ran = [row for row in rows if row.outcome != "left out" and row.contender not in (PLAIN, RECIPE)]
@@ -167,7 +155,7 @@ def _cell(value, pattern, scale=1.0):
 
 
 def table(rows):
-    """Lines of text, one a contender."""
+    """Returns lines of text, one per contender."""
     heads = ("step [ms]", "tokens/s", "peak [GiB]", "GPU", "H2D", "D2H", "host", "/ predicted", "/ bound", "last loss")
     lines = [f"{'':18}" + "".join(f"{head:>12}" for head in heads)]
     for row in rows:
@@ -190,7 +178,7 @@ def table(rows):
 
 
 def run_all(arguments, names, path):
-    """Runs the contenders within the limit; what is done is written after each."""
+    """Runs the contenders within the limit and writes the results after each."""
     rows, budget_bytes = [], None
     end_s = time.monotonic() + arguments.limit
     with tempfile.TemporaryDirectory(prefix="jaxferry-steps-") as scratch:
@@ -204,7 +192,7 @@ def run_all(arguments, names, path):
                 command = contender_command(name, arguments, limit_s, budget_bytes if name == "auto" else None)
                 row = run_contender(name, command, env, limit_s)
                 if row.outcome.startswith("timed out") and limit_s < arguments.each:
-                    row = dataclasses.replace(row, outcome="left out")  # it never had its own limit
+                    row = dataclasses.replace(row, outcome="left out")  # it had less than its own limit
             if name == "l2l":
                 budget_bytes = row.result.get("counted_bytes")
             rows.append(row)
@@ -218,15 +206,13 @@ def parse():
     parser.add_argument("output", type=pathlib.Path, help="folder for steps_SIZE.json")
     parser.add_argument("--size", default="medium", choices=BATCHES)
     parser.add_argument("--device", default="gpu", choices=PLATFORMS)
-    parser.add_argument("--batch", type=int, help="rows; by default 8, 4 of xl")
-    parser.add_argument("--seq", type=int, help="tokens of a row; by default 1024")
-    parser.add_argument("--steps", type=int, default=12, help="steps that are timed")
+    parser.add_argument("--batch", type=int, help="rows; default 8, or 4 for xl")
+    parser.add_argument("--seq", type=int, help="tokens per row; default 1024")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps")
     parser.add_argument("--limit", type=float, default=420, help="seconds for all contenders")
-    parser.add_argument("--each", type=float, default=90, help="seconds for one")
-    parser.add_argument("--least", type=float, default=5, help="with fewer seconds left no contender is started")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="these contenders")
-    parser.add_argument("--contender", choices=CONTENDERS, help="run one here, and print its line of JSON")
-    parser.add_argument("--memory-budget", type=int, help="bytes, of that one")
+    parser.add_argument("--each", type=float, default=90, help="seconds for each contender")
+    parser.add_argument("--least", type=float, default=5, help="start no contender with fewer seconds left")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="contenders to run")
     arguments = parser.parse_args()
     rows, length = BATCHES[arguments.size]
     arguments.batch, arguments.seq = arguments.batch or rows, arguments.seq or length
@@ -235,14 +221,8 @@ def parse():
 
 def main():
     arguments = parse()
-    if arguments.contender:
-        # JAX reads what the parent has set as it is imported, so only here, and never in the parent.
-        from benchmarks.gpu import contenders
-
-        print(json.dumps(contenders.run(arguments)))
-        return 0
     arguments.output.mkdir(parents=True, exist_ok=True)
-    # A process that is told to end takes along the contender that it waits for.
+    # SIGTERM also ends the running contender.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = [name for name in CONTENDERS if name in arguments.only]
     rows = run_all(arguments, names, arguments.output / f"steps_{arguments.size}.json")

@@ -1,8 +1,8 @@
-"""From a loss function to segments: `partition`, and `print_table` to see what was found.
+"""Cuts a loss function into segments: `partition` finds them, `print_table` shows them.
 
 loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments --> derivative of each program
 
-`partition_forward` cuts any function of parameters, to be run without derivatives.
+`partition_forward` cuts any function of parameters for a run without derivatives.
 """
 
 from jaxferry.partition.build import layers_by_path, partition, partition_forward

@@ -1,4 +1,4 @@
-"""From a function to its partition: the steps in order."""
+"""Builds the partition of a function, step by step."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ def partition(
     layers: Sequence[Layer] | None = None,
     frozen: Collection[int] = (),
 ) -> Partition:
-    """Cuts a loss function into segments; nothing is computed and no model is held.
+    """Cuts a loss function into segments without computing anything.
 
     Args:
       loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar, or `(scalar, aux)`.
       params: the tree of parameters: arrays or `jax.ShapeDtypeStruct`s of a real floating-point dtype.
-      args: further arguments, most often one batch; arrays or shape structs.
+      args: further arguments, usually one batch; arrays or shape structs.
       kwargs: keyword arguments, likewise; for instance a PRNG key for dropout.
-      compute_dtype: the dtype in which the loss function is given its parameters; None leaves them as they are.
-      layers: the layers of an earlier partition of the same parameters, to be kept as far as possible; None finds them.
-      frozen: indices of the leaves of `params` that are not trained: no derivative is taken for them, and none passes
-        through what is made of them alone.
+      compute_dtype: the dtype in which the loss function receives its parameters; None keeps their dtypes.
+      layers: the layers of an earlier partition of the same parameters, which are kept where possible; None finds them.
+      frozen: indices of the leaves of `params` that are not trained; values that depend on them alone have no
+        derivative.
 
     Raises:
-      InputError: if a parameter is not real floating point, or there is none, or the loss depends on frozen ones alone.
-      PartitionError: if the loss is no real scalar or reads no parameter.
+      InputError: if a trained parameter is not real floating point, if there is no parameter, or if the loss depends
+        on frozen parameters alone.
+      PartitionError: if the loss is not a real scalar or reads no parameter.
     """
     traced = _trace(loss_fn, params, args, kwargs, compute_dtype, layers, frozen)
     loss, aux_tree = _check_outputs(traced.graph)
@@ -77,7 +78,7 @@ def partition_forward(
     layers: Sequence[Layer] | None = None,
     frozen: Collection[int] = (),
 ) -> ForwardPartition:
-    """Cuts any function of parameters into segments, to be run without derivatives.
+    """Cuts any function of parameters into segments for a run without derivatives.
 
     Args:
       function: `function(params, *args, **kwargs)` returns a tree of arrays.
@@ -89,7 +90,7 @@ def partition_forward(
       frozen: likewise.
 
     Raises:
-      InputError: if a parameter is not real floating point, or there is none.
+      InputError: if a parameter is not real floating point, or if there is no parameter.
       PartitionError: if the function reads no parameter.
     """
     traced = _trace(_without_parameters(function), params, args, kwargs, compute_dtype, layers, frozen)
@@ -106,9 +107,9 @@ class _Traced:
     Attributes:
       graph: the trace.
       stored: its parameters.
-      master_dtypes: theirs.
-      frozen: which of them are not trained, by index.
-      notes: what could not be unrolled.
+      master_dtypes: their master dtypes.
+      frozen: indices of the frozen ones.
+      notes: parameters whose scans could not be unrolled.
     """
 
     graph: Graph
@@ -135,7 +136,7 @@ def _trace(
 
 
 def _without_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with copies in place of parameters that it returns as they are."""
+    """Wraps a function so that it returns copies of parameters, never the parameters themselves."""
 
     def copied(params: Any, *args: Any, **kwargs: Any) -> Any:
         given = {id(leaf) for leaf in jax.tree.leaves(params)}
@@ -146,7 +147,7 @@ def _without_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _segmented(traced: _Traced, layers: Sequence[Layer] | None, is_differentiated: bool = True) -> ForwardPartition:
-    """Finds layers, or keeps those that are given, and cuts between them."""
+    """Finds layers, or uses the given ones, and cuts between them."""
     graph, stored = traced.graph, traced.stored
     if layers is None:
         groups = group_leaves([leaf.keys for leaf in stored], tables=_tables(graph))
@@ -163,11 +164,11 @@ def _segmented(traced: _Traced, layers: Sequence[Layer] | None, is_differentiate
     order = _order_of_use(stretches, group_of_leaf)
     made = tuple(_layer(group, group_of_leaf, names, traced) for group in order)
     if layers is not None and set(layers) == set(made):
-        # The order of first use may differ between functions; the arrangement of the state need not.
+        # The order of first use may differ between functions; the state keeps its own order.
         order = [order[made.index(layer)] for layer in layers]
         made = tuple(layers)
     layer_of_group = {group: index for index, group in enumerate(order)}
-    # Where cuts are as good at several places, those are better with which more segments share their program.
+    # Among equally cheap cuts, prefer those that let more segments share a program.
     early = cuts.find_cuts(graph, flow, group_of_leaf, is_early=True)
     built = [build_segments(graph, flow, derived, cut, made, layer_of_group) for cut in (stretches, early)]
     shared = [_share_programs(graph, segments, is_differentiated) for segments in built]
@@ -185,10 +186,10 @@ def _segmented(traced: _Traced, layers: Sequence[Layer] | None, is_differentiate
 
 
 def layers_by_path(params: Any, compute_dtype: Any = None, frozen: Collection[int] = ()) -> tuple[Layer, ...]:
-    """The layers that module paths alone suggest, for a model whose loss function has not been traced yet.
+    """Returns the layers that module paths alone suggest, before the loss function is traced.
 
     Raises:
-      InputError: as `partition` does.
+      InputError: as in `partition`.
     """
     parts = leaf_paths(params)
     paths = ["/".join(path) for path in parts]
@@ -200,9 +201,9 @@ def layers_by_path(params: Any, compute_dtype: Any = None, frozen: Collection[in
 def _by_iteration(
     graph: Graph, keys: Sequence[Path], layers: Sequence[Layer] | None
 ) -> tuple[Graph, list[Stored], tuple[str, ...]]:
-    """The graph with its scans over layers unrolled, the parameters that it has then, and what could not be unrolled.
+    """Unrolls scans over layers. Returns the new graph, its parameters, and notes on scans that stay.
 
-    If there are layers already, their parts are the parts.
+    Given layers determine which leaves are cut and how.
     """
     if layers is None:
         scans = find_scans(graph)
@@ -226,10 +227,10 @@ def _by_iteration(
 def _abstract_params(
     params: Any, paths: Sequence[str], compute_dtype: Any, frozen: Collection[int]
 ) -> tuple[Any, list[np.dtype]]:
-    """Shape structs in the compute dtype, and the dtypes of the master parameters."""
+    """Returns shape structs in the compute dtype, and the dtypes of the master parameters."""
     leaves, tree = jax.tree.flatten(params)
     if not leaves:
-        raise InputError("params holds no parameter")
+        raise InputError("params holds no parameter: pass a tree with at least one array")
     dtypes = []
     for index, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
@@ -240,22 +241,22 @@ def _abstract_params(
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise InputError(
                 f"parameter {path!r} has dtype {leaf.dtype}; only real floating-point parameters can be trained: "
-                "freeze it by trainable=, or keep it out of params, for instance in the batch"
+                "freeze it by trainable=, or pass it outside params, for instance in the batch"
             )
-        # Updates need the precision of fp32 even where the model was stored in 16 bits.
+        # Updates need fp32 precision even if the model is stored in 16 bits.
         dtypes.append(np.dtype(np.float32 if leaf.dtype.itemsize < 4 else leaf.dtype))
     computed = [jax.ShapeDtypeStruct(leaf.shape, _computed_dtype(leaf.dtype, compute_dtype)) for leaf in leaves]
     return jax.tree.unflatten(tree, computed), dtypes
 
 
 def _computed_dtype(dtype: Any, compute_dtype: Any) -> Any:
-    """What the loss function sees; quantised parameters as they are, since it has scales of its own for them."""
+    """Returns the dtype that the loss function sees; quantised parameters keep theirs, since the model scales them."""
     is_plain = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize > 1
     return compute_dtype if compute_dtype is not None and is_plain else dtype
 
 
 def _check_outputs(graph: Graph) -> tuple[int, jax.tree_util.PyTreeDef | None]:
-    """The number of the loss, and the tree of the auxiliary outputs (None if there are none)."""
+    """Returns the number of the loss and the tree of the auxiliary outputs (None without any)."""
     shape = jax.tree.unflatten(graph.out_tree, range(graph.out_tree.num_leaves))
     has_aux = isinstance(shape, tuple) and len(shape) == 2
     loss = shape[0] if has_aux else shape
@@ -277,7 +278,7 @@ def _check_outputs(graph: Graph) -> tuple[int, jax.tree_util.PyTreeDef | None]:
 
 
 def _tables(graph: Graph) -> frozenset[int]:
-    """Matrices among the leaves that rows are looked up in."""
+    """Returns the leaves that are lookup tables: matrices that a gather reads."""
     flow = analyse(graph, {leaf: leaf for leaf in range(len(graph.parameters))})
     found: set[int] = set()
     for equation in flow.main:
@@ -290,9 +291,9 @@ def _tables(graph: Graph) -> frozenset[int]:
 def _cut(
     graph: Graph, group_of_leaf: list[int], may_join: bool
 ) -> tuple[Dataflow, list[cuts.Stretch], list[int], list[tuple[set[int], str, bool]]]:
-    """Analyses and cuts, joining groups until every equation reads one and (if they may) every cut is worth making.
+    """Analyses and cuts; joins groups until every equation reads one group and, with `may_join`, every cut pays off.
 
-    The last result tells what was joined: groups as they were at first, why, and whether they had to be.
+    The last result lists the joins: the original groups, the reason, and whether the join was forced.
     """
     first, joins = group_of_leaf, list[tuple[set[int], str, bool]]()
 
@@ -306,18 +307,18 @@ def _cut(
             note(groups, reason, is_forced=True)
         if not shared:
             stretches = cuts.find_cuts(graph, flow, group_of_leaf)
-            dear = cuts.dear_cut(stretches, _group_bytes(graph, group_of_leaf)) if may_join else None
-            if dear is None:
+            expensive = cuts.expensive_cut(stretches, _group_bytes(graph, group_of_leaf)) if may_join else None
+            if expensive is None:
                 return flow, stretches, group_of_leaf, joins
-            note(*dear, is_forced=False)
-            merged = [min(dear[0]) if group in dear[0] else group for group in group_of_leaf]
+            note(*expensive, is_forced=False)
+            merged = [min(expensive[0]) if group in expensive[0] else group for group in group_of_leaf]
         group_of_leaf = merged
 
 
 def _merges(
     joins: Sequence[tuple[set[int], str, bool]], group_of_leaf: Sequence[int], names: Sequence[str]
 ) -> tuple[cuts.Merge, ...]:
-    """The joins with the names of the layers that were joined."""
+    """Returns the joins with layer names in place of group numbers."""
     return tuple(
         cuts.Merge(
             tuple(dict.fromkeys(n for n, g in zip(names, group_of_leaf, strict=True) if g in groups)), reason, is_forced
@@ -334,12 +335,12 @@ def _group_bytes(graph: Graph, group_of_leaf: Sequence[int]) -> list[int]:
 
 
 def _order_of_use(stretches: Sequence[cuts.Stretch], group_of_leaf: Sequence[int]) -> list[int]:
-    """Groups in order of first use, those that nothing reads last."""
+    """Returns the groups in order of first use, unread ones last."""
     return list(dict.fromkeys([*(stretch.group for stretch in stretches), *group_of_leaf]))
 
 
 def _layer(group: int, group_of_leaf: Sequence[int], names: Sequence[str], traced: _Traced) -> Layer:
-    """The layer of a group; `names` holds for each leaf the group that it was in before groups were joined."""
+    """Returns the layer of a group; `names` holds the name of each leaf's group before groups were joined."""
     leaves = [leaf for leaf, other in enumerate(group_of_leaf) if other == group]
     name = "+".join(dict.fromkeys(names[leaf] for leaf in leaves))
     avals = [traced.graph.avals[value] for value in traced.graph.parameters]
@@ -348,7 +349,7 @@ def _layer(group: int, group_of_leaf: Sequence[int], names: Sequence[str], trace
 
 
 def _share_programs(graph: Graph, segments: Sequence[Segment], is_differentiated: bool) -> list[Segment]:
-    """Gives equal segments the same program number; where no derivative is taken, rules for one say nothing."""
+    """Gives equal segments the same program number; without differentiation, derivative rules are ignored."""
     keys = [_program_key(graph, segment, is_differentiated) for segment in segments]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     return [dataclasses.replace(segment, program=numbers[key]) for segment, key in zip(segments, keys, strict=True)]
@@ -371,7 +372,7 @@ def _program_key(graph: Graph, segment: Segment, is_differentiated: bool) -> str
 
 
 def _prelude_outputs(graph: Graph, prelude: Sequence[Equation], segments: Sequence[Segment]) -> tuple[int, ...]:
-    """Values of the prelude that segments read or the caller is given."""
+    """Returns the values of the prelude that segments or the caller read."""
     wanted = {value for segment in segments for value in segment.passive} | {
         atom for atom in graph.outputs if isinstance(atom, int)
     }

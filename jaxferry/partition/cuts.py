@@ -1,12 +1,12 @@
-"""Where the equations are cut into segments: between the readers of two layers, where the fewest bytes are alive.
+"""Cuts the equations into segments: between the readers of two layers, where the fewest bytes are alive.
 
-The equations that read parameters, taken in order, give the sequence of layers. Between the last reader of one and the
-first reader of the next lies a stretch in which the cut may fall; the bytes alive at each place of it decide. For a
-transformer that is the residual stream alone. Where one layer is applied several times in a row (ALBERT), its readers
-repeat themselves, and each application is a segment.
+The equations that read parameters, in order, give the sequence of layers. The cut between two layers may fall anywhere
+between the last reader of one and the first reader of the next; it falls where the fewest bytes are alive. In a
+transformer that is the residual stream. If one layer is applied several times in a row (ALBERT), its readers repeat
+periodically, and each application is a segment.
 
-A cut that is far dearer than the others (between a tied head and its bias it would carry all logits) is not worth
-making, unless both layers have more bytes of parameters than it has to carry: those two layers become one.
+Some cuts cost far more than the others: a cut between a tied head and its bias would carry all logits. Unless both
+layers have more parameter bytes than such a cut carries, the two layers are merged.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from jaxferry.partition.dataflow import Dataflow
 from jaxferry.partition.graph import Graph
 from jaxferry.units import format_bytes
 
-_DEAR = 8
+_EXPENSIVE_RATIO = 8
+"""A cut is expensive if it carries more than this multiple of the median cut's bytes."""
 
-_WHOLE = {
+_INDIVISIBLE = {
     "cond": "a branch is chosen only while the program runs",
     "custom_jvp_call": "a custom_jvp rule spans them",
     "custom_vjp_call": "a custom_vjp rule spans them",
-    "remat2": "one jax.checkpoint spans them; around each layer there may be one of its own",
-    "checkpoint": "one jax.checkpoint spans them; around each layer there may be one of its own",
+    "remat2": "one jax.checkpoint spans them; wrap each layer in its own instead",
+    "checkpoint": "one jax.checkpoint spans them; wrap each layer in its own instead",
     "scan": "a scan reads them in every iteration",
     "while": "a loop reads them in every iteration",
 }
@@ -35,12 +36,12 @@ _WHOLE = {
 
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """Why layers that could have been apart are one.
+    """Layers that were merged into one, and why.
 
     Attributes:
       layers: their names.
-      reason: what kept them together.
-      is_forced: whether nothing else was possible; else a cut would have been dearer than it is worth.
+      reason: why they were merged.
+      is_forced: whether no cut was possible; otherwise a cut was possible but too expensive.
     """
 
     layers: tuple[str, ...]
@@ -60,7 +61,7 @@ class Stretch:
     """Equations of one segment: `flow.main[start:stop]`, reading the parameters of `group`.
 
     Attributes:
-      alive_bytes: bytes of the values that are made before `stop` and used after it.
+      alive_bytes: bytes of the values that are defined before `stop` and used after it.
     """
 
     group: int
@@ -71,7 +72,7 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Readers of one group that no reader of another group separates, for one application of it."""
+    """Consecutive readers of one group, for one application of the layer."""
 
     group: int
     first: int
@@ -82,24 +83,25 @@ def merge_shared_readers(flow: Dataflow, group_of_leaf: Sequence[int]) -> tuple[
     """Joins groups that one equation reads together.
 
     Returns:
-      The new group of each leaf, and for each join the groups as they were, and why.
+      The new group of each leaf, and the joins as pairs of original groups and reason.
     """
     groups, joins = list(group_of_leaf), []
     for equation in flow.main:
         together = {groups[leaf] for leaf in flow.leaves_read(equation)}
         if len(together) > 1:
             name = equation.primitive.name
-            reason = f"one {name} reads their parameters" + (f" ({_WHOLE[name]})" if name in _WHOLE else "")
+            reason = f"one {name} reads their parameters"
+            reason += f" ({_INDIVISIBLE[name]})" if name in _INDIVISIBLE else ""
             joins.append(({g for g, new in zip(group_of_leaf, groups, strict=True) if new in together}, reason))
             groups = [min(together) if group in together else group for group in groups]
     return groups, joins
 
 
 def find_cuts(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int], is_early: bool = False) -> list[Stretch]:
-    """Cuts `flow.main` into one stretch for each run of readers of one group, and each application within it.
+    """Cuts `flow.main` into one stretch for each application of a group.
 
-    Of places where as few bytes are alive, the last is taken, or the first (`is_early`). Every equation of `flow.main`
-    must read leaves of at most one group. The result is empty if none reads any.
+    Among positions with equally few live bytes, a cut falls at the last one, or at the first with `is_early`. Every
+    equation of `flow.main` must read leaves of at most one group. The result is empty if no equation reads a leaf.
     """
     runs = _runs(graph, flow, group_of_leaf)
     alive = _alive_bytes(graph, flow)
@@ -112,26 +114,26 @@ def find_cuts(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int], is_ear
     return [Stretch(run.group, start, stop, alive[stop]) for run, start, stop in zip(runs, starts, stops, strict=False)]
 
 
-def dear_cut(stretches: Sequence[Stretch], group_bytes: Sequence[int]) -> tuple[set[int], str] | None:
-    """The two groups at the dearest cut that should not be made, and why; None if every cut is worth making."""
+def expensive_cut(stretches: Sequence[Stretch], group_bytes: Sequence[int]) -> tuple[set[int], str] | None:
+    """Returns the two groups at the most expensive cut that does not pay off, and why; None if all cuts pay off."""
     cuts = list(itertools.pairwise(stretches))
     if not cuts:
         return None
     usual = statistics.median_low([left.alive_bytes for left, _ in cuts])
-    dear = [
+    expensive = [
         (left.alive_bytes, left.group, right.group)
         for left, right in cuts
         if left.group != right.group
-        and left.alive_bytes > _DEAR * usual
+        and left.alive_bytes > _EXPENSIVE_RATIO * usual
         and left.alive_bytes > min(group_bytes[left.group], group_bytes[right.group])
     ]
-    if not dear:
+    if not expensive:
         return None
-    alive_bytes, left, right = max(dear)
+    alive_bytes, left, right = max(expensive)
     smaller = min(group_bytes[left], group_bytes[right])
     reason = (
-        f"between them {format_bytes(alive_bytes)} would be alive, "
-        f"more than the {format_bytes(smaller)} of parameters that a cut could take away"
+        f"a cut between them would carry {format_bytes(alive_bytes)}, "
+        f"more than the {format_bytes(smaller)} of parameters that it could offload"
     )
     return {left, right}, reason
 
@@ -147,9 +149,9 @@ def _runs(graph: Graph, flow: Dataflow, group_of_leaf: Sequence[int]) -> list[_R
 
 
 def _applications(graph: Graph, flow: Dataflow, places: list[int]) -> list[list[int]]:
-    """The readers of one run, apart for each time that the layer is applied.
+    """Splits the readers of one run by application of the layer.
 
-    A layer of one parameter is not taken apart: lookups in the same table are better made together.
+    A layer with one parameter is not split: lookups in the same table belong together.
     """
     readers = [flow.main[place] for place in places]
     if len(frozenset().union(*map(flow.leaves_read, readers))) == 1:
@@ -164,7 +166,7 @@ def _applications(graph: Graph, flow: Dataflow, places: list[int]) -> list[list[
 
 
 def _alive_bytes(graph: Graph, flow: Dataflow) -> list[int]:
-    """Bytes alive at each place: made by an equation of `main` before it, used by one at or after it, or an output."""
+    """Returns the bytes alive before each equation: defined earlier in `main`, and used at or after it or returned."""
     made = {value: place for place, equation in enumerate(flow.main) for value in equation.outputs}
     last_use = {value: place for place, equation in enumerate(flow.main) for value in equation.reads if value in made}
     end = len(flow.main)

@@ -1,18 +1,17 @@
-"""What each value depends on, and where an equation may move without changing the result.
+"""Finds what each value depends on, and moves equations to the segments that need them.
 
-A trace lists equations in the order in which Python met them, which is not the order in which a layer needs them: a
-loss often casts its whole tree of parameters first, slices labels at the top, or adds up a penalty over all weights
-at the end. Three moves undo that:
+A trace lists equations in Python's order of execution, not in the order in which layers need them: a loss often casts
+all parameters first, slices labels at the top, or sums a penalty over all weights at the end. Three moves undo this:
 
-  * a *view* (made from one layer's parameters or from nothing, and no smaller than what it reads: a cast, a transpose,
-    a mask) is computed again in each segment that uses it, so no copy of a weight has to cross segments. Parameters
-    that are repeated or looked up (learned queries for each example, a table of relative positions) are activations,
-    not views: other layers may read them many times, and should not need their layer each time;
-  * small values made from the batch alone (dropout keys, counts), or selected from a constant (a block's row of a mask
-    over heads), go into a *prelude* that runs once a step, so that blocks which differ only in such constants are the
-    same program;
-  * an equation on the batch alone, or on parameters alone, waits until its first use; a summary of one layer's
-    parameters (its share of a penalty) is made where the batch meets that layer.
+  * Each segment recomputes the *views* that it uses. A view is made from one layer's parameters, or from constants
+    alone, and is about as large as its operands or larger: a cast, a transpose, a mask. So no copy of a weight crosses
+    segments. Repeated or looked-up parameters (learned queries per example, a table of relative positions) are
+    activations, not views: other layers may read them many times and should not need this layer each time.
+  * Small values made from the batch alone (dropout keys, counts), or selected from a constant (a block's row of a mask
+    over heads), go into a *prelude* that runs once per step. Blocks that differ only in such constants are then the
+    same program.
+  * An equation that depends on the batch alone, or on parameters alone, moves down to its first use. A summary of one
+    layer's parameters (its share of a penalty) is computed where the batch first meets that layer.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _SELECTING = ("slice", "dynamic_slice", "gather")
 
 @dataclasses.dataclass(frozen=True)
 class Dataflow:
-    """The equations of a graph, sorted by what they may do.
+    """The equations of a graph, classified by where they may run.
 
     Attributes:
-      main: those that stay in order; segments are slices of this list.
-      views: value -> the equation that computes it again wherever it is used.
-      prelude: those that run once, before everything.
+      main: equations that run in this order; segments are slices of this list.
+      views: value -> the equation that recomputes it wherever it is used.
+      prelude: equations that run once per step, before all segments.
       leaves: value -> indices of the parameter leaves that it is made from through views alone.
-      active: values that depend on parameters, for which a derivative flows.
+      active: values that depend on parameters and may carry a derivative.
     """
 
     main: tuple[Equation, ...]
@@ -46,12 +45,12 @@ class Dataflow:
     active: frozenset[int]
 
     def leaves_read(self, equation: Equation) -> frozenset[int]:
-        """Indices of the parameter leaves that an equation of `main` reads, itself or through views."""
+        """Returns the indices of the parameter leaves that an equation of `main` reads, directly or through views."""
         return frozenset().union(*(self.leaves.get(value, frozenset()) for value in equation.reads))
 
 
 def analyse(graph: Graph, group_of_leaf: Mapping[int, int]) -> Dataflow:
-    """Sorts the equations of `graph`; `group_of_leaf` maps a leaf index to its layer."""
+    """Classifies the equations of `graph`; `group_of_leaf` maps a leaf index to its layer."""
     batch, active = dependences(graph)
     views, leaves = _views(graph, batch, group_of_leaf)
     viewed = set(views)
@@ -64,7 +63,7 @@ def analyse(graph: Graph, group_of_leaf: Mapping[int, int]) -> Dataflow:
 
 
 def dependences(graph: Graph) -> tuple[set[int], frozenset[int]]:
-    """Values that depend on the batch, and values that depend on parameters."""
+    """Returns the values that depend on the batch, and the values that depend on parameters."""
     batch, active = set(graph.batch), set(graph.parameters)
     for equation in graph.equations:
         if equation.has_effects or not batch.isdisjoint(equation.reads):
@@ -115,9 +114,9 @@ def _prelude(
 
 
 def _reorder(flow: Dataflow, batch: set[int], group_of_leaf: Mapping[int, int]) -> tuple[Equation, ...]:
-    """Moves equations on the batch alone or on parameters alone down to their first use.
+    """Moves equations that depend on the batch alone or on parameters alone down to their first use.
 
-    Of the latter, those on a single layer go to where the batch meets that layer first, if that is earlier.
+    An equation on one layer's parameters moves to where the batch first meets that layer, if that is earlier.
     """
     groups = {id(e): {group_of_leaf[leaf] for leaf in flow.leaves_read(e)} for e in flow.main}
     place = _places_of_first_use(flow, batch, _chained(flow, batch, groups))
@@ -139,10 +138,10 @@ def _reorder(flow: Dataflow, batch: set[int], group_of_leaf: Mapping[int, int]) 
 
 
 def _chained(flow: Dataflow, batch: set[int], groups: Mapping[int, set[int]]) -> set[int]:
-    """Equations on parameters alone by which one layer continues what another has begun, as identities.
+    """Returns the ids of equations on parameters alone that apply one layer to the result of another.
 
-    The norm and the products that learned queries pass through, before they meet the batch, belong to their layer and
-    stay there; a sum of the penalties of layers reads no parameter itself, and does not.
+    Learned queries may pass through a norm and products before they meet the batch; these equations stay with their
+    layer. A sum of the layers' penalties reads no parameter itself and is not among them.
     """
     made_from: dict[int, set[int]] = {}
     chained = set()
@@ -156,9 +155,9 @@ def _chained(flow: Dataflow, batch: set[int], groups: Mapping[int, set[int]]) ->
 
 
 def _places_of_first_use(flow: Dataflow, batch: set[int], fixed: set[int]) -> dict[int, float]:
-    """Where each equation stands once those that need not wait for both batch and parameters have moved down.
+    """Returns the position of each equation after those that depend on the batch or on parameters alone moved down.
 
-    Those in `fixed` (identities) stay where they are.
+    Equations whose id is in `fixed` stay in place.
     """
     place = {id(equation): float(index) for index, equation in enumerate(flow.main)}
     first_use: dict[int, float] = {}

@@ -1,13 +1,13 @@
-"""The forward and backward program of a segment, and what has to be kept between the two.
+"""Builds the forward and backward programs of a segment and chooses what to save between them.
 
     forward(weights, inputs, passive)                            -> outputs, extras, saved
     backward(weights, inputs, passive, outputs, saved, cotangents) -> gradients of trained weights, input cotangents
 
-A derivative needs residuals. Many of them somebody holds anyway: the weights, which the engine drops after the forward
-and puts back for the backward, the segment's inputs, its outputs. These are not handed out a second time but supplied
-again. Copies computed from weights alone (a cast, a transpose) are computed again in the backward program, so nothing
-of a weight stays on the device between the two. Of the others as few bytes as possible are kept, or those that a policy
-names (`residuals.py`).
+A backward needs residuals. The engine holds many of them anyway: the weights, which it drops after the forward and
+reloads for the backward, and the segment's inputs and outputs. These are passed to the backward as arguments, not saved
+twice. The backward recomputes copies made from weights alone (a cast, a transpose), so nothing of a weight stays on the
+device in between. Of the other residuals it saves as few bytes as possible, or those that a policy selects
+(`residuals.py`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from jaxferry.partition.rows import keep_rows
 from jaxferry.partition.segments import Segment
 
 REMAT = ("none", "full")
-"""What is kept between forward and backward: `none` recomputes nothing, `full` keeps a segment's inputs alone."""
+"""What a segment recomputes in its backward: `none` nothing expensive, `full` its whole forward from its inputs."""
 
 AUTO = "auto"
-"""As `none`, until a plan chooses `full`."""
+"""`none` unless a plan chooses `full`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Derivative:
-    """Forward and backward of one segment as functions to be jitted.
+    """Forward and backward of one segment as functions for `jax.jit`.
 
     Attributes:
       segment: the segment; all segments with the same program number may share these functions.
-      saved: shape and dtype of each residual that has to be kept.
+      saved: shape and dtype of each saved residual.
       reads_weights: whether the backward reads the weights.
       has_rows: whether some gradients are `RowGradient`s.
-      inputs_read, passive_read, outputs_read: which of these values the backward reads, as indices.
+      inputs_read, passive_read, outputs_read: indices of the values that the backward reads.
     """
 
     segment: Segment
@@ -54,11 +54,11 @@ class Derivative:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the residuals that have to be kept."""
+        """Bytes of the saved residuals."""
         return sum(aval_bytes(aval) for aval in self.saved)
 
     def forward(self, weights: Any, inputs: Any, passive: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the values of `segment.outputs`, of `segment.extras`, and the residuals."""
+        """Returns the values of `segment.outputs` and `segment.extras`, and the residuals."""
         return self._forward(weights, inputs, passive)
 
     def backward(
@@ -66,13 +66,13 @@ class Derivative:
     ) -> tuple[list[Any], list[Any]]:
         """Returns gradients of the trained weights (arrays, or `RowGradient`s of lookups) and the inputs' cotangents.
 
-        `inputs`, `passive` and `outputs` hold only the values at `inputs_read`, `passive_read`, `outputs_read`; weights
-        that are not read may be shape structs.
+        `inputs`, `passive` and `outputs` hold only the values at `inputs_read`, `passive_read` and `outputs_read`.
+        Weights that are not read may be shape structs.
         """
         return self._backward(weights, inputs, passive, outputs, saved, cotangents)
 
     def backward_arguments(self, graph: Graph) -> tuple[list[Any], ...]:
-        """Shape structs of what `backward` takes; `graph` is the one that the segment's values are numbered in."""
+        """Returns shape structs of the arguments of `backward`; `graph` is the segment's graph."""
         segment = self.segment
         return (
             _shapes(graph, segment.weights),
@@ -88,13 +88,13 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
     """Builds the forward and the backward of `segment`.
 
     Args:
-      graph: what the segment's values are numbered in.
+      graph: the segment's graph.
       segment: the segment.
-      remat: what is kept between the two: one of `REMAT`, `AUTO`, or a policy as in `jax.checkpoint_policies`; None for
-        the segment's own choice.
+      remat: what to save between the two: one of `REMAT`, `AUTO`, or a policy as in `jax.checkpoint_policies`; None
+        uses the segment's own choice.
 
     Raises:
-      InputError: if the policy answers with anything but True (keep) and False (compute again).
+      InputError: if the policy returns anything but True (keep) or False (recompute).
     """
     if not segment.runs_back:
         return _without_backward(segment)
@@ -130,7 +130,7 @@ def _recomputing(segment: Segment) -> Derivative:
         return (*segment.forward(weights, inputs, passive), [])
 
     def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, saved: Any, cotangents: Any) -> Any:
-        # Without the barrier XLA could merge the recomputation with the forward of a program that holds both.
+        # Without the barrier, XLA could merge the recomputation into the forward of a program that holds both.
         inputs = jax.lax.optimization_barrier(inputs)
         return _pullback(segment, weights, inputs, passive)[1](cotangents)
 
@@ -140,7 +140,7 @@ def _recomputing(segment: Segment) -> Derivative:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Linearised:
-    """The graph of `_pullback`, with the atoms of each of its results."""
+    """The graph of `_pullback` and the atoms of its results."""
 
     graph: Graph
     outputs: tuple[Atom, ...]
@@ -155,7 +155,7 @@ def _shapes(graph: Graph, values: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
 
 
 def joint_graph(graph: Graph, segment: Segment) -> Graph:
-    """The forward and backward of a segment in one graph, in which custom derivative rules are plain equations."""
+    """Returns the forward and backward of a segment in one graph, with custom derivative rules as plain equations."""
 
     def run(weights: Any, inputs: Any, passive: Any, cotangents: Any) -> Any:
         outputs, pullback, extras = _pullback(segment, weights, inputs, passive)
@@ -194,7 +194,7 @@ def _keeping(segment: Segment, lin: _Linearised, policy: Callable[..., Any] | No
     if policy is None:
         assert all(is_cheap(equation) or from_weights.issuperset(equation.outputs) for equation in recomputed)
     needed = {*residuals, *(v for e in recomputed for v in e.reads)}
-    # An output that is one of the arguments handed through is supplied as that argument.
+    # An output that is also an argument is read from that argument.
     supplied = {*graph.parameters, *graph.batch, *graph.constants}
     numbers: tuple[tuple[Atom, ...], ...] = (graph.batch[:num_inputs], passive, lin.outputs)
     read = [
@@ -213,7 +213,7 @@ def _keeping(segment: Segment, lin: _Linearised, policy: Callable[..., Any] | No
         values: dict[Any, Any] = dict(graph.constants)
         values |= zip(graph.parameters, weights, strict=True)
         if policy is not None:
-            inputs = jax.lax.optimization_barrier(inputs)  # as above
+            inputs = jax.lax.optimization_barrier(inputs)  # as in `_recomputing`
         for atoms, places, arrays in zip(numbers, read, (inputs, passive, outputs), strict=True):
             values |= {atoms[i]: array for i, array in zip(places, arrays, strict=True)}
         values |= zip(saved, residues, strict=True)
@@ -230,7 +230,7 @@ def _collect(values: dict[int, Any], atoms: Sequence[Atom]) -> list[Any]:
 
 
 def _recomputation(graph: Graph, residuals: Sequence[int], held: Collection[int]) -> tuple[Equation, ...]:
-    """The equations that make the residuals from what is held."""
+    """Returns the equations that compute the residuals from the values in `held`."""
     needed = {value for value in residuals if value not in held}
     chosen = []
     for equation in reversed(graph.equations):
@@ -241,7 +241,7 @@ def _recomputation(graph: Graph, residuals: Sequence[int], held: Collection[int]
 
 
 def _made_from(graph: Graph, sources: set[int]) -> set[int]:
-    """Values computed from `sources` and constants alone."""
+    """Returns the values computed from `sources` and constants alone."""
     made: set[int] = set()
     for equation in graph.equations:
         if not equation.has_effects and all(v in sources or v in made or v in graph.constants for v in equation.reads):

@@ -1,4 +1,4 @@
-"""Which primitives are element-wise: an element of the result depends on the same element of each operand alone."""
+"""Lists the element-wise primitives: each element of the result depends only on the same element of each operand."""
 
 from __future__ import annotations
 
@@ -71,4 +71,4 @@ ELEMENTWISE = frozenset(
         "xor",
     ]
 )
-"""Names of primitives. Their operands have the shape of the result, or are scalars, which count as any shape."""
+"""Names of primitives. Each operand has the result's shape or is a scalar."""

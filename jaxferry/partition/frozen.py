@@ -1,4 +1,4 @@
-"""Which parameters are not trained, as the user says it."""
+"""Reads the `trainable` argument: which parameters are frozen."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxferry.errors import InputError
 from jaxferry.partition.groups import leaf_paths
 
 Trainable = Callable[[str], bool] | Any
-"""A function of a parameter's path, such as "h_0/attn/kernel", or a tree of booleans, of which each may stand for a
+"""A function of a parameter's path, such as "h_0/attn/kernel", or a tree of booleans; one boolean may stand for a
 whole subtree of parameters."""
 
 
 def frozen_leaves(trainable: Trainable | None, params: Any) -> frozenset[int]:
-    """Indices of the leaves of `params` that shall not be trained; none if `trainable` is None.
+    """Returns the indices of the frozen leaves of `params`; none if `trainable` is None.
 
     Raises:
-      InputError: if that is no such function or tree, or leaves nothing to train.
+      InputError: if `trainable` is neither such a function nor such a tree, or freezes every parameter.
     """
     if trainable is None:
         return frozenset()
@@ -35,7 +35,7 @@ def frozen_leaves(trainable: Trainable | None, params: Any) -> frozenset[int]:
 
 
 def _spread(tree: Any, params: Any) -> list[Any]:
-    """For each parameter the leaf of a tree that stands for it."""
+    """Returns the leaf of `tree` that applies to each parameter."""
     try:
         spread = jax.tree.map(lambda value, part: [value] * len(jax.tree.leaves(part)), tree, params)
     except ValueError as error:

@@ -1,8 +1,8 @@
 """A loss function as a flat list of equations over numbered values.
 
-A jaxpr names its values by objects, and a jaxpr that is called twice shares them. Here every value has a number of its
-own, calls are inlined, and an equation keeps all that is needed to bind its primitive again; so a segment is a slice
-of the list, and running it needs no jaxpr surgery.
+A jaxpr identifies values by variable objects, and two calls of the same jaxpr share them. Here calls are inlined, every
+value has a number of its own, and each equation keeps what it needs to bind its primitive again. A segment is then a
+slice of the list and runs without jaxpr surgery.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Equation:
       params: its parameters, as in the jaxpr.
       inputs: operands in order.
       outputs: numbers of the values that it defines.
-      context: the context manager that was active when it was traced.
-      has_effects: whether it must run even if nobody reads its outputs.
+      context: the trace context of the equation; its manager is active when the equation is bound again.
+      has_effects: whether it must run even if its outputs are unused.
     """
 
     primitive: core.Primitive
@@ -45,7 +45,7 @@ class Equation:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The numbers among the operands."""
+        """The operands that are values, not literals."""
         return tuple(atom for atom in self.inputs if isinstance(atom, int))
 
 
@@ -77,7 +77,7 @@ class Graph:
 
 
 def aval_bytes(aval: type_of_aval) -> int:
-    """Bytes of an array of this shape and dtype (a typed PRNG key counts its words)."""
+    """Bytes of an array of this shape and dtype; for typed PRNG keys, of their key data."""
     dtype = aval.dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return int(aval.size) * int(dtype.itemsize)
@@ -90,7 +90,7 @@ def is_inexact(aval: type_of_aval) -> bool:
 
 
 def evaluate(equations: Iterable[Equation], values: dict[int, Any]) -> None:
-    """Runs the equations on `values`, which maps numbers to arrays or tracers and receives the results."""
+    """Runs the equations on `values`, a map from numbers to arrays or tracers, and adds the results to it."""
     for equation in equations:
         operands = [values[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
         params = equation.primitive.get_bind_params(equation.params)
@@ -113,19 +113,19 @@ class Builder:
 
     @classmethod
     def onto(cls, graph: Graph) -> Builder:
-        """A builder that knows the values of a graph by their numbers, and has none of its equations."""
+        """Returns a builder with the values of a graph under their numbers, but without its equations."""
         builder = cls()
         builder.avals, builder.constants = list(graph.avals), dict(graph.constants)
         builder._constant_numbers = {id(array): number for number, array in graph.constants.items()}
         return builder
 
     def value(self, aval: type_of_aval) -> int:
-        """The number of a new value."""
+        """Adds a value and returns its number."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
     def constant(self, variable: core.Var, array: Any) -> int:
-        """The number of an array that a jaxpr has closed over; the same for the same array."""
+        """Returns the number of an array that a jaxpr closes over; the same array always has the same number."""
         number = self._constant_numbers.get(id(array))
         if number is None:
             number = self._constant_numbers[id(array)] = self.value(variable.aval)
@@ -133,7 +133,7 @@ class Builder:
         return number
 
     def inline(self, closed: core.ClosedJaxpr, operands: Sequence[Atom]) -> list[Atom]:
-        """Adds the equations of a jaxpr with new values; returns its outputs."""
+        """Adds a jaxpr's equations with new value numbers; returns its outputs."""
         jaxpr = closed.jaxpr
         names: dict[core.Var, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
         names |= {v: self.constant(v, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
@@ -168,14 +168,14 @@ def trace(
     kwargs: Mapping[str, Any],
     keep_single: bool = False,
 ) -> Graph:
-    """Traces `function(params, *args, **kwargs)`; nothing is computed.
+    """Traces `function(params, *args, **kwargs)` without computing anything.
 
     Args:
-      function: the function, most often a loss.
-      params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
+      function: the function, usually a loss.
+      params: the tree of parameters: arrays or `jax.ShapeDtypeStruct`s.
       args: further arguments, likewise.
       kwargs: keyword arguments, likewise.
-      keep_single: leave calls of jitted functions with a single result as they are.
+      keep_single: whether to keep calls of jitted functions that have one result, instead of inlining them.
     """
 
     def call(leaves: list[Any], rest: list[Any]) -> Any:
@@ -200,7 +200,7 @@ def trace(
 
 
 def live_equations(equations: Sequence[Equation], outputs: Iterable[Atom]) -> tuple[Equation, ...]:
-    """The equations that an output or an effect depends on."""
+    """Returns the equations that an output or an effect depends on."""
     needed = {atom for atom in outputs if isinstance(atom, int)}
     kept = []
     for equation in reversed(equations):

@@ -1,10 +1,10 @@
-"""Which parameters form a layer: groups of leaves by module path.
+"""Groups parameters into layers by module path.
 
-The tree of a Flax model mirrors its modules. A subtree is one layer, unless modules that repeat lie below it:
-siblings with numbered names and the same modules inside, as the blocks of a transformer (`h_0`, `h_1`, ... or
-`layers/0`, `layers/1`, ...), or a list of modules. Such a subtree is opened, and each sibling becomes a layer. So a
-residual block is one layer, and what surrounds the blocks (embedding tables, the final norm) has a layer each. A table
-that rows are looked up in is always a layer of its own, wherever its module lies: only its touched rows need to travel.
+The tree of a Flax model mirrors its modules. A subtree is one layer unless it contains repeated modules: siblings with
+numbered names and the same modules inside, such as transformer blocks (`h_0`, `h_1`, ... or `layers/0`, `layers/1`,
+...), or a list of modules. Such a subtree is opened, and each sibling becomes a layer. So each residual block is one
+layer, and so is each module around the blocks (embedding tables, the final norm). A lookup table is always a separate
+layer, wherever its module lies, because only its touched rows need to be transferred.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _NUMBERED = re.compile(r"(.*?)(\d+)")
 _WRAPPERS = frozenset({"value", "raw_value"})
 
 NO_NAME = "(no name)"
-"""Of a layer whose path is empty strings alone."""
+"""The name of a layer whose path consists of empty strings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Leaves that belong together.
+    """The leaves of one layer.
 
     Attributes:
-      name: the module path, joined by "/", without what all paths share.
+      name: the module path, joined by "/", without the prefix that all paths share.
       leaves: indices into the flattened parameter tree, ascending.
     """
 
@@ -40,9 +40,9 @@ class Group:
 
 
 def leaf_paths(params: Any) -> list[Path]:
-    """The path of each leaf as plain strings: dictionary keys, indices, attribute names.
+    """Returns the path of each leaf as plain strings: dictionary keys, indices, attribute names.
 
-    The field in which an NNX variable keeps its array is left out.
+    Omits the field in which an NNX variable keeps its array.
     """
     paths = []
     for keys, _ in jax.tree_util.tree_flatten_with_path(params)[0]:
@@ -56,7 +56,7 @@ def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[G
 
     Args:
       paths: the path of each leaf, as from `leaf_paths`.
-      tables: indices of leaves that rows are looked up in.
+      tables: indices of lookup tables.
     """
     common = common_modules(paths)
     below = {index: path[common:] for index, path in enumerate(paths) if index not in tables}
@@ -71,7 +71,7 @@ def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[G
 
 
 def common_modules(paths: Sequence[Path]) -> int:
-    """How many leading keys all module paths share: a key above a single module says nothing."""
+    """Returns how many leading keys all module paths share; such keys distinguish nothing."""
     modules = [path[:-1] for path in paths]
     depth = 0
     while all(len(module) > depth for module in modules) and len({module[depth] for module in modules}) == 1:
@@ -80,7 +80,7 @@ def common_modules(paths: Sequence[Path]) -> int:
 
 
 def _split(below: Mapping[int, Path], prefix: Path) -> Iterator[tuple[Path, list[int]]]:
-    """The layers of an opened subtree; `below` maps each of its leaves to the path from here."""
+    """Yields the layers of an opened subtree; `below` maps each of its leaves to its path within the subtree."""
     children: dict[str, dict[int, Path]] = {}
     for index, path in below.items():
         children.setdefault(path[0], {})[index] = path[1:]
@@ -93,7 +93,7 @@ def _split(below: Mapping[int, Path], prefix: Path) -> Iterator[tuple[Path, list
 
 
 def _opens(below: Mapping[int, Path]) -> bool:
-    """Whether repeated modules, or a list of modules, lie at this level or further down."""
+    """Whether this subtree contains repeated modules or a list of modules at any depth."""
     children: dict[str, dict[int, Path]] = {}
     for index, path in below.items():
         if len(path) > 1:
@@ -103,7 +103,7 @@ def _opens(below: Mapping[int, Path]) -> bool:
 
 
 def _repeated(children: Mapping[str, Mapping[int, Path]]) -> set[str]:
-    """Children named alike but for a number, with the same modules inside, or the same parameters in a list."""
+    """Returns children whose names differ only in a number and that hold the same modules, or a list's parameters."""
     families: dict[tuple[str, frozenset[Path]], list[str]] = {}
     for key, leaves in children.items():
         match = _NUMBERED.fullmatch(key)

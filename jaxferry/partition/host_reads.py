@@ -1,8 +1,8 @@
-"""Programs that read a layer's parameters in host memory: the rewrite behind Direct Host Access (MemFerry, III).
+"""Rewrites programs to read a layer's parameters in host memory: Direct Host Access (MemFerry, section III).
 
-Equations that read parameters become operations on the layer's flat vectors: lookups `dha_gather`, products
-`dha_matmul`, all others read a device copy that `dha_read` makes. What only reorders or casts a parameter on its way
-there (a transpose, a reshape, a cast to the compute dtype) is folded into the operation.
+Equations that read parameters become operations on the layer's flat vectors: lookups become `dha_gather`, products
+become `dha_matmul`, and all others read a device copy made by `dha_read`. Transposes, reshapes and casts of a parameter
+on the way to an operation are folded into it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Vectors = Sequence[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
-    """A value that is a parameter, reordered and perhaps cast.
+    """A value that is a reordered and possibly cast parameter.
 
     Attributes:
       leaf: index of the parameter in its layer.
-      view: how it is reordered.
-      dtype: what it is cast to.
+      view: the reordering.
+      dtype: the dtype after the cast.
     """
 
     leaf: int
@@ -43,24 +43,24 @@ class _Reference:
 
 
 Operation = Callable[[Vectors, dict[int, Any]], jax.Array]
-"""Computes an equation's result from the layer's vectors and the values so far."""
+"""Computes an equation's result from the layer's vectors and the values computed so far."""
 
 
 def read_in_place(
     function: Callable[..., Any], layer: Layer, arguments: Sequence[Any], native: bool
 ) -> Callable[..., Any]:
-    """The same function of the layer's vectors in host memory in place of its parameters.
+    """Returns the same function with the layer's vectors in host memory in place of its parameters.
 
-    Without the native operations the program itself loads the whole layer, and computes what it would compute anyway.
+    Without native operations, the program copies the whole layer to the device first.
 
     Args:
-      function: `(weights, *others)`; `weights` are the layer's parameters on the device.
-      layer: how they lie in the vectors.
+      function: `function(weights, *others)`; `weights` are the layer's parameters on the device.
+      layer: the layout of the parameters in the vectors.
       arguments: shape structs of the function's arguments.
-      native: whether the operations are those of the native library.
+      native: whether to use the native library's operations.
 
     Returns:
-      `(vectors, *others)`, with the same results.
+      A function of `(vectors, *others)` with the same results.
     """
     if not native:
         return lambda vectors, *others: function(layer.unpack([twins.to_device(v) for v in vectors]), *others)
@@ -85,7 +85,7 @@ def read_in_place(
 
 
 def _read(leaves: Sequence[Leaf], vectors: Vectors) -> list[jax.Array]:
-    """Device copies of parameters, with one operation for each vector."""
+    """Returns device copies of parameters; one operation per vector."""
     found: dict[int, jax.Array] = {}
     for number, vector in enumerate(vectors):
         chosen = [leaf for leaf in leaves if leaf.vector == number]
@@ -97,19 +97,19 @@ def _read(leaves: Sequence[Leaf], vectors: Vectors) -> list[jax.Array]:
 
 
 class _Rewrite:
-    """What becomes of each equation.
+    """Decides how each equation is rewritten.
 
     Attributes:
-      operations: by the equation's identity, what is done in its place.
-      folded: equations that are part of an operation.
-      dense_leaves: parameters of which a device copy is read.
+      operations: id of an equation -> the operation that replaces it.
+      folded: ids of equations that are folded into an operation.
+      dense_leaves: parameters that are read through a device copy.
     """
 
     def __init__(self, graph: Graph, layer: Layer) -> None:
         self._graph, self._layer = graph, layer
         self.dense_leaves: set[int] = set()
         while True:
-            # A parameter that is read whole for one equation is there for all others too.
+            # Once one equation needs a device copy of a parameter, all others use it too.
             known = set(self.dense_leaves)
             self.operations: dict[int, Operation] = {}
             self.folded: set[int] = set()
@@ -140,7 +140,7 @@ class _Rewrite:
         self.dense_leaves |= {references[value].leaf for value in whole if value in references}
 
     def _follow(self, equation: Equation, references: Mapping[int, _Reference]) -> _Reference | None:
-        """The reference that an equation makes of one, if it only reorders, or casts what was not cast before."""
+        """Returns the reference that an equation makes of another; None if it does more than reorder or cast once."""
         atom = equation.inputs[0]
         if len(equation.inputs) != 1 or not isinstance(atom, int):
             return None
@@ -160,7 +160,7 @@ class _Rewrite:
         return None
 
     def _lookup(self, equation: Equation, references: Mapping[int, _Reference]) -> Operation | None:
-        """A gather of whole rows of a table in storage order."""
+        """Rewrites a gather of whole rows from a table in storage order."""
         table, indices = equation.inputs
         reference = references.get(table) if isinstance(table, int) else None
         if not isinstance(table, int) or reference is None or indices in references:
@@ -186,7 +186,7 @@ class _Rewrite:
 
         def lookup(vectors: Vectors, values: dict[int, Any]) -> jax.Array:
             places = (values[indices] if isinstance(indices, int) else jnp.asarray(indices.val))[..., 0]
-            # A small dtype may not hold the number of rows, a large one more than 32 bits do.
+            # The indices' dtype may be too small for the last row.
             last = min(rows - 1, jnp.iinfo(places.dtype).max)
             places = jnp.clip(places, 0, last) if clips else places
             found = operations.dha_gather(vectors[leaf.vector], places, shape=shape, native=True)
@@ -195,7 +195,7 @@ class _Rewrite:
         return lookup
 
     def _product(self, equation: Equation, references: Mapping[int, _Reference]) -> Operation | None:
-        """A product of a reference with another value, summed over the rows or the columns of a stored matrix."""
+        """Rewrites a product of a reference with another value, summed over the rows or columns of a stored matrix."""
         if not views.has_default_precision(equation):
             return None
         atoms = equation.inputs
@@ -227,12 +227,12 @@ class _Rewrite:
 
 @dataclasses.dataclass(frozen=True)
 class _Operand:
-    """How the other operand of a product is brought into rows of a matrix, and the result back.
+    """Reshapes the other operand of a product to the rows of a matrix, and the result back.
 
     Attributes:
       reference: the weight.
-      matrix: as what it is stored.
-      summed, free: its dimensions.
+      matrix: the weight as a stored matrix.
+      summed, free: the weight's summed and free dimensions.
       other_summed, other_free: those of the other operand.
     """
 
@@ -244,13 +244,13 @@ class _Operand:
     other_free: tuple[int, ...]
 
     def arrange(self, x: jax.Array) -> jax.Array:
-        """`[*free, k]`, with k in storage order."""
+        """Returns the other operand as `[*other_free, k]`, with k in storage order."""
         kept = [x.shape[d] for d in self.other_free]
         pieces = [piece for d in self.summed for piece in self.reference.view.dims[d]]
         return views.reorder(x.transpose((*self.other_free, *self.other_summed)), kept, pieces, self.matrix.summed)
 
     def restore(self, y: jax.Array, is_first: bool) -> jax.Array:
-        """From `[*other_free, n]`, with n in storage order, to what the product's result is."""
+        """Turns `[*other_free, n]`, with n in storage order, into the product's result."""
         kept = y.shape[:-1]
         dims = [self.reference.view.dims[d] for d in self.free]
         y = views.reorder(y, kept, self.matrix.free, [piece for dim in dims for piece in dim])

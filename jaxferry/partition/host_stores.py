@@ -1,7 +1,7 @@
-"""Programs that write a layer's gradient to host memory themselves (GO; MemFerry, section V).
+"""Rewrites programs to write a layer's gradient to host memory themselves (GO; MemFerry, section V).
 
 A gradient that is a product, `x.T @ dy` up to casts, transposes and reshapes, is computed panel by panel on its way to
-the host, so that it is never whole on the device; others are stored when they are known.
+the host and never exists whole on the device. Other gradients are stored once computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxferry.partition.layout import Layer, Leaf
 from jaxferry.partition.views import Piece, View
 
 FUSED_BYTES = 2**20
-"""Gradients below this size are computed by XLA and stored then: a product of its own would gain nothing."""
+"""XLA computes smaller gradients, which are then stored: computing them by panels would gain nothing."""
 
 
 def store_in_place(
@@ -32,19 +32,20 @@ def store_in_place(
     native: bool,
     fused_bytes: int | None = None,
 ) -> Callable[..., tuple[list[jax.Array], list[jax.Array] | None, Any]]:
-    """A function that stores gradients in place of returning them.
+    """Returns a function that stores gradients instead of returning them.
 
     Args:
-      function: `(*arguments) -> (gradients, rest)`; `gradients` are arrays, those of the layer's parameters.
-      layer: how they lie in its vectors.
+      function: `(*arguments) -> (gradients, rest)`; `gradients` are arrays, one for each of the layer's parameters.
+      layer: the layout of the gradients in the layer's vectors.
       arguments: shape structs of the function's arguments.
-      accumulate: whether gradients are added to what the vectors hold.
-      native: whether the operations are those of the native library. Without it the vectors are packed on the device.
-      fused_bytes: the least size of a gradient that is computed panel by panel, by default `FUSED_BYTES`.
+      accumulate: whether gradients are added to the contents of the vectors.
+      native: whether to use the native library's operations. Without them the vectors are packed on the device.
+      fused_bytes: the minimum size of a gradient that is computed panel by panel; default `FUSED_BYTES`.
 
     Returns:
-      `(destinations, *arguments) -> (vectors, gradients, rest)`; `destinations` are the layer's vectors in host memory,
-      to be given away, `vectors` what became of them. `gradients` are those on the device, or None if there are others.
+      `(destinations, *arguments) -> (vectors, gradients, rest)`. `destinations` are the layer's vectors in host memory,
+      which the caller donates; `vectors` are the updated ones. `gradients` are the gradients on the device, or None if
+      some never exist there.
     """
     graph = trace(lambda given: function(*given), list(arguments), (), {})
     gradients, rest = jax.tree.unflatten(graph.out_tree, graph.outputs)
@@ -86,7 +87,7 @@ def store_in_place(
 
 
 def _packed(layer: Layer, gradients: Sequence[jax.Array], onto: Sequence[jax.Array] | None) -> list[jax.Array]:
-    """Host vectors of gradients that are packed on the device, or of their sums with what the host has."""
+    """Packs gradients on the device and returns them, or their sums with `onto`, as host vectors."""
     packed = layer.pack(gradients)
     if onto is not None:
         packed = tuple(twins.to_device(known) + vector for known, vector in zip(onto, packed, strict=True))
@@ -95,15 +96,15 @@ def _packed(layer: Layer, gradients: Sequence[jax.Array], onto: Sequence[jax.Arr
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A gradient that is a product: `x` summed with `dy` over all dimensions that they share.
+    """A gradient that is a product of `x` and `dy`, contracted over all common dimensions.
 
     Attributes:
       x, dy: the operands; the pieces of x come first in the parameter.
-      summed: of each operand the dimensions that are summed over, in the same order.
-      free: of each operand the others.
-      pieces: of each operand what its free dimensions consist of.
-      order: of each operand how the parameter orders them.
-      dtype: what XLA's product would be rounded to.
+      summed: the contracted dimensions of each operand, in the same order.
+      free: the other dimensions of each operand.
+      pieces: the pieces of each operand's free dimensions.
+      order: the same pieces in the parameter's order.
+      dtype: the dtype that XLA would round the product to.
     """
 
     x: Atom
@@ -115,14 +116,14 @@ class _Product:
     dtype: np.dtype
 
     def store(self, vector: jax.Array, value: Callable[[Any], Any], leaf: Leaf, accumulate: bool) -> jax.Array:
-        """The vector with the product written where the parameter lies."""
+        """Writes the product at the parameter's offset and returns the updated vector."""
         x, dy = (self._rows(value(atom), side) for side, atom in enumerate((self.x, self.dy)))
         return operations.dha_matmul_gradient(
             vector, x, dy, offset=leaf.offset, accumulate=accumulate, round_to=self.dtype, native=True
         )
 
     def _rows(self, array: jax.Array, side: int) -> jax.Array:
-        """An operand as a matrix, with what is summed over first."""
+        """Returns an operand as a matrix whose rows are the contracted dimensions."""
         kept = [array.shape[d] for d in self.summed[side]]
         moved = array.transpose((*self.summed[side], *self.free[side]))
         flat = views.reorder(moved, kept, self.pieces[side], self.order[side])
@@ -130,7 +131,7 @@ class _Product:
 
 
 def _find_product(graph: Graph, gradient: Any, leaf: Leaf, fused_bytes: int) -> _Product | None:
-    """The product that a gradient is, if nobody else reads it and it is large."""
+    """Returns the product that computes a gradient, if the gradient is large and has no other reader."""
     if not isinstance(gradient, int) or leaf.size * leaf.dtype.itemsize < fused_bytes:
         return None
     made_by = {value: equation for equation in graph.equations for value in equation.outputs}
@@ -161,7 +162,7 @@ def _find_product(graph: Graph, gradient: Any, leaf: Leaf, fused_bytes: int) -> 
 
 
 def _arrange(graph: Graph, dot: Equation, view: View, dtype: np.dtype) -> _Product | None:
-    """A product in the order of the parameter; None if that mixes the operands' dimensions."""
+    """Returns the product in the parameter's order; None if that order mixes the operands' dimensions."""
     first, second = dot.inputs
     if not isinstance(first, int) or not isinstance(second, int):
         return None

@@ -1,8 +1,8 @@
-"""When two segments are the same program: equal equations, whatever their values are called.
+"""Decides whether two segments are the same program: equal equations up to the numbers of their values.
 
-Values are named in order of appearance, parameters of primitives are compared by content. A callable among them (the
-rule of a `custom_vjp`) cannot be compared by content: `canonical` says so, and the caller compares the derived
-programs, in which such rules have been resolved.
+Values are renumbered in order of appearance, and parameters of primitives are compared by content. A callable among
+them (the rule of a `custom_vjp`) cannot be compared by content: `Canonical.is_opaque` reports it, and the caller
+compares the differentiated programs instead, where such rules are resolved.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from jaxferry.partition.graph import Equation, type_of_aval
 
 
 def bytes_of(array: Any) -> bytes:
-    """The content of a constant; of PRNG keys, that of their data."""
+    """Returns the bytes of a constant; for PRNG keys, those of their key data."""
     is_key = hasattr(array, "dtype") and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(array) if is_key else array).tobytes()
 
 
 class Canonical:
-    """Collects what a program is made of, as nested tuples without names or addresses.
+    """Describes a program as nested tuples without names or addresses.
 
     Args:
-      is_derived: whether the program is one whose derivative has been taken, or is never taken: rules that it still
-        holds are those of values that have none, and say nothing.
+      is_derived: whether the program is already differentiated, or never will be. Its remaining derivative rules
+        then have no effect and are ignored.
 
     Attributes:
-      is_opaque: whether a part could be compared only by identity.
+      is_opaque: whether some part could be compared only by identity.
     """
 
     def __init__(self, is_derived: bool = False) -> None:
@@ -42,7 +42,7 @@ class Canonical:
         self._is_derived = is_derived
 
     def digest(self, content: Any) -> str:
-        """A short hash of the content."""
+        """Returns a short hash of the content."""
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def equations(
@@ -52,7 +52,7 @@ class Canonical:
         outputs: Sequence[Any],
         avals: Sequence[type_of_aval],
     ) -> Any:
-        """The content of a list of equations with numbered values."""
+        """Returns the content of a list of equations with numbered values."""
         names = {value: index for index, value in enumerate(inputs)}
 
         def read(atom: Any) -> Any:
@@ -67,7 +67,7 @@ class Canonical:
         return [str(avals[value]) for value in inputs], body, [read(atom) for atom in outputs]
 
     def jaxpr(self, jaxpr: core.Jaxpr, constants: Sequence[Any] = ()) -> Any:
-        """The content of a jaxpr."""
+        """Returns the content of a jaxpr."""
         names: dict[Any, int] = {}
         for variable in (*jaxpr.constvars, *jaxpr.invars):
             names[variable] = len(names)

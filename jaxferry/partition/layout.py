@@ -1,4 +1,4 @@
-"""How the leaves of a layer lie in its flat vectors."""
+"""The layout of a layer's leaves in its flat vectors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Which part of a stacked parameter an array is.
+    """One slice of a stacked parameter; the slice no longer has the stacking axis.
 
     Attributes:
-      number: its index along the axis, which it has lost.
-      length: how many parts there are.
-      axis: the axis that the parameter is cut along.
+      number: the index of the slice along the axis.
+      length: the number of slices.
+      axis: the stacking axis.
     """
 
     number: int
@@ -33,16 +33,16 @@ class Leaf:
     """One parameter of a layer.
 
     Attributes:
-      index: its place among all parameters as they are stored: the flattened tree, parts in place of what is cut.
-      path: its path in that tree, joined by "/"; that of a part has the part's number in it.
+      index: its index among the stored parameters: the flattened tree with each stacked leaf replaced by its parts.
+      path: its path in that tree, joined by "/"; the path of a part contains the part's number.
       shape: its shape.
-      dtype: the dtype in which the loss function sees it (the compute dtype).
-      master_dtype: the dtype in which the optimizer updates it; of a frozen one that in which it was given.
-      vector: which vector of the layer holds it.
-      offset: its first element there.
-      source: the place, in the model's own flattened tree, of the parameter that it is or is a part of.
-      part: which part of that it is; None for all of it.
-      is_trained: whether it has a gradient and an update; else it is frozen.
+      dtype: the compute dtype, in which the loss function sees it.
+      master_dtype: the dtype in which the optimizer updates it; for a frozen parameter, its original dtype.
+      vector: the index of the layer's vector that holds it.
+      offset: its first element in that vector.
+      source: the index, in the model's own flattened tree, of the parameter that it belongs to.
+      part: the part of that parameter; None for the whole parameter.
+      is_trained: whether it has a gradient and an update; otherwise it is frozen.
     """
 
     index: int
@@ -64,13 +64,13 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The unit of planning: parameters that are moved together, one flat vector for each dtype among them.
+    """The unit of planning: parameters that move together, in one flat vector per dtype.
 
-    Frozen parameters have vectors of their own, after those of trained ones; gradients and updates leave them out.
+    Frozen parameters have separate vectors after the trained ones; gradients and updates skip them.
 
     Attributes:
       name: module path.
-      leaves: the parameters, ordered as in the tree.
+      leaves: the parameters, in tree order.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Layer:
 
     @property
     def vectors(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shape and dtype of each flat vector; nearly always there is just one."""
+        """Shape and dtype of each flat vector; most layers have one."""
         sizes: dict[int, int] = {}
         dtypes: dict[int, np.dtype] = {}
         for leaf in self.leaves:
@@ -88,7 +88,7 @@ class Layer:
 
     @functools.cached_property
     def trained(self) -> Layer:
-        """The trained parameters alone, as gradients and updates move them; their vectors are the layer's first."""
+        """The layer without its frozen parameters, as gradients and updates move it; its vectors come first."""
         leaves = tuple(leaf for leaf in self.leaves if leaf.is_trained)
         return self if leaves == self.leaves else Layer(self.name, leaves)
 
@@ -99,19 +99,19 @@ class Layer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the compute dtype, as loads move them."""
+        """Bytes in the compute dtype, which a load transfers."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What its programs depend on: layers with equal layouts share them."""
+        """What the layer's programs depend on; layers with equal layouts share programs."""
         return tuple((leaf.shape, leaf.dtype, leaf.master_dtype, leaf.vector, leaf.offset) for leaf in self.leaves)
 
     def pack(self, leaves: Sequence[Any], into: Sequence[jax.Array] | None = None) -> tuple[jax.Array, ...]:
-        """Flat vectors from arrays of the leaves' shapes (any dtype), inside a jitted function.
+        """Packs arrays of the leaves' shapes (any dtype) into flat vectors, inside a jitted function.
 
-        If `into` holds vectors of the same shapes, which the function is given as donated arguments, they are written
-        piece by piece; XLA then needs no memory for the result and no pass over it.
+        `into` may hold vectors of the same shapes that are donated arguments of the function. They are then updated in
+        place, leaf by leaf, so that XLA allocates no result and makes no extra pass over it.
         """
         parts: list[list[jax.Array]] = [[] for _ in self.vectors]
         written = None if into is None else list(into)
@@ -126,7 +126,7 @@ class Layer:
         return tuple(part[0] if len(part) == 1 else jnp.concatenate(part) for part in parts)
 
     def unpack(self, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-        """Arrays of the leaves' shapes and compute dtypes from flat vectors, inside a jitted function."""
+        """Unpacks flat vectors into arrays of the leaves' shapes and compute dtypes, inside a jitted function."""
         return [
             jax.lax.slice(vectors[leaf.vector], (leaf.offset,), (leaf.offset + leaf.size,)).reshape(leaf.shape)
             for leaf in self.leaves
@@ -142,9 +142,16 @@ def make_layer(
     frozen: Collection[int] = (),
     origins: Sequence[tuple[int, Part | None]] | None = None,
 ) -> Layer:
-    """Lays out the leaves `indices` of a flattened tree; `avals` have the compute dtypes, `frozen` are indices.
+    """Lays out some leaves of a flattened tree as one layer.
 
-    `origins` holds `Leaf.source` and `Leaf.part` of each; None if no parameter is cut.
+    Args:
+      name: the layer's name.
+      indices: the leaves.
+      paths: the path of every leaf of the tree.
+      avals: shape and compute dtype of every leaf.
+      master_dtypes: master dtype of every leaf.
+      frozen: indices of the frozen leaves.
+      origins: `(Leaf.source, Leaf.part)` of every leaf; None if no parameter is stacked.
     """
     numbers: dict[tuple[bool, np.dtype], int] = {}
     for index in sorted(indices, key=lambda index: index in frozen):

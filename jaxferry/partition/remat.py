@@ -1,10 +1,10 @@
-"""What each segment keeps between its forward and its backward: the argument `remat`, segment by segment.
+"""Applies the argument `remat`: what each segment keeps between its forward and its backward.
 
-    remat = "none" | "full" | policy | "auto"     one choice for all
-          | {name: choice} | name -> choice       one for each segment; what a mapping leaves out is "none"
+    remat = "none" | "full" | policy | "auto"     one choice for all segments
+          | {name: choice} | name -> choice       one choice per segment; names missing from a mapping get "none"
 
-A policy is one of `jax.checkpoint_policies`, or a function like them. Segments of one program that keep different
-values are different programs from then on, with numbers that stay the same whatever the others choose.
+A policy is one of `jax.checkpoint_policies`, or a function with the same signature. Segments of one program with
+different choices become different programs. Their numbers do not depend on the choices of other segments.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from jaxferry.partition.segments import Partition
 
 
 def check_remat(remat: Any) -> Any:
-    """Checks what can be checked before there is a model; returns it.
+    """Checks `remat` as far as possible without a model, and returns it.
 
     Raises:
-      InputError: if it is no choice, no mapping to choices and no function.
+      InputError: if it is neither a choice, nor a mapping to choices, nor a function.
     """
     if isinstance(remat, Mapping):
         for name, choice in remat.items():
@@ -35,21 +35,21 @@ def check_remat(remat: Any) -> Any:
 
 
 def remat_of(partition: Partition, remat: Any) -> tuple[Any, ...]:
-    """The choice of each segment: one of `REMAT`, `AUTO`, or a policy.
+    """Returns each segment's choice: one of `REMAT`, `AUTO`, or a policy.
 
     Args:
       partition: the segments.
-      remat: what `check_remat` has let pass. Names are those of segments, or of layers for all of their segments.
+      remat: a result of `check_remat`. Its names are names of segments, or of layers for all of their segments.
 
     Raises:
-      InputError: if a mapping names what is not there, or a function returns no choice.
+      InputError: if a mapping names an unknown segment, or a function returns something other than a choice.
     """
     layers = [partition.layers[segment.layer].name for segment in partition.segments]
     names = [segment.name for segment in partition.segments]
     if isinstance(remat, Mapping):
         unknown = [name for name in remat if name not in names and name not in layers]
         if unknown:
-            raise InputError(f"remat names {unknown[0]!r}, which is no segment; those are {', '.join(names)}")
+            raise InputError(f"remat names {unknown[0]!r}, which is not a segment; use one of {', '.join(names)}")
         return tuple(remat.get(name, remat.get(layer, "none")) for name, layer in zip(names, layers, strict=True))
     if callable(remat) and not _is_policy(remat):
         return tuple(_check_choice(remat(name), f"remat({name!r})") for name in names)
@@ -57,7 +57,7 @@ def remat_of(partition: Partition, remat: Any) -> tuple[Any, ...]:
 
 
 def with_remat(partition: Partition, choices: Sequence[Any]) -> Partition:
-    """A partition as it was made, with a choice for each segment: one of `REMAT`, `AUTO` or a policy."""
+    """Returns a freshly built partition with each segment's choice applied: one of `REMAT`, `AUTO`, or a policy."""
     size = 1 + max(segment.program for segment in partition.segments)
     kinds: list[Any] = list(REMAT)
     segments = []
@@ -80,7 +80,7 @@ def _check_choice(choice: Any, where: str) -> Any:
 
 
 def _is_policy(value: Any) -> bool:
-    """Whether a function takes an operation's parameters, as policies do; one of names takes a name alone."""
+    """Whether a function takes an operation's parameters, as policies do; a function of names takes only a name."""
     if not callable(value):
         return False
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(value))

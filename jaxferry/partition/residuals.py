@@ -1,14 +1,13 @@
-"""Which values to keep between forward and backward, and which to compute again: the fewest bytes, by a minimum cut.
+"""Chooses which values to save for the backward and which to recompute: the fewest saved bytes, by a minimum cut.
 
-A derivative asks for residuals. Element-wise operations, casts and changes of shape cost next to nothing beside the
-memory traffic that keeping their results would cause, so a residual may be computed again from operands that are kept,
-or from weights and batch, which the backward is given anyway. Among all sets of kept values from which every residual
-can be had so, a minimum cut of the graph finds one with the fewest bytes; where several have as few, the one nearest to
-the residuals, so that least is computed twice.
+A backward needs residuals. Recomputing element-wise operations, casts and reshapes costs less than the memory traffic
+of saving their results. So a residual may be recomputed from saved values, or from weights and batch, which the
+backward receives anyway. A minimum cut of the graph finds the saved set with the fewest bytes; among equal sets, the
+one nearest to the residuals, which recomputes least.
 
-Source: the same cut as functorch's `min_cut_rematerialization_partition` (PyTorch), with parameters and batch for free.
+Source: functorch's `min_cut_rematerialization_partition` (PyTorch), with parameters and batch free of cost.
 
-A policy as in `jax.checkpoint_policies` decides instead for each equation whether its results may be kept.
+Alternatively, a policy as in `jax.checkpoint_policies` decides for each equation whether its results are saved.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ _INFINITE = 2**30
 
 
 def values_to_keep(graph: Graph, residuals: Iterable[int], free: Collection[int]) -> set[int]:
-    """Values to keep so that every residual can be computed again by cheap equations.
+    """Returns the values to save so that cheap equations can recompute every residual.
 
     Args:
       graph: the traced function.
-      residuals: the values asked for.
-      free: values that are at hand in any case.
+      residuals: the values that the backward needs.
+      free: values that the backward has anyway.
     """
     wanted = [value for value in dict.fromkeys(residuals) if value not in free]
     if not wanted:
@@ -72,16 +71,16 @@ def values_to_keep(graph: Graph, residuals: Iterable[int], free: Collection[int]
 def values_kept_by(
     policy: Callable[..., Any], graph: Graph, residuals: Iterable[int], free: Collection[int]
 ) -> set[int]:
-    """Values that a policy keeps, of those that the residuals are made from: as `jax.checkpoint` does with it.
+    """Returns the values that a policy saves among those that the residuals depend on, as `jax.checkpoint` does.
 
     Args:
-      policy: `policy(primitive, *avals, **params)` says whether results of such an equation may be kept.
+      policy: `policy(primitive, *avals, **params)` returns whether results of such an equation may be saved.
       graph: the traced function.
-      residuals: the values asked for.
-      free: values that are at hand in any case.
+      residuals: the values that the backward needs.
+      free: values that the backward has anyway.
 
     Raises:
-      InputError: if the policy answers with anything but True and False.
+      InputError: if the policy returns anything but True or False.
     """
     made_by = {v: e for e in graph.equations for v in e.outputs}
     kept: set[int] = set()
@@ -104,25 +103,25 @@ def _may_keep(policy: Callable[..., Any], graph: Graph, equation: Equation) -> b
     answer = policy(equation.primitive, *avals, **equation.params)
     if not isinstance(answer, bool | np.bool_):
         raise InputError(
-            "remat: a policy must say True (keep) or False (compute again) of each operation, got "
+            "remat: a policy must return True (keep) or False (recompute) for each operation, got "
             f"{answer!r} for {equation.primitive.name}"
         )
     return bool(answer)
 
 
 def is_cheap(equation: Equation) -> bool:
-    """Whether an equation costs less to run again than its result costs to keep."""
+    """Whether recomputing an equation costs less than saving its result."""
     return equation.primitive.name in _CHEAP and not equation.has_effects
 
 
 def _minimum_cut(
     graph: Graph, values: Sequence[int], edges: Sequence[tuple[int, int]], fixed: Sequence[int], wanted: Sequence[int]
 ) -> set[int]:
-    """Each value is an arc of its size from node 2i to node 2i+1; source and sink are the last two nodes."""
+    """Returns a minimum cut. Value i is an arc from node 2i to node 2i+1; source and sink are the last two nodes."""
     index = {value: i for i, value in enumerate(values)}
     source, sink = 2 * len(values), 2 * len(values) + 1
     sizes = np.array([graph.num_bytes(value) for value in values], dtype=np.float64)
-    # Capacities are 32-bit integers in SciPy; a value of no size still must not be kept for nothing.
+    # SciPy's capacities are 32-bit integers. At least 1, so that empty values are not saved needlessly.
     capacities = np.maximum(1, np.ceil(sizes * min(1.0, _UNITS / max(1.0, sizes.sum())))).astype(np.int32)
     arcs = {(2 * i, 2 * i + 1): int(capacity) for i, capacity in enumerate(capacities)}
     arcs |= {(2 * index[a] + 1, 2 * index[b]): _INFINITE for a, b in edges}
@@ -132,7 +131,7 @@ def _minimum_cut(
     capacity = np.array(list(arcs.values()), np.int32)
     matrix = scipy.sparse.csr_array((capacity, (rows, columns)), (sink + 1, sink + 1))
     flow = maximum_flow(matrix, source, sink).flow
-    left = scipy.sparse.csr_array(matrix - flow > 0)
-    # Everything from which the sink can still be reached lies behind the cut that is nearest to the sink.
-    behind = set(breadth_first_order(scipy.sparse.csr_array(left.T), sink, return_predecessors=False).tolist())
+    residual = scipy.sparse.csr_array(matrix - flow > 0)
+    # The nodes that still reach the sink in the residual network lie behind the cut nearest to the sink.
+    behind = set(breadth_first_order(scipy.sparse.csr_array(residual.T), sink, return_predecessors=False).tolist())
     return {value for value, i in index.items() if 2 * i not in behind and 2 * i + 1 in behind}

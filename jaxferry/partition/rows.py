@@ -1,8 +1,8 @@
-"""Gradients of lookups: the touched rows in place of a table that is zero but for them.
+"""Row gradients of lookups: the touched rows instead of a table of mostly zeros.
 
-The derivative of a lookup scatters a few rows into a table of zeros. That table need not exist on the device, nor cross
-the link: the indices and the rows do, and the host scatters them into the gradient that it has (MemFerry, section III:
-an embedding touches little of its table; the head of a tied table has sent a dense gradient long before).
+The derivative of a lookup scatters a few rows into a table of zeros. That table need not exist on the device nor cross
+the link: only indices and rows are sent, and the host scatters them into its gradient (MemFerry, section III: an
+embedding touches little of its table). If the table is tied, its head has sent a dense gradient before.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jaxferry.partition.graph import Equation, Graph, evaluate, live_equations, 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowGradient:
-    """A gradient that is zero but for rows.
+    """A gradient that is zero outside some rows.
 
     Attributes:
-      indices: which rows, as the scatter takes them.
-      rows: what is added to each.
+      indices: the rows' indices, as the scatter takes them.
+      rows: the values that are added to these rows.
       scatter: the equation that adds them to a table.
       shape: the table's shape.
       dtype: the table's dtype.
@@ -38,12 +38,12 @@ class RowGradient:
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     def onto(self, table: jax.Array) -> jax.Array:
-        """The table with the rows added; repeated rows add up."""
+        """Returns the table with the rows added; repeated rows accumulate."""
         added: jax.Array = self.scatter.primitive.bind(table, self.indices, self.rows, **self.scatter.params)
         return added
 
     def dense(self) -> jax.Array:
-        """The gradient as a table."""
+        """Returns the gradient as a dense table."""
         return self.onto(jnp.zeros(self.shape, self.dtype))
 
 
@@ -51,7 +51,7 @@ Gradient = jax.Array | RowGradient
 
 
 def keep_rows(backward: Callable[..., Any], arguments: Sequence[Any], num_gradients: int) -> Callable[..., Any] | None:
-    """The same backward with the gradients of lookups left as rows, or None if there are none.
+    """Returns the same backward with `RowGradient`s for lookups, or None if it has no lookups.
 
     Args:
       backward: `(weights, *others) -> (weight gradients, input cotangents)`.
@@ -90,7 +90,7 @@ def keep_rows(backward: Callable[..., Any], arguments: Sequence[Any], num_gradie
 
 
 def _scatter_of_zeros(graph: Graph, output: int) -> Equation | None:
-    """The equation that makes an output, if it scatters into a matrix of zeros fewer elements than that has."""
+    """Returns the equation that defines an output, if it scatters fewer elements into a matrix of zeros than it has."""
     atom = graph.outputs[output]
     made_by = {value: equation for equation in graph.equations for value in equation.outputs}
     equation = made_by.get(atom) if isinstance(atom, int) else None

@@ -1,10 +1,11 @@
-"""Scans over layers: which parameters they read one slice an iteration, so that they can be stored and run by part.
+"""Finds scans over layers and the stacked parameters that they read one slice per iteration.
 
-A parameter is cut if all that is done with it can be done by part: it is scanned over, changed element by element on
-its way to a scan (a cast), transposed, or summed up (a penalty). Every scan over such a parameter is unrolled.
+A stacked parameter is cut into parts if every equation that reads it works part by part: it is scanned over, changed
+element-wise on its way to a scan (a cast), transposed, or summed (a penalty). Every scan over such a parameter is
+unrolled.
 
-A scan that reads more parameters in common than of its own in each iteration is no scan over layers (a recurrence over
-time whose positions have a table, for instance); it stays what it is.
+A scan whose iterations share more parameter bytes than each has of its own is not a scan over layers, for instance a
+recurrence over time with a table of positions. It stays a scan.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxferry.partition.stacking import Stack
 
 
 class Scan:
-    """An equation that is a scan, with names for what it consists of."""
+    """A scan equation with names for its operands and parameters."""
 
     def __init__(self, equation: Equation) -> None:
         params, inputs = equation.params, equation.inputs
@@ -36,13 +37,13 @@ class Scan:
 
 @dataclasses.dataclass(frozen=True)
 class Scans:
-    """What can be stored and run by part.
+    """The leaves, values and scans that can be split by layer.
 
     Attributes:
-      stacks: how leaves are cut, by index.
-      axes: values made of them part by part -> the axis along which their parts lie.
-      unrolled: the scans over them, by the first of their outputs.
-      notes: why leaves that are scanned over stay whole: the reason, and the leaves.
+      stacks: leaf index -> how the leaf is cut.
+      axes: value computed from such leaves part by part -> the axis along which its parts lie.
+      unrolled: first output of a scan over such values -> the scan.
+      notes: pairs of a reason and the scanned leaves that stay whole for it.
     """
 
     stacks: Mapping[int, Stack]
@@ -52,7 +53,7 @@ class Scans:
 
 
 def find_scans(graph: Graph, known: Mapping[int, Stack] | None = None) -> Scans:
-    """Finds what to cut; with `known`, only leaves that are cut already, and in the same way."""
+    """Finds the leaves to cut; with `known`, only leaves that are already cut, and in the same way."""
     search = _Search(graph, known)
     while not search.run():
         pass
@@ -60,7 +61,7 @@ def find_scans(graph: Graph, known: Mapping[int, Stack] | None = None) -> Scans:
 
 
 class _Search:
-    """The search, which starts anew whenever it had to refuse a leaf that it had taken for one to be cut."""
+    """Searches for leaves to cut; the search restarts after each pass that had to refuse a leaf."""
 
     def __init__(self, graph: Graph, known: Mapping[int, Stack] | None) -> None:
         self._graph, self._known = graph, known
@@ -79,7 +80,7 @@ class _Search:
             self._refused = {leaf: None for leaf in self._leaf_of.values() if leaf not in known}
 
     def run(self) -> bool:
-        """Follows parameters from the scans; whether none had to be refused."""
+        """Follows parameters from the scans; returns whether no leaf had to be refused."""
         self._roots: dict[int, frozenset[int]] = {}
         self._axes: dict[int, int] = {}
         self._pending: list[int] = []
@@ -100,7 +101,7 @@ class _Search:
         return len(self._refused) == before
 
     def result(self) -> Scans:
-        """What was found once `run` has refused nothing more."""
+        """Returns the findings, after `run` returned True."""
         unrolled = {
             scan.equation.outputs[0]: scan
             for scan in self._scans.values()
@@ -126,7 +127,7 @@ class _Search:
         return 0 < own >= sum(self._bytes(operand) for operand in scan.consts)
 
     def _bytes(self, atom: Atom) -> int:
-        """Bytes of a value that is made of parameters alone; 0 for others."""
+        """Returns the bytes of a value computed from parameters alone; 0 for other values."""
         is_of_parameters = isinstance(atom, int) and atom in self._active and atom not in self._batch
         return self._graph.num_bytes(atom) if is_of_parameters and isinstance(atom, int) else 0
 
@@ -135,7 +136,7 @@ class _Search:
         return tuple(aval.shape)
 
     def _roots_of(self, atom: Atom) -> frozenset[int]:
-        """The leaves that a value is made of, if it can be made of them by part; else nothing."""
+        """Returns the leaves that a value is computed from, if it can be computed part by part; otherwise none."""
         if not isinstance(atom, int) or atom not in self._active:
             return frozenset()
         if atom not in self._roots:
@@ -158,7 +159,7 @@ class _Search:
         return found
 
     def _assign(self, atom: Atom, axis: int) -> None:
-        """Has the parts of a value lie along an axis, and those of what it is made of accordingly."""
+        """Sets the axis along which a value's parts lie, and those of the values that it is computed from."""
         if not isinstance(atom, int) or not self._roots_of(atom):
             return
         if atom in self._axes:
@@ -173,7 +174,7 @@ class _Search:
                 self._assign(operand, axis_before(equation, axis))
 
     def _follow(self, value: int, equation: Equation) -> None:
-        """Looks at one reader of a value that has parts."""
+        """Examines one reader of a value that has parts."""
         axis, scan = self._axes[value], self._scans.get(id(equation))
         if scan is not None:
             if value in (*scan.consts, *scan.carry):
@@ -182,7 +183,7 @@ class _Search:
             if self._roots_of(equation.outputs[0]):
                 self._assign(equation.outputs[0], axis_after(equation, axis))
             else:
-                self._refuse(value, f"{equation.primitive.name!r} combines it with what has no such parts")
+                self._refuse(value, f"{equation.primitive.name!r} combines it with values that have no such parts")
         elif not (equation.primitive.name == "reduce_sum" and axis in equation.params["axes"]):
             self._refuse(value, f"{equation.primitive.name!r} reads all of it")
 
@@ -191,47 +192,47 @@ class _Search:
             self._refused.setdefault(leaf, reason)
 
     def _left_alone(self) -> dict[int, str]:
-        """Leaves that are scanned over where no scan is looked at, and why."""
+        """Returns the leaves read by scans that are not unrolled, and why."""
         found: dict[int, str] = {}
         for scan in self._others:
             for operand in scan.xs:
-                reason = "the scan reads more parameters in common than of its own in each iteration"
+                reason = "the scan's iterations share more parameters than each has of its own"
                 found |= dict.fromkeys(self._roots_of(operand), reason)
         for equation in self._graph.equations:
             for jaxpr in () if id(equation) in self._scans else jaxprs_in(equation):
                 scanned = _scanned_over(jaxpr)
                 for variable, operand in zip(reversed(jaxpr.invars), reversed(equation.inputs), strict=False):
                     if variable in scanned:
-                        reason = f"the scan lies inside of {equation.primitive.name!r}"
+                        reason = f"the scan lies inside {equation.primitive.name!r}"
                         found |= dict.fromkeys(self._roots_of(operand), reason)
         return found
 
 
 def _numbers_of_operands(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried; the others are taken slice by slice."""
+    """Returns how many operands of a scan are constants and how many are carried; the rest are scanned over."""
     if "num_consts" in params:
         return int(params["num_consts"]), int(params["num_carry"])
-    consts, carry, _ = params["ft_in"].unpack()  # JAX 0.12 keeps the trees of all three in place of numbers
+    consts, carry, _ = params["ft_in"].unpack()  # JAX 0.12 stores the three trees instead of counts
     return len(consts), len(carry)
 
 
 def axis_before(equation: Equation, axis: int) -> int:
-    """Where an axis of the result of an equation that works by part lies in its operands."""
+    """Maps an axis of the result of a part-by-part equation to its operands."""
     return int(equation.params["permutation"][axis]) if equation.primitive.name == "transpose" else axis
 
 
 def axis_after(equation: Equation, axis: int) -> int:
-    """Where an axis of its operands lies in its result."""
+    """Maps an axis of the operands of a part-by-part equation to its result."""
     return list(equation.params["permutation"]).index(axis) if equation.primitive.name == "transpose" else axis
 
 
 def _is_by_part(equation: Equation) -> bool:
-    """Whether the parts of the result can be made of the parts of the operands."""
+    """Whether the result can be computed part by part."""
     return equation.primitive.name in ELEMENTWISE or equation.primitive.name == "transpose"
 
 
 def _components(leaves: Collection[int], together: Collection[frozenset[int]]) -> dict[int, int]:
-    """The same number for leaves that are together somewhere."""
+    """Returns equal numbers for leaves that share a group, directly or through others."""
     number = {leaf: leaf for leaf in leaves}
     for group in together:
         numbers = {number[leaf] for leaf in group}
@@ -240,7 +241,7 @@ def _components(leaves: Collection[int], together: Collection[frozenset[int]]) -
 
 
 def jaxprs_in(equation: Any) -> Iterator[core.Jaxpr]:
-    """The programs that are part of an equation."""
+    """Yields the jaxprs among an equation's parameters."""
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             jaxpr: Any = getattr(item, "jaxpr", item)
@@ -249,7 +250,7 @@ def jaxprs_in(equation: Any) -> Iterator[core.Jaxpr]:
 
 
 def _scanned_over(jaxpr: core.Jaxpr) -> set[Any]:
-    """The arguments of a jaxpr that a scan in it, at any depth, takes one slice an iteration of."""
+    """Returns the arguments of a jaxpr that a scan inside it, at any depth, slices per iteration."""
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan" and int(eqn.params["length"]) > 1:

@@ -1,4 +1,4 @@
-"""The segments of a function: what each reads, what crosses to later ones, which of them are the same program."""
+"""The segments of a function: what each reads, which values cross to later segments, and which programs are equal."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from jaxferry.partition.layout import Layer
 class Segment:
     """A stretch of the program, compiled as one forward and one backward program.
 
-    Values are numbers of the graph. `forward` takes them in the order `weights`, `inputs`, `passive`.
+    Values are numbers in the graph. `forward` takes them in the order `weights`, `inputs`, `passive`.
 
     Attributes:
-      name: the layer's name, with a `#2`, `#3`, ... where an earlier segment uses the same layer.
+      name: the layer's name, with `#2`, `#3`, ... appended for the layer's second, third, ... segment.
       layer: index of the layer whose parameters it reads.
-      equations: the equations, views included.
+      equations: the equations, including views.
       weights: the layer's parameter leaves.
-      inputs: values from earlier segments through which a derivative flows.
-      passive: all other values that it reads: batch, constants, prelude, and values without derivative.
-      outputs: values for later segments (or the loss) through which a derivative flows.
-      extras: further values that later segments or the caller read.
-      trained: which of `weights` have a gradient, as indices.
+      inputs: differentiable values from earlier segments.
+      passive: all other values that it reads: batch, constants, prelude outputs, non-differentiable values.
+      outputs: differentiable values that later segments read, or the loss.
+      extras: non-differentiable values that later segments or the caller read.
+      trained: indices of the `weights` that have a gradient.
       alive_bytes: bytes of the values alive at its end.
-      program: segments with the same number share their compiled programs.
+      program: the program number; segments with the same number share compiled programs.
       remat: what it keeps between forward and backward: one of `REMAT`, `AUTO`, or a policy (`remat.py`).
     """
 
@@ -50,13 +50,13 @@ class Segment:
 
     @property
     def runs_back(self) -> bool:
-        """Whether it has a backward: not if nothing trained lies in it or before it."""
+        """Whether it has a backward: some parameter in it or before it is trained."""
         return bool(self.trained or self.inputs)
 
     def forward(
         self, weights: Sequence[Any], inputs: Sequence[Any], passive: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the segment on arrays or tracers; returns the values of `outputs` and of `extras`."""
+        """Runs the segment on arrays or tracers; returns the values of `outputs` and `extras`."""
         numbers = (*self.weights, *self.inputs, *self.passive)
         values = dict(zip(numbers, (*weights, *inputs, *passive), strict=True))
         evaluate(self.equations, values)
@@ -68,13 +68,13 @@ class ForwardPartition:
     """A function of parameters as an ordered list of segments over layers.
 
     Attributes:
-      layers: the layers, in order of first use; layers that no segment reads come last.
+      layers: the layers, in order of first use, then layers that no segment reads.
       segments: the segments, in order.
-      graph: the traced function, to which all numbers refer.
-      prelude: equations that run once a step before the first segment.
-      prelude_outputs: values that the prelude makes for segments or the caller.
-      notes: what could not be cut though it looks as if it should be, and why.
-      merges: which layers could not be, or were not worth being, apart, and why.
+      graph: the traced function, which numbers all values.
+      prelude: equations that run once per step, before the first segment.
+      prelude_outputs: prelude values that segments or the caller read.
+      notes: scanned parameters that could not be cut by layer, and why.
+      merges: layers that were merged, and why.
     """
 
     layers: tuple[Layer, ...]
@@ -87,7 +87,7 @@ class ForwardPartition:
 
     @property
     def coarse_merges(self) -> tuple[Merge, ...]:
-        """Merges that had to be, of more than half of all parameters: no plan needs less of them on the device."""
+        """Forced merges of more than half of all parameter bytes; every plan needs these on the device at once."""
         total = sum(layer.num_bytes for layer in self.layers)
         names = [(set(layer.name.split("+")), layer.num_bytes) for layer in self.layers]
         return tuple(
@@ -98,7 +98,7 @@ class ForwardPartition:
 
     @property
     def num_programs(self) -> int:
-        """Number of different segments."""
+        """Number of distinct programs."""
         return len({segment.program for segment in self.segments})
 
     @property
@@ -114,7 +114,7 @@ class Partition(ForwardPartition):
     """The partition of a loss function.
 
     Attributes:
-      loss: the value of the loss.
+      loss: the number of the loss.
       aux: the flattened auxiliary outputs.
       aux_tree: their tree, or None if the loss function returns a scalar alone.
     """
@@ -136,9 +136,9 @@ def build_segments(
 
     Args:
       graph: the traced loss function.
-      flow: its equations.
+      flow: its classified equations.
       derived: values that depend on trained parameters.
-      stretches: of `flow.main`.
+      stretches: the stretches.
       layers: the layers.
       layer_of_group: maps a stretch's group to its layer.
     """
@@ -177,7 +177,7 @@ def build_segments(
 
 
 def depending_on(graph: Graph, values: Iterable[int]) -> frozenset[int]:
-    """These values, and all that are made from them."""
+    """Returns these values and all values that depend on them."""
     found = set(values)
     for equation in graph.equations:
         if not found.isdisjoint(equation.reads):
@@ -190,7 +190,7 @@ def _has_derivative(graph: Graph, derived: Collection[int], value: int) -> bool:
 
 
 def _with_views(flow: Dataflow, equations: Iterable[Equation]) -> tuple[Equation, ...]:
-    """The equations, each view before its first use."""
+    """Returns the equations with each view inserted before its first use."""
     placed: set[int] = set()
     result: list[Equation] = []
 
@@ -210,7 +210,7 @@ def _with_views(flow: Dataflow, equations: Iterable[Equation]) -> tuple[Equation
 
 
 def _read_from_outside(equations: Iterable[Equation], weights: Iterable[int]) -> tuple[int, ...]:
-    """Values that the equations read but do not make, without `weights`, in order of first use."""
+    """Returns the values, except `weights`, that the equations read but do not define, in order of first use."""
     known = set(weights)
     read: dict[int, None] = {}
     for equation in equations:
@@ -220,5 +220,5 @@ def _read_from_outside(equations: Iterable[Equation], weights: Iterable[int]) ->
 
 
 def prelude_with_views(flow: Dataflow) -> tuple[Equation, ...]:
-    """The prelude's equations with the constants' views that they need."""
+    """Returns the prelude's equations with the views of constants that they need."""
     return _with_views(flow, flow.prelude)

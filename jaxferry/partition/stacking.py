@@ -1,7 +1,7 @@
-"""Parameters that are stored in parts: how they are numbered and what they are called.
+"""Numbers and names the parts of stacked parameters.
 
-A model that scans over its layers has one leaf for all of them: `layers/attn/kernel` of shape [12, ...], say. It is
-stored as `layers/0/attn/kernel`, `layers/1/attn/kernel`, ...: siblings, as in a model without a scan.
+A model that scans over its layers has one leaf for all of them, for example `layers/attn/kernel` of shape [12, ...].
+It is stored as `layers/0/attn/kernel`, `layers/1/attn/kernel`, ...: siblings, as in a model without a scan.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from jaxferry.partition.layout import Layer, Part
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A parameter as it is stored.
+    """A parameter in its stored form.
 
     Attributes:
-      source: the leaf of the model's flattened tree that it is or is a part of.
-      part: which part; None for all of it.
+      source: the leaf of the model's flattened tree that it belongs to.
+      part: the part of that leaf; None for the whole leaf.
       path: its path.
-      keys: the same, as layers are found by: the modules of an iteration lie below its number.
+      keys: its path as `group_leaves` takes it: the modules of an iteration lie below the iteration's number.
     """
 
     source: int
@@ -32,12 +32,12 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """How a leaf is cut.
+    """How a stacked leaf is cut.
 
     Attributes:
       length: number of parts.
-      axis: the axis that it is cut along.
-      family: leaves with the same number are cut by the same scans.
+      axis: the stacking axis.
+      family: a number that leaves share if the same scans read them.
     """
 
     length: int
@@ -46,7 +46,7 @@ class Stack:
 
 
 def stored_leaves(paths: Sequence[Path], stacks: Mapping[int, Stack]) -> list[Stored]:
-    """The parameters as they are stored, in order: each leaf, or its parts in its place."""
+    """Returns the stored parameters in order: each leaf, or its parts in its place."""
     prefixes = _prefixes(paths, stacks)
     stored: list[Stored] = []
     for leaf, path in enumerate(paths):
@@ -58,19 +58,19 @@ def stored_leaves(paths: Sequence[Path], stacks: Mapping[int, Stack]) -> list[St
         for number in range(stack.length):
             above, below = (*prefix, str(number)), path[depth:]
             part = Part(number, stack.length, stack.axis)
-            # Groups open a module whose numbered children have modules inside: an iteration counts as one.
+            # `group_leaves` opens numbered modules only if they contain modules, so each iteration gets one.
             stored.append(Stored(leaf, part, "/".join((*above, *below)), (*above, "iteration", *below)))
     return stored
 
 
 def stored_in(layers: Sequence[Layer]) -> list[Stored]:
-    """The same from the layers that were made of them."""
+    """Returns the stored parameters of existing layers, in order."""
     leaves = sorted((leaf for layer in layers for leaf in layer.leaves), key=lambda leaf: leaf.index)
     return [Stored(leaf.source, leaf.part, leaf.path, tuple(leaf.path.split("/"))) for leaf in leaves]
 
 
 def _prefixes(paths: Sequence[Path], stacks: Mapping[int, Stack]) -> dict[int, tuple[int, Path]]:
-    """For each family how many keys its paths share, and the path that numbers follow."""
+    """Returns for each family the number of keys that its paths share, and the path that precedes the numbers."""
     families: dict[int, list[int]] = {}
     for leaf, stack in stacks.items():
         families.setdefault(stack.family, []).append(leaf)

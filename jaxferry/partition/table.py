@@ -1,4 +1,4 @@
-"""The segments of a partition as a table to read."""
+"""Shows the segments of a partition as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxferry.units import format_bytes
 
 
 def table(partition: Partition) -> rich.table.Table:
-    """One row a segment: name, parameters, bytes of its layer, bytes alive at its end, program; below, notes."""
+    """Returns a table with one row per segment (name, parameters, layer bytes, bytes alive at its end, program)."""
     rows = rich.table.Table(
         title=f"{len(partition.segments)} segments, {len(partition.layers)} layers, {partition.num_programs} programs",
         caption=rich.markup.escape("\n".join(partition.notes)) or None,
@@ -33,7 +33,7 @@ def table(partition: Partition) -> rich.table.Table:
 
 
 def print_table(partition: Partition, console: rich.console.Console | None = None) -> None:
-    """Prints `table(partition)`, and why layers were merged, to the console (standard output by default)."""
+    """Prints `table(partition)` and the reasons for merged layers to the console (default: standard output)."""
     console = console or rich.console.Console()
     console.print(table(partition))
     for merge in partition.merges:

@@ -1,6 +1,6 @@
-"""Unrolls scans over layers: each iteration becomes equations of its own, over parameters of its own.
+"""Unrolls scans over layers: each iteration gets its own equations and parameters.
 
-The result is a graph as if the model had been written as a loop over layers; what cuts it needs not know of scans.
+The result equals the graph of a model written as a Python loop over layers, so the cutter need not know about scans.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from jaxferry.partition.stacking import Stack
 
 
 def unroll(graph: Graph, scans: Scans, stacks: Mapping[int, Stack]) -> Graph:
-    """The graph with the parts of stacked leaves as parameters, and the scans over them unrolled.
+    """Returns the graph with the parts of stacked leaves as parameters and the scans over them unrolled.
 
     Args:
       graph: the traced loss function.
-      scans: what was found in it.
-      stacks: what is to be cut, `scans.stacks` at least; others are put together again where they are read.
+      scans: its scans over layers.
+      stacks: the leaves to cut, a superset of `scans.stacks`; the others are stacked again where they are read.
     """
     return _Unrolling(graph, scans).run(stacks) if stacks else graph
 
 
 class _Unrolling:
-    """The rewriting of one graph.
+    """Rewrites one graph.
 
     Attributes:
-      parts: values that are given in parts.
-      now: values of the old graph that other values, or literals, stand for now.
+      parts: value of the old graph -> its parts.
+      now: value of the old graph -> the value or literal that replaces it.
     """
 
     def __init__(self, graph: Graph, scans: Scans) -> None:
@@ -85,7 +85,7 @@ class _Unrolling:
         return self._builder.avals[atom] if isinstance(atom, int) else atom.aval
 
     def _emit(self, function: Callable[..., Any], operands: Sequence[Atom]) -> list[Atom]:
-        """Adds the equations of a function of arrays."""
+        """Adds the equations of a function of arrays and returns its results."""
         return self._builder.inline(self._traced(function, operands), operands)
 
     def _traced(self, function: Callable[..., Any], operands: Sequence[Atom]) -> Any:
@@ -105,7 +105,7 @@ class _Unrolling:
             self._builder.equations.append(dataclasses.replace(equation, inputs=inputs))
 
     def _by_part(self, equation: Equation, axis: int) -> None:
-        """Does for each part what an equation does for all."""
+        """Applies an equation to each part."""
         is_sum = equation.primitive.name == "reduce_sum"
         params = dict(equation.params)
         if is_sum:
@@ -130,7 +130,7 @@ class _Unrolling:
             self.parts[equation.outputs[0]] = made
 
     def _unroll(self, scan: Scan) -> None:
-        """Puts the iterations of a scan one after another."""
+        """Inlines the iterations of a scan one after another."""
         columns = [self._slices(atom, 0, scan.length) for atom in scan.xs]
         consts, carry = ([self._current(atom) for atom in atoms] for atoms in (scan.consts, scan.carry))
         ys: list[list[Atom]] = [[] for _ in range(scan.length)]
@@ -145,10 +145,10 @@ class _Unrolling:
                 [self.now[value]] = self._emit(lambda *arrays: jnp.stack(arrays), parts)
 
     def _slices(self, atom: Atom, axis: int, length: int) -> list[Atom]:
-        """The slices of an array along an axis.
+        """Returns the slices of an array along an axis.
 
-        A large array that no derivative flows through is handed to each iteration whole, with the iteration's number,
-        so that all are the same program and no slice has to be kept.
+        Each iteration receives a large non-differentiable array whole, with its own number, and slices it itself.
+        So all iterations are the same program and no slice is saved.
         """
         if isinstance(atom, int) and atom in self.parts:
             return self.parts[atom]
@@ -161,7 +161,7 @@ class _Unrolling:
         return [self._emit(take, [array, number])[0] for number in self._numbers(length)]
 
     def _numbers(self, length: int) -> list[Atom]:
-        """The numbers of the iterations as values, which are slices of a constant (see `dataflow`)."""
+        """Returns the iterations' numbers as values: slices of a constant (see `dataflow`)."""
         if length not in self._indices:
             [numbers] = self._emit(lambda: lax.iota(jnp.uint32, length), [])
             self._indices[length] = self._slices(numbers, 0, length)

@@ -1,7 +1,7 @@
-"""Arrays that hold the elements of another one in another order: what transposes and reshapes make of a weight.
+"""Views: arrays that hold a stored weight's elements in another order, as after transposes and reshapes.
 
-A view's dimensions are made of pieces of the dimensions of what is stored, so that it can be told whether a product
-with the view is a product with a plain matrix in storage order.
+A view's dimensions consist of pieces of the stored dimensions. These show whether a product with the view is a product
+with a plain matrix in storage order.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from jax import lax
 from jaxferry.partition.graph import Equation
 
 Piece = tuple[tuple[int, ...], int]
-"""Part of a stored dimension: its place in storage order (compared as tuples), and its length."""
+"""A piece of a stored dimension: its position in storage order (compared as tuples) and its length."""
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The pieces that each dimension consists of, slowest first; dimensions of length 1 have none."""
+    """The pieces of each dimension, slowest first; dimensions of length 1 have none."""
 
     dims: tuple[tuple[Piece, ...], ...]
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> View:
-        """The view of a stored array as it is."""
+        """Returns the view of a stored array in its own order."""
         return cls(tuple((((i,), n),) if n != 1 else () for i, n in enumerate(shape)))
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """All pieces in the order of the view."""
+        """All pieces in view order."""
         return tuple(piece for dim in self.dims for piece in dim)
 
     def transpose(self, permutation: Sequence[int]) -> View:
-        """The view with its dimensions permuted."""
+        """Returns the view with its dimensions permuted."""
         return View(tuple(self.dims[i] for i in permutation))
 
     def reshape(self, shape: Sequence[int]) -> View | None:
-        """The view in another shape; None where a dimension would be cut across its pieces."""
+        """Returns the view in another shape; None if the shape splits a piece unevenly."""
         left = list(self.pieces)
         dims = []
         for length in shape:
@@ -63,7 +63,7 @@ class View:
 
 
 def apply(equation: Equation, view: View) -> View | None:
-    """The view that an equation makes of one; None if it does more than reorder."""
+    """Applies an equation to a view; None if the equation does more than reorder."""
     name, params = equation.primitive.name, equation.params
     if name in ("convert_element_type", "copy"):
         return view
@@ -87,7 +87,7 @@ def apply(equation: Equation, view: View) -> View | None:
 
 
 def _broadcast(view: View, shape: Sequence[int], places: Sequence[int]) -> View | None:
-    """A broadcast that only adds dimensions of length 1."""
+    """Applies a broadcast that only adds dimensions of length 1; None for any other."""
     dims: list[tuple[Piece, ...]] = [()] * len(shape)
     for dim, place in zip(view.dims, places, strict=True):
         dims[place] = dim
@@ -97,12 +97,12 @@ def _broadcast(view: View, shape: Sequence[int], places: Sequence[int]) -> View 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A view as a stored matrix, of which the dimensions summed over are the rows or the columns.
+    """A view as a stored matrix whose rows or columns are the contracted dimensions.
 
     Attributes:
-      summed: pieces of the dimensions summed over, in storage order.
-      free: those of the others.
-      transpose: whether `free` come first in storage.
+      summed: pieces of the contracted dimensions, in storage order.
+      free: pieces of the other dimensions, in storage order.
+      transpose: whether `free` comes first in storage.
     """
 
     summed: tuple[Piece, ...]
@@ -111,7 +111,7 @@ class Matrix:
 
 
 def as_matrix(view: View, summed: Collection[int]) -> Matrix | None:
-    """The matrix that a view is for a product that sums over some of its dimensions; None if it is none."""
+    """Returns the view as a matrix for a product that contracts some of its dimensions; None if it is not one."""
     stored = sorted(view.pieces)
     chosen = {piece for i in summed for piece in view.dims[i]}
     count = len(chosen)
@@ -123,19 +123,19 @@ def as_matrix(view: View, summed: Collection[int]) -> Matrix | None:
 
 
 def size_of(pieces: Sequence[Piece]) -> int:
-    """Number of elements that the pieces span."""
+    """Returns the number of elements that the pieces span."""
     return math.prod(size for _, size in pieces)
 
 
 def reorder(array: jax.Array, kept: Sequence[int], pieces: Sequence[Piece], order: Sequence[Piece]) -> jax.Array:
-    """An array `[*kept, *pieces]` with the pieces in another order, flattened to one last dimension."""
+    """Reorders the pieces of an array `[*kept, *pieces]` and flattens them into one last dimension."""
     array = array.reshape((*kept, *(size for _, size in pieces)))
     moved = [len(kept) + pieces.index(piece) for piece in order]
     return array.transpose((*range(len(kept)), *moved)).reshape((*kept, size_of(order)))
 
 
 def dot_dims(equation: Equation, ndims: tuple[int, int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-    """Summed and free dimensions of both operands of a `dot_general`; None if it has batch dimensions."""
+    """Returns the contracted and free dimensions of both operands of a `dot_general`; None with batch dimensions."""
     summed, batch = equation.params["dimension_numbers"]
     if batch[0]:
         return None
@@ -144,9 +144,9 @@ def dot_dims(equation: Equation, ndims: tuple[int, int]) -> tuple[list[tuple[int
 
 
 def has_default_precision(dot: Equation) -> bool:
-    """Whether a product is asked for no more than its dtype's usual precision, which is all that operations have.
+    """Whether a product has its dtype's default precision, the only one that native operations support.
 
-    A precision may stand in the model's code or come from `jax_default_matmul_precision`.
+    Another precision may come from the model's code or from `jax_default_matmul_precision`.
     """
     precision = dot.params["precision"]
     asked = precision if isinstance(precision, tuple) else (precision,)

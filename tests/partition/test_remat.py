@@ -100,7 +100,7 @@ def test_a_policy_of_names_keeps_the_values_of_that_name():
 
 def test_a_policy_that_offloads_is_refused(gpt):
     policy = POLICIES.offload_dot_with_no_batch_dims("device", "pinned_host")
-    with pytest.raises(InputError, match=r"remat: a policy must say True \(keep\) or False"):
+    with pytest.raises(InputError, match=r"remat: a policy must return True \(keep\) or False"):
         differentiate(gpt.graph, block_of(gpt), policy)
 
 
@@ -118,7 +118,7 @@ def test_choices_are_made_by_name_of_segment_or_layer_or_by_a_function(gpt):
 
 
 def test_names_that_are_not_there_and_answers_that_are_no_choice_are_refused(gpt):
-    with pytest.raises(InputError, match="remat names 'h_9', which is no segment; those are wte, "):
+    with pytest.raises(InputError, match="remat names 'h_9', which is not a segment; use one of wte, "):
         remat_of(gpt, {"h_9": "full"})
     with pytest.raises(InputError, match=r"remat\('wte'\) must be one of none, full, auto.* got None"):
         remat_of(gpt, lambda name: None)

@@ -208,8 +208,8 @@ def within_remat(params, x):
     [
         (also(lambda own: jnp.max(own["w"])), "'blocks/w'", "'reduce_max' reads all of it"),
         (also(lambda own: jnp.sum(own["b"] * jnp.mean(own["w"]))), "'blocks/b'", "'mul' combines it"),
-        (in_common, "'blocks/b'", "more parameters in common than of its own"),
-        (within_remat, "'blocks/b', 'blocks/w'", "the scan lies inside of"),
+        (in_common, "'blocks/b'", "share more parameters than each has of its own"),
+        (within_remat, "'blocks/b', 'blocks/w'", "the scan lies inside"),
     ],
 )
 def test_what_cannot_be_cut_stays_whole_and_says_why(loss, names, reason):
