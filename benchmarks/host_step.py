@@ -44,7 +44,7 @@ from rich.table import Table
 
 import jaxferry
 import measure
-from jaxferry.engine.fused import fused_update
+from jaxferry.engine.host.fused import fused_update
 from jaxferry.native import library
 from jaxferry.partition.layout import make_layer
 

@@ -67,7 +67,8 @@ import measure
 import model
 from jaxferry.choice import choose_update_order
 from jaxferry.compare import compare_policies, ends_of_steps, own_bound_s, steps_in_the_middle, works_s
-from jaxferry.engine.lanes import Lanes, TaskList
+from jaxferry.engine.lanes import Lanes
+from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.native.library import library
 from jaxferry.planning import make_plan
 from jaxferry.report.timelines import plot_timelines

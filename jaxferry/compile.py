@@ -1,6 +1,6 @@
 """Prepares a training step for one batch structure: partition, plan, lower, fit, compile.
 
-loss_fn, batch --partition--> segments --plan--> Plan --fit--> Plan within the budget --lower--> StepProgram --> Prepared
+loss_fn, batch --partition--> segments --policy--> Plan --fit--> Plan within the budget --lower--> StepProgram
 """
 
 from __future__ import annotations

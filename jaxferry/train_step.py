@@ -25,7 +25,7 @@ from jaxferry.engine import (
     make_placement,
     masters_layer_by_layer,
 )
-from jaxferry.engine.subtree import path_names
+from jaxferry.engine.host.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.model import Model, abstract
 from jaxferry.options import Options, read_options

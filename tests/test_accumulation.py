@@ -13,6 +13,7 @@ import models
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
 from planned import assert_same_bits, segment_names
+from steps import with_sums_in_host_memory
 
 N = 3
 
@@ -98,7 +99,7 @@ def test_every_plan_and_transport_has_the_same_bits(gpt, dtype):
 def test_gradients_stay_on_the_device_within_the_budget_and_else_are_added_up_in_host_memory(gpt, batches):
     free = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), accumulate=N)
     expected, _ = train(free, gpt.params, batches)
-    assert free.prepare(gpt.batch)._executor._kept
+    assert free.prepare(gpt.batch).program.summed
     assert expected.accumulated.on_device
     once = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
     once.init(gpt.params)
@@ -106,7 +107,7 @@ def test_gradients_stay_on_the_device_within_the_budget_and_else_are_added_up_in
     tight = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), accumulate=N, memory_budget=budget)
     state, _ = train(tight, gpt.params, batches)
     assert tight.prepare(gpt.batch).peak.total <= budget < free.prepare(gpt.batch).peak.total
-    assert not tight.prepare(gpt.batch)._executor._kept
+    assert not tight.prepare(gpt.batch).program.summed
     assert_same_bits(state.params, expected.params)
     assert set(tight.prepare(gpt.batch).modes) == {Mode.GFGB}
 
@@ -225,9 +226,9 @@ def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_add_up_gr
                 prepared = step.prepare(whole[shape])
             assert prepared.plan.layers == plan.layers
             if shape == "n":
-                prepared._executor._kept = frozenset()
+                with_sums_in_host_memory(prepared)
             state, _ = step(state, whole[shape])
-            assert state.accumulated.on_device.keys() <= prepared._executor._kept
+            assert state.accumulated.on_device.keys() <= prepared.runner.runnable.program.summed
         return state.params
 
     assert_same_bits(run(places), run(dict.fromkeys(places, GradientPlace.HOST)))

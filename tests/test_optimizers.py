@@ -11,7 +11,7 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.engine.separable import WholeUpdate, part_content
+from jaxferry.engine.host.separable import WholeUpdate, part_content
 from jaxferry.modes import Mode
 from jaxferry.native.host_step import StepRule
 from jaxferry.optimizers import FusedTransformation, HostRule

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import jaxferry
 from jaxferry import pretrained
-from jaxferry.engine import initialise
+from jaxferry.engine.host import initialise
 from planned import assert_same_bits
 
 RNG = np.random.default_rng(0)

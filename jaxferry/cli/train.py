@@ -11,7 +11,7 @@ from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
 from jaxferry.cli.model import OPTIMIZERS, ModelName, UserModel, call_model, code_of_a_user, make_optimizer, read_dtype
 from jaxferry.compare import plan_counts
 from jaxferry.engine import TrainState
-from jaxferry.engine.checkpoint import check_target
+from jaxferry.engine.host.checkpoint import check_target
 from jaxferry.errors import InputError
 from jaxferry.plan.registry import policies
 from jaxferry.records import write_json

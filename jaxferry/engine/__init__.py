@@ -7,13 +7,13 @@ executor              one function an operation     StepRunner        runs steps
 Lanes                 the threads                   Recorder, Marks   when each task started and ended
 """
 
-from jaxferry.engine import checkpoint
 from jaxferry.engine.budget import fit
 from jaxferry.engine.evaluator import Evaluator
-from jaxferry.engine.host_optimizer import HostOptimizer
-from jaxferry.engine.initialise import masters_from_arrays, masters_layer_by_layer
+from jaxferry.engine.host import checkpoint
+from jaxferry.engine.host.initialise import masters_from_arrays, masters_layer_by_layer
+from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
-from jaxferry.engine.lanes import TaskList, make_lanes
+from jaxferry.engine.lanes import make_lanes
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.lower import lower, summable_groups
 from jaxferry.engine.memory import Peak, loads_ahead, peak_bytes
@@ -22,13 +22,14 @@ from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.prefetch import PrefetchSlot
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target, program_keys, with_sums
 from jaxferry.engine.programs import Programs, derivatives_of, lower_traced, trace_program
-from jaxferry.engine.recorder import Recorder
+from jaxferry.engine.ready_tasks import TaskList
+from jaxferry.engine.remat_variants import RematVariants
 from jaxferry.engine.runner import StepRunner
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.step import Resources, Rules, RunnableStep, StepResult
-from jaxferry.engine.transfers import Transport
-from jaxferry.engine.transports import TRANSPORTS, choose_transport, make_transport
-from jaxferry.engine.variants import RematVariants
+from jaxferry.engine.trace.recorder import Recorder
+from jaxferry.engine.transport.base import Transport
+from jaxferry.engine.transport.choice import TRANSPORTS, choose_transport, make_transport
 
 __all__ = [
     "TRANSPORTS",

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, Operation
 from jaxferry.engine.prefetch import wait_for_copy
 from jaxferry.engine.program_keys import ProgramKey, Source, Target
 from jaxferry.engine.state import to_pinned
 from jaxferry.engine.step import StepContext
-from jaxferry.engine.transfers import Vectors
-from jaxferry.engine.units import Unit
+from jaxferry.engine.transport.base import Vectors
 
 _add = jax.jit(jnp.add)
 
@@ -230,7 +230,7 @@ def _move(
         source.pop(value).delete()
 
 
-def _units_to_update(step: StepContext, instruction: Instruction) -> list[Unit]:
+def _units_to_update(step: StepContext, instruction: Instruction) -> list[UpdateGroup]:
     """The units of an update task that have not been updated yet."""
     units = [unit for unit in step.state.units if instruction.group in unit.layers or step.is_last_update]
     units = [unit for unit in units if id(unit) not in step.updated]
@@ -238,7 +238,7 @@ def _units_to_update(step: StepContext, instruction: Instruction) -> list[Unit]:
     return units
 
 
-def _update_unit(step: StepContext, unit: Unit, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:
+def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:
     state, placement = step.state, step.runnable.resources.placement
     num_trained = [len(state.layers[group].trained.vectors) for group in unit.layers]
     copies = zip(unit.layers, num_trained, strict=True)

@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
+from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, StepProgram
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.program_keys import ProgramKey, Target
 from jaxferry.engine.state import Accumulated, LateFailure
-from jaxferry.engine.transfers import HostGradient, Transport, Vectors, added
-from jaxferry.engine.units import Unit
+from jaxferry.engine.transport.base import HostGradient, Transport, Vectors, added
 
 _add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
 
@@ -154,7 +154,7 @@ class StepGradients:
         """The vectors of a group's gradient, where the optimizer reads them."""
         return self._transport.gather(group, self.on_host[group])
 
-    def gathered(self, unit: Unit) -> list[Vectors]:
+    def gathered(self, unit: UpdateGroup) -> list[Vectors]:
         """The gradients of an update, for each of its groups; nothing for a group that no segment reads."""
         return [self.gather(group) if group in self.on_host else () for group in unit.layers]
 
@@ -166,7 +166,7 @@ class StepGradients:
         """The squared norm of each group's whole gradient, in the order of the groups."""
         return [self._taken_norms[group].result() for group in sorted(self._taken_norms)]
 
-    def recycle(self, unit: Unit) -> None:
+    def recycle(self, unit: UpdateGroup) -> None:
         """Hands the vectors of used gradients back to the transport."""
         for group in unit.layers:
             if (used := self.on_host.pop(group, None)) is not None:

@@ -1,30 +1,29 @@
-"""Threads that run lists of tasks: every lane in its order, every task as soon as what it waits for has ended.
+"""Threads that run lists of tasks.
 
     H2D   load load load ...            a thread for each lane, or one for several lanes whose work is only
     GPU   forward forward ...           issued by it and done by the device in the order of issue
     D2H          offload ...
     host            update update ...   of the updates that could start, the one needed first
 
-It knows nothing of what a task does: that is an action given with the list. Lists follow each other as steps do: a task
+Nothing here knows what a task does: that is an action given with the list. Lists follow each other as steps do: a task
 may wait for tasks of the list before (`Task.after_previous`), so the end of one step overlaps the start of the next.
-Its first loads need not even wait for it to be submitted (`Lanes.begin_ahead`).
+The first loads of a list need not wait for it to be submitted (`Lanes.begin_ahead`).
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import heapq
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.errors import StateError
-from jaxferry.schedule import Lane, Schedule
+from jaxferry.schedule import Lane
 
 Action = Callable[[int], bool]
-"""Does the task of an index. False if it has not ended yet: then somebody calls `Work.end` later."""
+"""Does the task of an index. False if it has not ended yet: then somebody calls `StepRun.end` later."""
 
 ALL_LANES = tuple(Lane)
 ONE_EACH = [(lane,) for lane in Lane]
@@ -44,26 +43,8 @@ class Failure:
     error: BaseException
 
 
-class TaskList:
-    """The tasks of one step with who waits for whom; made once, run often."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.tasks = schedule, schedule.tasks
-        count = len(self.tasks)
-        self.waiting: list[list[int]] = [[] for _ in range(count)]
-        self.waiting_next: list[list[int]] = [[] for _ in range(count)]
-        self.num_waits = [len(set(task.after)) for task in self.tasks]
-        self.by_lane: dict[Lane, list[int]] = {lane: [] for lane in Lane}
-        for index, task in enumerate(self.tasks):
-            self.by_lane[task.lane].append(index)
-            for earlier in set(task.after):
-                self.waiting[earlier].append(index)
-            for earlier in set(task.after_previous):
-                self.waiting_next[earlier].append(index)
-
-
 class Monitor:
-    """One lock, and who waits under it for what: a task that ends wakes only those that may go on.
+    """One lock, and the threads that wait under it: a task that ends wakes only those that may go on.
 
     Attributes:
       outside: those who wait for work to be done.
@@ -89,13 +70,18 @@ class Monitor:
         """What the thread that runs a lane waits on."""
         return self._of_lane[lane]
 
+    def wake(self, lanes: Sequence[Lane]) -> None:
+        """Wakes the threads of these lanes."""
+        for lane in lanes:
+            self._of_lane[lane].notify_all()
+
     def wake_all(self) -> None:
-        """Lets everybody look again."""
+        """Wakes everybody."""
         for condition in (self.outside, *self._of_lane.values()):
             condition.notify_all()
 
 
-class Work:
+class StepRun:
     """One run of a task list; made by `Lanes.make`.
 
     Attributes:
@@ -103,39 +89,38 @@ class Work:
       failure: the first failure, or None.
       is_stopped: whether no further task is started.
       begin_s: when it was made.
-      starts_s: when each task started, all by the clock of `time.perf_counter`; where a thread only issues what a
-        device does, when it was issued.
+      starts_s: when each task started, by the clock of `time.perf_counter`; where a thread only issues what a device
+        does, when it was issued.
       ends_s: when each task ended, likewise.
-      is_committed: whether something has been done that cannot be undone, so that all of it must be.
+      is_committed: whether something has been done that cannot be undone, so that the rest must be done too.
     """
 
-    def __init__(self, tasks: TaskList, action: Action, previous: Work | None, monitor: Monitor) -> None:
+    def __init__(self, tasks: TaskList, action: Action, previous: StepRun | None, monitor: Monitor) -> None:
         self.list, self._action, self._monitor = tasks, action, monitor
         self.failure: Failure | None = None
         self.is_stopped = self.is_committed = False
-        count = len(tasks.tasks)
-        self._missing = list(tasks.num_waits)
-        self._is_done = [False] * count
-        self._num_left = collections.Counter(task.lane for task in tasks.tasks)
-        self._next = dict.fromkeys(Lane, 0)
-        self._ready_updates: list[tuple[tuple[int, int], int]] = []
-        self._successor: Work | None = None
+        self._ready: ReadyTasks = ReadyTasks(tasks, None if previous is None else previous._ready)
+        self._successor: StepRun | None = None
         self._num_threads = 0
-        self._ahead: collections.deque[int] = collections.deque()
         self._is_open = True
         self.begin_s = time.perf_counter()
-        self.starts_s, self.ends_s = [0.0] * count, [0.0] * count
+        self.starts_s, self.ends_s = [0.0] * len(tasks.tasks), [0.0] * len(tasks.tasks)
         if previous is not None:
-            self._follow(previous)
-        for index in tasks.by_lane[Lane.HOST]:
-            self._offer(index)
+            previous._successor = self
+            # Tasks that wait for a run that has failed never start.
+            self.is_stopped = previous.is_stopped or previous.failure is not None
+
+    @property
+    def has_broken_off(self) -> bool:
+        """Whether no further task is started: it was stopped, or a task has failed."""
+        return self.is_stopped or self.failure is not None
 
     def wait(self, lanes: Sequence[Lane] = ALL_LANES, should_stop: Callable[[], bool] | None = None) -> None:
-        """Returns when all tasks of these lanes have ended, or the work has stopped.
+        """Returns when all tasks of these lanes have ended, or the run has broken off.
 
         Args:
           lanes: the lanes.
-          should_stop: looked at meanwhile; once it says so, no further task is started, unless the work is committed.
+          should_stop: polled meanwhile; once it says so, no further task is started, unless the run is committed.
         """
         with self._monitor:
             while not self.is_over(lanes):
@@ -145,17 +130,16 @@ class Work:
                     self._monitor.wake_all()
 
     def is_over(self, lanes: Sequence[Lane] = ALL_LANES) -> bool:
-        """Whether nothing in these lanes is left to be done, or everything has stopped."""
-        has_ended = all(self._num_left[lane] == 0 for lane in lanes)
-        return has_ended or ((self.is_stopped or self.failure is not None) and self._num_threads == 0)
+        """Whether every task of these lanes has ended, or the run has broken off and no thread is busy with it."""
+        return self._ready.is_over(lanes) or (self.has_broken_off and self._num_threads == 0)
 
     def wait_ahead(self) -> None:
-        """Returns when what can be done ahead has been done, or the work has stopped."""
+        """Returns when the loads that may run ahead have ended, or the run has broken off."""
         with self._monitor:
             self._monitor.outside.wait_for(lambda: self._num_threads == 0)
 
     def stop(self) -> None:
-        """Starts no further task, and returns when those that are under way have ended."""
+        """Starts no further task, and returns when those in flight have ended."""
         with self._monitor:
             self.is_stopped = True
             self._monitor.wake_all()
@@ -163,90 +147,45 @@ class Work:
             self._action = _nothing
 
     def commit(self) -> bool:
-        """Asks for leave to do what cannot be undone; False if the work has stopped."""
+        """Asks for leave to do what cannot be undone; False if the run was stopped."""
         with self._monitor:
             self.is_committed |= not self.is_stopped
             return self.is_committed
 
     def open(self, action: Action) -> None:
-        """Lets work that has begun ahead be submitted; tasks that have not started yet are done by this action."""
+        """Lets a run that has begun ahead be submitted; this action does the tasks that have not started yet."""
         with self._monitor:
             self._action, self._is_open = action, True
-            self._ahead.clear()
+            self._ready.end_prefetch()
             self._monitor.wake_all()
             self.begin_s = min([time.perf_counter(), *(start_s for start_s in self.starts_s if start_s)])
 
     def end(self, index: int) -> None:
         """Notes that a task has ended whose action returned False."""
         with self._monitor:
-            self._end(index)
-
-    def _follow(self, previous: Work) -> None:
-        """Waits for those tasks of the run before that have not ended; they never will if it has failed."""
-        previous._successor = self
-        self.is_stopped = previous.is_stopped or previous.failure is not None
-        for index, task in enumerate(self.list.tasks):
-            self._missing[index] += sum(not previous._is_done[earlier] for earlier in set(task.after_previous))
-
-    def _offer(self, index: int) -> None:
-        task = self.list.tasks[index]
-        if self._missing[index] == 0 and task.lane is Lane.HOST:
-            need = task.need if self.list.schedule.updates_by_need else (0, index)
-            heapq.heappush(self._ready_updates, (need, index))
-
-    def _end(self, index: int) -> None:
-        self.ends_s[index] = time.perf_counter()
-        self._is_done[index] = True
-        lane = self.list.tasks[index].lane
-        self._num_left[lane] -= 1
-        for later in self.list.waiting[index]:
-            self._fewer_missing(later)
-        if self._successor is not None:
-            for later in self.list.waiting_next[index]:
-                self._successor._fewer_missing(later)
-        if not self._num_left[lane]:
-            self._monitor.thread_of(lane).notify_all()
-            self._monitor.outside.notify_all()
-        if not any(self._num_left.values()):
-            self._action = _nothing
-
-    def _fewer_missing(self, index: int) -> None:
-        """One of the tasks that a task waits for has ended."""
-        self._missing[index] -= 1
-        self._offer(index)
-        if not self._missing[index]:
-            self._monitor.thread_of(self.list.tasks[index].lane).notify_all()
-
-    def _take(self, lanes: Sequence[Lane]) -> int | None:
-        """A task that may start now, of the first of these lanes that has one; None if there is none."""
-        for lane in lanes:
-            if lane is Lane.HOST and self._ready_updates:
-                return heapq.heappop(self._ready_updates)[1]
-            order = self.list.by_lane[lane]
-            place = self._next[lane]
-            if lane is not Lane.HOST and place < len(order) and self._missing[order[place]] == 0:
-                self._next[lane] += 1
-                return order[place]
-        return None
-
-    def _has_left(self, lanes: Sequence[Lane]) -> bool:
-        if Lane.HOST in lanes:
-            return self._num_left[Lane.HOST] > 0
-        return any(self._next[lane] < len(self.list.by_lane[lane]) for lane in lanes)
+            self.ends_s[index] = time.perf_counter()
+            self._monitor.wake(self._ready.end(index))
+            if self._successor is not None:
+                for later in self.list.waiting_next[index]:
+                    self._monitor.wake(self._successor._ready.fewer_missing(later))
+            if self._ready.is_over([self.list.tasks[index].lane]):
+                self._monitor.outside.notify_all()
+            if self._ready.is_over(ALL_LANES):
+                self._action = _nothing
 
     def do(self, lanes: Sequence[Lane]) -> None:
         """Does the tasks of these lanes; the body of a thread."""
         try:
             while (found := self._next_task(lanes)) is not None:
-                work, index = found
-                work._do(index)
-                if work is not self:
-                    work._leave()
+                run, index = found
+                run._do(index)
+                if run is not self:
+                    run._leave()
         finally:
             self._leave()
 
     def do_ahead(self) -> None:
-        """Does the tasks that need not wait for the rest to be submitted; the body of a thread."""
+        """Does the first loads, which need not wait for the run to be submitted; the body of a thread."""
         try:
             while (index := self._next_ahead()) is not None:
                 self._do(index)
@@ -257,26 +196,26 @@ class Work:
         self.starts_s[index] = time.perf_counter()
         try:
             has_ended = self._action(index)
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for the work
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for the run
             self._fail(index, error)
             return
         if has_ended:
             self.end(index)
 
     def _leave(self) -> None:
-        """A thread has done what it had to."""
+        """A thread has done its part."""
         with self._monitor:
             self._num_threads -= 1
             if not self._num_threads:
                 self._monitor.outside.notify_all()
 
-    def _next_task(self, lanes: Sequence[Lane]) -> tuple[Work, int] | None:
-        """What comes next in these lanes: a task, of this work or ahead of the next; None if nothing is left."""
+    def _next_task(self, lanes: Sequence[Lane]) -> tuple[StepRun, int] | None:
+        """What comes next in these lanes: a task, of this run or ahead of the next; None if nothing is left."""
         with self._monitor:
-            while self._has_left(lanes) and not self.is_stopped and self.failure is None:
+            while self._ready.has_left(lanes) and not self.has_broken_off:
                 if (ahead := self._take_of_successor(lanes)) is not None:
                     return ahead
-                index = self._take(lanes)
+                index = self._ready.take(lanes)
                 if index is not None:
                     return self, index
                 self._monitor.thread_of(lanes[0]).wait()
@@ -284,8 +223,8 @@ class Work:
 
     def _next_ahead(self) -> int | None:
         with self._monitor:
-            while self._ahead and not self.is_stopped and self.failure is None:
-                index = self._take_ahead()
+            while self._ready.has_prefetch and not self.has_broken_off:
+                index = self._ready.take_prefetch()
                 if index is not None:
                     return index
                 self._monitor.thread_of(Lane.H2D).wait()
@@ -293,18 +232,12 @@ class Work:
                 self._action = _nothing
         return None
 
-    def _take_ahead(self) -> int | None:
-        if not self._ahead or self.is_stopped or self.failure is not None or self._missing[self._ahead[0]]:
-            return None
-        self._next[Lane.H2D] += 1
-        return self._ahead.popleft()
-
-    def _take_of_successor(self, lanes: Sequence[Lane]) -> tuple[Work, int] | None:
-        """A load ahead of the next work, where one thread has several lanes, and this work has no loads left."""
+    def _take_of_successor(self, lanes: Sequence[Lane]) -> tuple[StepRun, int] | None:
+        """A load ahead of the next run, where one thread has several lanes, and this run has no loads left."""
         later = self._successor
-        if later is None or Lane.H2D not in lanes or self._next[Lane.H2D] < len(self.list.by_lane[Lane.H2D]):
+        if later is None or later.has_broken_off or Lane.H2D not in lanes or not self._ready.has_started(Lane.H2D):
             return None
-        index = later._take_ahead()
+        index = later._ready.take_prefetch()
         if index is None:
             return None
         later._num_threads += 1
@@ -313,14 +246,14 @@ class Work:
     def _fail(self, index: int, error: BaseException) -> None:
         with self._monitor:
             self.failure = self.failure or Failure(index, error)
-            work: Work | None = self._successor
-            while work is not None:
-                work.is_stopped, work = True, work._successor
+            run: StepRun | None = self._successor
+            while run is not None:
+                run.is_stopped, run = True, run._successor
             self._monitor.wake_all()
 
 
 def _nothing(index: int) -> bool:
-    """The action of work that is done: what its own one refers to is free to go."""
+    """The action of a run that has ended: what its own one refers to can be freed."""
     return True
 
 
@@ -339,18 +272,18 @@ class Lanes:
             ThreadPoolExecutor(1, thread_name_prefix=f"jaxferry {'+'.join(lanes)}") for lanes in self._lanes
         ]
 
-    def make(self, tasks: TaskList, action: Action, previous: Work | None = None) -> Work:
+    def make(self, tasks: TaskList, action: Action, previous: StepRun | None = None) -> StepRun:
         """Prepares a run of a list of tasks; `submit` starts it.
 
         Args:
           tasks: the list.
           action: does one of them.
-          previous: the run of the same list whose tasks `after_previous` means; None if nothing of it is under way.
+          previous: the run of the same list whose tasks `after_previous` means; None if it has ended.
         """
         with self._monitor:
-            return Work(tasks, action, previous, self._monitor)
+            return StepRun(tasks, action, previous, self._monitor)
 
-    def begin_ahead(self, tasks: TaskList, action: Action, previous: Work, loads: Sequence[int]) -> Work:
+    def begin_ahead(self, tasks: TaskList, action: Action, previous: StepRun, loads: Sequence[int]) -> StepRun:
         """Prepares a run and does its first loads, each once what it waits for of the run before has ended.
 
         Args:
@@ -360,32 +293,32 @@ class Lanes:
           loads: the first tasks of the link up, which wait for no other tasks of their own list.
 
         Returns:
-          The work: `open` it and submit it, or stop it.
+          The run: `open` it and submit it, or stop it.
         """
         with self._monitor:
-            work = Work(tasks, action, previous, self._monitor)
-            work._is_open = False
-            work._ahead.extend(loads)
-            work._num_threads += 1
-            self._monitor.thread_of(Lane.H2D).notify_all()
+            run = StepRun(tasks, action, previous, self._monitor)
+            run._is_open = False
+            run._ready.prefetch(loads)
+            run._num_threads += 1
+            self._monitor.wake([Lane.H2D])
         number = next(i for i, lanes in enumerate(self._lanes) if Lane.H2D in lanes)
         try:
-            self._threads[number].submit(work.do_ahead)
+            self._threads[number].submit(run.do_ahead)
         except RuntimeError:  # the process is ending
-            work._leave()
-        return work
+            run._leave()
+        return run
 
-    def submit(self, work: Work) -> None:
-        """Has the threads do what is left of some work."""
+    def submit(self, run: StepRun) -> None:
+        """Has the threads do the tasks of a run."""
         with self._monitor:
-            work._num_threads += len(self._lanes)
+            run._num_threads += len(self._lanes)
         for number, (thread, lanes) in enumerate(zip(self._threads, self._lanes, strict=True)):
             try:
-                thread.submit(work.do, lanes)
+                thread.submit(run.do, lanes)
             except RuntimeError as error:
                 with self._monitor:
-                    work.is_stopped = True
-                    work._num_threads -= len(self._lanes) - number
+                    run.is_stopped = True
+                    run._num_threads -= len(self._lanes) - number
                     self._monitor.wake_all()
                 raise StateError("the process is ending, so nothing more is trained") from error
 

@@ -116,7 +116,7 @@ class _Lowering:
     ) -> None:
         self._partition, self._tasks = partition, schedule.tasks
         self._keys = program_keys(partition, derivatives, plan)
-        self._frees = _last_readers(partition, derivatives)
+        self._frees = last_readers(partition, derivatives)
         self._offloaded = offloaded
         self._places = self._places_of_tasks()
         self._drops = self._drops_of_tasks()
@@ -232,7 +232,7 @@ def _is_worth_moving(partition: Partition, value: int) -> bool:
     return not is_key and partition.graph.num_bytes(value) >= MIN_OFFLOADED_BYTES
 
 
-def _last_readers(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, list[int]]:
+def last_readers(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, list[int]]:
     """The values whose last reader is each place."""
     last: dict[int, int] = {}
     for place, read in enumerate(_freeable_reads(partition, derivatives)):

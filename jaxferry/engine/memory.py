@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind
+from jaxferry.partition import Derivative, Partition
 from jaxferry.schedule import Lane, leading_loads
 
 _SCALAR_BYTES = 8
@@ -51,17 +52,22 @@ def peak_bytes(
     partition = program.partition
     resident = sum(partition.layers[group].num_bytes for group in program.resident)
     transfers = _Transfers(program, ahead)
-    values = _Values(program)
+    values = LiveValues(partition, program.derivatives)
     parameters_peak = held_peak = total_peak = resident
     for instruction in program.programs:
-        place = instruction.place
+        place, key = instruction.place, _key(instruction)
         parameters = resident + transfers.copies[place]
         scalars = _SCALAR_BYTES * (place + 1)
-        held = parameters + values.enter(instruction) - transfers.offloaded[place] + transfers.gradients[place]
+        held = (
+            parameters
+            + values.enter(key.kind, instruction.segment)
+            - transfers.offloaded[place]
+            + transfers.gradients[place]
+        )
         held += scalars + other_bytes
         parameters_peak, held_peak = max(parameters_peak, parameters), max(held_peak, held)
-        total_peak = max(total_peak, held + temporary_bytes.get(_key(instruction), 0))
-        values.leave(instruction)
+        total_peak = max(total_peak, held + temporary_bytes.get(key, 0))
+        values.leave(key.kind, instruction.segment, instruction.frees)
     return Peak(parameters_peak, held_peak, total_peak)
 
 
@@ -93,19 +99,23 @@ def _key(instruction: Instruction) -> ProgramKey:
     return instruction.key
 
 
-class _Values:
-    """The values between segments, residuals and cotangents that are alive while the programs run in order."""
+class LiveValues:
+    """The values between segments, residuals and cotangents that are alive while the programs of a step run in order.
 
-    def __init__(self, program: StepProgram) -> None:
-        self._partition, self._derivatives = program.partition, program.derivatives
-        self._size = program.partition.graph.num_bytes
-        graph = program.partition.graph
-        self._alive = sum(map(self._size, (*graph.batch, *graph.constants, *program.partition.prelude_outputs)))
+    Args:
+      partition: the segments.
+      derivatives: by program number.
+    """
+
+    def __init__(self, partition: Partition, derivatives: Mapping[int, Derivative]) -> None:
+        self._partition, self._derivatives = partition, derivatives
+        self._size, graph = partition.graph.num_bytes, partition.graph
+        self._alive = sum(map(self._size, (*graph.batch, *graph.constants, *partition.prelude_outputs)))
         self._cotangents: dict[int, int] = {}
 
-    def enter(self, instruction: Instruction) -> int:
-        """The bytes alive while a program runs: its arguments and results are among them."""
-        segment, kind = self._partition.segments[instruction.segment], _key(instruction).kind
+    def enter(self, kind: ProgramKind, number: int) -> int:
+        """The bytes alive while the program of a segment runs, its arguments and results among them."""
+        segment = self._partition.segments[number]
         if kind is not ProgramKind.BACKWARD:
             self._alive += sum(map(self._size, (*segment.outputs, *segment.extras)))
         if kind is ProgramKind.FORWARD:
@@ -117,11 +127,11 @@ class _Values:
         # While one cotangent is added to another, both are alive beside their sum.
         return self._alive + sum(self._cotangents.values()) + 2 * sum(map(self._size, added))
 
-    def leave(self, instruction: Instruction) -> None:
-        """Frees what no later program reads."""
-        segment = self._partition.segments[instruction.segment]
-        self._alive -= sum(map(self._size, instruction.frees))
-        if _key(instruction).kind is ProgramKind.BACKWARD:
+    def leave(self, kind: ProgramKind, number: int, frees: Sequence[int]) -> None:
+        """Ends the program, and frees what no later one reads."""
+        segment = self._partition.segments[number]
+        self._alive -= sum(map(self._size, frees))
+        if kind is ProgramKind.BACKWARD:
             self._alive -= self._derivatives[segment.program].saved_bytes
             self._cotangents = {v: n for v, n in self._cotangents.items() if v not in segment.outputs}
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import squared_norm
-from jaxferry.engine.transfers import Vectors
+from jaxferry.engine.transport.base import Vectors
 
 
 class Norms:

@@ -11,10 +11,10 @@ import dataclasses
 import jax
 
 from jaxferry.engine.instruction import StepProgram
-from jaxferry.engine.lanes import Work
-from jaxferry.engine.marks import StepMarks
+from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.transfers import DeviceLayer, Transport, Vectors
+from jaxferry.engine.trace.marks import StepMarks
+from jaxferry.engine.transport.base import DeviceLayer, Transport, Vectors
 
 
 class DeviceCopies:
@@ -85,7 +85,7 @@ class Prefetch:
       copies: what has been loaded.
     """
 
-    work: Work
+    work: StepRun
     copies: DeviceCopies
 
     @property

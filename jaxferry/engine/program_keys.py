@@ -1,4 +1,4 @@
-"""Names the compiled programs of a step: which segment, what it computes, where it reads parameters and writes gradients.
+"""Names the compiled programs of a step: what each computes, where it reads parameters and writes its gradient.
 
 A group of parameters may be read in several places within a step. DFGB reads host memory in the forward and a device
 copy in the backward. The lookup of a tied table can read host memory while its head reads a copy. No program gets a

@@ -12,11 +12,11 @@ from typing import Any
 
 from jaxferry.engine.executor import execute
 from jaxferry.engine.interrupts import deferred_interrupts
-from jaxferry.engine.lanes import Work
-from jaxferry.engine.marks import Marks
+from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.prefetch import DeviceCopies, Prefetch
 from jaxferry.engine.state import Accumulated, PendingStep, TrainState, task_error
 from jaxferry.engine.step import RunnableStep, StepContext, StepResult
+from jaxferry.engine.trace.marks import Marks
 from jaxferry.errors import TaskError
 from jaxferry.schedule import Lane
 
@@ -92,7 +92,7 @@ class StepRunner:
         self._resources.lanes.submit(step.work)
         return step
 
-    def _previous(self, state: TrainState, runnable: RunnableStep) -> Work | None:
+    def _previous(self, state: TrainState, runnable: RunnableStep) -> StepRun | None:
         """The work whose updates this step's loads wait for; waits here for anything else in flight."""
         state.check()
         pending = state.pending

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine.host.optimizer import HostOptimizer
+from jaxferry.engine.host.pieces import Key, Pieces, Stacked, cut, joined, on_host, together
+from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.interrupts import deferred_interrupts
-from jaxferry.engine.lanes import Work
+from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
-from jaxferry.engine.pieces import Key, Pieces, Stacked, cut, joined, on_host, together
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import Prefetch
-from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport, Vectors
-from jaxferry.engine.units import Unit
+from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors
 from jaxferry.errors import StateError, TaskError
 from jaxferry.partition import Layer, Leaf, Part
 
@@ -79,7 +79,7 @@ class PendingStep:
       before: what the state counted before it.
     """
 
-    work: Work
+    work: StepRun
     step: EndingStep
     before: Counts
 
@@ -100,7 +100,7 @@ ROLLED_BACK = "the state is that before the step"
 TO_LAST_UPDATE = "the state is that after the last update"
 
 
-def task_error(work: Work, outcome: str) -> TaskError:
+def task_error(work: StepRun, outcome: str) -> TaskError:
     """The error for a failed task, with the layer.
 
     Args:
@@ -205,7 +205,7 @@ class TrainState:
         if self.damage is not None:
             raise StateError(self.damage)
 
-    def end_failed(self, step: EndingStep, work: Work, before: Counts) -> str:
+    def end_failed(self, step: EndingStep, work: StepRun, before: Counts) -> str:
         """Rolls back a failed step, or marks the state as damaged; returns the outcome in words.
 
         Args:
@@ -342,7 +342,7 @@ class TrainState:
             self.prefetch.work.wait_ahead()
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.units])
 
-    def _make_units(self, masters: Pieces, state: Pieces | None) -> list[Unit]:
+    def _make_units(self, masters: Pieces, state: Pieces | None) -> list[UpdateGroup]:
         frozen = [(leaf.source, leaf.part) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
         self._frozen = {key: masters.take(key) for key in frozen}
         units = self.optimizer.units_of(self.layers)

@@ -17,17 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.gradients import StepGradients
-from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
-from jaxferry.engine.lanes import Lanes, TaskList, Work
-from jaxferry.engine.marks import TaskMark
+from jaxferry.engine.lanes import Lanes, StepRun
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
 from jaxferry.engine.programs import Programs
-from jaxferry.engine.recorder import Recorder
+from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.state import LateFailure, TrainState
-from jaxferry.engine.transfers import Transport
+from jaxferry.engine.trace.marks import TaskMark
+from jaxferry.engine.trace.recorder import Recorder
+from jaxferry.engine.transport.base import Transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,7 @@ class StepContext:
       is_updating: whether an update may have changed the state.
     """
 
-    work: Work
+    work: StepRun
 
     def __init__(self, runnable: RunnableStep, state: TrainState, batch: Sequence[Any], copies: DeviceCopies) -> None:
         self.runnable, self.program, self.state, self.copies = runnable, runnable.program, state, copies

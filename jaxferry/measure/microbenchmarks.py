@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine.host.optimizer import HostOptimizer
+from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.state import to_pinned
-from jaxferry.engine.transfers import DeviceLayer, HostGradient, Vectors
-from jaxferry.engine.transports import make_transport
-from jaxferry.engine.units import Unit
+from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Vectors
+from jaxferry.engine.transport.choice import make_transport
 from jaxferry.partition import Derivative, Layer, Partition, RowGradient
 from jaxferry.profiling.timers import Effort, median_s
 
@@ -203,7 +203,7 @@ def gradient_shapes(partition: Partition, derivative: Derivative) -> list[Any]:
 
 
 def update_subject(
-    optimizer: HostOptimizer, placement: Placement, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]
+    optimizer: HostOptimizer, placement: Placement, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]
 ) -> Subject:
     """The host update of a unit: its own state, anew; until the compute copy is where the device reads it."""
 

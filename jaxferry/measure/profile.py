@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind
 from jaxferry.engine.programs import Programs

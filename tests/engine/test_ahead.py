@@ -15,6 +15,7 @@ from jaxferry.native.library import library
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.schedule import Kind, Lane
 from planned import assert_same_bits, state_after
+from steps import transport_of
 from watched import device_arrays
 
 WIDTH, DEPTH = 64, 6
@@ -63,18 +64,14 @@ def test_loads_begin_while_the_step_before_is_in_its_backward():
         loads = [start for task, start, _ in tasks if task.step == number + 1 and task.kind is Kind.LOAD]
         earlier_s.append(last_offload - min(loads))
     assert np.median(earlier_s) > 0.04  # three more gradients leave by then, one after the other
-    assert len(state.ahead.copies) == DEPTH // 2
-
-
-def transport_of(step):
-    return step.prepare(BATCH)._executor._transfers
+    assert len(state.prefetch.copies) == DEPTH // 2
 
 
 @pytest.mark.usefixtures("threads")
 def test_what_is_loaded_ahead_is_used_and_changes_no_bit(monkeypatch):
     step, params = made()
     step.init(params)
-    transport, loaded = transport_of(step), []
+    transport, loaded = transport_of(step, BATCH), []
     load = transport.load
     monkeypatch.setattr(transport, "load", lambda layer, *args: loaded.append(layer) or load(layer, *args))
     state = state_after(step, params, BATCH, 5)
@@ -88,9 +85,9 @@ def test_what_is_loaded_ahead_is_used_and_changes_no_bit(monkeypatch):
 def test_an_evaluation_has_the_device_for_itself_and_the_next_step_goes_on():
     step, params = made()
     state, expected = state_after(step, params, BATCH, 2), state_after(made()[0], params, BATCH, 3)
-    assert transport_of(step).device_bytes == LOADED_BYTES
+    assert transport_of(step, BATCH).device_bytes == LOADED_BYTES
     step.evaluate(state, BATCH)
-    assert transport_of(step).device_bytes == 0
+    assert transport_of(step, BATCH).device_bytes == 0
     state, metrics = step(state, BATCH)
     assert metrics["device_param_bytes_peak"] == LOADED_BYTES
     assert_same_bits(state.params, expected.params)
@@ -105,7 +102,7 @@ def test_of_two_states_in_turn_only_one_has_layers_on_the_device():
         second, metrics = step(second, BATCH)
         first.block_until_ready()
         second.block_until_ready()
-        assert transport_of(step).device_bytes == metrics["device_param_bytes_peak"] == LOADED_BYTES
+        assert transport_of(step, BATCH).device_bytes == metrics["device_param_bytes_peak"] == LOADED_BYTES
     assert_same_bits(first.params, second.params)
 
 
@@ -117,15 +114,15 @@ def test_a_batch_of_another_shape_frees_what_was_loaded_for_the_first():
         state, metrics = step(state, batch)
         assert metrics["device_param_bytes_peak"] == LOADED_BYTES
     state.block_until_ready()
-    assert transport_of(step).device_bytes == LOADED_BYTES
+    assert transport_of(step, BATCH).device_bytes == LOADED_BYTES
 
 
 @pytest.mark.usefixtures("threads")
 def test_a_load_that_fails_ahead_is_tried_again_when_its_step_is_called(monkeypatch):
     step, params = made()
-    expected = state_after(made()[0], params, BATCH, 4)
-    state = step.init(params)
-    transport, count = transport_of(step), []
+    expected = state_after(made()[0], params, BATCH, 5)
+    state = state_after(step, params, BATCH, 1)
+    transport, count = transport_of(step, BATCH), []
     load = transport.load
 
     def failing(*args):
@@ -139,7 +136,7 @@ def test_a_load_that_fails_ahead_is_tried_again_when_its_step_is_called(monkeypa
         state, _ = step(state, BATCH)
         if number == 0:
             state.block_until_ready()
-            assert not state.ahead.is_good
+            assert not state.prefetch.is_good
     assert_same_bits(state.params, expected.params)
     state.block_until_ready()
     assert transport.device_bytes == LOADED_BYTES
@@ -149,14 +146,13 @@ def test_no_more_is_loaded_ahead_than_fits_into_the_budget():
     free, params = made()
     free.init(params)
     prepared = free.prepare(BATCH)
-    executor = prepared._executor
-    assert len(executor._loads_ahead) == DEPTH // 2
+    assert len(prepared.runner.runnable.loads_ahead) == DEPTH // 2
     numbers = []
     for budget in range(prepared.peak.total - LOADED_BYTES, prepared.peak.total + 1, LOADED_BYTES // 6):
         step, _ = made(memory_budget=budget)
         step.init(params)
         found = step.prepare(BATCH)
-        numbers.append(len(found._executor._loads_ahead))
+        numbers.append(len(found.runner.runnable.loads_ahead))
         assert found.peak.total <= budget and found.modes == prepared.modes
     assert numbers == sorted(numbers) and numbers[0] < numbers[-1] == DEPTH // 2
 

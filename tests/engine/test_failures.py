@@ -1,6 +1,4 @@
-"""Backwards that really fail, by a callback of the model's that raises: what becomes of the state."""
-
-import itertools
+"""Steps that fail: what becomes of the state, by a callback of the model that really raises and by tasks that do."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +8,21 @@ import pytest
 
 import jaxferry
 from faults import Fault, identity_that_calls
-from jaxferry.engine import executor
+from jaxferry.engine import Operation
 from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
 from planned import assert_same_bits, state_after
+from steps import fail, transport_of, with_sums_in_host_memory, wrap
 
 DEPTH = 3
 BATCH = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+
+
+@pytest.fixture(params=["lanes", "one for the device"])
+def threads(request, monkeypatch):
+    if request.param != "lanes":
+        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
 
 
 def make(fault, *, gradient=GradientPlace.DEVICE, mode=Mode.GFGB, **options):
@@ -39,45 +44,145 @@ def make(fault, *, gradient=GradientPlace.DEVICE, mode=Mode.GFGB, **options):
     return jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), plan=plan, **options), params
 
 
-@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("mode", [Mode.RELOAD, pytest.param(Mode.RESIDENT, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("gradient", list(GradientPlace))
-def test_a_callback_that_raises_once_costs_no_step_and_no_bit(gradient, mode, threads, monkeypatch, tmp_path):
-    if threads != "lanes":
-        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+def test_a_callback_that_raises_before_any_update_costs_no_step_and_no_bit(gradient, mode, tmp_path):
     fault = Fault()
-    step, params = make(fault, gradient=gradient, mode=mode)
+    step, params = make(fault, gradient=gradient, mode=mode, clip_norm=1e3)
     expected = [state_after(step, params, BATCH, n).params for n in range(5)]
-    num_tried_again = 0
     for at in range(1, 2 * DEPTH + 1):
         state = state_after(step, params, BATCH, 2)
         fault.arm(at)
-        with pytest.raises(jaxferry.TaskError, match="the callback broke") as caught:
+        with pytest.raises(
+            jaxferry.TaskError, match=r"the callback broke.*the state is that before the step"
+        ) as caught:
             for _ in range(2):  # a device may tell of it late
                 state, metrics = step(state, BATCH)
         assert caught.value.layer in params
-        num_tried_again += "tried again" in str(caught.value)
+        assert_same_bits(state.params, expected[state.step])
         step.save(state, tmp_path / "saved")
-        restored = step.restore(tmp_path / "saved")
-        assert restored.step == state.step
-        assert_same_bits(restored.params, expected[state.step])
+        assert_same_bits(step.restore(tmp_path / "saved").params, expected[state.step])
         while state.step < 4:
             state, metrics = step(state, BATCH)
         assert_same_bits(state.params, expected[4])
         assert metrics["device_param_bytes_peak"] <= sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    assert num_tried_again >= 1
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_first_step_of_a_structure_updates_after_all_gradients_so_every_failure_is_rolled_back(tmp_path):
+    """Without clipping, where later steps update layer by layer."""
+    fault = Fault()
+    expected = [state_after(*make(Fault()), BATCH, n).params for n in range(3)]
+    for at in range(1, 2 * DEPTH + 1):
+        step, params = make(fault)
+        fault.arm(None)
+        state = step.init(params)
+        fault.arm(at)
+        with pytest.raises(jaxferry.TaskError, match=r"the callback broke.*the state is that before the step"):
+            for _ in range(2):
+                state, _ = step(state, BATCH)
+        assert_same_bits(state.params, expected[state.step])
+        while state.step < 2:
+            state, _ = step(state, BATCH)
+        assert_same_bits(state.params, expected[2])
+
+
+class OutOfMemory:
+    """Makes the device fail where more bytes of activations are asked for than it has."""
+
+    def __init__(self, most_rows):
+        self.most_rows = most_rows
+
+    def __call__(self, backward, step, instruction):
+        [batch] = [step.values[value] for value in step.program.partition.graph.batch]
+        if batch.shape[0] > self.most_rows:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory while trying to allocate")
+        return backward(step, instruction)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_device_that_runs_out_of_memory_in_the_first_backward_trains_on_with_a_smaller_batch(monkeypatch):
+    step, params = make(Fault())
+    small = BATCH[:2]
+    expected = state_after(step, params, small, 3).params
+    wrap(monkeypatch, Operation.BACKWARD, OutOfMemory(2))
+    state = step.init(params)
+    with pytest.raises(jaxferry.TaskError, match=r"RESOURCE_EXHAUSTED.*the state is that before the step"):
+        step(state, BATCH)
+    assert state.step == 0 and transport_of(step, BATCH).device_bytes == 0
+    assert_same_bits(state.params, params)
+    for _ in range(3):
+        state, _ = step(state, small)
+    assert_same_bits(state.params, expected)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_failure_after_an_update_has_begun_damages_the_state_and_every_use_says_so(monkeypatch, tmp_path):
+    step, params = make(Fault())
+    state = state_after(step, params, BATCH, 3)
+    step.save(state, tmp_path / "saved")
+    expected = state_after(step, params, BATCH, 5).params
+    with monkeypatch.context() as patch:
+        fail(patch, [Operation.UPDATE], after=1, message="no memory is left")
+        with pytest.raises(jaxferry.JaxFerryError, match="the update of layer 'l1' failed: no memory is left"):
+            step(state, BATCH)
+            state.block_until_ready()
+    uses = [
+        lambda: step(state, BATCH),
+        lambda: state.params,
+        lambda: state.opt_state,
+        lambda: step.evaluate(state, BATCH),
+        lambda: step.save(state, tmp_path / "other"),
+        state.block_until_ready,
+    ]
+    for use in uses:
+        with pytest.raises(jaxferry.StateError, match=r"layer 'l1' failed: no memory.*two steps: restore .*saved"):
+            use()
+    state = step.restore(tmp_path / "saved")
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    assert_same_bits(state.params, expected)
+
+
+@pytest.mark.usefixtures("threads")
+def test_without_a_checkpoint_a_damaged_state_says_that_one_is_needed(monkeypatch):
+    step, params = make(Fault())
+    state = state_after(step, params, BATCH, 2)
+    fail(monkeypatch, [Operation.UPDATE], after=1)
+    with pytest.raises(jaxferry.JaxFerryError, match="restore a checkpoint"):
+        step(state, BATCH)
+        state.block_until_ready()
+
+
+@pytest.mark.usefixtures("threads")
+def test_an_update_task_that_fails_before_any_update_rolls_back_a_step_that_has_returned(monkeypatch):
+    step, params = make(Fault())
+    expected = [state_after(step, params, BATCH, n).params for n in (2, 4)]
+    state = state_after(step, params, BATCH, 2)
+    with monkeypatch.context() as patch:
+        fail(patch, [Operation.UPDATE], after=0)
+        with pytest.raises(jaxferry.TaskError, match="the state is that before the step"):
+            step(state, BATCH)
+            state.block_until_ready()
+    assert state.step == 2
+    assert_same_bits(state.params, expected[0])
+    while state.step < 4:
+        state, _ = step(state, BATCH)
+    assert_same_bits(state.params, expected[1])
 
 
 @pytest.mark.parametrize("clip_norm", [1.0, None])
 @pytest.mark.parametrize("sums", ["on the device", "by transfers", "by programs"])
-def test_micro_batches_are_taken_back_tried_again_or_given_up_to_the_last_update(sums, clip_norm, tmp_path):
+def test_a_micro_batch_that_fails_is_rolled_back_or_takes_the_state_to_the_last_update(sums, clip_norm, tmp_path):
     fault = Fault()
     gradient = GradientPlace.HOST if sums == "by programs" else GradientPlace.DEVICE
     step, params = make(fault, gradient=gradient, accumulate=3, clip_norm=clip_norm)
     step.init(params)
     if sums == "by transfers":
-        step.prepare(BATCH)._executor._kept = frozenset()
+        with_sums_in_host_memory(step.prepare(BATCH))
     expected = [state_after(step, params, BATCH, 3 * n).params for n in range(4)]
+    outcomes = set()
     for before in (3, 4, 5):
         for at in range(1, 2 * DEPTH + 1):
             state = state_after(step, params, BATCH, before)
@@ -85,73 +190,22 @@ def test_micro_batches_are_taken_back_tried_again_or_given_up_to_the_last_update
             with pytest.raises(jaxferry.TaskError, match="the callback broke") as caught:
                 step(state, BATCH)
             # The last forward and its backward are one program, the first one that adds to what there is.
-            if before == 3 or at < DEPTH or (at <= DEPTH + 1 and sums != "by programs"):
-                assert state.step == before and "tried again" not in str(caught.value)
-            elif sums == "by programs":
-                assert state.step == 3 and "the state is that after the last update" in str(caught.value)
+            is_before_all_sums = before == 3 or at < DEPTH or (at <= DEPTH + 1 and sums != "by programs")
+            if is_before_all_sums:
+                assert state.step == before and "the state is that before the step" in str(caught.value)
             else:
-                assert state.step == before and "tried again" in str(caught.value)
+                assert state.step == 3 and "the state is that after the last update" in str(caught.value)
+            outcomes.add(state.step == before)
             step.save(state, tmp_path / "saved")
             restored = step.restore(tmp_path / "saved")
             assert_same_bits(restored.params, expected[restored.step // 3])
             while state.step < 9:
                 state, _ = step(state, BATCH)
             assert_same_bits(state.params, expected[3])
+    assert outcomes == {True, False}
 
 
-@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
-def test_what_raises_again_after_an_update_is_tried_again_whenever_the_state_is_used(threads, monkeypatch, tmp_path):
-    if threads != "lanes":
-        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
-    fault = Fault()
-    step, params = make(fault)
-    expected = [state_after(step, params, BATCH, n).params for n in (2, 4)]
-    state = state_after(step, params, BATCH, 1)
-    fault.arm(2 * DEPTH, times=100)
-    with pytest.raises(jaxferry.TaskError, match="tried again when the state is next used"):
-        for _ in range(2):  # a device may tell of it late
-            state, _ = step(state, BATCH)
-    for use in (lambda: state.params, lambda: step(state, BATCH), lambda: step.save(state, tmp_path / "saved")):
-        with pytest.raises(jaxferry.TaskError, match=r"(?s)the callback broke.*again; it is tried again"):
-            use()
-    fault.arm(None)
-    step.save(state, tmp_path / "saved")
-    assert state.step == 2
-    assert_same_bits(step.restore(tmp_path / "saved").params, expected[0])
-    while state.step < 4:
-        state, _ = step(state, BATCH)
-    assert_same_bits(state.params, expected[1])
-
-
-@pytest.mark.parametrize("clip_norm", [1.0, None])
-@pytest.mark.parametrize("sums", ["on the device", "by transfers"])
-@pytest.mark.parametrize("before", [4, 5])
-def test_a_micro_batch_that_raises_again_before_any_update_is_given_up(before, sums, clip_norm, tmp_path):
-    fault = Fault()
-    step, params = make(fault, accumulate=3, clip_norm=clip_norm)
-    step.init(params)
-    if sums == "by transfers":
-        step.prepare(BATCH)._executor._kept = frozenset()
-    expected = [state_after(step, params, BATCH, 3 * n).params for n in range(4)]
-    state = state_after(step, params, BATCH, before)
-    fault.arm(2 * DEPTH, times=100)
-    with pytest.raises(jaxferry.TaskError, match="tried again when the state is next used"):
-        step(state, BATCH)
-    with pytest.raises(jaxferry.TaskError, match="again; the state is that after the last update"):
-        step.save(state, tmp_path / "saved")
-    step.save(state, tmp_path / "saved")
-    assert state.step == 3
-    assert_same_bits(state.params, expected[1])
-    fault.arm(None)
-    while state.step < 9:
-        state, _ = step(state, BATCH)
-    assert_same_bits(state.params, expected[3])
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=["plain", "clipped", "accumulated"]
-)
-def test_an_update_that_raises_once_is_tried_again(options, tmp_path):
+def test_an_optimizer_whose_callback_raises_damages_the_state_unless_it_was_the_first_update(tmp_path):
     fault = Fault()
 
     def calls(updates, state, params=None):
@@ -165,40 +219,40 @@ def test_an_update_that_raises_once_is_tried_again(options, tmp_path):
             x = x + jnp.tanh(x @ layer["w"] + layer["b"])
         return jnp.mean((x - 1) ** 2)
 
-    step = jaxferry.train_step(loss_fn, optax.chain(transformation, optax.sgd(1e-2, 0.9)), **options)
+    step = jaxferry.train_step(loss_fn, optax.chain(transformation, optax.sgd(1e-2, 0.9)))
     expected = state_after(step, params, BATCH, 4).params
     state = state_after(step, params, BATCH, 3)
-    state.block_until_ready()
+    step.save(state, tmp_path / "saved")
     fault.arm(2)
-    with pytest.raises(jaxferry.TaskError, match="the callback broke"):
+    with pytest.raises(jaxferry.JaxFerryError, match="the callback broke"):
         state, _ = step(state, BATCH)
         state.block_until_ready()
-    step.save(state, tmp_path / "saved")
+    with pytest.raises(jaxferry.StateError, match=r"restore .*saved"):
+        step(state, BATCH)
+    state, _ = step(step.restore(tmp_path / "saved"), BATCH)
     assert_same_bits(state.params, expected)
-    assert_same_bits(step.restore(tmp_path / "saved").params, expected)
 
 
-@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
-@pytest.mark.parametrize(("name", "at"), [("to_pinned", 1), ("to_pinned", 3), ("gather", 2), ("recycle", 2)])
-def test_what_fails_around_an_update_is_tried_again_without_updating_twice(threads, name, at, monkeypatch):
-    if threads != "lanes":
-        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
-    step, params = make(Fault())
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("name", ["gather", "load", "store"])
+def test_a_transport_that_fails_before_any_update_costs_no_bit(name, monkeypatch):
+    step, params = make(Fault(), clip_norm=1e3)
     expected = state_after(step, params, BATCH, 4).params
     state = state_after(step, params, BATCH, 3)
-    owner = executor if name == "to_pinned" else step.prepare(BATCH)._executor._transfers
-    function, calls = getattr(owner, name), itertools.count(1)
+    transport = transport_of(step, BATCH)
+    function, calls = getattr(transport, name), []
 
     def fails_once(*args):
-        if next(calls) == at:
+        calls.append(args)
+        if len(calls) == 2:
             raise RuntimeError("no memory is left")
         return function(*args)
 
-    monkeypatch.setattr(owner, name, fails_once)
-    with pytest.raises(jaxferry.TaskError, match="no memory is left"):
+    step.evaluate(state, BATCH)  # frees what was prefetched
+    monkeypatch.setattr(transport, name, fails_once)
+    with pytest.raises(jaxferry.TaskError, match=r"no memory is left.*the state is that before the step"):
         step(state, BATCH)
         state.block_until_ready()
-    state.block_until_ready()
     while state.step < 4:
         step(state, BATCH)
     assert_same_bits(state.params, expected)

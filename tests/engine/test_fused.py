@@ -9,11 +9,11 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.engine.fused import fused_rule
-from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine.host.fused import fused_rule
+from jaxferry.engine.host.optimizer import HostOptimizer
+from jaxferry.engine.host.subtree import path_names
+from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import make_placement
-from jaxferry.engine.subtree import path_names
-from jaxferry.engine.units import Unit
 from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits
 from tolerances import FUSED_RTOL
@@ -73,7 +73,7 @@ class Updater:
     """The one unit of the parameters, and its compiled update."""
 
     optimizer: HostOptimizer
-    unit: Unit
+    unit: UpdateGroup
     layers: tuple
     vectors: list
 
@@ -253,5 +253,5 @@ def test_a_layer_without_a_gradient_or_of_other_dtypes_is_left_to_optax():
 
 
 def test_without_the_library_optax_does_it(monkeypatch, is_fused):
-    monkeypatch.setattr("jaxferry.engine.fused.is_available", lambda platform: False)
+    monkeypatch.setattr("jaxferry.engine.host.fused.is_available", lambda platform: False)
     assert not is_fused(PAIRS["adamw"][0])

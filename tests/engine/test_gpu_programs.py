@@ -9,19 +9,20 @@ import pytest
 
 import model as gpt2
 from jaxferry.engine import (
-    Kind,
+    ProgramKind,
     Source,
     Target,
     derivatives_of,
-    lower,
+    lower_traced,
     make_placement,
-    shadow_model,
+    program_keys,
     trace_program,
 )
-from jaxferry.engine.ferry import Ferry
+from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import operations
 from jaxferry.partition import host_stores, partition
+from jaxferry.plan.records import LayerPlan, Plan
 from native.compile_for_gpu import compile_lowered, host_compute, instructions, text
 from native.cuda_library import know_cuda_targets
 
@@ -37,13 +38,12 @@ class Model:
 
     def uses(self, mode, place):
         """The distinct programs of a step."""
-        num = len(self.parts.segments)
-        table = shadow_model(self.parts, self.derivatives, [mode] * num, [place] * num)
-        return list(dict.fromkeys(table))
+        layers = tuple(LayerPlan(segment.name, mode, place) for segment in self.parts.segments)
+        return list(dict.fromkeys(program_keys(self.parts, self.derivatives, Plan("any", 1.0, layers))))
 
     def compile(self, use, native=True):
         traced = trace_program(self.parts, self.derivatives, make_placement(), use, native)
-        return compile_lowered(lower(traced, "cuda"))
+        return compile_lowered(lower_traced(traced, "cuda"))
 
     def layer(self, use):
         return self.parts.layers[self.derivatives[use.program].segment.layer]
@@ -94,8 +94,8 @@ def test_every_program_that_should_read_host_memory_does(direct):
 
 
 def test_backwards_return_the_gradient_vector_that_they_were_given(direct):
-    written = [use for use in direct if use.kind is not Kind.FORWARD and use.writes is not Target.DEVICE]
-    assert {use.kind for use in written} == {Kind.LOSS, Kind.BACKWARD}
+    written = [use for use in direct if use.kind is not ProgramKind.FORWARD and use.writes is not Target.DEVICE]
+    assert {use.kind for use in written} == {ProgramKind.LOSS, ProgramKind.BACKWARD}
     for use in written:
         stats = direct[use].get_compiled_memory_stats()
         first = text(direct[use]).splitlines()[0]
@@ -107,7 +107,7 @@ def test_backwards_return_the_gradient_vector_that_they_were_given(direct):
 
 
 def test_gradients_of_products_are_never_whole_on_the_device(direct, model):
-    (use,) = [u for u in direct if u.kind is Kind.LOSS]
+    (use,) = [u for u in direct if u.kind is ProgramKind.LOSS]
     table = model.layer(use).leaves[0].shape
     assert any(i.target == "jaxferry_dha_matmul_gradient" for i in instructions(direct[use]))
     made = [i for i in instructions(direct[use]) if f"[{table[0]},{table[1]}]" in i.type]
@@ -146,7 +146,7 @@ def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
     arguments = (vectors, leaves) if name == "load" else (leaves, vectors)
     found = {}
     for tokens in ((), (token,)):
-        executable = compile_lowered(lower(program.trace(*arguments, *tokens), "cuda"))
+        executable = compile_lowered(lower_traced(program.trace(*arguments, *tokens), "cuda"))
         stats = executable.get_compiled_memory_stats()
         # A table of the results' addresses is all that there may be.
         assert stats.temp_size_in_bytes < 1024 and stats.host_temp_size_in_bytes == 0
@@ -159,7 +159,7 @@ def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
 def test_reading_in_place_needs_less_device_memory_than_loading():
     know_cuda_targets()
     model = make_model(dataclasses.replace(CONFIG, vocab_size=50257))
-    (use,) = [u for u in model.uses(Mode.DHA, GradientPlace.HOST) if u.kind is Kind.LOSS]
+    (use,) = [u for u in model.uses(Mode.DHA, GradientPlace.HOST) if u.kind is ProgramKind.LOSS]
     loaded = dataclasses.replace(use, reads=Source.DEVICE, writes=Target.DEVICE)
     there, here = (model.compile(u).get_compiled_memory_stats() for u in (loaded, use))
     size = model.layer(use).num_bytes

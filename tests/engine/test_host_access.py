@@ -13,12 +13,14 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.engine import Kind, Source, Target, derivatives_of, shadow_model
+from jaxferry.engine import ProgramKind, Source, Target, derivatives_of, program_keys
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import is_available, library
 from jaxferry.partition import host_stores, partition
+from jaxferry.plan.records import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, train, trained
+from steps import transport_of
 
 STEPS = 20
 ADAMW, MOMENTUM = optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)
@@ -105,7 +107,7 @@ def test_the_reserve_factor_decides_which_gradients_are_written_by_the_backward(
     for factor in (0, 1):
         step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), reserve_factor=factor)
         step.init(task.params)
-        uses[factor] = [event.use.writes for event in step.prepare(task.batch)._executor._script]
+        uses[factor] = [key.writes for key in step.prepare(task.batch).program.keys]
     assert set(uses[1]) == {Target.DEVICE}
     assert Target.HOST in uses[0]
 
@@ -176,7 +178,7 @@ def test_layers_read_in_host_memory_are_never_on_the_device(task):
     assert metrics["device_param_bytes_peak"] == 0
 
 
-def test_the_shadow_model_names_one_place_for_each_read_and_write(task):
+def test_program_keys_name_one_place_for_each_read_and_write(task):
     parts = partition(task.loss_fn, task.params, (task.batch,))
     derivatives = derivatives_of(parts, "none")
     names = [segment.name for segment in parts.segments]
@@ -184,12 +186,13 @@ def test_the_shadow_model_names_one_place_for_each_read_and_write(task):
     modes = [Mode.DFGB if name == "h_0" else Mode.GFGB for name in names]
     modes[0] = Mode.DHA
     places = [GradientPlace.HOST] * len(names)
-    uses = shadow_model(parts, derivatives, modes, places)
+    layers = zip(names, modes, places, strict=True)
+    uses = program_keys(parts, derivatives, Plan("any", 1.0, tuple(LayerPlan(*layer) for layer in layers)))
     last = len(names) - 1
     # The lookup is done in host memory, the head of the same table on its copy; rows of the lookup are stored alone.
     assert (names[0], names[last]) == ("wte", "wte#2")
     assert (uses[0].reads, uses[last].reads) == (Source.HOST, Source.DEVICE)
-    assert (uses[last].kind, uses[last].writes) == (Kind.LOSS, Target.HOST)
+    assert (uses[last].kind, uses[last].writes) == (ProgramKind.LOSS, Target.HOST)
     assert uses[2 * last].writes is Target.DEVICE
     # DFGB reads host memory in the forward, its copy in the backward.
     assert (uses[block].reads, uses[2 * last - block].reads) == (Source.HOST, Source.DEVICE)
@@ -225,7 +228,7 @@ def reloading(task):
 def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloading, task, monkeypatch):
     step, expected, losses = reloading
     state = step.init(task.params)
-    transport = step.prepare(task.batch)._executor._transfers
+    transport = transport_of(step, task.batch)
     original, count = transport.load, itertools.count(1)
 
     def interrupted(layer, vectors, mark=None):
@@ -243,7 +246,7 @@ def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloa
             state.block_until_ready()
         monkeypatch.setattr(transport, "load", original)
         state.block_until_ready()
-        assert transport.device_bytes == 0 and not transport._under_way
+        assert transport.device_bytes == 0 and not transport.in_flight
         # A lane's thread loads: this one may be told only once it has committed the step.
         done, others = state.step, []
         for _ in range(done, 4):

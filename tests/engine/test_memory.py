@@ -8,10 +8,11 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.engine import Peak, fit_modes
-from jaxferry.modes import Mode
+from jaxferry.engine import Peak, fit
+from jaxferry.modes import Mode, Remat
 from jaxferry.native.library import library
 from jaxferry.partition import partition
+from jaxferry.plan.records import LayerPlan, Loads, Plan
 from planned import assert_same_bits, plan_of, train
 from watched import device_arrays, watched_steps
 
@@ -66,7 +67,8 @@ def test_a_memory_budget_is_kept_by_reloading_and_changes_no_bit(gpt, monkeypatc
 def test_nothing_is_left_on_the_device_after_a_step(gpt):
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3))
     state = step.init(gpt.params)
-    state, metrics = step(state, gpt.batch)
+    for _ in range(2):  # the first step prefetches nothing
+        state, metrics = step(state, gpt.batch)
     state.block_until_ready()
     del metrics
     before = sum(a.nbytes for a in device_arrays())
@@ -93,11 +95,36 @@ def test_direct_host_access_is_given_up_where_only_its_temporaries_do_not_fit(gp
     """Counted bytes as they might be: a DHA segment costs more than one that is loaded twice."""
     cost = {Mode.DHA: 30, Mode.GFGB: 20, Mode.RELOAD: 10}
 
-    def peak_of(modes):
-        return Peak(0, 0, sum(cost[mode] for mode in modes))
+    def peak_of(plan):
+        return Peak(0, 0, sum(cost[mode] for mode in plan.modes))
 
-    parts = partition(gpt.loss_fn, gpt.params, (gpt.batch,))
-    assert fit_modes(parts, [Mode.DHA, Mode.GFGB, Mode.GFGB], budget, peak_of) == expected
+    layers = partition(gpt.loss_fn, gpt.params, (gpt.batch,)).layers
+    modes = [Mode.DHA, Mode.GFGB, Mode.GFGB]
+    plan = Plan("any", 1.0, tuple(LayerPlan(f"l{i}", mode) for i, mode in enumerate(modes)))
+    assert list(fit(plan, budget, peak_of, [], layers).modes) == expected
     with pytest.raises(jaxferry.BudgetError) as caught:
-        fit_modes(parts, [Mode.DHA, Mode.GFGB, Mode.GFGB], 29, peak_of)
+        fit(plan, 29, peak_of, [], layers)
     assert caught.value.smallest_bytes == 30
+
+
+def test_segments_recompute_only_where_reloading_alone_does_not_fit(gpt):
+    def peak_of(plan):
+        kept = sum(10 * (layer.remat is Remat.NONE) for layer in plan.layers)
+        return Peak(0, 0, kept + sum(10 if mode is Mode.GFGB else 4 for mode in plan.modes))
+
+    layers = partition(gpt.loss_fn, gpt.params, (gpt.batch,)).layers
+    plan = Plan("any", 1.0, tuple(LayerPlan(f"l{i}", Mode.GFGB) for i in range(3)))
+    found = {budget: fit(plan, budget, peak_of, [2, 0], layers) for budget in (60, 54, 42, 41, 32)}
+    assert {budget: sum(fitted.recomputes) for budget, fitted in found.items()} == {60: 0, 54: 0, 42: 0, 41: 1, 32: 1}
+    assert found[32].recomputes == (False, False, True)
+    assert [fitted.modes.count(Mode.RELOAD) for fitted in found.values()] == [0, 1, 3, 2, 3]
+    with pytest.raises(jaxferry.BudgetError, match="with 2 segments that recompute") as caught:
+        fit(plan, 21, peak_of, [2, 0], layers)
+    assert caught.value.smallest_bytes == 22
+
+
+def test_bulk_loads_end_where_a_layer_has_to_be_loaded_twice(gpt):
+    layers = partition(gpt.loss_fn, gpt.params, (gpt.batch,)).layers
+    plan = Plan("zero-offload", 1.0, tuple(LayerPlan(f"l{i}", Mode.GFGB) for i in range(3)), loads=Loads.BULK)
+    fitted = fit(plan, 2, lambda plan: Peak(0, 0, plan.modes.count(Mode.GFGB)), [], layers)
+    assert (fitted.modes.count(Mode.RELOAD), fitted.loads) == (1, Loads.LAYERWISE)

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 import jaxferry
+from jaxferry.engine import Operation
 from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
@@ -23,6 +24,7 @@ from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.schedule import Kind
 from jaxferry.simulate.trace import chrome_trace
 from planned import assert_same_bits
+from steps import Serial, delay, fail, transport_of, with_sums_in_host_memory, wrap
 from watched import has_not_grown, settled_arrays
 
 
@@ -53,42 +55,6 @@ def random_plan(draw, loss_fn, params, batch, modes):
     return Plan("any", 1.0, tuple(LayerPlan(name, draw.choice(modes), draw.choice(places)) for name in names))
 
 
-class Serial:
-    """Runs the tasks of a step one after the other, in the thread that asks for them."""
-
-    def __init__(self, step, state, batch):
-        self._executor, self._state, self._batch = step._arranged(state, (batch,), {})._executor, state, batch
-        state.fill()
-
-    def commit(self):
-        return True
-
-    def step(self):
-        flight = self._executor._begin(self._state, [self._batch])
-        flight.work = self
-        for index in range(len(self._executor.schedule.tasks)):
-            assert self._executor._act(self._state, flight, index)
-        return float(self._executor._finish(self._state, flight).loss)
-
-
-def delayed(executor, draw, longest_s):
-    """Makes each task of the executor take up to so much longer."""
-    act = executor._act
-
-    def slow(*args):
-        time.sleep(draw.random() * longest_s)
-        return act(*args)
-
-    executor._act = slow
-    load = executor._load
-
-    def slow_load(*args):
-        time.sleep(draw.random() * longest_s)
-        return load(*args)
-
-    executor._load = slow_load
-
-
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, monkeypatch):
     """Every second network clips and has Optax's updates, one thread for the device, or plain copies.
@@ -112,7 +78,8 @@ def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, m
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     step = make(plan)
     state, serial = step.init(params), other.init(params)
-    delayed(step.prepare(batch)._executor, draw, 2e-3)
+    step.prepare(batch)
+    delay(monkeypatch, draw, 2e-3)
     losses = [step(state, batch)[1]["loss"] for _ in range(num_steps)]
     state.block_until_ready()
     monkeypatch.undo()
@@ -122,26 +89,23 @@ def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, m
     assert_same_bits(list(state.optimizer_state().values()), list(serial.optimizer_state().values()))
 
 
-def test_an_update_runs_into_the_next_step_and_everything_that_reads_it_waits(tmp_path):
+def test_an_update_runs_into_the_next_step_and_everything_that_reads_it_waits(tmp_path, monkeypatch):
     draw = random.Random(3)
     loss_fn, params, batch = network(draw)
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
     state = step.init(params)
     state, _ = step(state, batch)
     expected_params, expected_loss = state.params, step.evaluate(state, batch)
-    executor = step.prepare(batch)._executor
-    act = executor._act
 
-    def slow(state, flight, index):
-        if executor.schedule.tasks[index].kind is Kind.UPDATE:
-            time.sleep(0.02)
-        return act(state, flight, index)
+    def slow(update, *args):
+        time.sleep(0.02)
+        return update(*args)
 
-    executor._act = slow
+    wrap(monkeypatch, Operation.UPDATE, slow)
     for read in ("params", "save", "evaluate", "optimizer_state"):
         state = step.init(params)
         state, _ = step(state, batch)
-        assert not state.in_flight.work.is_over()
+        assert not state.pending.work.is_over()
         if read == "params":
             assert_same_bits(state.params, expected_params)
         elif read == "save":
@@ -151,25 +115,23 @@ def test_an_update_runs_into_the_next_step_and_everything_that_reads_it_waits(tm
             assert float(step.evaluate(state, batch)) == float(expected_loss)
         else:
             state.optimizer_state()
-        assert state.in_flight is None or state.in_flight.work.is_over()
+        assert state.pending is None or state.pending.work.is_over()
 
 
 LEAVING = """
 import time, jax.numpy as jnp, numpy as np, optax, jaxferry
-from jaxferry.schedule import Kind
+from jaxferry.engine import Operation, executor
 loss = lambda params, x: jnp.mean((x @ params["a"]["w"] @ params["b"]["w"]) ** 2)
 params = {name: {"w": np.eye(4, dtype=np.float32)} for name in "ab"}
 step = jaxferry.train_step(loss, optax.sgd(0.1))
 state = step.init(params)
-executor = step.prepare(jnp.ones((2, 4)))._executor
-act = executor._act
-def slow(state, flight, index):
-    is_update = executor.schedule.tasks[index].kind is Kind.UPDATE
-    time.sleep(0.3 * is_update)
-    done = act(state, flight, index)
-    if is_update: print("updated", flush=True)
+update = executor.OPERATIONS[Operation.UPDATE]
+def slow(*args):
+    time.sleep(0.3)
+    done = update(*args)
+    print("updated", flush=True)
     return done
-executor._act = slow
+executor.OPERATIONS[Operation.UPDATE] = slow
 step(state, jnp.ones((2, 4)))
 print("leaving", flush=True)
 """
@@ -205,7 +167,7 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
     options = {"transport": transport, "accumulate": accumulate, "compute_dtype": jnp.float32}
     step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), clip_norm=1.0, **options)
     state = step.init(params)
-    step.prepare(batch)._executor._kept = frozenset()  # sums are in host memory
+    with_sums_in_host_memory(step.prepare(batch))
 
     def live():
         state.block_until_ready()
@@ -252,15 +214,15 @@ def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatc
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
+def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, monkeypatch):
     draw = random.Random(seed)
     loss_fn, params, batch = network(draw)
     plan = random_plan(draw, loss_fn, params, batch, list(Mode))
     step, other = (jaxferry.train_step(loss_fn, optax.adam(1e-2), plan=plan) for _ in range(2))
     state, expected = step.init(params), other.init(params)
     state, _ = step(state, batch)
-    executor, num_interrupts = step.prepare(batch)._executor, 0
-    delayed(executor, draw, 4e-3)
+    num_interrupts = 0
+    delay(monkeypatch, draw, 4e-3)
     while state.step < 25:
         try:
             timer = threading.Timer(draw.random() * 0.06, signal.raise_signal, [signal.SIGINT])
@@ -271,13 +233,14 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
         except KeyboardInterrupt:
             num_interrupts += 1
     timer.join()
+    monkeypatch.undo()
     for _ in range(state.step):
         expected, _ = other(expected, batch)
     assert num_interrupts > 3
     assert_same_bits(state.params, expected.params)
-    executor._one_ahead.take(None)
+    step.prepare(batch).runner.runnable.resources.prefetch.take(None)
     resident = sum(held.num_bytes for held in state.resident.values())
-    assert executor._transfers.device_bytes == resident
+    assert transport_of(step, batch).device_bytes == resident
 
 
 @pytest.mark.parametrize("threads", ["lanes", "one for the device"])
@@ -306,21 +269,14 @@ def test_a_failure_of_one_state_leaves_the_copies_of_another_alone(monkeypatch):
     for _ in range(4):
         expected = [step(each, batch)[0] for each in expected]
     one, other = step.init(params), step.init(halves)
-    executor = step.prepare(batch)._executor
     for _ in range(2):
         (one, _), (other, _) = step(one, batch), step(other, batch)
-        run = executor._run
-        monkeypatch.setattr(executor, "_run", fails)
-        with pytest.raises(jaxferry.TaskError, match="no memory"):
+        with monkeypatch.context() as patch, pytest.raises(jaxferry.TaskError, match="no memory"):
+            fail(patch, [Operation.FORWARD], after=0, message="no memory")
             step(one, batch)
-        monkeypatch.setattr(executor, "_run", run)
         (one, _), (other, _) = step(one, batch), step(other, batch)
     assert_same_bits(one.params, expected[0].params)
     assert_same_bits(other.params, expected[1].params)
-
-
-def fails(*args):
-    raise RuntimeError("no memory")
 
 
 @pytest.mark.parametrize("place", list(GradientPlace))

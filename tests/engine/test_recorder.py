@@ -1,6 +1,5 @@
 """When tasks really started and ended, where one thread issues them: against the simulator, and the emulated link."""
 
-import itertools
 import math
 import pathlib
 import random
@@ -18,9 +17,10 @@ import pytest
 from hypothesis import given
 
 import jaxferry
-from jaxferry.engine.marks import Marks
+from jaxferry.engine import Operation
 from jaxferry.engine.placement import Placement, make_placement
-from jaxferry.engine.recorder import on_the_device
+from jaxferry.engine.trace.marks import Marks
+from jaxferry.engine.trace.recorder import on_the_device
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.plan.records import LayerPlan, Plan
@@ -29,6 +29,7 @@ from jaxferry.simulate import machine
 from native_calls import load, wait
 from profiles import deterministic, planned
 from recorded import check_times
+from steps import fail
 from watched import has_not_grown, settled_arrays
 
 WIDTH = 256
@@ -102,7 +103,7 @@ def test_whoever_waits_for_an_array_survives_its_end():
 DELETING = """
 import random, time
 import jax, numpy as np
-from jaxferry.engine.marks import Marks
+from jaxferry.engine.trace.marks import Marks
 from jaxferry.engine.placement import make_placement
 
 marks, one = Marks(make_placement(), 2, None), np.ones(1, np.float32)
@@ -193,21 +194,13 @@ def test_whatever_the_plan_times_fit_the_tasks_and_memory_is_flat(seed, transpor
 
 
 @pytest.mark.usefixtures("issued")
-def test_marks_start_anew_after_a_failure():
+def test_marks_start_anew_after_a_failure(monkeypatch):
     loss_fn, params, batch = perceptron()
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), transport="ferry", record_steps=2)
     state = step.init(params)
     state, _ = step(state, batch)
-    executor = step.prepare(batch)._executor
-    act, calls = executor._act, itertools.count()
-
-    def failing(state, flight, index):
-        if next(calls) == 7:
-            raise OSError("no space")
-        return act(state, flight, index)
-
-    executor._act = failing
-    with pytest.raises(jaxferry.TaskError, match="no space"):
+    with monkeypatch.context() as patch, pytest.raises(jaxferry.TaskError, match="no space"):
+        fail(patch, [Operation.LOAD, Operation.FORWARD], after=3, message="no space")
         step(state, batch)
     for _ in range(4):
         state, _ = step(state, batch)
@@ -224,6 +217,7 @@ def test_marks_start_anew_after_a_failure():
 def test_nothing_is_marked_where_nothing_is_recorded():
     loss_fn, params, batch = perceptron(2)
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=0)
-    step(step.init(params), batch)
-    assert step.prepare(batch)._executor._marks is None
+    state, _ = step(step.init(params), batch)
+    state, _ = step(state, batch)
+    assert state.prefetch.copies.marks is None
     assert step.recorded() is None

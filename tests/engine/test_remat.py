@@ -111,7 +111,7 @@ def test_live_bytes_stay_under_the_predicted_peak_and_below_those_that_keep_ever
 
 def test_full_recomputation_keeps_what_crosses_segments_alone(gpt):
     made = prepared(gpt, remat="full")
-    derivatives = made._executor.programs.derivatives
+    derivatives = made.program.derivatives
     assert all(derivatives[segment.program].saved == () for segment in made.partition.segments)
 
 

@@ -7,7 +7,7 @@ import pytest
 import jaxferry
 import models
 from jaxferry.engine.placement import Placement, make_placement
-from jaxferry.engine.transfers import DevicePut
+from jaxferry.engine.transport.device_put import DevicePut
 from jaxferry.modes import Mode
 from jaxferry.partition import layers_by_path
 from planned import assert_same_bits, plan_of, train, trained

@@ -13,8 +13,8 @@ import pytest
 import jaxferry
 import jaxferry.measure.microbenchmarks
 import models
-from jaxferry.engine import Kind, Placement, Programs, Source, Target, Use, derivatives_of, make_placement
-from jaxferry.engine.host_optimizer import HostOptimizer
+from jaxferry.engine import Placement, ProgramKey, ProgramKind, Programs, Source, Target, derivatives_of, make_placement
+from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.measure.profile import measure_profile
 from jaxferry.native import library
 from jaxferry.partition import partition
@@ -48,7 +48,7 @@ class Setting:
 
     def text(self, segment, kind, reads=Source.DEVICE, writes=Target.DEVICE):
         program = self.partition.segments[segment].program
-        return "program\n" + self.programs.lowered(Use(kind, program, reads, writes)).as_text()
+        return "program\n" + self.programs.lowered(ProgramKey(kind, program, reads, writes)).as_text()
 
 
 class Table(MeasurementCache):
@@ -177,11 +177,11 @@ def test_loads_and_offloads_take_no_less_than_the_link_takes():
 def test_the_last_segment_s_forward_and_backward_add_up_to_its_one_program(table, forward_s):
     last = len(table.partition.segments) - 1
     seconds = {
-        table.text(last, Kind.FORWARD): forward_s,
-        table.text(last, Kind.FORWARD, Source.HOST): forward_s,
-        table.text(last, Kind.LOSS): 2.0,
-        table.text(last, Kind.LOSS, Source.HOST): 3.0,
-        table.text(last, Kind.LOSS, writes=Target.HOST): 4.0,
+        table.text(last, ProgramKind.FORWARD): forward_s,
+        table.text(last, ProgramKind.FORWARD, Source.HOST): forward_s,
+        table.text(last, ProgramKind.LOSS): 2.0,
+        table.text(last, ProgramKind.LOSS, Source.HOST): 3.0,
+        table.text(last, ProgramKind.LOSS, writes=Target.HOST): 4.0,
     }
     layer = table.measure(Table(seconds)).layers[-1]
     assert layer.forward_s + layer.backward_s == 2.0

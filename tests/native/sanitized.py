@@ -13,7 +13,8 @@ import os
 
 import jax
 
-from jaxferry.engine.executor import Executor
+from jaxferry.engine.executor import OPERATIONS
+from jaxferry.engine.prefetch import DeviceCopies
 from jaxferry.native.library import find_library
 
 _library = ctypes.CDLL(str(find_library("cpu").path))
@@ -36,8 +37,9 @@ def _release_first(function):
     return call
 
 
-for _name in ("_act", "_load"):
-    setattr(Executor, _name, _release_first(getattr(Executor, _name)))
+for _operation, _function in OPERATIONS.items():
+    OPERATIONS[_operation] = _release_first(_function)
+setattr(DeviceCopies, "load", _release_first(DeviceCopies.load))  # noqa: B010 - a type checker refuses to assign methods
 jax.block_until_ready = _wait_and_acquire
 if os.environ.get("JAXFERRY_TEST_CARELESS") == "1":
     jax.block_until_ready = lambda arrays: arrays

@@ -261,7 +261,7 @@ class TestMarks(MarkSuite):
             return ffi_call(name.replace("jaxferry_", "emulated_") if name in names else name, *args, **kwargs)
 
         monkeypatch.setattr(jax.ffi, "ffi_call", emulated)
-        monkeypatch.setattr("jaxferry.engine.ferry.library", lambda platform: marks)
+        monkeypatch.setattr("jaxferry.engine.transport.ferry.library", lambda platform: marks)
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
         library.emulation_seed(5)
         began_s = time.perf_counter()

@@ -9,7 +9,9 @@ import jax
 import optax
 
 import jaxferry
-import jaxferry.engine.transfers
+from jaxferry.engine.gradients import StepGradients
+from jaxferry.engine.transport.base import DeviceLayer
+from steps import transport_of
 
 
 def device_arrays():
@@ -43,23 +45,23 @@ class Watch:
     """
 
     def __init__(self, step, batch, monkeypatch):
-        executor = step.prepare(batch)._executor
-        self._transfers, self._known = executor._transfers, set()
+        transport, self._known = transport_of(step, batch), set()
         self.most = self.most_parameters = 0
-        for owner, name in ((self._transfers, "load"), (self._transfers, "store"), (executor, "_receive")):
+        for owner, name in ((transport, "load"), (transport, "store"), (StepGradients, "receive")):
             monkeypatch.setattr(owner, name, self._watched(getattr(owner, name)))
         self._held, self._lock = {}, threading.Lock()
 
     def start(self, state):
-        copies = [*state.resident.values(), *(state.ahead.copies.values() if state.ahead is not None else ())]
-        self._known = {id(a) for a in device_arrays()} - {id(a) for held in copies for a in held.arrays}
+        arrays = [a for held in state.resident.values() for a in held.arrays]
+        arrays += [] if state.prefetch is None else state.prefetch.copies.arrays
+        self._known = {id(a) for a in device_arrays()} - {id(a) for a in arrays}
         self.most = self.most_parameters = 0
 
     def _watched(self, function):
         def call(*args):
             self.count()
             result = function(*args)
-            if isinstance(result, jaxferry.engine.transfers.DeviceLayer):
+            if isinstance(result, DeviceLayer):
                 with self._lock:
                     self._held[id(result)] = result
             self.count()

@@ -10,7 +10,7 @@ import pytest
 
 import jaxferry
 from jaxferry.engine import HostOptimizer, make_placement
-from jaxferry.engine.pieces import Pieces, joined
+from jaxferry.engine.host.pieces import Pieces, joined
 from jaxferry.native import is_available
 from jaxferry.partition import Part
 from jaxferry.partition.layout import make_layer

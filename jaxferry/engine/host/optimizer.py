@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxferry.engine.fused import clip_factor, fused_rule, fused_update
-from jaxferry.engine.parts import PartOptimizer, part_aval
+from jaxferry.engine.host.fused import clip_factor, fused_rule, fused_update
+from jaxferry.engine.host.separable import WholeUpdate, init_content, part_content
+from jaxferry.engine.host.stacked_update import PartOptimizer, part_aval
+from jaxferry.engine.host.subtree import path_names, select, subtree
+from jaxferry.engine.host.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart, updated_together
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.separable import WholeUpdate, init_content, part_content
-from jaxferry.engine.subtree import path_names, select, subtree
-from jaxferry.engine.units import Unit, by_leaf, packed, put_together, taken_apart, updated_together
 from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer, Part
 
@@ -143,7 +143,7 @@ class HostOptimizer:
         shown = subtree(self._tree, select(self.avals, self._shown), prune=False)
         return PartOptimizer(self._optimizer, shown, self._whole)
 
-    def units_of(self, layers: Sequence[Layer]) -> list[Unit]:
+    def units_of(self, layers: Sequence[Layer]) -> list[UpdateGroup]:
         """The units of these layers, with shapes in place of arrays."""
         return [self._unit(*covered) for covered in self._covered(layers)]
 
@@ -168,7 +168,7 @@ class HostOptimizer:
         """Whether each layer has an update of its own."""
         return not self.is_joint and all(len(unit.layers) == 1 for unit in self.units_of(layers))
 
-    def _unit(self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Part | None, ...]) -> Unit:
+    def _unit(self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Part | None, ...]) -> UpdateGroup:
         if parts:
             held = list(zip(leaves, parts, strict=True))
             masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in held]
@@ -178,7 +178,7 @@ class HostOptimizer:
             abstract = self.abstract_state(leaves)
             masters, state = [self.avals[leaf] for leaf in leaves], jax.tree.leaves(abstract)
             keys = [(name, None) for name in path_names(abstract)]
-        return Unit(layers, leaves, masters, state, keys, parts=parts)
+        return UpdateGroup(layers, leaves, masters, state, keys, parts=parts)
 
     def abstract_state(self, leaves: Sequence[int]) -> Any:
         """Shapes of the Optax state of these leaves."""
@@ -194,7 +194,7 @@ class HostOptimizer:
         state = self.abstract_state(self._shown)
         return jax.tree.unflatten(jax.tree.structure(state), [leaves[name] for name in path_names(state)])
 
-    def init_state(self, unit: Unit, masters: Sequence[jax.Array]) -> list[jax.Array]:
+    def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
         leaves, held = unit.leaves, unit.keys
 
@@ -212,7 +212,7 @@ class HostOptimizer:
         state: list[jax.Array] = self._programs[key](masters)
         return state
 
-    def compile_updates(self, units: Sequence[Unit], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
+    def compile_updates(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
         """Makes the compiled update of every unit in `unit.programs`; equal units share it.
 
         It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
@@ -237,19 +237,19 @@ class HostOptimizer:
         for unit, reads, key in wanted:
             unit.programs[reads] = self._programs[key]
 
-    def update_key(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
+    def update_key(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
         """What the update of a unit depends on: units with equal keys share it."""
         layouts = tuple(layers[i].trained.layout for i in unit.layers)
         shapes = tuple(tuple(master.shape) for master in unit.masters)
         content = self._whole.content(unit.leaves) or unit.leaves
         return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
 
-    def update_text(self, unit: Unit, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
+    def update_text(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
         """The update of a unit as XLA is given it; masters and state may be shapes."""
         text: str = self._lower(unit, layers, tuple(is_read[i] for i in unit.layers)).as_text()
         return text
 
-    def _lower(self, unit: Unit, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
+    def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
         place, unit_layers = self._placement, [layers[i].trained for i in unit.layers]
         state = self._state_tree(unit)
         rule = self._rule(unit, state, unit_layers, reads)
@@ -290,14 +290,14 @@ class HostOptimizer:
         )
         return jitted.trace(masters, states, vectors, gradients, number, number).lower()
 
-    def _rule(self, unit: Unit, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
+    def _rule(self, unit: UpdateGroup, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
         """The rule of the native library for a unit; None where it has to be left to Optax."""
         is_cut = any(leaf.part is not None for layer in layers for leaf in layer.leaves)
         if state is None or (is_cut and not unit.parts) or [name for name, _ in unit.state_keys] != path_names(state):
             return None
         return fused_rule(self._optimizer, state, layers, reads)
 
-    def _state_tree(self, unit: Unit) -> Any:
+    def _state_tree(self, unit: UpdateGroup) -> Any:
         """Shapes of a unit's Optax state; None where parts have none of their own that could be of use."""
         if not unit.parts:
             return self.abstract_state(unit.leaves)
@@ -305,7 +305,7 @@ class HostOptimizer:
             return None
         return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self.avals, unit.leaves), prune=False))
 
-    def _decays(self, rule: HostRule, unit: Unit) -> list[bool] | None:
+    def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool] | None:
         """Which masters of a unit of parts decay: as the mask says of the model's own tree."""
         if not unit.parts:
             return None

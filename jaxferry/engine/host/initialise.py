@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.engine.pieces import on_host
+from jaxferry.engine.host.pieces import on_host
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Layer
 from jaxferry.partition.graph import evaluate, live_equations, trace

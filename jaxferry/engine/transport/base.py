@@ -2,8 +2,8 @@
 
     pinned vectors --load--> device parameters ... gradients --store--> pinned vectors --gather--> the optimizer
 
-All are asynchronous. There are two transports behind one interface: `DevicePut` (plain JAX, here) and `Ferry` (the
-native library's own queues, `ferry.py`).
+All are asynchronous. Two transports share this interface: `DevicePut` (plain JAX) and `Ferry` (the native library's own
+queues).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.engine.marks import TaskMark
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.native import NativeLibrary
 from jaxferry.partition import Gradient, Layer, RowGradient
 
@@ -198,7 +198,7 @@ class Transport:
         raise NotImplementedError
 
     def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
-        _delete(held.arrays)
+        delete_all(held.arrays)
 
     def _take(self, layer: int) -> Vectors:
         """Vectors in pinned memory whose contents nobody needs."""
@@ -234,7 +234,7 @@ class Transport:
         gathered, pinned = self._placement.update_output, self._placement.pinned
 
         def add(gradients: Sequence[Gradient], onto: Vectors) -> Vectors:
-            known, gradients = _computable((onto, gradients))
+            known, gradients = computable((onto, gradients))
             return layer.pack([added(a, b) for a, b in zip(layer.unpack(known), gradients, strict=True)], known)
 
         def zeros() -> Vectors:
@@ -247,93 +247,9 @@ class Transport:
         return jax.jit(zeros, out_shardings=pinned if name == "empty" else gathered)
 
 
-class DevicePut(Transport):
-    """Copies by JAX itself.
-
-    On an accelerator a load is one `jax.device_put`, cut into parameters when the first program needs them, so that
-    this cut does not hold up the programs before it. Where the device is a CPU, copy and cut are one pass, and
-    gradients are written into host buffers that exist already.
-    """
-
-    def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
-        super().__init__(placement, layers)
-        # The flat vectors beside the parameters that are cut from them, and beside the gradients that are packed.
-        self.staging_bytes = 0 if placement.is_cpu else 2 * max(layer.num_bytes for layer in layers)
-
-    def store(
-        self,
-        layer: int,
-        gradients: Sequence[Gradient],
-        onto: HostGradient | None = None,
-        mark: TaskMark | None = None,
-    ) -> HostGradient:
-        """See `Transport.store`."""
-        if self._placement.is_cpu:
-            if onto is None:
-                stored = HostGradient(self._program("store", layer)(gradients, self._take(layer)), True)
-            else:
-                stored = self._store_rows(layer, gradients, onto, mark)
-        elif all(isinstance(gradient, RowGradient) for gradient in gradients):
-            stored = self._store_rows(layer, gradients, onto, mark)
-        else:
-            packed = self._program("pack", layer)(gradients)
-            pinned = [jax.device_put(v, self._placement.pinned) for v in packed]
-            host = tuple(jax.device_put(v, self._placement.host) for v in pinned)
-            if mark is not None:
-                mark.watch(host)
-            stored = HostGradient(
-                host if onto is None else self._program("sum", layer)(self.gather(layer, onto), host), True
-            )
-            _delete(packed)
-        _delete(jax.tree.leaves(gradients))
-        return stored
-
-    def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
-        unpack = self._program("unpack", layer)
-        if self._placement.is_cpu:
-            return DeviceLayer(layer, size, unpack(vectors))
-
-        def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            cut: Sequence[jax.Array] = unpack(arrays)
-            _delete(arrays)
-            return cut
-
-        copies = [jax.device_put(v, self._placement.device) for v in vectors]
-        if mark is not None:
-            mark.watch(copies)
-        return DeviceLayer(layer, size, copies, arrive)
-
-    def _jitted(self, name: str, layer: Layer) -> Any:
-        device, gathered = self._placement.device, self._placement.update_output
-
-        def unpack(vectors: Vectors) -> list[jax.Array]:
-            return layer.unpack(_computable(vectors))
-
-        def store(gradients: Sequence[Gradient], into: Vectors) -> Vectors:
-            return layer.pack(_dense(gradients), _computable(into))
-
-        def pack(gradients: Sequence[Gradient]) -> Vectors:
-            return layer.pack(_dense(gradients))
-
-        def total(onto: Vectors, stored: Vectors) -> Vectors:
-            return tuple(a + b for a, b in zip(*_computable((onto, stored)), strict=True))
-
-        made = {
-            "unpack": lambda: jax.jit(unpack, out_shardings=device),
-            "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=gathered),
-            "sum": lambda: jax.jit(total, donate_argnums=0, out_shardings=gathered),
-            "pack": lambda: jax.jit(pack, out_shardings=device),
-        }
-        return made[name]() if name in made else super()._jitted(name, layer)
-
-
-def _computable(host: Any) -> Any:
+def computable(host: Any) -> Any:
     """Host arrays as operands within a jitted function; on a CPU this placement is free of copies."""
     return jax.device_put(host, jax.memory.Space.Device)
-
-
-def _dense(gradients: Sequence[Gradient]) -> list[jax.Array]:
-    return [g.dense() if isinstance(g, RowGradient) else g for g in gradients]
 
 
 def added(known: jax.Array, gradient: Gradient) -> jax.Array:
@@ -341,6 +257,7 @@ def added(known: jax.Array, gradient: Gradient) -> jax.Array:
     return gradient.onto(known) if isinstance(gradient, RowGradient) else known + gradient
 
 
-def _delete(arrays: Sequence[jax.Array]) -> None:
+def delete_all(arrays: Sequence[jax.Array]) -> None:
+    """Frees the buffers of arrays once what has been issued has read them."""
     for array in arrays:
         array.delete()

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.interrupts import deferred_interrupts
-from jaxferry.engine.left_copies import LEFT_COPIES
-from jaxferry.engine.marks import TaskMark
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.transfers import DeviceLayer, HostGradient, Transport, Vectors
+from jaxferry.engine.trace.marks import TaskMark
+from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors
+from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
 from jaxferry.native import library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
 
@@ -31,8 +31,8 @@ class Ferry(Transport):
         self.library = library(placement.platform)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
         # Copies that nobody has waited for: JAX knows nothing of them, so what they read and write must stay alive.
-        self._under_way: dict[int, tuple[DeviceLayer, Vectors]] = {}
-        LEFT_COPIES.watch(self, self.library, self._under_way)
+        self.in_flight: dict[int, tuple[DeviceLayer, Vectors]] = {}
+        ORPHANED_COPIES.watch(self, self.library, self.in_flight)
 
     def store(
         self,
@@ -67,16 +67,16 @@ class Ferry(Transport):
             self.release()
             free.append(self._program("buffers", layer)())
         load, wait = self._program("load", layer), self._program("arrived", layer)
-        under_way = self._under_way
+        in_flight = self.in_flight
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
             arrived: Sequence[jax.Array] = wait(arrays, vectors)
-            under_way.pop(id(held), None)
+            in_flight.pop(id(held), None)
             return arrived
 
         with deferred_interrupts():
             held = DeviceLayer(layer, size, _marked(load, (vectors, free.pop()), mark), arrive)
-            under_way[id(held)] = (held, vectors)
+            in_flight[id(held)] = (held, vectors)
         return held
 
     def _drop(self, held: DeviceLayer, is_reused: bool) -> None:

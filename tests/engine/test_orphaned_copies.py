@@ -6,7 +6,7 @@ import sys
 SCRIPT = """
 import gc
 import jax, jax.numpy as jnp, numpy as np
-import jaxferry.engine.ferry
+import jaxferry.engine.transport.ferry
 from jaxferry.engine.placement import make_placement
 from jaxferry.native import library
 from jaxferry.partition.layout import make_layer
@@ -20,7 +20,7 @@ def deep(depth):
 
 for number in range(300):
     gc.disable()
-    transport = jaxferry.engine.ferry.Ferry(placement, [layer])
+    transport = jaxferry.engine.transport.ferry.Ferry(placement, [layer])
     transport.load(0, vectors)
     transport.load(0, vectors)
     transport.itself = transport
@@ -30,7 +30,7 @@ for number in range(300):
     deep(200)  # to note such a stack makes most of the objects after which the collector runs
 gc.collect()
 library("cpu").set_bandwidth("load", 1000)  # what is left at the end takes a quarter of a second otherwise
-transport = jaxferry.engine.ferry.Ferry(placement, [layer])
+transport = jaxferry.engine.transport.ferry.Ferry(placement, [layer])
 transport.load(0, vectors)
 print("all hold")
 """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxferry.engine.ferry import Ferry
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.transfers import DevicePut, Transport
+from jaxferry.engine.transport.base import Transport
+from jaxferry.engine.transport.device_put import DevicePut
+from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.errors import InputError
 from jaxferry.native.library import is_available, status
 from jaxferry.native.operations import DTYPES

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxferry.engine.host.pieces import Stacked
 from jaxferry.engine.interrupts import deferred_interrupts
-from jaxferry.engine.pieces import Stacked
 from jaxferry.errors import CheckpointError
 
 _FORMAT = "jaxferry.checkpoint/1"

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxferry.engine.pieces import Key
-from jaxferry.engine.separable import SHARED, WholeUpdate
+from jaxferry.engine.host.pieces import Key
+from jaxferry.engine.host.separable import SHARED, WholeUpdate
 from jaxferry.partition import Part
 from jaxferry.partition.elementwise import ELEMENTWISE
 from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, live_equations, trace

@@ -19,20 +19,20 @@ import jax
 
 from jaxferry.native import NativeLibrary
 
-UnderWay = dict[int, tuple[Any, Any]]
+InFlight = dict[int, tuple[Any, Any]]
 """By any key, what holds arrays of a copy that nobody has waited for, and the vectors that it reads."""
 
 
-class LeftCopies:
+class OrphanedCopies:
     """The thread that waits; it ends with the process, after all copies."""
 
     def __init__(self) -> None:
-        self._left: queue.SimpleQueue[tuple[NativeLibrary, UnderWay] | None] = queue.SimpleQueue()
+        self._left: queue.SimpleQueue[tuple[NativeLibrary, InFlight] | None] = queue.SimpleQueue()
         self._owners: list[tuple[weakref.finalize[Any, Any], NativeLibrary]] = []
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def watch(self, owner: object, native: NativeLibrary, under_way: UnderWay) -> None:
+    def watch(self, owner: object, native: NativeLibrary, in_flight: InFlight) -> None:
         """Has the copies that are under way waited for once their owner is gone, or the process ends."""
         with self._lock:
             if self._thread is None:
@@ -40,7 +40,7 @@ class LeftCopies:
                 self._thread.start()
                 # After the library, which is loaded: at the end it comes before that frees what it has.
                 atexit.register(self._end)
-            finalizer = weakref.finalize(owner, self._left.put, (native, under_way))
+            finalizer = weakref.finalize(owner, self._left.put, (native, in_flight))
             finalizer.atexit = False
             self._owners = [known for known in self._owners if known[0].alive]
             self._owners.append((finalizer, native))
@@ -60,13 +60,13 @@ class LeftCopies:
             self._thread.join()
 
 
-LEFT_COPIES = LeftCopies()
+ORPHANED_COPIES = OrphanedCopies()
 
 
-def _wait_for_all(native: NativeLibrary, under_way: UnderWay) -> None:
-    if under_way:
+def _wait_for_all(native: NativeLibrary, in_flight: InFlight) -> None:
+    if in_flight:
         with contextlib.suppress(RuntimeError):  # of a load that has failed nothing is under way
             # Then all that was issued has been put onto its queue.
-            jax.block_until_ready([held.arrays for held, _ in list(under_way.values())])
+            jax.block_until_ready([held.arrays for held, _ in list(in_flight.values())])
         native.synchronize()
-        under_way.clear()
+        in_flight.clear()

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.engine.pieces import Key
+from jaxferry.engine.host.pieces import Key
 from jaxferry.partition import Layer, Part
 
 
 @dataclasses.dataclass
-class Unit:
+class UpdateGroup:
     """What one update covers: a layer, or all layers if the optimizer is not separable.
 
     Attributes:

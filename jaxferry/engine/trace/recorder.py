@@ -6,8 +6,8 @@ import collections
 import math
 from collections.abc import Mapping, Sequence
 
-from jaxferry.engine.lanes import Work
-from jaxferry.engine.marks import StepMarks
+from jaxferry.engine.lanes import StepRun
+from jaxferry.engine.trace.marks import StepMarks
 from jaxferry.schedule import Lane, Run, Schedule, repeat
 
 
@@ -23,9 +23,9 @@ class Recorder:
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
-        self._steps: collections.deque[tuple[Work, StepMarks | None]] = collections.deque(maxlen=num_steps)
+        self._steps: collections.deque[tuple[StepRun, StepMarks | None]] = collections.deque(maxlen=num_steps)
 
-    def add(self, work: Work, marks: StepMarks | None = None) -> None:
+    def add(self, work: StepRun, marks: StepMarks | None = None) -> None:
         """Remembers a step; steps of another task list are forgotten.
 
         Args:
@@ -86,11 +86,11 @@ def _later(time_s: float, other_s: float) -> float:
     return time_s if math.isnan(other_s) else max(time_s, other_s)
 
 
-def _has_ended(work: Work) -> bool:
+def _has_ended(work: StepRun) -> bool:
     return work.is_over() and work.failure is None and not work.is_stopped
 
 
-def _times(steps: Sequence[tuple[Work, StepMarks | None]]) -> dict[int, tuple[float, float]]:
+def _times(steps: Sequence[tuple[StepRun, StepMarks | None]]) -> dict[int, tuple[float, float]]:
     """What is known of each task of a chain of steps."""
     known: dict[int, tuple[float, float]] = {}
     offset = 0

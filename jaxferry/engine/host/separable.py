@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxferry.engine.subtree import path_names, subtree
+from jaxferry.engine.host.subtree import path_names, subtree
 from jaxferry.errors import InputError
 from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.keys import Canonical, bytes_of

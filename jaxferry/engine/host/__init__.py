@@ -1,0 +1,1 @@
+"""What runs on the host: the optimizer step, the layout of its state, and checkpoints."""

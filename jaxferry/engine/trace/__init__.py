@@ -1,0 +1,1 @@
+"""When each task of a step started and ended."""

@@ -1,0 +1,1 @@
+"""What moves parameters and gradients between host and device."""

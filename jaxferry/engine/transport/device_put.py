@@ -1,0 +1,97 @@
+"""The transport of plain JAX: copies by `jax.device_put`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.trace.marks import TaskMark
+from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors, computable, delete_all
+from jaxferry.partition import Gradient, Layer, RowGradient
+
+
+class DevicePut(Transport):
+    """Copies by JAX itself.
+
+    On an accelerator a load is one `jax.device_put`, cut into parameters when the first program needs them, so that
+    this cut does not hold up the programs before it. Where the device is a CPU, copy and cut are one pass, and
+    gradients are written into host buffers that exist already.
+    """
+
+    def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
+        super().__init__(placement, layers)
+        # The flat vectors beside the parameters that are cut from them, and beside the gradients that are packed.
+        self.staging_bytes = 0 if placement.is_cpu else 2 * max(layer.num_bytes for layer in layers)
+
+    def store(
+        self,
+        layer: int,
+        gradients: Sequence[Gradient],
+        onto: HostGradient | None = None,
+        mark: TaskMark | None = None,
+    ) -> HostGradient:
+        """See `Transport.store`."""
+        if self._placement.is_cpu:
+            if onto is None:
+                stored = HostGradient(self._program("store", layer)(gradients, self._take(layer)), True)
+            else:
+                stored = self._store_rows(layer, gradients, onto, mark)
+        elif all(isinstance(gradient, RowGradient) for gradient in gradients):
+            stored = self._store_rows(layer, gradients, onto, mark)
+        else:
+            packed = self._program("pack", layer)(gradients)
+            pinned = [jax.device_put(v, self._placement.pinned) for v in packed]
+            host = tuple(jax.device_put(v, self._placement.host) for v in pinned)
+            if mark is not None:
+                mark.watch(host)
+            stored = HostGradient(
+                host if onto is None else self._program("sum", layer)(self.gather(layer, onto), host), True
+            )
+            delete_all(packed)
+        delete_all(jax.tree.leaves(gradients))
+        return stored
+
+    def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
+        unpack = self._program("unpack", layer)
+        if self._placement.is_cpu:
+            return DeviceLayer(layer, size, unpack(vectors))
+
+        def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            cut: Sequence[jax.Array] = unpack(arrays)
+            delete_all(arrays)
+            return cut
+
+        copies = [jax.device_put(v, self._placement.device) for v in vectors]
+        if mark is not None:
+            mark.watch(copies)
+        return DeviceLayer(layer, size, copies, arrive)
+
+    def _jitted(self, name: str, layer: Layer) -> Any:
+        device, gathered = self._placement.device, self._placement.update_output
+
+        def unpack(vectors: Vectors) -> list[jax.Array]:
+            return layer.unpack(computable(vectors))
+
+        def store(gradients: Sequence[Gradient], into: Vectors) -> Vectors:
+            return layer.pack(_dense(gradients), computable(into))
+
+        def pack(gradients: Sequence[Gradient]) -> Vectors:
+            return layer.pack(_dense(gradients))
+
+        def total(onto: Vectors, stored: Vectors) -> Vectors:
+            return tuple(a + b for a, b in zip(*computable((onto, stored)), strict=True))
+
+        made = {
+            "unpack": lambda: jax.jit(unpack, out_shardings=device),
+            "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=gathered),
+            "sum": lambda: jax.jit(total, donate_argnums=0, out_shardings=gathered),
+            "pack": lambda: jax.jit(pack, out_shardings=device),
+        }
+        return made[name]() if name in made else super()._jitted(name, layer)
+
+
+def _dense(gradients: Sequence[Gradient]) -> list[jax.Array]:
+    return [g.dense() if isinstance(g, RowGradient) else g for g in gradients]

@@ -1,0 +1,85 @@
+"""Steps of the engine that tests slow down, break, or run one task after the other."""
+
+import dataclasses
+import itertools
+import time
+
+from jaxferry.engine import executor
+from jaxferry.engine.prefetch import DeviceCopies
+from jaxferry.engine.runner import collect_results
+from jaxferry.engine.step import StepContext
+
+
+def transport_of(step, batch):
+    """What moves the groups of a prepared step."""
+    return step.prepare(batch).runner.runnable.resources.transport
+
+
+def with_sums_in_host_memory(prepared):
+    """Lets a prepared step add up no gradients on the device."""
+    runner = prepared.runner
+    program = runner.runnable.program.with_sums_of(frozenset())
+    runner.runnable = dataclasses.replace(runner.runnable, program=program)
+    runner.first = runner.runnable
+    return prepared
+
+
+def delay(monkeypatch, draw, longest_s):
+    """Makes each task of every step take up to so much longer."""
+
+    def slowed(function):
+        def slow(*args):
+            time.sleep(draw.random() * longest_s)
+            return function(*args)
+
+        return slow
+
+    for operation, function in executor.OPERATIONS.items():
+        monkeypatch.setitem(executor.OPERATIONS, operation, slowed(function))
+    monkeypatch.setattr(DeviceCopies, "load", slowed(DeviceCopies.load))
+
+
+def wrap(monkeypatch, operation, wrapper):
+    """Runs `wrapper(function, step, instruction)` in place of the function of an operation."""
+    function = executor.OPERATIONS[operation]
+    monkeypatch.setitem(executor.OPERATIONS, operation, lambda *args: wrapper(function, *args))
+
+
+def fail(monkeypatch, operations, after, times=1, message="the host ran out of memory"):
+    """Makes the calls of these operations raise from number `after` on, that many times."""
+    count = itertools.count()
+
+    def failing(function, *args):
+        if after <= next(count) < after + times:
+            raise RuntimeError(message)
+        return function(*args)
+
+    for operation in operations:
+        wrap(monkeypatch, operation, failing)
+
+
+class Serial:
+    """Runs the tasks of a step one after the other, in the thread that asks for them."""
+
+    def __init__(self, step, state, batch):
+        step.compile_updates(state, batch)
+        self._runnable, self._state, self._batch = step.prepare(batch).runner.runnable, state, batch
+        state.fill()
+
+    def commit(self):
+        """Nothing stops it."""
+        return True
+
+    def step(self):
+        """Takes one step; returns its loss."""
+        runnable, resources = self._runnable, self._runnable.resources
+        copies = DeviceCopies(
+            runnable.program, resources.transport, resources.placement, self._state.vectors, marks=None
+        )
+        context = StepContext(runnable, self._state, [self._batch], copies)
+        context.work = self
+        for group in sorted(runnable.program.resident - self._state.resident.keys()):
+            self._state.resident[group] = resources.transport.load(group, self._state.vectors[group])
+        for index in range(len(runnable.program.instructions)):
+            assert executor.execute(context, index)
+        return float(collect_results(context).loss)
