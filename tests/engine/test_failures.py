@@ -68,8 +68,8 @@ def test_a_callback_that_raises_once_costs_no_step_and_no_bit(gradient, mode, th
     assert num_tried_again >= 1
 
 
-@pytest.mark.parametrize("clip_norm", [1.0, None])
-@pytest.mark.parametrize("sums", ["on the device", "by transfers", "by programs"])
+@pytest.mark.parametrize("clip_norm", [1.0, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sums", ["on the device", pytest.param("by transfers", marks=pytest.mark.slow), "by programs"])
 def test_micro_batches_are_taken_back_tried_again_or_given_up_to_the_last_update(sums, clip_norm, tmp_path):
     fault = Fault()
     gradient = GradientPlace.HOST if sums == "by programs" else GradientPlace.DEVICE
@@ -123,7 +123,7 @@ def test_what_raises_again_after_an_update_is_tried_again_whenever_the_state_is_
     assert_same_bits(state.params, expected[1])
 
 
-@pytest.mark.parametrize("clip_norm", [1.0, None])
+@pytest.mark.parametrize("clip_norm", [1.0, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sums", ["on the device", "by transfers"])
 @pytest.mark.parametrize("before", [4, 5])
 def test_a_micro_batch_that_raises_again_before_any_update_is_given_up(before, sums, clip_norm, tmp_path):
