@@ -197,7 +197,7 @@ def test_every_plan_and_transport_has_the_same_bits(task, dtype, accumulate):
             assert_same_bits(other_params, params)
 
 
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_an_engine_that_only_issues_its_work_has_the_same_bits(task, transport, monkeypatch):
     """As on an accelerator, whose pinned memory the optimizer does not reach."""
 
@@ -216,7 +216,13 @@ def test_an_engine_that_only_issues_its_work_has_the_same_bits(task, transport, 
     assert_same_bits(other_params, params)
 
 
-@pytest.mark.parametrize("modes", [[Mode.DHA], [Mode.DFGB], [Mode.DHA, Mode.GFGB, Mode.DFGB]])
+@pytest.mark.parametrize(
+    "modes",
+    [
+        [Mode.DHA, Mode.GFGB, Mode.DFGB],
+        *(pytest.param([mode], marks=pytest.mark.slow) for mode in (Mode.DHA, Mode.DFGB)),
+    ],
+)
 def test_frozen_parameters_are_read_in_host_memory_and_gradients_written_there(task, modes, monkeypatch):
     monkeypatch.setattr(host_stores, "FUSED_BYTES", 0)
     expected = models.plain_loop(task, by_label(optax.adamw(1e-2)), 5)[1]
@@ -369,7 +375,7 @@ def quantised(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, bool, jnp.int32, jnp.complex64, jnp.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_frozen_parameters_of_dtypes_that_cannot_be_trained_are_as_plain_optax_sees_them(dtype, transport, tmp_path):
     task = quantised(dtype)
     adapters = {name: layer["lora"] for name, layer in task.params.items()}

@@ -133,7 +133,7 @@ def test_training_agrees_with_a_plain_optax_loop(net):
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_plans_have_the_same_bits(net, dtype):
     results = []
     for modes in ([Mode.GFGB], MIXED):
