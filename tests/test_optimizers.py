@@ -116,7 +116,13 @@ def test_each_is_separable(net, name):
         assert whole.content([1, 2]) == part_content(optimizer, tree, avals, [1, 2]) is not None
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("adamw", "lion", "nesterov") else pytest.param(name, marks=pytest.mark.slow)
+        for name in ARGUMENTS
+    ],
+)
 def test_training_agrees_with_optax(name):
     (ours, theirs), net = pair(name), two_layers()
     state, losses = train(jaxferry.train_step(net.loss_fn, ours, clip_norm=1.0), net, 5)
