@@ -38,7 +38,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
-hypothesis.settings.load_profile("deterministic")
+hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max_examples=25)
+
+
+def pytest_configure(config):
+    """More examples of one property are repetitions: they are left to runs that have the slow tests too."""
+    hypothesis.settings.load_profile("few" if "not slow" in config.option.markexpr else "deterministic")
 
 
 def pytest_make_parametrize_id(val):

@@ -50,7 +50,7 @@ def plan_of(task, modes, places):
     return Plan("any", 1.0, tuple(LayerPlan(name, mode, place) for name, mode, place in kinds))
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("clip_norm", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_losses_are_those_of_optax_multi_steps(gpt, batches, clip_norm):
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2), accumulate=N, clip_norm=clip_norm)
     state, losses = train(step, gpt.params, batches)
@@ -150,7 +150,7 @@ def bad_loss(params, x):
     return jnp.mean((x @ params["a"]["w"]) ** 2)
 
 
-@pytest.mark.parametrize("place", range(N))
+@pytest.mark.parametrize("place", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, N))])
 def test_a_loss_that_is_not_finite_drops_what_was_accumulated(place):
     params, x = {"a": {"w": np.eye(4, dtype=np.float32)}}, np.ones((2, 4), np.float32)
     batches = [x * (np.nan if i == place else 1.0) for i in range(N)]
@@ -178,7 +178,9 @@ def test_accumulate_must_be_a_number_of_micro_batches(value):
         jaxferry.train_step(bad_loss, optax.sgd(0.1), accumulate=value)
 
 
-@pytest.mark.parametrize("lengths", [(30, 8, 8), (8, 30, 8), (8, 8, 30)])
+@pytest.mark.parametrize(
+    "lengths", [(8, 30, 8), *(pytest.param(x, marks=pytest.mark.slow) for x in ((30, 8, 8), (8, 8, 30)))]
+)
 def test_micro_batches_may_differ_in_shape_so_that_a_lookup_is_dense_in_some(lengths):
     generator = np.random.default_rng(0)
     params = {

@@ -187,7 +187,7 @@ def narrow_params():
     return {"table": jax.random.normal(next(keys), (2000, 16)), "blocks": blocks}
 
 
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_every_budget_that_is_not_refused_holds(transport, monkeypatch):
     if transport == "ferry" and not is_available("cpu"):
         pytest.skip("needs the native library")

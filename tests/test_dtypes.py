@@ -44,7 +44,9 @@ def make_task(is_half):
     return models.Task(loss_fn, params, jnp.asarray(generator.normal(size=(4, 12)), jnp.float32))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "bf16"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, id="fp32", marks=pytest.mark.slow), pytest.param(True, id="bf16")]
+)
 def is_half(request):
     return request.param
 

@@ -116,7 +116,13 @@ def test_each_is_separable(net, name):
         assert whole.content([1, 2]) == part_content(optimizer, tree, avals, [1, 2]) is not None
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("adamw", "lion", "nesterov") else pytest.param(name, marks=pytest.mark.slow)
+        for name in ARGUMENTS
+    ],
+)
 def test_training_agrees_with_optax(name):
     (ours, theirs), net = pair(name), two_layers()
     state, losses = train(jaxferry.train_step(net.loss_fn, ours, clip_norm=1.0), net, 5)
@@ -133,7 +139,7 @@ def test_training_agrees_with_a_plain_optax_loop(net):
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_plans_have_the_same_bits(net, dtype):
     results = []
     for modes in ([Mode.GFGB], MIXED):

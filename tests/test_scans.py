@@ -31,7 +31,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["linen", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nnx", "lax"))])
 def test_scanned_models_train_as_plain_optax_does_under_every_plan(name):
     task, optimizer = MODELS[name](), optax.adamw(1e-2, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))
     params, expected = plain_loop(task, optimizer, 10)

@@ -21,6 +21,7 @@ from steps import fail, wrap
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 
 FEW = ("auto", "go-memferry", "l2l", "zero-offload")
+BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, pytest.param(models.gpt, marks=pytest.mark.slow)])
 WITHOUT_MOST = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in sorted(policies())]
 MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
 SGD, ADAMW, ADAMW_SLOW = optax.sgd(0.1), optax.adamw(1e-2), optax.adamw(1e-3)
@@ -50,7 +51,7 @@ def test_every_plan_has_the_same_bits_over_20_steps(request, dtype):
     assert results[0][0][-1] < results[0][0][0]
 
 
-@pytest.mark.parametrize("make", [models.gpt, models.nnx_net])
+@BOTH_LIBRARIES
 def test_fp32_losses_agree_with_a_plain_optax_loop(make):
     task, optimizer = make(), optax.adamw(1e-3)
     _, expected = models.plain_loop(task, optimizer, 20)
@@ -58,7 +59,7 @@ def test_fp32_losses_agree_with_a_plain_optax_loop(make):
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
 
 
-@pytest.mark.parametrize("make", [models.gpt, models.nnx_net])
+@BOTH_LIBRARIES
 def test_parameters_agree_with_a_plain_optax_loop_and_keep_their_tree(make):
     task, optimizer = make(), optax.sgd(0.1, momentum=0.9)
     expected, _ = models.plain_loop(task, optimizer, 5)
@@ -145,7 +146,7 @@ def test_a_joint_optimizer_is_run_as_one_update_with_a_warning(gpt):
         np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-6)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_remat_changes_memory_not_losses(gpt, remat):
     step = jaxferry.train_step(gpt.loss_fn, SGD, remat=remat)
     np.testing.assert_allclose(train(step, gpt, 3)[1], trained(gpt, SGD, 3)[1], rtol=LOSS_RTOL)
@@ -202,7 +203,7 @@ def test_what_the_caller_does_with_its_arrays_changes_nothing(options):
     assert_same_bits(metrics["aux"], others["aux"])
 
 
-@pytest.mark.parametrize("make", [models.gpt, models.nnx_net])
+@BOTH_LIBRARIES
 def test_a_resumed_run_continues_bit_identically(make, tmp_path):
     task, optimizer = make(), optax.adamw(1e-2)
     step = jaxferry.train_step(task.loss_fn, optimizer)
@@ -466,9 +467,11 @@ def test_a_plan_that_fits_needs_no_reloading(gpt):
 PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"skip_nonfinite": True}])
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"clip_norm": 1.0}, {"skip_nonfinite": True}))]
+)
 @pytest.mark.parametrize("operations", [PROGRAMS, (Operation.OFFLOAD,), (Operation.UPDATE,)], ids=lambda o: o[0].value)
-@pytest.mark.parametrize("after", [0, 2, 6])
+@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow), 6])
 def test_a_failed_task_is_rolled_back_or_damages_the_state_and_names_its_layer(
     whole_gpt, monkeypatch, tmp_path, operations, after, options
 ):
@@ -626,7 +629,7 @@ def encoder_decoder():
     return Net(), (2, 5, 8)
 
 
-@pytest.mark.parametrize("make", [shared_net, encoder_decoder])
+@pytest.mark.parametrize("make", [shared_net, pytest.param(encoder_decoder, marks=pytest.mark.slow)])
 def test_models_whose_layers_or_values_are_used_many_times_train_as_plain_optax_does_under_mixed_plans(make):
     model, shape = make()
     x = jax.random.normal(jax.random.key(0), shape)

@@ -10,8 +10,8 @@ so a state that is no better in X nor in C can never end better, and is dropped.
 rest exceeds a known plan are dropped too. The frontier is some hundred states in practice.
 
 Where parameter groups have several layers, a state also has the copies that are on the device (`plan/copies.py`), and
-frontiers are kept apart by them. Always optimal while at most `_MOST_OPEN` groups are open at once, as a tied table
-is, or pairs of neighbours; so it is with more, while there are at most `_MOST_STATES` states. Beyond that the states
+frontiers are kept apart by them. Always optimal while at most `MOST_OPEN` groups are open at once, as a tied table
+is, or pairs of neighbours; so it is with more, while there are at most `MOST_STATES` states. Beyond that the states
 are sorted into buckets of similar X. The earliest few of each stay as they are. The others are merged into one that is
 as early in X and in C as any of them and holds all their copies: what follows from merged states is no plan, but no
 plan ends before it. So the optimum lies between `bound_s` and the best plan.
@@ -26,10 +26,10 @@ from jaxferry.plan.memferry import Forward, forward_modes
 from jaxferry.plan.recurrences import DHA, GFGB
 from jaxferry.profiling.records import Profile
 
-_MOST_OPEN = 3
-_MOST_STATES = 4096
-_BUCKETS = 128
-_KEPT_IN_BUCKET = 8
+MOST_OPEN = 3
+MOST_STATES = 4096
+BUCKETS = 128
+KEPT_IN_BUCKET = 8
 _TRACED_MERGED = 64
 _ROUNDING = 1e-12
 
@@ -73,7 +73,7 @@ def optimal_forward(profile: Profile, head: int = 0, lead_s: float = 0.0, limit_
             allowed &= states.origin % 2 == 0
         states = states.take(np.flatnonzero(allowed))
         states = states.take(states.frontier())
-        if copies.num_open[index] > _MOST_OPEN and len(states.gpu) > _MOST_STATES:
+        if copies.num_open[index] > MOST_OPEN and len(states.gpu) > MOST_STATES:
             states = states.fewer()
         history.append(states.origin)
     found = [(modes, forward_s(profile, modes, lead_s)) for modes in _traces(states, history)]
@@ -163,11 +163,11 @@ class _States:
         size = len(self.gpu)
         by_link = np.argsort(self.link, kind="stable")
         bucket = np.empty(size, dtype=np.int64)
-        bucket[by_link] = np.arange(size) * _BUCKETS // size
+        bucket[by_link] = np.arange(size) * BUCKETS // size
         order = np.lexsort((self.gpu, self.merged, bucket))
-        first = np.searchsorted(bucket[order], np.arange(_BUCKETS))
+        first = np.searchsorted(bucket[order], np.arange(BUCKETS))
         place = np.arange(size) - first[bucket[order]]
-        stays = (place < _KEPT_IN_BUCKET) & ~self.merged[order]
+        stays = (place < KEPT_IN_BUCKET) & ~self.merged[order]
         rest = order[~stays]
         starts = np.unique(bucket[rest], return_index=True)[1]
         merged = _States(

@@ -4,7 +4,7 @@ Names: `gain_s` is T_GBP - T_CBP, the seconds that a backward saves when its gra
 factor's share of all gradient bytes. The paper's table D over (layer, bytes) is kept as its Pareto frontier, so byte
 sizes are exact: states (bytes, gain) that no other state beats, less those that Dantzig's bound rules out.
 
-Optimal always, but for instances whose frontier exceeds `_MOST_STATES` (hundreds of layers of unrelated sizes with gain
+Optimal always, but for instances whose frontier exceeds `MOST_STATES` (hundreds of layers of unrelated sizes with gain
 proportional to size): there sizes are rounded up to capacity / 32768, which stays within the budget.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxferry.profiling.records import Profile
 
-_MOST_STATES = 1 << 15
+MOST_STATES = 1 << 15
 _ROUNDED_UNITS = 1 << 15
 
 
@@ -53,7 +53,7 @@ def choose_gradients(sizes_bytes: list[int], gains_s: list[float], capacity: int
     gains = np.array([gains_s[i] for i in rest])
     if sum(sizes) <= capacity:
         return chosen | set(rest)
-    picked = _knapsack(sizes.astype(np.int64), gains, capacity, _MOST_STATES)
+    picked = _knapsack(sizes.astype(np.int64), gains, capacity, MOST_STATES)
     if picked is None:
         unit = -(-capacity // _ROUNDED_UNITS)
         picked = _knapsack((-(-sizes // unit)).astype(np.int64), gains, capacity // unit, None)

@@ -166,7 +166,7 @@ def test_100_clipped_and_scaled_steps_of_every_dtype_are_those_of_optax(dtype):
     assert_same_bits(vector, packed[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES[:1], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_scale_of_one_changes_no_bit_and_another_divides_first(which, dtype):
     def run(scale, factor, clip_norm=None):

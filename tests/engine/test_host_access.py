@@ -22,7 +22,7 @@ from jaxferry.plan.records import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, train, trained
 from steps import transport_of
 
-STEPS = 20
+STEPS = 6
 ADAMW, MOMENTUM = optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)
 
 
@@ -73,7 +73,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [pytest.param("dha", marks=pytest.mark.slow), "dha and go"])
 def test_without_the_library_direct_host_access_changes_no_bit(name, plain):
     task, dtype, (expected, losses) = plain
     modes, places = ALL[name]
@@ -83,7 +83,7 @@ def test_without_the_library_direct_host_access_changes_no_bit(name, plain):
     assert_same_bits(state.params, expected)
 
 
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", GFGB_LIKE)
 def test_moving_data_changes_no_bit(name, transport, plain):
     task, dtype, (expected, losses) = plain
@@ -94,7 +94,7 @@ def test_moving_data_changes_no_bit(name, transport, plain):
     assert_same_bits(state.params, expected)
 
 
-@pytest.mark.parametrize("factor", [0, 0.25, 0.5, 1])
+@pytest.mark.parametrize("factor", [0, 0.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.25, 1))])
 def test_no_reserve_factor_changes_a_bit(factor, plain):
     task, dtype, (expected, losses) = plain
     state, others = run(task, reserve_factor=factor, compute_dtype=dtype)
@@ -224,7 +224,7 @@ def reloading(task):
     return step, state.params, losses
 
 
-@pytest.mark.parametrize("after", [1, 3, 6])
+@pytest.mark.parametrize("after", [1, 6])
 def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloading, task, monkeypatch):
     step, expected, losses = reloading
     state = step.init(task.params)
@@ -258,7 +258,7 @@ def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloa
     assert_same_bits(state.params, expected)
 
 
-@pytest.mark.parametrize("modes", [[Mode.RESIDENT], [Mode.GFGB]])
+@pytest.mark.parametrize("modes", [pytest.param([Mode.RESIDENT], marks=pytest.mark.slow), [Mode.GFGB]])
 def test_states_and_steps_may_be_forgotten_while_copies_are_under_way(modes, task):
     emulator = library("cpu")
     plan = plan_of(task, modes)

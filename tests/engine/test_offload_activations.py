@@ -74,18 +74,27 @@ def check_bits(remat, accumulate=1, **options):
     return step, state
 
 
-@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize(
+    "remat", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "policy"))]
+)
 def test_no_bit_changes_whatever_is_recomputed(remat):
     check_bits(remat)
 
 
-@pytest.mark.parametrize("modes", [[Mode.RELOAD], [Mode.RESIDENT, Mode.GFGB, Mode.RELOAD]])
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize(
+    ("transport", "modes"),
+    [
+        ("ferry", [Mode.RESIDENT, Mode.GFGB, Mode.RELOAD]),
+        ("device_put", [Mode.RELOAD]),
+        pytest.param("ferry", [Mode.RELOAD], marks=pytest.mark.slow),
+        pytest.param("device_put", [Mode.RESIDENT, Mode.GFGB, Mode.RELOAD], marks=pytest.mark.slow),
+    ],
+)
 def test_no_bit_changes_under_other_modes_and_transports(modes, transport):
     check_bits("full", plan=plan(*modes), transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_no_bit_changes_with_direct_host_access(transport):
     """Its products are summed in another order, so it is compared with itself."""
     options = {"plan": plan(Mode.DHA, Mode.DFGB, Mode.GFGB), "transport": transport, "remat": "full"}

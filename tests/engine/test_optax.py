@@ -77,6 +77,10 @@ SEPARABLE = {
 }
 LESS_OFTEN = (
     "joined schedules",
+    "labels",
+    "hyperparameters",
+    "masked decay",
+    "by value",
     "prefix tree of labels",
     "ema of updates",
     "adafactor",
@@ -111,7 +115,10 @@ def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
     assert step.prepare(TASK.batch).plan.updates is Updates.OVERLAPPED
 
 
-@pytest.mark.parametrize("name", JOINT)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("global norm", "accumulation") else pytest.param(name, marks=pytest.mark.slow) for name in JOINT],
+)
 def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
     expected = models.plain_loop(TASK, JOINT[name], NUM_STEPS)[1]
     step = jaxferry.train_step(TASK.loss_fn, JOINT[name])

@@ -18,7 +18,7 @@ vectors = (jax.device_put(np.ones(64, np.float32), placement.pinned),)
 def deep(depth):
     return deep(depth - 1) if depth else jnp.ones(3)
 
-for number in range(300):
+for number in range(60):
     gc.disable()
     transport = jaxferry.engine.transport.ferry.Ferry(placement, [layer])
     transport.load(0, vectors)
@@ -37,5 +37,5 @@ print("all hold")
 
 
 def test_the_collector_takes_transports_whose_copies_are_under_way_wherever_it_runs():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "all hold\n"), done.stderr[-2000:]

@@ -155,9 +155,9 @@ def lookup(draw):
     return loss_fn, {name: params[name] for name in ("table", "l0")}, batch
 
 
-@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
+@pytest.mark.parametrize("threads", ["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
-@pytest.mark.parametrize("make", [network, lookup])
+@pytest.mark.parametrize("make", [network, pytest.param(lookup, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, monkeypatch):
     """A soak in short; `benchmarks/soak.py` takes 2,000 steps and counts the host's memory as well."""
@@ -185,7 +185,7 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
     assert num_threads_after <= num_threads  # those of other tests may end meanwhile
 
 
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("threads", ["lanes", "one for the device"])
 def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatch):
     if threads != "lanes":
@@ -213,7 +213,7 @@ def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatc
         jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=-1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, monkeypatch):
     draw = random.Random(seed)
     loss_fn, params, batch = network(draw)

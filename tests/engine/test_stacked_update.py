@@ -153,7 +153,12 @@ def assert_as_plain(run, optimizer, num_steps=4):
         np.testing.assert_allclose(ours[name].astype(np.float32), leaf.astype(np.float32), **rough, err_msg=name)
 
 
-@pytest.mark.parametrize("name", BY_PART)
+OFTEN = ("decay by size", "by label", "schedule free", "fused")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in BY_PART]
+)
 def test_an_element_wise_update_is_done_part_by_part_by_one_program(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

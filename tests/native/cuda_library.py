@@ -1,14 +1,11 @@
 """The CUDA library for tests that compile programs which call it."""
 
-import atexit
 import ctypes
 import functools
-import pathlib
-import shutil
-import tempfile
 
 import jax
 
+from built import built_once
 from jaxferry.native.library import TARGETS, is_available
 from native import cuda_build
 
@@ -19,9 +16,7 @@ def cuda_library():
 
     Its targets are registered, unless the package has a CUDA library of its own: XLA takes each name once.
     """
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxferry-cuda-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = cuda_build.build(folder)
+    path = built_once("cuda", cuda_build.build) / "libjaxferry_cuda.so"
     functions = ctypes.CDLL(str(path))
     for name in () if is_available("cuda") else TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(functions, name)), platform="CUDA")

@@ -11,6 +11,7 @@ import subprocess
 
 import jax
 
+from built import built_once
 from jaxferry.native import NativeLibrary
 from native.native_operations import Operations
 
@@ -36,8 +37,16 @@ FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden"]
 FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 
 
+LIBRARY = "libemulated_cuda.so"
+
+
+def load():
+    """The library, compiled once."""
+    return ctypes.CDLL(str(built_once("emulated", build) / LIBRARY))
+
+
 def build(folder):
-    """Compiles the library into `folder` and returns it, loaded."""
+    """Compiles the library into `folder`."""
     units = [
         FOLDER / "unity.cc",
         *(SOURCES / "cuda" / name for name in ("matmul.cc", "matmul_gradient.cc", "product.cc")),
@@ -48,9 +57,7 @@ def build(folder):
         commands = [["g++", *FLAGS, *includes, "-c", str(unit), "-o", str(made)] for unit, made in zip(units, objects)]
         for finished in pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands):
             assert finished.returncode == 0, finished.stderr
-    library = folder / "libemulated_cuda.so"
-    subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(folder / LIBRARY)], check=True)
 
 
 class _Functions:

@@ -26,8 +26,8 @@ from recorded import check_times
 
 # XLA takes each name once in a process, and worksteal may come back to this module.
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    library = emulated_cuda.build(tmp_path_factory.mktemp("emulated"))
+def library():
+    library = emulated_cuda.load()
     library.emulation_num_queued.restype = ctypes.c_long
     library.emulation_fail.restype = library.emulation_num_events.restype = ctypes.c_long
     return library

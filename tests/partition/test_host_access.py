@@ -93,14 +93,16 @@ def assert_equal(actual, expected, exact=True):
     )
 
 
+LARGER = [pytest.param("linen", native, marks=pytest.mark.slow) for native in (False, True)]
+
+
 @functools.cache
 def cases_of_model(name):
     task = {"linen": gpt, "nnx": nnx_net}[name](depth=2)
     return list(cases_of(task.loss_fn, task.params, task.batch))
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("name", ["linen", "nnx"])
+@pytest.mark.parametrize(("name", "native"), [("nnx", False), ("nnx", True), *LARGER])
 def test_reading_in_place_changes_no_result_of_any_segment(name, native, calls):
     for case in cases_of_model(name):
         forward = read_in_place(case.derivative.forward, case.layer, (case.weights, *case.others), native=native)
@@ -216,8 +218,7 @@ def test_the_default_precision_of_all_products_is_kept(calls):
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("name", ["linen", "nnx"])
+@pytest.mark.parametrize(("name", "native"), [("nnx", False), ("nnx", True), *LARGER])
 def test_stored_gradients_are_those_that_the_backward_returns(name, native, accumulate, calls):
     for case in cases_of_model(name):
         if case.derivative.has_rows:

@@ -47,7 +47,11 @@ def run(parts, derivative):
 
 @pytest.mark.parametrize(
     "policy",
-    [POLICIES.dots_saveable, POLICIES.nothing_saveable, POLICIES.everything_saveable, "full"],
+    [
+        POLICIES.dots_saveable,
+        *(pytest.param(p, marks=pytest.mark.slow) for p in (POLICIES.nothing_saveable, POLICIES.everything_saveable)),
+        "full",
+    ],
 )
 def test_every_choice_has_the_same_derivative(gpt, policy):
     expected = run(gpt, differentiate(gpt.graph, block_of(gpt)))

@@ -58,7 +58,7 @@ def assert_same_derivative(loss_fn, params, *args):
     return parts
 
 
-@pytest.mark.parametrize("depth", [4, 7])
+@pytest.mark.parametrize("depth", [4, pytest.param(7, marks=pytest.mark.slow)])
 def test_the_number_of_programs_does_not_depend_on_depth(depth):
     parts = parts_of(scanned.linen(depth=depth))
     assert [s.name for s in parts.segments] == ["embed", *(f"layers/{i}" for i in range(depth)), "head"]
@@ -83,8 +83,8 @@ def test_iterations_with_dropout_and_remat_share_a_program(config):
         scanned.nnx_net,
         scanned.plain,
         lambda: scanned.plain(reverse=True),
-        lambda: scanned.linen(axis=1),
-        lambda: scanned.linen(remat=True),
+        pytest.param(lambda: scanned.linen(axis=1), marks=pytest.mark.slow),
+        pytest.param(lambda: scanned.linen(remat=True), marks=pytest.mark.slow),
     ],
 )
 def test_segments_in_a_row_have_the_loss_and_gradients_of_the_whole(make):

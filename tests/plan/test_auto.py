@@ -19,7 +19,7 @@ from jaxferry.simulate.report import predict
 from profiles import profiles, transformer
 
 few = hypothesis.settings(derandomize=True, deadline=None, max_examples=15)
-fewer = hypothesis.settings(derandomize=True, deadline=None, max_examples=6)
+fewer = hypothesis.settings(derandomize=True, deadline=None, max_examples=3)
 NEARLY = 1 + 1e-9
 
 
@@ -46,7 +46,7 @@ def test_no_plan_of_few_layers_that_fits_is_faster(profile, budget):
 def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(profile, factor):
     """Each budget is asked for on its own, as a user would."""
     before = np.inf
-    for budget in (40, 80, 120, 200, 300, 1000, None):
+    for budget in (40, 120, 300, None):
         try:
             plan = make_plan(profile, "auto", reserve_factor=factor, memory_budget_bytes=budget)
         except BudgetError:

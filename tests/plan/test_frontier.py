@@ -94,10 +94,10 @@ def test_pairs_of_any_order_have_their_exact_optimum(order, num_groups):
 @orders
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_merged_still_bounds_the_optimum(order, seed, monkeypatch):
-    monkeypatch.setattr(frontier, "_MOST_OPEN", 0)
-    monkeypatch.setattr(frontier, "_MOST_STATES", 4)
-    monkeypatch.setattr(frontier, "_BUCKETS", 2)
-    monkeypatch.setattr(frontier, "_KEPT_IN_BUCKET", 1)
+    monkeypatch.setattr(frontier, "MOST_OPEN", 0)
+    monkeypatch.setattr(frontier, "MOST_STATES", 4)
+    monkeypatch.setattr(frontier, "BUCKETS", 2)
+    monkeypatch.setattr(frontier, "KEPT_IN_BUCKET", 1)
     profile = pairs(6, order, seed)
     found, least = optimal_forward(profile), least_forward_s(profile)
     assert found.bound_s <= least * (1 + 1e-12)
@@ -106,10 +106,10 @@ def test_what_is_merged_still_bounds_the_optimum(order, seed, monkeypatch):
 
 def test_bounds_of_merged_states_are_not_always_the_optimum(monkeypatch):
     """Else the test above would not test merging."""
-    monkeypatch.setattr(frontier, "_MOST_OPEN", 0)
-    monkeypatch.setattr(frontier, "_MOST_STATES", 4)
-    monkeypatch.setattr(frontier, "_BUCKETS", 2)
-    monkeypatch.setattr(frontier, "_KEPT_IN_BUCKET", 1)
+    monkeypatch.setattr(frontier, "MOST_OPEN", 0)
+    monkeypatch.setattr(frontier, "MOST_STATES", 4)
+    monkeypatch.setattr(frontier, "BUCKETS", 2)
+    monkeypatch.setattr(frontier, "KEPT_IN_BUCKET", 1)
     found = [optimal_forward(pairs(6, "nested", seed)) for seed in range(6)]
     assert any(optimum.bound_s < optimum.forward_s * (1 - 1e-6) for optimum in found)
 

@@ -56,7 +56,7 @@ def test_instances_too_wide_for_the_frontier_stay_within_the_budget_and_near_the
     sizes = [draw.randint(10**6, 10**9) for _ in range(size)]
     gains = [x * 1e-10 for x in sizes]
     capacity = sum(sizes) // 3
-    monkeypatch.setattr(gradients, "_MOST_STATES", 64)
+    monkeypatch.setattr(gradients, "MOST_STATES", 64)
     chosen = choose_gradients(sizes, gains, capacity)
     used = sum(sizes[i] for i in chosen)
     assert used <= capacity
