@@ -1,4 +1,4 @@
-"""Trains one model under several policies in turn, and sets what its steps take against what was predicted."""
+"""Trains one model under several policies in turn and compares measured with predicted steps."""
 
 import dataclasses
 import itertools
@@ -20,22 +20,22 @@ FORMAT = "jaxferry.bench/1"
 _SHOWN_STEPS = 2
 
 Bars = Mapping[Lane, Sequence[tuple[float, float]]]
-"""Of each lane, when its tasks start and end, in seconds."""
+"""Start and end of each lane's tasks, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyRun:
-    """What training under a policy took.
+    """The results of training under a policy.
 
     Attributes:
       policy: its name.
-      step_s: seconds of each step, from the end of the last program of the step before to that of its own.
-      predicted_s: the simulator's steady step of the same tasks, with the profile's times.
+      step_s: seconds of each step, from the end of the previous step's last program to the end of its own.
+      predicted_s: the simulated steady step of the same tasks, with the profile's times.
       own_bound_s: the work of the busiest lane under this plan.
       peak_device_bytes: device memory that a step needs.
-      losses: of all steps, the warm-up included.
-      measured: the lanes in two steps in the middle of the run, from the end of the program before them.
-      predicted: the lanes in two steps as the simulator says.
+      losses: losses of all steps, including the warm-up.
+      measured: the lanes in two steps in the middle of the run; times count from the end of the program before them.
+      predicted: the lanes in two simulated steps.
     """
 
     policy: str
@@ -53,7 +53,7 @@ class PolicyRun:
         return statistics.median(self.step_s)
 
     def to_json(self, bound_s: float) -> dict[str, Any]:
-        """All of it as JSON values, with its ratios."""
+        """Returns the results and their ratios as JSON values."""
         return {
             "policy": self.policy,
             "measured_s": self.measured_s,
@@ -75,8 +75,8 @@ class Comparison:
     """Policies side by side.
 
     Attributes:
-      work_s: seconds of compute, upload, download and host update in a step, whatever the plan.
-      rows: one for each policy.
+      work_s: seconds of compute, upload, download and host update per step, independent of the plan.
+      rows: one per policy.
     """
 
     work_s: Mapping[str, float]
@@ -84,27 +84,27 @@ class Comparison:
 
     @property
     def bound_s(self) -> float:
-        """The longest of the work, which no plan beats that neither keeps nor spares anything."""
+        """The longest of `work_s`: a bound for plans that move and update every layer once."""
         return max(self.work_s.values())
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """Returns the comparison as JSON values."""
         rows = [row.to_json(self.bound_s) for row in self.rows]
         return {"format": FORMAT, "work_s": dict(self.work_s), "bound_s": self.bound_s, "rows": rows}
 
     @classmethod
     def from_json(cls, document: Any) -> "Comparison":
-        """Reads what `to_json` gives.
+        """Reads the output of `to_json`.
 
         Raises:
-          InputError: if it is something else.
+          InputError: if the document is something else.
         """
         fields = check_format(document, FORMAT)
         try:
             rows = tuple(_row_from_json(row) for row in required(fields, "rows", "bench"))
             work_s = {str(name): float(seconds) for name, seconds in required(fields, "work_s", "bench").items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"rows and work_s are not those of a bench: {type(error).__name__} at {error}") from error
+            raise InputError(f"rows or work_s do not come from a bench: {type(error).__name__} at {error}") from error
         if not rows or not work_s:
             raise InputError("a bench must have rows and work_s")
         return cls(work_s, rows)
@@ -125,19 +125,20 @@ def compare_policies(
     """Trains under each policy.
 
     Args:
-      policies: their names.
-      profile: what they plan and are predicted with.
+      policies: the policies' names.
+      profile: the profile for plans and predictions.
       make_step: makes a policy's training step, which plans with the profile and records at least `num_steps` steps.
-      new_state: makes its state.
-      batch: of every step.
-      num_steps: steps in a row, of which the first is not timed; at least 4.
-      num_rounds: how often; a further round comes first and is not counted.
-      one_at_a_time: whether a policy has all its rounds, and gives its state up, before the next one starts. Otherwise
-        they take turns, so that what else the machine does hits all alike; but host memory holds a state for each.
-      report: told what comes next.
+      new_state: makes the step's initial state.
+      batch: the batch of every step.
+      num_steps: steps per round, of which the first is not timed; at least 4.
+      num_rounds: timed rounds, after one warm-up round.
+      one_at_a_time: whether each policy finishes all its rounds and frees its state before the next one starts.
+        Otherwise they take turns, so that other work on the machine affects all alike; host memory then holds a state
+        for each.
+      report: called before each round.
 
     Raises:
-      InputError: if there are too few steps.
+      InputError: if there are too few steps or rounds.
     """
     if num_steps < 4 or num_rounds < 1:
         raise InputError(f"there must be at least 4 steps and 1 round, got {num_steps} and {num_rounds}")
@@ -185,7 +186,7 @@ class _Trained:
         self._run: Run | None = None
 
     def take(self, num_steps: int) -> None:
-        """Takes steps, and notes how long each is but the first."""
+        """Runs steps and stores the duration of each except the first."""
         for _ in range(num_steps):
             self._state, metrics = self._step(self._state, self._batch)
             self._losses.append(float(metrics["loss"]))
@@ -197,11 +198,11 @@ class _Trained:
         self._seconds += [after - before for before, after in itertools.pairwise(ends)]
 
     def forget(self) -> None:
-        """Does not count what was timed so far."""
+        """Discards the times so far."""
         self._seconds.clear()
 
     def row(self) -> PolicyRun:
-        """What it took."""
+        """Returns the results."""
         assert self._run is not None
         schedule = self._prepared.schedule
         return PolicyRun(
@@ -217,12 +218,12 @@ class _Trained:
 
 
 def own_bound_s(step: Schedule) -> float:
-    """The work of the busiest lane in one step, in seconds."""
+    """Returns the work of the busiest lane in one step, in seconds."""
     return max(sum(task.duration_s for task in step.tasks if task.lane is lane) for lane in Lane)
 
 
 def works_s(profile: Profile) -> dict[str, float]:
-    """Seconds that each lane has to work in a step whatever the plan: compute, upload, download, host update."""
+    """Returns each lane's seconds of work per step, independent of the plan: compute, upload, download, host update."""
     layers = profile.layers
     return {
         "compute": sum(layer.forward_s + layer.backward_s for layer in layers),
@@ -233,7 +234,7 @@ def works_s(profile: Profile) -> dict[str, float]:
 
 
 def ends_of_steps(of: Run) -> list[float]:
-    """When the last program of each step has ended, in seconds."""
+    """Returns the end of each step's last program, in seconds."""
     ends = [0.0] * of.schedule.steps
     for task, end in zip(of.schedule.tasks, of.ends_s, strict=True):
         if task.lane is Lane.GPU:
@@ -242,18 +243,18 @@ def ends_of_steps(of: Run) -> list[float]:
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """None where there is nothing to divide by."""
+    """Returns the quotient, or None if the denominator is 0."""
     return numerator / denominator if denominator > 0 else None
 
 
 def plan_counts(plan: Plan) -> dict[str, int]:
-    """How many layers have each mode."""
+    """Returns the number of layers in each mode."""
     modes = [mode.value for mode in plan.modes]
     return {mode: modes.count(mode) for mode in dict.fromkeys(modes)}
 
 
 def steps_in_the_middle(of: Run) -> Bars:
-    """The bars of two steps before the last one, in seconds from the end of the program before them."""
+    """Returns the bars of the two steps before the last one, in seconds from the end of the program before them."""
     ends = ends_of_steps(of)
     first, last = ends[-_SHOWN_STEPS - 2], ends[-2]
     bars: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}

@@ -1,26 +1,26 @@
-"""The errors that JaxFerry raises, all of them kinds of `JaxFerryError`.
+"""The errors that JaxFerry raises; all derive from `JaxFerryError`.
 
-A message names the argument, its value and the remedy, and is one line long unless it holds a table.
+A message names the argument, its value and the remedy, on one line unless it contains a table.
 """
 
 
 class JaxFerryError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base class of all errors that this package raises deliberately."""
 
 
 class InputError(JaxFerryError, ValueError):
-    """A value given by the user is not acceptable: an argument, a file, a field of a record."""
+    """A user's value is invalid: an argument, a file, a field of a record."""
 
 
 class PartitionError(JaxFerryError, ValueError):
-    """The loss function cannot be trained: it returns no scalar, or a parameter has no gradient."""
+    """The function cannot be partitioned: the loss is not a real scalar, or it depends on no parameter."""
 
 
 class BudgetError(InputError):
     """No plan fits into the memory budget.
 
     Attributes:
-      smallest_bytes: the smallest budget that a plan exists for, in bytes.
+      smallest_bytes: the smallest budget for which a plan exists, in bytes.
     """
 
     def __init__(self, message: str, smallest_bytes: int):
@@ -32,8 +32,8 @@ class NonFiniteError(JaxFerryError, FloatingPointError):
     """The loss or a gradient is NaN or infinite.
 
     Attributes:
-      step: the step in which it was seen, counted from 0.
-      layer: the first layer with a non-finite output, or None where every output is finite.
+      step: the step in which it occurred, counted from 0.
+      layer: the first layer with a non-finite output, or None if all outputs are finite.
     """
 
     def __init__(self, message: str, step: int, layer: str | None):
@@ -47,18 +47,18 @@ class CheckpointError(JaxFerryError):
 
 
 class StateError(JaxFerryError):
-    """A training state is used where it does not belong, or a failure left it between two steps."""
+    """A training state is used with another step, or a failure left it between two steps."""
 
 
 class TaskError(JaxFerryError, RuntimeError):
     """A task of a training step failed: a transfer, a program, an update.
 
-    The step is taken back, or what is left of it is tried again whenever the state is next used, or the state is that
-    after the last update, as the message says. To go on, call `state.block_until_ready()`: from then on `state.step` is
-    the number of the batch that comes next.
+    The message states the outcome: the step was rolled back; or its remainder is retried when the state is next used;
+    or the state is the one after the last update. To continue, call `state.block_until_ready()`; afterwards
+    `state.step` is the number of the next batch.
 
     Attributes:
-      layer: whose task it was.
+      layer: the layer of the task.
     """
 
     def __init__(self, message: str, layer: str):
@@ -67,4 +67,4 @@ class TaskError(JaxFerryError, RuntimeError):
 
 
 class NativeError(JaxFerryError):
-    """A native library cannot be built, or one is asked for that cannot be used."""
+    """A native library cannot be built, or a required one cannot be used."""

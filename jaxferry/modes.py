@@ -1,36 +1,36 @@
-"""The ways in which a layer can be held and its gradient be kept: the words of MemFerry, section IV."""
+"""The modes of a layer and the places of its gradient, in the terms of MemFerry, section IV."""
 
 import enum
 
 
 class Mode(enum.StrEnum):
-    """Where forward and backward of a layer read its parameters."""
+    """Where a layer's forward and backward read its parameters."""
 
     GFGB = "GFGB"
     """Loaded before its forward; on the device for forward and backward (MemFerry)."""
     DHA = "DHA"
     """Never loaded: forward and backward read it in host memory (MemFerry)."""
     DFGB = "DFGB"
-    """Forward by direct host access, then loaded; backward on the device (MemFerry)."""
+    """Forward by direct host access; then loaded, backward on the device (MemFerry)."""
     RELOAD = "RELOAD"
     """Loaded for the forward, dropped, loaded again for the backward (L2L; Weight Offloading Strategies)."""
     RESIDENT = "RESIDENT"
-    """Always on the device; the copy there is refreshed after each update."""
+    """Always on the device; the device copy is refreshed after each update."""
 
 
 class GradientPlace(enum.StrEnum):
-    """Where the backward of a layer writes its gradient."""
+    """Where a layer's backward writes its gradient."""
 
     DEVICE = "device"
-    """Into device memory, from where a transfer brings it to the host."""
+    """Device memory; a transfer then moves it to the host."""
     HOST = "host"
-    """Straight into host memory: gradient offloading (GO-MemFerry)."""
+    """Host memory, directly: gradient offloading (GO-MemFerry)."""
 
 
 class Remat(enum.StrEnum):
-    """What a plan lets a layer keep on the device from its forward to its backward."""
+    """What a layer keeps on the device from its forward to its backward under a plan."""
 
     NONE = "none"
-    """All that its derivative asks for: the profile's `activation_bytes`."""
+    """All residuals of its backward: the profile's `activation_bytes`."""
     FULL = "full"
-    """Its inputs alone: its backward runs its forward again."""
+    """Only its inputs: its backward runs its forward again."""

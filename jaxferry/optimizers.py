@@ -1,11 +1,11 @@
-"""Optimizers whose step the native library does in one pass over host memory: Adam, AdamW, Lion, SGD.
+"""Optimizers whose step the native library runs in one pass over host memory: Adam, AdamW, Lion, SGD.
 
     jaxferry.adamw(3e-4)  =  optax.adamw(3e-4)  +  a description of its arithmetic (HostRule)
 
 Each is the Optax transformation of the same name, with the same arguments, state and results, and works wherever that
-one does. `train_step` reads the description and has the library do the step where it can: gradient in (any dtype), loss
-scale and clip factor applied, fp32 master and moments updated in place, compute copy out. ZeRO-Offload's CPU Adam does
-the same in three passes (DESIGN: one pass is the memory's limit).
+one does. `train_step` reads the description and, where possible, lets the library run the step: it reads the gradient
+(any dtype), applies loss scale and clip factor, updates fp32 master and moments in place, and writes the compute copy.
+ZeRO-Offload's CPU Adam does this in three passes; a single pass is the limit of memory bandwidth.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _MOMENTS = {
 
 @dataclasses.dataclass(frozen=True)
 class HostRule:
-    """What an Optax chain of a rule, weight decay and learning rate computes.
+    """The arithmetic of an Optax chain of update rule, weight decay and learning rate.
 
     Attributes:
       step: the rule's arithmetic.
       learning_rate: a number, or a function of the number of steps taken.
-      weight_decay: likewise; None where the chain has no weight decay.
-      mask: which parameters decay, as Optax takes it; None for all.
+      weight_decay: likewise; None if the chain has no weight decay.
+      mask: which parameters decay, in Optax's format; None for all.
     """
 
     step: StepRule
@@ -51,7 +51,7 @@ class HostRule:
     mask: Any = None
 
     def fits(self, state: Any) -> bool:
-        """Whether a state (arrays or shapes) is one of this rule, with fp32 moments."""
+        """Whether a state (arrays or shapes) belongs to this rule and has fp32 moments."""
         kind, _ = _MOMENTS[self.step.kind]
         if not (isinstance(state, tuple) and len(state) == (2 if self.weight_decay is None else 3)):
             return False
@@ -61,18 +61,18 @@ class HostRule:
         return is_fp32 and all(leaf.shape == () and leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(state[1:]))
 
     def moments(self, state: Any) -> list[Any]:
-        """The trees of the rule's moments in a state."""
+        """Returns the trees of the rule's moments in a state."""
         return [getattr(state[0], name) for name in _MOMENTS[self.step.kind][1]]
 
     def advance(self, state: Any, moments: list[Any]) -> Any:
-        """The state after a step: new moments, and every count one higher."""
+        """Returns the state after a step: new moments, every count incremented."""
         names = _MOMENTS[self.step.kind][1]
         counts = state[0]._replace(**dict.fromkeys(names))
         first, *others = jax.tree.map(optax.safe_increment, (counts, *state[1:]))
         return first._replace(**dict(zip(names, moments, strict=True))), *others
 
     def decays(self, params: Any) -> list[bool]:
-        """For each parameter of a tree whether its weight decays."""
+        """Returns for each parameter of a tree whether weight decay applies."""
         if self.weight_decay is None or (not callable(self.weight_decay) and self.weight_decay == 0):
             return [False] * len(jax.tree.leaves(params))
         mask = self.mask(params) if callable(self.mask) else True if self.mask is None else self.mask
@@ -80,7 +80,7 @@ class HostRule:
         return jax.tree.leaves(spread)
 
     def factors(self, state: Any) -> dict[str, jax.Array]:
-        """What a step from this state multiplies by: see `jaxferry.native.host_step.FACTORS`."""
+        """Returns the factors of a step from this state, see `jaxferry.native.host_step.FACTORS`."""
         one = jnp.float32(1)
         found = {"rate": -_at(self.learning_rate, state[-1]), "first": one, "gradient": one, "second": one}
         found["decay"] = _at(0.0 if self.weight_decay is None else self.weight_decay, state[1])
@@ -95,27 +95,27 @@ class HostRule:
 
 
 def _at(value: float | Schedule, state: Any) -> jax.Array:
-    """A number, or a schedule at the count that its part of the state holds."""
+    """Returns a number, or a schedule's value at the count in its part of the state."""
     return jnp.asarray(value(jax.tree.leaves(state)[0]) if callable(value) else value, jnp.float32)
 
 
 def _bias(decay: float, count: jax.Array) -> jax.Array:
-    # As Optax has it; with 64-bit numbers enabled that is one of 64 bits.
+    # Optax's formula; with x64 enabled its result has 64 bits.
     bias: jax.Array = (1 - decay**count).astype(jnp.float32)
     return bias
 
 
 class FusedTransformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation that says what it computes.
+    """An Optax transformation that describes its arithmetic.
 
     Attributes:
-      rule: that; None where its arguments ask for what the library does not do.
+      rule: the description; None if the library does not support the arguments.
     """
 
-    rule: HostRule | None = None  # also of what `_replace` makes
+    rule: HostRule | None = None  # the default also covers copies made by `_replace`
 
     def __new__(cls, init: Any, update: Any, rule: HostRule | None = None) -> FusedTransformation:
-        """Makes one of Optax's functions, and the rule that says what they do."""
+        """Makes a transformation from Optax's functions and the rule that describes them."""
         made: FusedTransformation = super().__new__(cls, init, update)
         made.rule = rule
         return made
@@ -131,15 +131,15 @@ def adam(
     *,
     nesterov: bool = False,
 ) -> FusedTransformation:
-    """`optax.adam`, in one pass over host memory where the native library is there.
+    """`optax.adam`; the native library, if available, runs its step in one pass over host memory.
 
     Args:
       learning_rate: a number, or a function of the number of steps taken.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the denominator.
-      eps_root: added under its root.
-      mu_dtype: dtype of the first moment; any but fp32 is left to Optax.
+      eps_root: added under the denominator's root.
+      mu_dtype: dtype of the first moment; Optax runs the step unless it is fp32.
       nesterov: whether to use Nesterov momentum.
     """
     plain = optax.adam(learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
@@ -159,15 +159,15 @@ def adamw(
     *,
     nesterov: bool = False,
 ) -> FusedTransformation:
-    """`optax.adamw`, in one pass over host memory where the native library is there.
+    """`optax.adamw`; the native library, if available, runs its step in one pass over host memory.
 
     Args:
       learning_rate: a number, or a function of the number of steps taken.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added to the denominator.
-      eps_root: added under its root.
-      mu_dtype: dtype of the first moment; any but fp32 is left to Optax.
+      eps_root: added under the denominator's root.
+      mu_dtype: dtype of the first moment; Optax runs the step unless it is fp32.
       weight_decay: a number, or a function of the number of steps taken.
       mask: which parameters decay: a tree of booleans, or a function from parameters to one; None for all.
       nesterov: whether to use Nesterov momentum.
@@ -185,13 +185,13 @@ def lion(
     weight_decay: Any = 1e-3,
     mask: Any = None,
 ) -> FusedTransformation:
-    """`optax.lion`, in one pass over host memory where the native library is there.
+    """`optax.lion`; the native library, if available, runs its step in one pass over host memory.
 
     Args:
       learning_rate: a number, or a function of the number of steps taken.
-      b1: share of the moment in the direction of a step.
+      b1: weight of the moment in the update direction.
       b2: decay of the moment.
-      mu_dtype: its dtype; any but fp32 is left to Optax.
+      mu_dtype: dtype of the moment; Optax runs the step unless it is fp32.
       weight_decay: as for `adamw`.
       mask: as for `adamw`.
     """
@@ -202,13 +202,13 @@ def lion(
 def sgd(
     learning_rate: Any, momentum: Any = None, nesterov: bool = False, accumulator_dtype: Any = None
 ) -> FusedTransformation:
-    """`optax.sgd`, in one pass over host memory where the native library is there.
+    """`optax.sgd`; the native library, if available, runs its step in one pass over host memory.
 
     Args:
       learning_rate: a number, or a function of the number of steps taken.
-      momentum: decay of the accumulated gradient; None for none.
+      momentum: decay of the accumulated gradient; None for no momentum.
       nesterov: whether to use Nesterov momentum.
-      accumulator_dtype: dtype of the accumulated gradient; any but fp32 is left to Optax.
+      accumulator_dtype: dtype of the accumulated gradient; Optax runs the step unless it is fp32.
     """
     plain = optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
     kind = "sgd" if momentum is None else "nesterov" if nesterov else "momentum"
@@ -231,10 +231,10 @@ def _fused(
 
 
 def _constant(value: Any) -> float | None:
-    """A number that will not change; None for one that is traced (`optax.inject_hyperparams`), or for none at all.
+    """Returns a constant as a float; None if it is traced (`optax.inject_hyperparams`) or missing.
 
     Raises:
-      InputError: if it is no number.
+      InputError: if it is not a number.
     """
     if value is None or isinstance(value, jax.core.Tracer) or np.ndim(value) != 0:
         return None

@@ -1,4 +1,4 @@
-"""The arguments of `train_step`, checked."""
+"""Checks the arguments of `train_step`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxferry.profiling.records import Profile
 from jaxferry.units import parse_bytes
 
 MEASURE, ESTIMATE = "measure", "estimate"
-"""What may be said in place of a profile; a file of such a name is `./measure`."""
+"""Keywords accepted instead of a profile; a file with such a name is given as `./measure`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The checked arguments of `jaxferry.train_step`, which says what they mean."""
+    """The checked arguments of `jaxferry.train_step`, which documents them."""
 
     memory_budget_bytes: int | None
     reserve_factor: float | None
@@ -61,10 +61,10 @@ def read_options(
     trainable: Any = None,
     offload_activations: Any = False,
 ) -> Options:
-    """Checks the arguments of `train_step`; reads plan and profile where they are files.
+    """Checks the arguments of `train_step`; reads plan and profile if they are files.
 
     Raises:
-      InputError: if one of them is not acceptable.
+      InputError: if an argument is invalid.
     """
     if reserve_factor is not None and not (_is_number(reserve_factor) and 0 <= reserve_factor <= 1):
         raise InputError(f"reserve_factor must lie in [0, 1], got {reserve_factor!r}")
@@ -79,7 +79,7 @@ def read_options(
     if not (_is_whole(accumulate) and accumulate >= 1):
         raise InputError(f"accumulate must be a number of micro-batches, 1 or more, got {accumulate!r}")
     if plan is not None and policy is not None:
-        raise InputError(f"plan and policy exclude each other, got both (policy {policy!r})")
+        raise InputError(f"plan and policy exclude each other, got both (policy {policy!r}): give one")
     if policy is not None:
         make_policy(policy)
     return Options(
@@ -118,7 +118,7 @@ def _read_dtype(value: Any) -> Any:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise InputError(f"compute_dtype must be a floating dtype such as jnp.bfloat16, or None, got {value!r}")
     if dtype.itemsize < 2:
-        raise InputError(f"compute_dtype must have 16 bits or more, as sums of gradients are in it, got {value!r}")
+        raise InputError(f"compute_dtype must have at least 16 bits, since gradients are summed in it, got {value!r}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise InputError(f"compute_dtype {value!r} needs 64-bit numbers: jax.config.update('jax_enable_x64', True)")
     return dtype
@@ -131,7 +131,7 @@ def _read_loss_scale(value: Any, compute_dtype: Any, accumulate: int) -> LossSca
         return LossScale()
     if not (_is_number(value) and math.isfinite(value) and value > 0):
         raise InputError(f'loss_scale must be "dynamic", a positive number or None, got {value!r}')
-    # Gradients are divided by it, times the number of micro-batches, in fp32, whose subnormal numbers count as zero.
+    # Gradients are divided by loss_scale * accumulate in fp32, where subnormal numbers count as zero.
     least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     if not least <= value <= most / accumulate:
         raise InputError(

@@ -1,9 +1,9 @@
-"""Pretrained weights: safetensors files as arrays that are read when they are needed, and a model's tree of them.
+"""Reads pretrained weights from safetensors files: opens tensors lazily and arranges them in a model's tree.
 
     files --open_safetensors--> tensors by name --arrange--> the model's tree --step.init--> masters, block by block
 
-A tensor is nowhere whole but in the file and in the masters, so that a model needs little more host memory to be read
-than to be trained.
+No whole tensor exists outside the file and the masters, so reading a model needs little more host memory than training
+it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file; `np.asarray` reads it whole, `blocks` piece by piece.
+    """A tensor in a safetensors file; `np.asarray` reads it whole, `blocks` in pieces.
 
     Attributes:
       file: the file.
-      name: the tensor's name there.
-      shape: its shape; that of the transpose if it is transposed.
+      name: the tensor's name in the file.
+      shape: its shape, after the transpose if `is_transposed`.
       dtype: its dtype.
-      is_transposed: whether rows and columns are exchanged when it is read.
+      is_transposed: whether it is transposed when read.
     """
 
     file: Path
@@ -60,22 +60,22 @@ class StoredTensor:
 
     @property
     def T(self) -> StoredTensor:
-        """The matrix with rows and columns exchanged; nothing is read.
+        """The transposed matrix; nothing is read.
 
         Raises:
-          InputError: if it is no matrix.
+          InputError: if it is not a matrix.
         """
         if len(self.shape) != 2:
-            raise InputError(f"tensor {self.name!r} of shape {self.shape} is no matrix that can be transposed")
+            raise InputError(f"tensor {self.name!r} of shape {self.shape} is not a matrix and cannot be transposed")
         return dataclasses.replace(self, shape=self.shape[::-1], is_transposed=not self.is_transposed)
 
     def blocks(self, max_bytes: int) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """Reads the tensor in pieces that fill it: where each begins, and the array.
+        """Reads the tensor in pieces; yields the start index and the array of each.
 
-        The pieces have as many rows of the file each, the last one perhaps fewer.
+        All pieces have the same number of stored rows; the last may have fewer.
 
         Args:
-          max_bytes: what a piece may have at most; a single row is not cut.
+          max_bytes: maximum size of a piece; a single row is never cut.
         """
         stored = self.shape[::-1] if self.is_transposed else self.shape
         if not stored:
@@ -84,7 +84,7 @@ class StoredTensor:
         row_bytes = max(1, self.dtype.itemsize * int(np.prod(stored[1:])))
         rows = max(1, max_bytes // row_bytes)
         for row in range(0, stored[0], rows):
-            # What has been mapped of a file counts as the process's memory until it is closed.
+            # Mapped parts of a file count as the process's memory until it is closed.
             with open_file(self.file) as file:
                 piece = file.get_slice(self.name)[row : min(row + rows, stored[0])]
             start = (row, *(0,) * (len(stored) - 1))
@@ -99,11 +99,11 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a parameter comes from.
+    """The stored tensor of a parameter.
 
     Attributes:
       name: the tensor's name.
-      is_transposed: whether the tensor is the parameter's transpose, as PyTorch's `Linear` keeps its weight.
+      is_transposed: whether the tensor is the parameter's transpose, as in PyTorch's `Linear`.
     """
 
     name: str
@@ -111,13 +111,13 @@ class Source:
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by name; nothing but the files' headers is read.
+    """Returns the tensors of a checkpoint by name; reads only the files' headers.
 
     Args:
-      path: a `.safetensors` file, an index of several (`model.safetensors.index.json`), or a folder with one of them.
+      path: a `.safetensors` file, an index of several (`model.safetensors.index.json`), or a folder with one of these.
 
     Raises:
-      InputError: if there is no such checkpoint, a file is missing or damaged, or the package `safetensors` is.
+      InputError: if the checkpoint, one of its files or the package `safetensors` is missing, or a file is damaged.
     """
     path = Path(path)
     if path.is_dir():
@@ -127,13 +127,13 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     try:
         placed = json.loads(path.read_text())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is no index of safetensors files: {error!r}") from error
+        raise InputError(f"{path} is not an index of safetensors files: {error!r}") from error
     found: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(placed.values()):
         found |= {name: tensor for name, tensor in _tensors_of(path.parent / file).items() if placed.get(name) == file}
     missing = [name for name in placed if name not in found]
     if missing:
-        raise InputError(f"{path} names tensors that its files do not have: {_listed(missing)}")
+        raise InputError(f"{path} lists tensors that its files do not contain: {_listed(missing)}")
     return found
 
 
@@ -143,18 +143,18 @@ def arrange(
     source_of: Callable[[tuple[str, ...]], Source | str | None],
     ignored: Iterable[str] = (),
 ) -> Any:
-    """The tree of a model's parameters with stored tensors for leaves, to be given to `step.init`; nothing is read.
+    """Returns a model's tree of parameters with stored tensors as leaves, for `step.init`; nothing is read.
 
     Args:
-      tensors: by name, as `open_safetensors` gives them.
+      tensors: tensors by name, from `open_safetensors`.
       params: the model's tree of parameters; shapes are enough.
-      source_of: the name of the tensor that a parameter comes from, or a `Source`, by the parameter's path, such as
-        `("h_0", "qkv", "kernel")`; None leaves the leaf of `params`.
-      ignored: regular expressions of whole names: of tensors that are not parameters.
+      source_of: maps a parameter's path, such as `("h_0", "qkv", "kernel")`, to the name of its tensor or a `Source`;
+        None keeps the leaf of `params`.
+      ignored: regular expressions that match the whole names of tensors that are not parameters.
 
     Raises:
-      InputError: if tensors are missing, or left over, or of another shape than their parameter, or not floating point;
-        it names them all.
+      InputError: if tensors are missing, unused, of another shape than their parameter, or not floating point; the
+        message names them all.
     """
     leaves, tree = jax.tree.flatten(params)
     paths = leaf_paths(params)
@@ -175,7 +175,7 @@ def arrange(
         arranged.append(tensor)
     problems = [
         f"{what}: {_listed(names)}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("not as the model's", wrong))
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", wrong))
         if names
     ]
     if problems:
@@ -196,7 +196,7 @@ def _checkpoint_in(folder: Path) -> Path:
         return index
     if len(files) != 1:
         raise InputError(
-            f"{folder} holds {'no' if not files else 'several'} .safetensors files and no {INDEX_FILE}: name a file"
+            f"{folder} holds {'no' if not files else 'several'} .safetensors files and no {INDEX_FILE}: give a file"
         )
     return files[0]
 
@@ -204,18 +204,18 @@ def _checkpoint_in(folder: Path) -> Path:
 def _tensors_of(file: Path) -> dict[str, StoredTensor]:
     tensors = {}
     with open_file(file) as opened:
-        for name in opened.keys():  # noqa: SIM118 - it is no dictionary
+        for name in opened.keys():  # noqa: SIM118 - not a dictionary
             stored = opened.get_slice(name)
             dtype = _DTYPES.get(stored.get_dtype())
             if dtype is None:
-                raise InputError(f"tensor {name!r} in {file} is of {stored.get_dtype()}, which is not supported")
+                raise InputError(f"tensor {name!r} in {file} has the unsupported dtype {stored.get_dtype()}")
             tensors[name] = StoredTensor(file, name, tuple(stored.get_shape()), dtype)
     return tensors
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[Any]:
-    """A safetensors file, opened with the package of that name.
+    """Opens a safetensors file with the package `safetensors`.
 
     Raises:
       InputError: if the file or the package is missing, or the file is damaged.

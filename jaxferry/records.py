@@ -1,4 +1,4 @@
-"""What every record of this package needs: JSON files in and out, and fields that are checked one by one."""
+"""Reads and writes the JSON files of all records, and checks their fields."""
 
 import json
 import numbers
@@ -19,15 +19,15 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """Reads a JSON file.
 
     Raises:
-      InputError: if the file cannot be read, or is no JSON; then the message says file, line and column. Also if a key
-        occurs twice in one object.
+      InputError: if the file cannot be read, is not JSON (the message gives file, line and column), or has an object
+        with a duplicate key.
     """
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot read {os.fspath(path)}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{os.fspath(path)} is no UTF-8 text (byte {error.start}); give a JSON file") from error
+        raise InputError(f"{os.fspath(path)} is not UTF-8 text (byte {error.start}); give a JSON file") from error
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
     except InputError as error:
@@ -42,7 +42,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs; a key that comes twice would silently hide the first value."""
+    """Makes an object of key-value pairs; rejects duplicate keys, which would silently hide the first value."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -56,7 +56,7 @@ def load_record(path: str | os.PathLike[str], from_json: Callable[[Any], Record]
     """Reads a record from a JSON file; errors about its content name the file.
 
     Raises:
-      InputError: as `read_json`, or if the content is refused by `from_json`.
+      InputError: as in `read_json`, or if `from_json` rejects the content.
     """
     document = read_json(path)
     try:
@@ -66,7 +66,7 @@ def load_record(path: str | os.PathLike[str], from_json: Callable[[Any], Record]
 
 
 def write_json(path: str | os.PathLike[str], document: Any) -> None:
-    """Writes a JSON file, indented, ended by a newline.
+    """Writes an indented JSON file with a final newline.
 
     Raises:
       InputError: if the file cannot be written.
@@ -92,37 +92,37 @@ def check_format(document: Any, expected: str) -> Mapping[str, Any]:
 
 
 def required(fields: Mapping[str, Any], key: str, where: str) -> Any:
-    """Returns `fields[key]`; if it is missing, the error names `where` and the key."""
+    """Returns `fields[key]`; if the key is missing, the error names `where` and the key."""
     if key not in fields:
         raise InputError(f'{where}: key "{key}" is missing')
     return fields[key]
 
 
 def check_text(value: Any, key: str, where: str) -> str:
-    """Returns the value if it is a string that is not empty and that can be written as UTF-8."""
+    """Returns the value if it is a non-empty string that UTF-8 can encode."""
     if not isinstance(value, str) or not value:
-        raise InputError(f"{where}: {key} must be a string that is not empty, got {_show(value)}")
+        raise InputError(f"{where}: {key} must be a non-empty string, got {_show(value)}")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise InputError(f"{where}: {key} must hold no surrogate without its pair, got {_show(ascii(value))}")
+        raise InputError(f"{where}: {key} must not contain an unpaired surrogate, got {_show(ascii(value))}")
     return value
 
 
 def check_keys(fields: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    """Raises InputError if there is a key that is not known; the message lists those that are."""
+    """Raises InputError if there is an unknown key; the message lists the known ones."""
     unknown = [key for key in fields if key not in known]
     if unknown:
         raise InputError(f"{where}: unknown key {json.dumps(unknown[0])}; known are {', '.join(known)}")
 
 
 def check_seconds(value: Any, key: str, where: str) -> float:
-    """Returns the value as a float if it is a number of seconds, 0 or more, and sums of such are finite."""
+    """Returns the value as a float if it is a number of seconds in [0, 1e12], so that sums stay finite."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or value < 0 or not value <= _MOST_SECONDS:
         raise InputError(f"{where}: {key} must be a number of seconds, 0 to 1e12, got {_show(value)}")
     return float(value)
 
 
 def check_bytes(value: Any, key: str, where: str) -> int:
-    """Returns the value as an int if it is a whole number of bytes, 0 or more, and sums of such fit a machine word."""
+    """Returns the value as an int if it is a whole number of bytes in [0, 2**53], so that sums fit a machine word."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) <= MOST_BYTES:
         raise InputError(f"{where}: {key} must be a whole number of bytes, 0 to 2**53, got {_show(value)}")
     return int(value)
@@ -136,7 +136,7 @@ def check_share(value: Any, key: str) -> float:
 
 
 def check_choice(value: Any, key: str, choices: tuple[str, ...], where: str = "") -> str:
-    """Returns the value if it is one of the choices; else the error lists them."""
+    """Returns the value if it is one of the choices; otherwise the error lists them."""
     if not isinstance(value, str) or value not in choices:
         prefix = f"{where}: " if where else ""
         raise InputError(f"{prefix}{key} must be one of {', '.join(choices)}, got {_show(value)}")
@@ -146,7 +146,7 @@ def check_choice(value: Any, key: str, choices: tuple[str, ...], where: str = ""
 def check_list(value: Any, key: str) -> list[Any]:
     """Returns the value if it is a list with at least one element."""
     if not isinstance(value, list) or not value:
-        raise InputError(f"{key} must be a list with at least one layer, got {_show(value)}")
+        raise InputError(f"{key} must be a list of at least one layer, got {_show(value)}")
     return value
 
 
@@ -155,7 +155,7 @@ def check_unique(names: list[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise InputError(f'layer "{name}" occurs twice; every layer needs a name of its own')
+            raise InputError(f'layer "{name}" occurs twice; layer names must be unique')
         seen.add(name)
 
 
@@ -165,10 +165,10 @@ def _show(value: Any) -> str:
 
 
 def name_of_element(document: Any, index: int) -> tuple[str, str]:
-    """The name of an element of `layers`, and the words that errors about its other keys start with.
+    """Returns the name of an element of `layers`, and the prefix of errors about its other keys.
 
     Raises:
-      InputError: if the element is no object or has no name.
+      InputError: if the element is not an object or has no name.
     """
     where = f"layers[{index}]"
     if not isinstance(document, Mapping):

@@ -1,4 +1,4 @@
-"""Bytes and seconds, read from and written for people."""
+"""Parses and formats bytes and seconds."""
 
 import decimal
 import re
@@ -8,7 +8,7 @@ from jaxferry.errors import InputError
 _BINARY = {"": 1, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 MOST_BYTES = 2**53
-"""What sizes may be: sums of such fit a machine word, and each is exact as a float."""
+"""The largest size: sums of such sizes fit into a machine word, and each is exact as a float."""
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
 
@@ -16,14 +16,14 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]I?)?B?\s*", re.IGNORECASE
 def parse_bytes(size: int | str, name: str = "size") -> int:
     """Reads a size such as `"8GiB"`, `"1.5 GB"`, `"4096"` or `4096`, rounded down to whole bytes.
 
-    `KiB`, `MiB`, `GiB`, `TiB` are powers of 1024; `KB`, `MB`, `GB`, `TB` powers of 1000; the B may be left out.
+    `KiB`, `MiB`, `GiB`, `TiB` are powers of 1024; `KB`, `MB`, `GB`, `TB` are powers of 1000; the B is optional.
 
     Args:
       size: the size; an integer is a number of bytes.
-      name: the argument's name, for the error.
+      name: the argument's name, for error messages.
 
     Raises:
-      InputError: if it is no size, negative, or more than 8 PiB.
+      InputError: if it is not a size, is negative, or exceeds 8 PiB.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
@@ -43,7 +43,7 @@ def _at_most(num_bytes: int, size: int | str, name: str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Writes a size with three or four digits and a binary unit: `format_bytes(1536)` is `"1.50 KiB"`."""
+    """Formats a size with three or four digits and a binary unit: `format_bytes(1536)` is `"1.50 KiB"`."""
     sign, value = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -56,7 +56,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Writes a duration with a fitting unit: `format_seconds(0.0123)` is `"12.30 ms"`."""
+    """Formats a duration with a suitable unit: `format_seconds(0.0123)` is `"12.30 ms"`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.2f} {unit}"

@@ -123,11 +123,11 @@ def promise_more(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (break_index, "is no index of safetensors files"),
+        (break_index, "is not an index of safetensors files"),
         (drop_shard, "model-00002-of-00002.safetensors cannot be read"),
         (cut_shard, "model-00002-of-00002.safetensors cannot be read"),
         (drop_index, "holds several .safetensors files and no model.safetensors.index.json"),
-        (promise_more, "names tensors that its files do not have: more"),
+        (promise_more, "lists tensors that its files do not contain: more"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_and_named(damage, message, tmp_path):

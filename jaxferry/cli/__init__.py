@@ -18,7 +18,7 @@ _COMMANDS = (profile, plan, simulate, weights, tune, train, bench, report, docto
 for _command in _COMMANDS:
     _command.register(app)
 
-# typer carries a click of its own in some versions, and stands on the package in others
+# Some versions of typer bundle click; others depend on the package.
 _UsageError: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if issubclass(base, Exception) and base.__name__ == "ClickException"
 )
@@ -28,12 +28,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits: 0, or 2 for bad input with one line on standard error.
 
     Args:
-      arguments: the command line without the program's name; None for this process's own. None at all asks for help.
+      arguments: the command line without the program's name; None uses this process's own. An empty one prints help.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that knows no such letter must not end a command
+            stream.reconfigure(errors="backslashreplace")  # letters that the terminal cannot encode must not fail
     try:
         status = app(arguments or ["--help"], prog_name="jaxferry", standalone_mode=False)
     except JaxFerryError as error:

@@ -1,4 +1,4 @@
-"""`jaxferry bench`: trains a model under several policies, and sets its steps against what was predicted."""
+"""`jaxferry bench`: trains a model under several policies and compares measured with predicted steps."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,27 +31,29 @@ def bench(
         list[str] | None, typer.Option(help=f"A policy of {', '.join(policies())}; may be given several times.")
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(metavar="PROFILE.json", help="What to plan with; by default one is measured.")
+        Path | None, typer.Option(metavar="PROFILE.json", help="The profile to plan with; default: measure one.")
     ] = None,
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "adamw",
-    steps: Annotated[int, typer.Option(min=4, help="Steps in a row.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="How often, after a round that is not counted.")] = 3,
+    steps: Annotated[int, typer.Option(min=4, help="Consecutive steps per round.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, after one warm-up round.")] = 3,
     one_at_a_time: Annotated[
-        bool, typer.Option("--one-at-a-time", help="Hold one state at a time in host memory; policies take no turns.")
+        bool, typer.Option("--one-at-a-time", help="Hold one state in host memory; policies do not take turns.")
     ] = False,
     memory_budget: Annotated[str | None, typer.Option(help='Device memory, such as "8GiB".')] = None,
-    reserve_factor: Annotated[float | None, typer.Option(help="Share of gradient bytes that may stay.")] = None,
-    compute_dtype: Annotated[str | None, typer.Option(help="The dtype in which the device holds parameters.")] = None,
+    reserve_factor: Annotated[
+        float | None, typer.Option(help="Share of gradient bytes that may stay on the device.")
+    ] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")] = None,
     remat: Annotated[str, typer.Option(help="What is recomputed in the backward.")] = "none",
     offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Keep values that cross segments in host memory meanwhile.")
+        bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the first parameters, where a function makes them.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="BENCH.json", help="Where to write it, for `report`.")
+        Path | None, typer.Option("--output", "-o", metavar="BENCH.json", help="Write the results for `report`.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -68,7 +70,7 @@ def bench(
     }
     names = policy or _BY_DEFAULT
     for name in names:
-        make_policy(name)  # refuses one that there is not, before anything is measured
+        make_policy(name)  # rejects unknown policies before anything is measured
     update = make_optimizer(optimizer)
     known = None if profile is None else Profile.load(profile)
     with code_of_a_user(model):

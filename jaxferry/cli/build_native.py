@@ -19,11 +19,11 @@ def register(app: typer.Typer) -> None:
 
 def build_native(
     platform: Annotated[
-        str, typer.Option(metavar="|".join(_PLATFORMS), help="Whose library; all builds those that can be built.")
+        str, typer.Option(metavar="|".join(_PLATFORMS), help="Platform to build for; all builds what it can.")
     ] = "all",
     as_json: AsJson = False,
 ) -> None:
-    """Builds the libraries and prints what they were built with; fails if none of them can be built."""
+    """Builds the libraries and prints the tools used; fails if no library can be built."""
     if platform not in _PLATFORMS:
         raise InputError(f"--platform must be one of {', '.join(_PLATFORMS)}, got {platform!r}")
     builds: list[Build] = []

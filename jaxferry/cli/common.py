@@ -1,4 +1,4 @@
-"""What several commands share: options, output, progress."""
+"""Options, output and progress shared by the commands."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ def print_json(document: Any) -> None:
 
 
 def print_report(*parts: RenderableType) -> None:
-    """Prints tables and lines for people on standard output."""
+    """Prints tables and lines for human readers on standard output."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _WIDTH_IN_FILES)
@@ -35,7 +35,7 @@ def print_report(*parts: RenderableType) -> None:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows on standard error, if that is a terminal, what a long search is at."""
+    """Shows the state of a long search on standard error, if that is a terminal."""
     console = Console(stderr=True)
     with console.status(what) as status:
         yield lambda part: status.update(f"{what}: {part}")
@@ -43,7 +43,7 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def naming(*paths: Path) -> Iterator[None]:
-    """Errors about the content of files start with the files' names."""
+    """Prefixes errors about the content of files with the files' names."""
     names = " and ".join(str(path) for path in paths)
     try:
         yield
@@ -54,9 +54,9 @@ def naming(*paths: Path) -> Iterator[None]:
 
 
 def read_budget(size: str | None) -> int | None:
-    """A memory budget such as "8GiB" in bytes, or None.
+    """Reads a memory budget such as "8GiB" as bytes; None stays None.
 
     Raises:
-      InputError: if it is no size.
+      InputError: if it is not a size.
     """
     return None if size is None else parse_bytes(size, "memory budget")

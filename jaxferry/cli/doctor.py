@@ -1,4 +1,4 @@
-"""`jaxferry doctor`: what this machine and this installation can do."""
+"""`jaxferry doctor`: reports the capabilities of this machine and installation."""
 
 import dataclasses
 import importlib.metadata
@@ -31,10 +31,12 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(
-    link_size: Annotated[str, typer.Option(metavar="SIZE", help="How much to move to measure the link.")] = "64MiB",
+    link_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes to transfer when measuring the link.")
+    ] = "64MiB",
     as_json: AsJson = False,
 ) -> None:
-    """Prints what is there: versions, devices and their memories, native libraries, link speed, pinned limit."""
+    """Prints versions, devices and their memories, native libraries, link speed and the limit of pinned memory."""
     num_bytes = parse_bytes(link_size, "--link-size")
     if num_bytes == 0:
         raise InputError(f"--link-size must be positive, got {link_size}")
@@ -46,13 +48,13 @@ def doctor(
 
 
 def examine(link_bytes: int) -> dict[str, Any]:
-    """What the command prints, as JSON.
+    """Returns what the command prints, as JSON.
 
     Args:
-      link_bytes: how many bytes are moved to measure the link between the first device and its pinned host memory.
+      link_bytes: bytes to transfer when measuring the link between the first device and its pinned host memory.
 
     Raises:
-      InputError: if JAX has no device, as where JAX_PLATFORMS names a platform that the machine lacks.
+      InputError: if JAX has no device, for example because JAX_PLATFORMS names a platform that the machine lacks.
     """
     try:
         devices = jax.devices()
@@ -102,7 +104,7 @@ def _library(name: str) -> dict[str, Any]:
 
 
 def _measure_link(device: jax.Device, num_bytes: int) -> dict[str, Any]:
-    """Bytes a second from pinned host memory to the device and back: the best of a few whole arrays by device_put."""
+    """Measures bytes per second from pinned host memory to the device and back: the best of a few device_puts."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     if "pinned_host" not in kinds:
         return {"bytes": num_bytes, "load_bytes_per_s": None, "store_bytes_per_s": None}
@@ -126,7 +128,7 @@ def _shortest(move: Callable[[], jax.Array]) -> float:
 
 
 def _pinned_limit() -> dict[str, Any]:
-    """How much pinned host memory XLA gives out on a GPU, in bytes, and what says so."""
+    """Returns XLA's limit of pinned host memory on a GPU, in bytes, and its source."""
     text = os.environ.get(PINNED_LIMIT_VARIABLE)
     if text is None:
         return {"bytes": _DEFAULT_PINNED_LIMIT_GB * 2**30, "source": "default"}

@@ -1,4 +1,4 @@
-"""A user's model on the command line: `MODULE:FUNCTION`, and what it is trained with."""
+"""Loads a user's model, given on the command line as `MODULE:FUNCTION`, and its optimizer."""
 
 import contextlib
 import dataclasses
@@ -40,18 +40,18 @@ OPTIMIZERS: Mapping[str, Callable[[float], optax.GradientTransformation]] = {
     "momentum": functools.partial(optax.sgd, momentum=0.9),
     "sgd": optax.sgd,
 }
-"""By name; made from a learning rate."""
+"""Optimizers by name, as functions of the learning rate."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UserModel:
-    """What the function that `MODULE:FUNCTION` names returns.
+    """The return value of the user's function.
 
     Attributes:
       name: `MODULE:FUNCTION`.
       loss_fn: `loss_fn(params, batch)`.
-      params: a tree of arrays or of shapes; or a function that makes the tree from a PRNG key, layer by layer.
-      batch: a tree of arrays or of shapes; or a function that makes it from a step's number.
+      params: a tree of arrays or shapes; or a function from a PRNG key to the tree, evaluated layer by layer.
+      batch: a tree of arrays or shapes; or a function from a step's number to the tree.
     """
 
     name: str
@@ -60,28 +60,28 @@ class UserModel:
     batch: Any
 
     def shapes(self) -> Any:
-        """The parameters' shapes."""
+        """Returns the parameters' shapes."""
         return jax.eval_shape(self.params, jax.random.key(0)) if callable(self.params) else self.params
 
     def batch_of(self, number: int) -> Any:
-        """The batch of a step."""
+        """Returns the batch of a step."""
         return self.batch(number) if callable(self.batch) else self.batch
 
     def check_is_whole(self) -> None:
-        """Raises `InputError` if there are shapes alone where there must be arrays."""
+        """Raises `InputError` if parameters or batch are shapes instead of arrays."""
         for what, tree in (("parameters", () if callable(self.params) else self.params), ("batch", self.batch_of(0))):
             if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
                 raise InputError(
-                    f"--model {self.name} returns shapes for the {what}: give arrays, or a function that makes them"
+                    f"--model {self.name} returns shapes for the {what}: return arrays, or a function that makes them"
                 )
 
     def new_state(self, step: TrainStep, seed: int) -> TrainState:
-        """The state that training starts from."""
+        """Returns the initial training state."""
         return step.init_from(self.params, jax.random.key(seed)) if callable(self.params) else step.init(self.params)
 
 
 def call_model(name: str) -> UserModel:
-    """What `module:function` returns.
+    """Calls `module:function`.
 
     Raises:
       InputError: if there is no such function, or it returns something else.
@@ -93,10 +93,10 @@ def call_model(name: str) -> UserModel:
 
 
 def make_optimizer(name: str, learning_rate: float = 1e-3) -> optax.GradientTransformation:
-    """One of `OPTIMIZERS`.
+    """Makes one of `OPTIMIZERS`.
 
     Raises:
-      InputError: if there is none of this name.
+      InputError: if the name is unknown.
     """
     if name not in OPTIMIZERS:
         raise InputError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
@@ -104,7 +104,7 @@ def make_optimizer(name: str, learning_rate: float = 1e-3) -> optax.GradientTran
 
 
 def find_function(name: str) -> Callable[[], Any]:
-    """The function that `module:function` names; modules of the current directory are found as well.
+    """Finds the function `module:function`, also in modules of the current directory.
 
     Raises:
       InputError: if there is none.
@@ -127,26 +127,26 @@ def _import(name: str, module_name: str) -> types.ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, what it imports is not
-        raise InputError(f"--model {name}: no module named {error.name!r} here or in the Python path") from error
+            raise  # the module exists; one of its imports does not
+        raise InputError(f"--model {name}: no module named {error.name!r} here or on the Python path") from error
 
 
 @contextlib.contextmanager
 def code_of_a_user(model: str) -> Iterator[None]:
-    """Errors raised by the user's own code become one line that says where; those of this package stay."""
+    """Turns errors of the user's own code into one line with their location; this package's errors pass unchanged."""
     try:
         yield
     except JaxFerryError:
         raise
     except (Exception, SystemExit) as error:
         what = next(iter(str(error).strip().splitlines()), "")
-        place = _place_incode_of_a_user(error)
-        where = f"{place[0]}, line {place[1]}: " if place else ""
+        location = _location_in_user_code(error)
+        where = f"{location[0]}, line {location[1]}: " if location else ""
         raise InputError(f"--model {model}: {where}{type(error).__name__}: {what}".removesuffix(": ")) from error
 
 
-def _place_incode_of_a_user(error: BaseException) -> tuple[str, int] | None:
-    """File and line of the innermost code that is neither installed nor this package's."""
+def _location_in_user_code(error: BaseException) -> tuple[str, int] | None:
+    """Returns file and line of the innermost frame that is neither installed code nor this package's."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return error.filename, error.lineno or 1
     installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -156,10 +156,10 @@ def _place_incode_of_a_user(error: BaseException) -> tuple[str, int] | None:
 
 
 def read_dtype(name: str | None) -> Any:
-    """A floating dtype by name; None for None.
+    """Reads a floating dtype by name; None stays None.
 
     Raises:
-      InputError: if it is none.
+      InputError: if it is not a floating dtype.
     """
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""`jaxferry plan`: which layer runs in which mode."""
+"""`jaxferry plan`: chooses the mode of each layer."""
 
 import dataclasses
 from pathlib import Path
@@ -22,23 +22,23 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     profile: ProfilePath,
-    policy: Annotated[str, typer.Option(help="How to plan.")] = "exact",
-    objective: Annotated[str, typer.Option(help="What exact makes least: forward, step or steady.")] = "steady",
+    policy: Annotated[str, typer.Option(help="The policy.")] = "exact",
+    objective: Annotated[str, typer.Option(help="The time that exact minimizes: forward, step or steady.")] = "steady",
     reserve_factor: Annotated[
         float | None,
         typer.Option(
             help="Share of all gradient bytes, in [0, 1], that may stay on the device; with 1 no gradient is GO. "
-            "[default: 1; for go-memferry 0, for exact the faster of the two, for auto any]"
+            "[default: 1; go-memferry: 0; exact: the faster of 0 and 1; auto: any]"
         ),
     ] = None,
     memory_budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help='Device memory to fit into, such as "8GiB".')
+        str | None, typer.Option(metavar="SIZE", help='Limit on device memory, such as "8GiB".')
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan.")] = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="Print all policies side by side.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Makes a plan, or all of them, and prints it."""
+    """Makes and prints one plan, or those of all policies."""
     make_policy(policy)
     known = Profile.load(profile)
     request = Request(reserve_factor, read_budget(memory_budget), read_objective(objective))

@@ -1,4 +1,4 @@
-"""`jaxferry profile`: what each layer of a model costs on a machine."""
+"""`jaxferry profile`: measures or estimates the costs of a model's layers on a machine."""
 
 import pathlib
 from typing import Annotated
@@ -26,21 +26,23 @@ def register(app: typer.Typer) -> None:
 
 def profile(
     model: ModelName,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Estimates by roofline; runs nothing.")] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Estimate by a roofline model; run nothing.")] = False,
     machine: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help=f"Estimates for one of {', '.join(MACHINES)}, or a JSON file."),
+        typer.Option(
+            metavar="NAME|FILE", help=f"The machine to estimate: one of {', '.join(MACHINES)}, or a JSON file."
+        ),
     ] = None,
-    compute_dtype: Annotated[str | None, typer.Option(help="The dtype in which the device holds parameters.")] = None,
+    compute_dtype: Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")] = None,
     remat: Annotated[
         str,
         typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans."),
     ] = AUTO,
     optimizer: Annotated[
-        str, typer.Option(help=f"Whose update is measured: {', '.join(OPTIMIZERS)}. Estimates are for adamw.")
+        str, typer.Option(help=f"The measured optimizer: {', '.join(OPTIMIZERS)}. Estimates assume adamw.")
     ] = "adamw",
     transport: Annotated[
-        str | None, typer.Option(help=f"What moves layers: {' or '.join(TRANSPORTS)}; by default what a step takes.")
+        str | None, typer.Option(help=f"The transport: {' or '.join(TRANSPORTS)}; default: that of a training step.")
     ] = None,
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
@@ -49,8 +51,8 @@ def profile(
 ) -> None:
     """Makes a profile of a model: bytes and times of each layer, for `plan` and `simulate`.
 
-    Of parameters and batch, shapes will do. Measures on the device at hand unless --estimate is given; what was
-    measured before is taken from the cache (JAXFERRY_CACHE_DIR, or "off" for none).
+    Parameters and batch may be shapes. Measures on this machine's device unless --estimate is given. Earlier
+    measurements come from the cache (JAXFERRY_CACHE_DIR; "off" disables it).
     """
     if estimate and machine is None:
         raise InputError(f"--estimate needs --machine: one of {', '.join(MACHINES)}, or a JSON file")
@@ -59,7 +61,7 @@ def profile(
     if estimate and machine is not None:
         made = estimate_model(model, machine, compute_dtype, remat)
     elif machine is not None:
-        raise InputError(f"--machine {machine} is for --estimate: what is measured is the device at hand")
+        raise InputError(f"--machine {machine} needs --estimate: measurements use this machine's device")
     else:
         made = measure_model(model, optimizer, compute_dtype, remat, transport)
     if output is not None:
@@ -71,10 +73,10 @@ def profile(
 
 
 def estimate_model(model: str, machine: str, compute_dtype: str | None = None, remat: str = AUTO) -> Profile:
-    """The estimated profile of the model that `module:function` names, on a machine named or described in a file.
+    """Estimates the profile of the model `module:function` on a built-in machine or one described in a file.
 
     Raises:
-      InputError: if there is no such function or machine, or the function returns something else.
+      InputError: if the function or the machine is unknown, or the function returns something else.
     """
     figures = find_machine(machine)
     dtype = read_dtype(compute_dtype)
@@ -91,12 +93,12 @@ def measure_model(
     remat: str = AUTO,
     transport: str | None = None,
 ) -> Profile:
-    """The profile of the model that `module:function` names, measured on JAX's first device.
+    """Measures the profile of the model `module:function` on JAX's first device.
 
     Raises:
-      InputError: if there is no such function, optimizer or transport, or the function returns something else.
+      InputError: if the function, optimizer or transport is unknown, or the function returns something else.
     """
-    update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)  # no time depends on a learning rate
+    update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)  # times do not depend on the learning rate
     with code_of_a_user(model):
         known = call_model(model)
         step = train_step(known.loss_fn, update, compute_dtype=dtype, remat=remat, transport=transport)
@@ -115,7 +117,7 @@ def _print(made: Profile) -> None:
         times_s += [layer.backward_go_s, layer.update_s]
         name = rich.markup.escape(layer.name)
         table.add_row(name, *(f"{number:.3g}" for number in (*sizes, *(1e3 * time for time in times_s))))
-    estimated = f"Estimated for {made.machine['name']}: nothing was measured."
+    estimated = f"Estimated for {made.machine['name']}, not measured."
     note = estimated if made.machine.get("estimated") else f"Measured on {made.machine['name']}."
     note += " Sizes in MiB, times in ms."
     print_report(note, "", table)

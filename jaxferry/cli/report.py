@@ -1,4 +1,4 @@
-"""`jaxferry report`: shows what `jaxferry bench` has written."""
+"""`jaxferry report`: shows the results of `jaxferry bench`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,17 +15,17 @@ from jaxferry.report.timelines import plot_timelines
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("report", help="Show a bench again: its table, and the lanes over time as a picture.")(report)
+    app.command("report", help="Show the results of a bench: its table, and a figure of the lanes over time.")(report)
 
 
 def report(
-    bench: Annotated[Path, typer.Argument(metavar="BENCH.json", help="What `jaxferry bench -o` has written.")],
+    bench: Annotated[Path, typer.Argument(metavar="BENCH.json", help="A file written by `jaxferry bench -o`.")],
     plot: Annotated[
         Path | None, typer.Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prints the table, and draws the timelines."""
+    """Prints the table and draws the timelines."""
     if plot is not None:
         plot_format(plot)
     compared = load_record(bench, Comparison.from_json)

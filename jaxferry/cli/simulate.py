@@ -1,4 +1,4 @@
-"""`jaxferry simulate`: how long a plan's step takes, and how much device memory it needs."""
+"""`jaxferry simulate`: predicts a plan's step time and device memory."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,12 +25,12 @@ def simulate(
     profile: ProfilePath,
     plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan for this profile.")],
     trace: Annotated[
-        Path | None, typer.Option(metavar="TRACE.json", help="Write a Chrome trace; Perfetto opens it.")
+        Path | None, typer.Option(metavar="TRACE.json", help="Write a Chrome trace, for Perfetto.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps in the trace.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Runs a plan on the machine model and prints what it takes."""
+    """Runs a plan on the machine model and prints its times and memory."""
     known = Profile.load(profile)
     given = Plan.load(plan)
     with naming(plan, profile):

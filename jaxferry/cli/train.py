@@ -26,42 +26,44 @@ _LINES = 10
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("train", help="Train a model of yours, its parameters and optimizer state in host memory.")(train)
+    app.command("train", help="Train a model with its parameters and optimizer state in host memory.")(train)
 
 
 def train(
     model: ModelName,
-    steps: Annotated[int, typer.Option(min=0, help="Train up to this step; a resumed run counts on.")] = 10,
+    steps: Annotated[int, typer.Option(min=0, help="Train up to this step, counting steps before a resume.")] = 10,
     optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "adamw",
     learning_rate: Annotated[float, typer.Option(help="The learning rate.")] = 1e-3,
-    policy: Annotated[str | None, typer.Option(help=f"Who plans: {', '.join(policies())}.")] = None,
-    plan: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="A plan in place of a policy.")] = None,
+    policy: Annotated[str | None, typer.Option(help=f"The planning policy: {', '.join(policies())}.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="A plan instead of a policy.")] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="PROFILE.json|measure|estimate", help="What the policy plans with.")
+        str | None, typer.Option(metavar="PROFILE.json|measure|estimate", help="The profile to plan with.")
     ] = None,
     memory_budget: Annotated[str | None, typer.Option(help='Device memory, such as "8GiB".')] = None,
-    reserve_factor: Annotated[float | None, typer.Option(help="Share of gradient bytes that may stay.")] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="Global norm that gradients are clipped to.")] = None,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches whose mean gradient one update takes.")] = 1,
-    compute_dtype: Annotated[str | None, typer.Option(help="The dtype in which the device holds parameters.")] = None,
+    reserve_factor: Annotated[
+        float | None, typer.Option(help="Share of gradient bytes that may stay on the device.")
+    ] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this global norm.")] = None,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per update; their gradients are averaged.")] = 1,
+    compute_dtype: Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")] = None,
     remat: Annotated[str, typer.Option(help="What is recomputed in the backward.")] = "none",
     offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Keep values that cross segments in host memory meanwhile.")
+        bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the first parameters, where a function makes them.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")] = 0,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on from a saved state.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue from a saved state.")] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="TRACE.json", help="Write the last steps as a Chrome trace, for Perfetto.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Trains it; the batch may be a function of the step's number, or the same for every step."""
-    # Not only once all has been trained.
+    """Trains the model; its batch is a function of the step's number, or the same for every step."""
+    # Output paths are checked before training.
     if save is not None:
         check_target(save)
     if trace is not None and not trace.absolute().parent.is_dir():
-        raise InputError(f"cannot write {trace}: {trace.parent} is no folder")
+        raise InputError(f"cannot write {trace}: {trace.parent} is not a folder")
     with code_of_a_user(model):
         user = call_model(model)
         user.check_is_whole()
@@ -94,7 +96,7 @@ def train(
 
 
 class _Run:
-    """Training under way; `state` is always one that can be saved."""
+    """A training run; its `state` can be saved at any time."""
 
     def __init__(self, user: UserModel, step: TrainStep, state: TrainState, console: Console) -> None:
         self._user, self._step, self.state, self._console = user, step, state, console
@@ -103,13 +105,13 @@ class _Run:
         self._peak = 0
 
     def train(self, steps: int) -> bool:
-        """Trains up to a step; true if Ctrl-C ended it earlier."""
+        """Trains up to a step; returns whether Ctrl-C interrupted it."""
         try:
             while self.state.step < steps:
                 self._train_one()
                 if self.state.step % max(1, steps // _LINES) == 0:
-                    told = f"loss {self._losses[-1]:.4f}  {format_seconds(self._step_s[-1])} a step"
-                    self._console.print(f"{self.state.step}/{steps}  {told}")
+                    status = f"loss {self._losses[-1]:.4f}  {format_seconds(self._step_s[-1])} per step"
+                    self._console.print(f"{self.state.step}/{steps}  {status}")
         except KeyboardInterrupt:
             return True
         return False
@@ -122,19 +124,19 @@ class _Run:
         self._peak = int(metrics["device_param_bytes_peak"])
 
     def recorded(self) -> Any:
-        """The last steps.
+        """Returns the recording of the last steps.
 
         Raises:
-          InputError: if none was taken.
+          InputError: if no step was run.
         """
         self.state.block_until_ready()
         run = self._step.recorded()
         if run is None:
-            raise InputError("--trace needs steps to show: none was taken")
+            raise InputError("--trace needs at least one step, but none was run: raise --steps")
         return run
 
     def to_json(self) -> dict[str, Any]:
-        """What happened."""
+        """Returns the results as JSON."""
         document = {"model": self._user.name, "steps": self.state.step, "losses": self._losses, "step_s": self._step_s}
         if not self._losses:
             return document
@@ -143,14 +145,14 @@ class _Run:
         return {**document, **more}
 
     def print(self) -> None:
-        """Prints what happened, for people."""
+        """Prints the results for human readers."""
         if not self._losses:
-            print_report(f"nothing to do: the state is that after step {self.state.step}")
+            print_report(f"nothing to do: the state is already at step {self.state.step}")
             return
         prepared = self._step.prepare(self._user.batch_of(self.state.step - 1))
         first, last, fastest = self._losses[0], self._losses[-1], format_seconds(min(self._step_s))
         print_report(
             plan_table(prepared.plan),
-            f"{len(self._losses)} steps: loss {first:.4f} -> {last:.4f}, the fastest step {fastest}",
-            f"at most {format_bytes(self._peak)} of parameters on the device at a time",
+            f"{len(self._losses)} steps: loss {first:.4f} -> {last:.4f}, fastest step {fastest}",
+            f"at most {format_bytes(self._peak)} of parameters on the device at once",
         )

@@ -1,4 +1,4 @@
-"""`jaxferry tune`: step time against device memory, over reserve factors and memory budgets."""
+"""`jaxferry tune`: sweeps reserve factors and memory budgets; shows step time against device memory."""
 
 import decimal
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Number = TypeVar("Number", int, decimal.Decimal)
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("tune", help="Sweep reserve factors and memory budgets; name the knee.")(tune)
+    app.command("tune", help="Sweep reserve factors and memory budgets; find the knee.")(tune)
 
 
 def tune(
@@ -37,18 +37,16 @@ def tune(
     memory_budget: Annotated[
         str | None, typer.Option(metavar="START:STOP:STEP", help='Budgets such as "2GiB:16GiB:2GiB", or a single one.')
     ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="How to plan; by default auto where there are budgets, else exact.")
-    ] = None,
+    policy: Annotated[str | None, typer.Option(help="The policy; default: auto with budgets, else exact.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="P.png", help="Write a plot: PNG, PDF or SVG, by the file's name.")
+        Path | None, typer.Option(metavar="P.png", help="Write a plot: PNG, PDF or SVG, by the file's extension.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the knee's plan.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sweeps, prints step time against device memory, and names the knee."""
+    """Sweeps, prints step time against device memory, and marks the knee."""
     factors = [check_share(float(factor), "reserve factor") for factor in read_range(reserve_factor, _decimal)]
     budgets = None if memory_budget is None else read_range(memory_budget, lambda size: parse_bytes(size, "budget"))
     if plot is not None:
@@ -70,7 +68,7 @@ def tune(
         return
     predicted = best.plan.predicted
     size, time = format_bytes(predicted.peak_device_bytes), format_seconds(predicted.steady_step_s)
-    knee_line = f"knee: reserve factor {best.reserve_factor:g}, {time} a step in {size} of device memory"
+    knee_line = f"knee: reserve factor {best.reserve_factor:g}, {time} per step in {size} of device memory"
     print_report(sweep_table(points, best), knee_line)
 
 
@@ -78,7 +76,7 @@ def read_range(text: str, read: Callable[[str], Number]) -> list[Number]:
     """Reads "start:stop:step", both ends included, or a single value.
 
     Raises:
-      InputError: if it is neither, or the step is not above 0.
+      InputError: if it is neither, if the step is not positive, or if the range has too many values.
     """
     parts = text.split(":")
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""`jaxferry weights`: which weights to drop between their uses, and when to move them."""
+"""`jaxferry weights`: chooses the weights to drop between their uses and schedules their transfers."""
 
 import itertools
 import pathlib
@@ -20,7 +20,7 @@ from jaxferry.weights.policies import POLICIES, check_policy, solve
 from jaxferry.weights.records import Event, Outcome
 
 _MOST_ROWS = 60
-"""Events that the table of a schedule shows; longer ones are for `--json`."""
+"""The table of a schedule shows at most this many events; `--json` prints longer schedules."""
 
 
 def register(app: typer.Typer) -> None:
@@ -33,30 +33,32 @@ def weights(
         pathlib.Path,
         typer.Argument(
             metavar="INSTANCE.json",
-            help="Weights, activations, times, memory and bandwidth; or a profile, together with --memory-budget.",
+            help="Weights, activations, times, memory and bandwidth; or a profile with --memory-budget.",
             show_default=False,
         ),
     ],
     policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "greedy",
     memory_budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Device memory, such as 8GiB, in place of the instance's own.")
+        str | None, typer.Option(metavar="SIZE", help="Device memory, such as 8GiB; overrides the instance's own.")
     ] = None,
     output: Annotated[
         pathlib.Path | None,
-        typer.Option("--output", "-o", metavar="PLAN.json", help="Writes GFGB and RELOAD modes; needs a profile."),
+        typer.Option(
+            "--output", "-o", metavar="PLAN.json", help="Write a plan of GFGB and RELOAD modes; needs a profile."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Chooses the weights to offload under a memory limit, and schedules their transfers.
 
-    The algorithms of "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022); `bound` is a
-    time below which no schedule exists.
+    The algorithms are those of "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022).
+    `bound` is a lower bound on the duration of any schedule.
     """
     check_policy(policy)
     budget = read_budget(memory_budget)
     instance, profile = _load(instance_file, budget)
     if output is not None and profile is None:
-        raise InputError(f"-o needs a profile in place of {instance_file}: the layers of a plan have names")
+        raise InputError(f"-o needs a profile instead of {instance_file}: a plan names its layers")
     with progress(f"{policy} for {instance.num_layers} layers"), naming(instance_file):
         outcome = solve(instance, policy)
     if output is not None and profile is not None:
@@ -74,7 +76,7 @@ def _load(path: pathlib.Path, budget: int | None) -> tuple[Instance, Profile | N
                 document = document | {"memory_bytes": budget}
             return Instance.from_json(document), None
         if budget is None:
-            raise InputError("a profile says nothing about device memory: give --memory-budget")
+            raise InputError("a profile does not contain the size of device memory: give --memory-budget")
         profile = Profile.from_json(document)
         return instance_from_profile(profile, budget), profile
 
@@ -117,7 +119,7 @@ def _traffic(instance: Instance, outcome: Outcome, kind: str) -> str:
 
 
 def _ranges(layers: Iterable[int]) -> str:
-    """Ascending layer numbers as `0-3, 7`."""
+    """Formats layer numbers in ascending order, such as `0-3, 7`."""
     runs = itertools.groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0])
     ends = [[layer for _, layer in run] for _, run in runs]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends) or "none"

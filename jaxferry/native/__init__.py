@@ -1,4 +1,4 @@
-"""The native operations: the libraries of `xla_ffi`, found, checked and registered with XLA when first asked for."""
+"""The native operations. The libraries of `xla_ffi` are found, checked and registered with XLA on first use."""
 
 from jaxferry.native.library import LibraryStatus, NativeLibrary, is_available, library, status
 from jaxferry.native.operations import dha_gather, dha_matmul, dha_matmul_gradient, dha_read, gradient_store

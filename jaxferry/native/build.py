@@ -1,4 +1,4 @@
-"""Builds a native library from the sources that come with the package, for the jaxlib that is installed."""
+"""Builds a native library from the packaged sources for the installed jaxlib."""
 
 import dataclasses
 import os
@@ -19,15 +19,15 @@ from jaxferry.native.paths import DIRECTORY_VARIABLE, FILE_NAMES, PACKAGE_DIRECT
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """A library that was built, and what with.
+    """A library that was built, and the tools that built it.
 
     Attributes:
       platform: XLA's name of the platform, "cpu" or "CUDA".
       path: the library's file.
       compiler: the C++ compiler.
-      nvcc: the CUDA compiler; None for the CPU's library.
+      nvcc: the CUDA compiler; None for the CPU library.
       headers: the folder of XLA's FFI headers.
-      jaxlib: the version of the jaxlib that they belong to.
+      jaxlib: the version of the jaxlib that provides the headers.
     """
 
     platform: str
@@ -39,12 +39,12 @@ class Build:
 
 
 def build_library(platform: str, directory: pathlib.Path | None = None) -> Build:
-    """Builds a platform's library and puts it where `library` finds it, in place of one that is there.
+    """Builds a platform's library and installs it where `library` finds it, replacing an existing one.
 
     Args:
       platform: "cpu", "gpu" or "cuda".
-      directory: where to put it; by default the folder that `JAXFERRY_NATIVE_DIR` names, else the package's, else the
-        user's, where that may not be written.
+      directory: where to install it; default: the folder in `JAXFERRY_NATIVE_DIR`, else the package's folder, or the
+        user's if the package's is not writable.
 
     Raises:
       InputError: for another platform.
@@ -77,9 +77,7 @@ def build_library(platform: str, directory: pathlib.Path | None = None) -> Build
 def _commands(platform: str, sources: pathlib.Path, build: pathlib.Path) -> list[list[str]]:
     cmake, ninja = _find_tool("cmake"), _find_tool("ninja")
     if cmake is None:
-        raise NativeError(
-            f"there is no cmake to build the {platform} library with; install it: `pip install cmake ninja`"
-        )
+        raise NativeError(f"building the {platform} library needs cmake; install it: `pip install cmake ninja`")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja is not None else []
     settings = {
         "CMAKE_BUILD_TYPE": "Release",
@@ -98,7 +96,7 @@ def _commands(platform: str, sources: pathlib.Path, build: pathlib.Path) -> list
 
 
 def _find_tool(name: str) -> str | None:
-    # A virtual environment's tools are found though it is not activated.
+    # Finds the tools of a virtual environment even if it is not activated.
     return shutil.which(name) or shutil.which(name, path=str(pathlib.Path(sys.executable).parent))
 
 
@@ -112,7 +110,7 @@ def _run(command: list[str], platform: str, log: pathlib.Path) -> None:
 
 
 def _reason(text: str) -> str:
-    """What a log says first of a failure: the text of CMake's error, or the compiler's line."""
+    """Extracts the first failure from a log: the text of CMake's error, or the compiler's line."""
     of_cmake = re.search(r"^CMake Error[^\n]*:\n+((?:(?:  [^\n]*)?\n)+)", text, re.MULTILINE)
     if of_cmake is not None:
         return " ".join(of_cmake[1].split()).rstrip(".")
@@ -133,7 +131,7 @@ def _default_directory() -> pathlib.Path:
 
 
 def _move(built: pathlib.Path, directory: pathlib.Path) -> pathlib.Path:
-    """Puts a library into its place at once: a process that uses the old one keeps it."""
+    """Installs a library atomically; a process that uses the old one keeps it."""
     path = directory / built.name
     try:
         directory.mkdir(parents=True, exist_ok=True)

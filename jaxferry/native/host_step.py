@@ -1,4 +1,4 @@
-"""An optimizer's step on host memory in one pass: the operation `jaxferry_host_step` (`xla_ffi/README.md`)."""
+"""Runs an optimizer step on host memory in one pass: the operation `jaxferry_host_step` (`xla_ffi/README.md`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from jaxferry.native.library import library
 
 KINDS = ("adam", "nadam", "lion", "sgd", "momentum", "nesterov")
-"""The rules that the library knows, in its numbering."""
+"""Update rules of the native library, in its numbering."""
 
 NUM_MOMENTS = {"adam": 2, "nadam": 2, "lion": 1, "sgd": 0, "momentum": 1, "nesterov": 1}
-"""Arrays of a parameter's shape that a rule keeps beside its master."""
+"""Number of moments, arrays of a parameter's shape, that each rule keeps."""
 
 FACTORS = ("unscale", "clip", "rate", "decay", "first", "gradient", "second")
-"""What changes by step, in the order of the operand."""
+"""Factors that change from step to step, in the order of the operand `factors`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +27,10 @@ class StepRule:
 
     Attributes:
       kind: one of `KINDS`.
-      b1: decay of the first moment, or of the momentum.
-      b2: decay of the second moment; for Lion that of the moment that is kept.
+      b1: decay of the first moment or the momentum.
+      b2: decay of the second moment; for Lion, of the stored moment.
       eps: added to Adam's denominator.
-      eps_root: added under its root.
+      eps_root: added under the denominator's root.
     """
 
     kind: str
@@ -42,12 +42,12 @@ class StepRule:
 
 @dataclasses.dataclass(frozen=True)
 class StepPart:
-    """Where a parameter lies in the vectors of gradients and of the compute copy.
+    """A parameter's location in the vectors of gradients and of the compute copy.
 
     Attributes:
-      vector: which of them.
-      offset: its first element there.
-      decays: whether its weight decays.
+      vector: index of the vector.
+      offset: its first element in the vector.
+      decays: whether weight decay applies.
     """
 
     vector: int
@@ -64,22 +64,22 @@ def host_step(
     moments: Sequence[Sequence[jax.Array]],
     copies: Sequence[Any],
 ) -> tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]:
-    """One step of all parameters of a layer, for use inside a jitted function of the CPU backend.
+    """Updates all parameters of a layer, inside a jitted function on the CPU backend.
 
     Args:
       rule: the arithmetic.
-      parts: for each parameter where it lies in the vectors.
+      parts: each parameter's location in the vectors.
       factors: fp32 `[7]`, see `FACTORS`.
       gradients: flat vectors, fp32, bf16 or fp16.
       masters: the fp32 parameters, of any shapes; donated.
-      moments: for each moment of the rule fp32 arrays of the masters' shapes; donated.
-      copies: the flat vectors of the compute copy, donated; or `jax.ShapeDtypeStruct`s, to have them made.
+      moments: for each moment of the rule, fp32 arrays of the masters' shapes; donated.
+      copies: the flat vectors of the compute copy, donated; or `jax.ShapeDtypeStruct`s to allocate them.
 
     Returns:
-      Masters, moments and copies, in the memory of those that were given.
+      Masters, moments and copies, in the buffers of the donated arguments.
 
     Raises:
-      NativeError: if the CPU's library cannot be used.
+      NativeError: if the CPU library cannot be used.
     """
     library("cpu")
     given = [copy for copy in copies if isinstance(copy, jax.Array)]

@@ -4,7 +4,7 @@
       | first call for a platform
     folders (paths.py) --newest first--> inspect: contract, FFI version --> register the targets with XLA
 
-A library that XLA will not take must not be registered: the whole backend would fail to start.
+A library that XLA rejects must not be registered: the whole backend would fail to start.
 """
 
 import atexit
@@ -44,13 +44,13 @@ TARGETS = (
 )
 
 CPU_TARGETS = ("jaxferry_host_step",)
-"""What the CPU's library has beside those: what runs on host memory whatever the device is."""
+"""Additional targets of the CPU library, which run on host memory for any device."""
 
 SIMD = ("portable", "avx2", "avx512", "avx512-bf16")
 """Instruction sets of the host step, in ascending order."""
 
 DIRECTIONS = ("load", "store", "host")
-"""Across the link, and between the host and its own memory."""
+"""The directions of the link, and the host's own memory traffic."""
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "CUDA", "cuda": "CUDA"}
 _REMEDY = "build it with `jaxferry build-native`"
@@ -64,10 +64,10 @@ class LibraryStatus:
 
     Attributes:
       platform: XLA's name of the platform, "cpu" or "CUDA".
-      path: the library's file, or None where there is none.
+      path: the library's file, or None if there is none.
       is_available: whether it can be used.
       message: one line: how it was built, or why it cannot be used and what to do.
-      build_info: what the library says of itself; empty where it says nothing.
+      build_info: the library's own description; empty if it has none.
     """
 
     platform: str
@@ -78,12 +78,12 @@ class LibraryStatus:
 
 
 class NativeLibrary:
-    """A loaded library: its functions that are no operations.
+    """A loaded library: its functions that are not XLA operations.
 
     Attributes:
       platform: XLA's name of its platform.
-      emulated: what the emulated link was set to and is not what memory does: bytes a second by direction, `delay` in
-        seconds. Whoever remembers times has to tell them apart by it.
+      emulated: the emulated link's settings: bytes per second by direction, and `delay` in seconds; empty without
+        limits. Cached measurements depend on it.
     """
 
     def __init__(self, platform: str, functions: ctypes.CDLL):
@@ -94,7 +94,7 @@ class NativeLibrary:
 
     @property
     def host_threads(self) -> int:
-        """How many threads share a host step."""
+        """The number of threads that share a host step."""
         return self.set_host_threads(self._threads_wanted)
 
     @property
@@ -103,11 +103,11 @@ class NativeLibrary:
         return self.set_host_simd(self._best_simd)
 
     def synchronize(self) -> None:
-        """Returns when no copy is queued or under way, in either direction."""
+        """Waits until no copy is queued or in flight in either direction."""
         self._functions.jaxferry_ferry_synchronize()
 
     def finish(self) -> None:
-        """Has all that is queued copied as fast as can be, and returns when it is: before arrays are freed at exit."""
+        """Completes all queued copies at full speed and waits for them, before arrays are freed at exit."""
         if self.platform == "cpu":
             self.set_delay(0)
             for direction in DIRECTIONS:
@@ -115,27 +115,27 @@ class NativeLibrary:
         self.synchronize()
 
     def open_marks(self, token: int, num_kept: int) -> None:
-        """Starts a list of the marks of a token (`targets.mark`); the last `num_kept` are kept.
+        """Starts a list of the token's marks (`targets.mark`).
 
         Args:
           token: the address of the token.
-          num_kept: how many.
+          num_kept: how many of the latest marks the list keeps.
         """
         self._functions.jaxferry_marks_open(ctypes.c_void_p(token), ctypes.c_int64(num_kept))
 
     def close_marks(self, token: int) -> None:
-        """Ends a list of marks, and forgets them."""
+        """Discards the token's list of marks."""
         self._functions.jaxferry_marks_close(ctypes.c_void_p(token))
 
     def read_marks(self, tokens: Sequence[int], numbers: Sequence[int]) -> list[tuple[float, float]]:
-        """When what was marked started and ended, in seconds of `time.perf_counter`.
+        """Reads the start and end times of marks, in seconds of `time.perf_counter`.
 
         Args:
-          tokens: for each mark, the address of its token.
-          numbers: how many marks of that token came before it.
+          tokens: the address of each mark's token.
+          numbers: each mark's number among the marks of its token, counted from 0.
 
         Returns:
-          Start and end of each; NaN for what has not ended, is not kept any more, or is not known.
+          Start and end of each mark; NaN if it has not ended, is no longer kept, or is unknown.
         """
         count = len(tokens)
         addresses, places = np.asarray(tokens, np.uintp), np.asarray(numbers, np.int64)
@@ -145,16 +145,16 @@ class NativeLibrary:
         return list(zip(starts_s.tolist(), ends_s.tolist(), strict=True))
 
     def set_bandwidth(self, direction: str, bytes_per_s: float) -> None:
-        """Sets the speed of the emulated link, or of the host's own memory.
+        """Sets the speed of the emulated link or of the host's own memory.
 
         Args:
-          direction: "load" or "store", for copies and for operations that read or write host memory; "host", for host
-            steps (gradients, masters and moments both ways, compute copies).
-          bytes_per_s: the speed; 0 for as fast as memory is.
+          direction: "load" or "store" for copies and for operations that read or write host memory; "host" for host
+            steps (gradients, reads and writes of masters and moments, compute copies).
+          bytes_per_s: the speed; 0 for no limit.
 
         Raises:
-          InputError: for another direction, or a speed that is negative.
-          NativeError: if the library is not the CPU's: a real link has the speed that it has.
+          InputError: for another direction or a negative speed.
+          NativeError: if the library is not the CPU's: only the CPU library emulates a link.
         """
         self._check_is_cpu("set_bandwidth")
         if direction not in DIRECTIONS:
@@ -167,7 +167,7 @@ class NativeLibrary:
         self._remember(direction, bytes_per_s)
 
     def set_delay(self, seconds: float, seed: int = 0) -> None:
-        """Has each copy wait for a random time of up to `seconds` before it starts; 0 for none. For tests.
+        """Delays the start of each copy by a random time of up to `seconds`; 0 for no delays. For tests.
 
         Raises:
           InputError: if the time is negative.
@@ -185,10 +185,10 @@ class NativeLibrary:
             self.emulated[name] = float(value)
 
     def set_host_threads(self, count: int) -> int:
-        """Sets how many threads share a host step, its caller among them; returns how many do.
+        """Sets the number of threads that share a host step, including its caller; returns the actual number.
 
         Args:
-          count: the number; 0 for what `JAXFERRY_HOST_THREADS` says, by default one for each CPU of the process.
+          count: the number; 0 for the value of `JAXFERRY_HOST_THREADS`, by default one per CPU of the process.
 
         Raises:
           InputError: if the number is negative.
@@ -203,10 +203,10 @@ class NativeLibrary:
         return int(function(ctypes.c_int64(count)))
 
     def set_host_simd(self, simd: str) -> str:
-        """Sets the best instruction set that host steps may use; returns the one that they do. All give the same bits.
+        """Sets the best instruction set that host steps may use; returns the one in use. All give the same bits.
 
         Args:
-          simd: "portable", "avx2", "avx512" or "avx512-bf16"; the machine's best is used where it lacks that.
+          simd: "portable", "avx2", "avx512" or "avx512-bf16"; a machine without it uses its own best.
 
         Raises:
           InputError: for another instruction set.
@@ -220,11 +220,11 @@ class NativeLibrary:
 
     def _check_is_cpu(self, function: str) -> None:
         if self.platform != "cpu":
-            raise NativeError(f"{function} is for the CPU's library, not {self.platform}'s")
+            raise NativeError(f"{function} needs the CPU library, not the one for {self.platform}")
 
 
 def status(platform: str) -> LibraryStatus:
-    """Whether a platform's native library can be used; loads and registers it where it can.
+    """Returns whether a platform's native library can be used; loads and registers it if so.
 
     Args:
       platform: JAX's name: "cpu", "gpu" or "cuda".
@@ -236,7 +236,7 @@ def status(platform: str) -> LibraryStatus:
 
 
 def is_available(platform: str) -> bool:
-    """Whether a platform's native library can be used; says why not in one warning a process.
+    """Returns whether a platform's native library can be used; if not, warns why, once per process.
 
     Raises:
       InputError: for an unknown platform.
@@ -251,11 +251,11 @@ def is_available(platform: str) -> bool:
 
 
 def library(platform: str) -> NativeLibrary:
-    """A platform's native library.
+    """Returns a platform's native library.
 
     Raises:
       InputError: for an unknown platform.
-      NativeError: if the library cannot be used; ask `is_available` first.
+      NativeError: if the library cannot be used; check `is_available` first.
     """
     found, loaded = _load(canonical_platform(platform))
     if loaded is None:
@@ -264,10 +264,10 @@ def library(platform: str) -> NativeLibrary:
 
 
 def find_library(platform: str) -> LibraryStatus:
-    """The newest library for a platform ("cpu" or "CUDA") that fits this process, else why not; registers nothing."""
+    """Finds the newest compatible library for "cpu" or "CUDA", or says why there is none; registers nothing."""
     directories = library_directories()
     paths = [path for directory in directories if (path := directory / FILE_NAMES[platform]).is_file()]
-    # Whatever was built or installed last is what the user means; an older one serves where that does not fit.
+    # The library built or installed last is the intended one; older ones are fallbacks.
     paths.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     found = [inspect_library(path, platform) for path in paths]
     if not found:
@@ -277,28 +277,28 @@ def find_library(platform: str) -> LibraryStatus:
 
 
 def inspect_library(path: pathlib.Path, platform: str) -> LibraryStatus:
-    """Whether a file is a library for a platform ("cpu" or "CUDA") that fits this process; registers nothing."""
+    """Checks whether a file is a library for "cpu" or "CUDA" that this process can use; registers nothing."""
     name = path.name
     try:
         functions = ctypes.CDLL(str(path))
         functions.jaxferry_build_info.restype = ctypes.c_char_p
         abi, build_info = functions.jaxferry_abi(), json.loads(functions.jaxferry_build_info() or b"null")
     except (OSError, AttributeError, ValueError) as error:
-        return LibraryStatus(platform, path, False, f"{path} is no native library ({error}); {_REMEDY}")
+        return LibraryStatus(platform, path, False, f"{path} is not a native library ({error}); {_REMEDY}")
     if not isinstance(build_info, dict):
         build_info = {}
     reason = _mismatch(platform, abi, build_info, functions)
     if reason is not None:
         return LibraryStatus(platform, path, False, f"{name} {reason}; {_REMEDY}", build_info)
-    made = f"{name} made by {build_info.get('compiler')} for jaxlib {build_info.get('jaxlib')}"
-    return LibraryStatus(platform, path, True, made, build_info)
+    message = f"{name} built by {build_info.get('compiler')} for jaxlib {build_info.get('jaxlib')}"
+    return LibraryStatus(platform, path, True, message, build_info)
 
 
 def ffi_version() -> tuple[int, int]:
-    """The major and minor version of XLA's FFI in the installed jaxlib.
+    """Returns the major and minor version of XLA's FFI in the installed jaxlib.
 
     Raises:
-      NativeError: if this jaxlib has no FFI headers to read it from.
+      NativeError: if this jaxlib has no FFI headers.
     """
     header = pathlib.Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
@@ -307,12 +307,12 @@ def ffi_version() -> tuple[int, int]:
         raise NativeError(f"jaxlib {jaxlib.version.__version__} has no FFI headers: {error}") from error
     numbers = [re.search(rf"^#define XLA_FFI_API_{part} (\d+)", text, re.MULTILINE) for part in ("MAJOR", "MINOR")]
     if numbers[0] is None or numbers[1] is None:
-        raise NativeError(f"{header} names no FFI version")
+        raise NativeError(f"{header} defines no FFI version")
     return int(numbers[0][1]), int(numbers[1][1])
 
 
 def canonical_platform(platform: str) -> str:
-    """XLA's name, "cpu" or "CUDA", of a platform that JAX calls "cpu", "gpu" or "cuda".
+    """Returns XLA's name, "cpu" or "CUDA", of a platform that JAX calls "cpu", "gpu" or "cuda".
 
     Raises:
       InputError: for another platform.
@@ -324,13 +324,13 @@ def canonical_platform(platform: str) -> str:
 
 def _mismatch(platform: str, abi: int, build_info: dict[str, Any], functions: ctypes.CDLL) -> str | None:
     if abi != ABI:
-        return f"has version {abi} of the native interface, this package needs {ABI}"
+        return f"has version {abi} of the native interface, but this package needs version {ABI}"
     if build_info.get("platform") != platform:
         return f"is for platform {build_info.get('platform')!r}, not {platform!r}"
     missing = [target for target in _targets(platform) if not hasattr(functions, target)]
     if missing:
         return f"lacks {', '.join(missing)}"
-    # XLA takes handlers of an older minor version than its own, and fails to start with those of a newer one.
+    # XLA accepts handlers of an older minor version than its own; with newer ones it fails to start.
     built, installed = (build_info.get("ffi_major"), build_info.get("ffi_minor")), ffi_version()
     if built[0] != installed[0] or not isinstance(built[1], int) or built[1] > installed[1]:
         here = f"jaxlib {jaxlib.version.__version__} has {installed[0]}.{installed[1]}"
@@ -354,13 +354,13 @@ def _load(platform: str) -> tuple[LibraryStatus, NativeLibrary | None]:
         for target in _targets(platform):
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(functions, target)), platform=platform)
         loaded = NativeLibrary(platform, functions)
-        # Runs before XLA's own end, for that was imported before.
+        # Runs before XLA shuts down: XLA was imported earlier, and exit handlers run in reverse order.
         atexit.register(loaded.finish)
         return found, loaded
 
 
 def _sgemm() -> int:
-    """The address of the Fortran sgemm that SciPy is linked with, of 32-bit sizes."""
+    """Returns the address of the Fortran sgemm that SciPy links, with 32-bit sizes."""
     capsule = cython_blas.__pyx_capi__["sgemm"]
     get_name, get_pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
     get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]

@@ -1,9 +1,9 @@
 """Operations on arrays in host memory: Direct Host Access (DHA) for reads, in-place stores for gradients.
 
-Each is one custom call of the native library where that is loaded, else its twin in plain JAX (`twins.py`), with the
-same results but for the order in which products are summed. They are for use inside jitted functions, once
-differentiable; `jax.vmap` runs those that read one after the other. Host arrays are in `pinned_host` memory and keep
-their place there; `offset` names a piece of a larger one, such as a flat vector.
+Each operation is one custom call of the native library, or without the library its twin in plain JAX (`twins.py`).
+Results are equal up to the summation order of products. Use them inside jitted functions. They are differentiable once;
+under `jax.vmap`, reads run sequentially. Host arrays lie in `pinned_host` memory and stay there; `offset` selects a
+piece of a larger array, such as a flat vector.
 
 MemFerry, section III: kernels that read pinned host memory; section V: gradients written to host memory.
 """
@@ -26,19 +26,19 @@ from jaxferry.native.library import is_available
 from jaxferry.native.shapes import GatherShape, ProductShape
 
 SCRATCH_BYTES = 8 * 2**20
-"""Device memory through which a product's panels are staged, at most: two panels of 4 MiB, each longer on the link than
-what starts it takes."""
+"""Maximum device memory for staging a product's panels: two panels of 4 MiB, large enough that a transfer takes longer
+than its launch."""
 
 DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
-"""What the native operations compute with; the twins take any floating dtype."""
+"""Dtypes of the native operations; the twins accept any floating dtype."""
 
 
 def is_native(*dtypes: Any, native: bool | None = None) -> bool:
-    """Whether an operation on these dtypes is done by the native library.
+    """Whether the native library runs an operation on these dtypes.
 
     Args:
       *dtypes: the dtypes of all its arrays.
-      native: True or False to demand one; None takes the library if it is there for JAX's default platform.
+      native: True or False to force the library or the twin; None uses the library if JAX's default platform has it.
     """
     has_library = native is not False and is_available(jax.default_backend())
     return (has_library if native is None else native) and all(np.dtype(dtype) in DTYPES for dtype in dtypes)
@@ -47,18 +47,18 @@ def is_native(*dtypes: Any, native: bool | None = None) -> bool:
 def dha_gather(
     table: jax.Array, indices: jax.Array, *, shape: GatherShape | None = None, native: bool | None = None
 ) -> jax.Array:
-    """Rows of a table in host memory, of which only those rows cross the link.
+    """Returns rows of a table in host memory; only these rows cross the link.
 
-    Differentiable in the table: repeated rows add up on the device, and touched rows alone are sent.
+    Differentiable in the table: repeated rows are summed on the device, and only touched rows are sent.
 
     Args:
-      table: `[rows, columns]`, in host memory; or any host array of which `shape` names a piece.
+      table: `[rows, columns]` in host memory; or any host array, with the table's location in `shape`.
       indices: integers of any shape, in `[0, rows)`.
-      shape: where the table lies in the host array; None for the whole of it.
+      shape: the table's location in the host array; None for the whole array.
       native: see `is_native`.
 
     Returns:
-      `[*indices.shape, columns]` on the device, of the table's dtype. An index out of range gives a row of NaN.
+      `[*indices.shape, columns]` on the device, in the table's dtype. An index out of range yields a row of NaN.
 
     Raises:
       InputError: if shapes do not fit.
@@ -83,21 +83,21 @@ def dha_matmul(
     scratch_bytes: int = SCRATCH_BYTES,
     native: bool | None = None,
 ) -> jax.Array:
-    """`x @ w` (or `x @ w.T`) for a weight in host memory, each byte of which crosses the link once.
+    """Returns `x @ w` (or `x @ w.T`) for a weight in host memory; each byte of the weight crosses the link once.
 
-    Panels of the weight are staged through a bounded scratch on the device and multiplied while the next one arrives;
-    for few rows of x a kernel reads host memory itself. Differentiable in both.
+    Panels of the weight are staged through a bounded scratch buffer on the device; each is multiplied while the next
+    arrives. For few rows of x, a kernel reads host memory directly. Differentiable in x and w.
 
     Args:
       x: `[.., k]` on the device.
-      w: `[k, n]` (or `[n, k]` if `transpose`) in host memory, cast to the dtype of x on its way; or any host array of
-        which `shape` names a piece.
-      transpose: whether to multiply with the transpose; `shape` says it if that is given.
-      shape: where the weight lies in the host array; None for the whole of it.
-      out_dtype: dtype of the result, by default that of x.
-      method: `auto` chooses by size, `staged` or `direct` forces one.
-      scratch_bytes: size of the scratch, at most. No sum is split by it. On a CPU results do not depend on it; on a GPU
-        cuBLASLt chooses its algorithm by the size of the panels, so that the last bits may.
+      w: `[k, n]` (or `[n, k]` if `transpose`) in host memory, cast to the dtype of x after the transfer; or any host
+        array, with the weight's location in `shape`.
+      transpose: whether to multiply by the transpose; ignored if `shape` is given.
+      shape: the weight's location in the host array; None for the whole array.
+      out_dtype: dtype of the result; default: that of x.
+      method: `auto` chooses by size; `staged` and `direct` force one.
+      scratch_bytes: maximum size of the scratch buffer. It splits no sum. On a CPU, results do not depend on it; on a
+        GPU, the last bits may, because cuBLASLt chooses its algorithm by panel size.
       native: see `is_native`.
 
     Returns:
@@ -111,7 +111,7 @@ def dha_matmul(
         shape = ProductShape(columns, rows, True) if transpose else ProductShape(rows, columns)
     _check_piece("w", w, shape.offset, shape.k * shape.n)
     if x.ndim == 0 or x.shape[-1] != shape.k:
-        raise InputError(f"x must have {shape.k} columns to be multiplied with w, got shape {list(x.shape)}")
+        raise InputError(f"x must have {shape.k} columns to match w, got shape {list(x.shape)}")
     _check_scratch(scratch_bytes)
     if method not in targets.METHODS:
         raise InputError(f"method must be one of {', '.join(targets.METHODS)}, got {method!r}")
@@ -128,20 +128,20 @@ def dha_read(
     *,
     native: bool | None = None,
 ) -> list[jax.Array]:
-    """Device copies of pieces of a host array: small parameters such as scales and biases.
+    """Returns device copies of pieces of a host array: small parameters such as scales and biases.
 
     Args:
       vector: any array in host memory.
       shapes: the shape of each piece; None for one piece, the whole array.
-      offsets: the first element of each; None if they follow each other.
+      offsets: the first element of each piece; None if the pieces are consecutive.
       native: see `is_native`.
 
     Raises:
-      InputError: if a piece lies outside.
+      InputError: if a piece exceeds the array.
     """
     shapes = [vector.shape] if shapes is None else [tuple(shape) for shape in shapes]
     if offsets is not None and len(offsets) != len(shapes):
-        raise InputError(f"there must be an offset for each of {len(shapes)} shapes, got {list(offsets)}")
+        raise InputError(f"offsets must hold an offset for each of {len(shapes)} shapes, got {list(offsets)}")
     sizes = [math.prod(shape) for shape in shapes]
     offsets = [sum(sizes[:i]) for i in range(len(sizes))] if offsets is None else list(offsets)
     for size, offset in zip(sizes, offsets, strict=True):
@@ -157,22 +157,22 @@ def gradient_store(
     accumulate: bool = False,
     native: bool | None = None,
 ) -> jax.Array:
-    """Writes a gradient into an array in host memory, or adds it to what is there.
+    """Writes a gradient into an array in host memory, or adds it to the array's contents.
 
-    In place if the destination is an argument that the jitted function is given away (`donate_argnums`).
+    The store is in place if the destination is a donated argument of the jitted function (`donate_argnums`).
 
     Args:
       destination: any array in host memory.
       gradient: on the device; cast to the destination's dtype.
-      offset: element of the destination that its first one goes to.
-      accumulate: whether to add (in fp32, then rounded) in place of writing.
+      offset: element of the destination where the gradient starts.
+      accumulate: whether to add (in fp32, then rounded) instead of overwriting.
       native: see `is_native`.
 
     Returns:
       The destination, in host memory if the jitted function's `out_shardings` say so.
 
     Raises:
-      InputError: if the gradient does not fit there.
+      InputError: if the gradient exceeds the destination.
     """
     _check_piece("destination", destination, offset, gradient.size)
     if is_native(destination.dtype, gradient.dtype, native=native):
@@ -192,21 +192,21 @@ def dha_matmul_gradient(
     scratch_bytes: int = SCRATCH_BYTES,
     native: bool | None = None,
 ) -> jax.Array:
-    """Writes the gradient of a weight, `x.T @ dy`, into host memory panel by panel; it is never whole on the device.
+    """Writes a weight's gradient, `x.T @ dy`, into host memory panel by panel; it never exists whole on the device.
 
     Args:
       destination: any array in host memory.
       x: `[.., k]` on the device.
       dy: `[.., n]` on the device, with the same leading dimensions and dtype.
-      transpose: whether to store `dy.T @ x`, of shape `[n, k]`, in place of `[k, n]`.
-      offset: element of the destination that the first one goes to.
-      accumulate: whether to add to what is there.
-      round_to: dtype through which the product is rounded before it is cast to the destination's; None for none.
-      scratch_bytes: device memory through which panels pass, at most.
+      transpose: whether to store `dy.T @ x`, of shape `[n, k]`, instead of `[k, n]`.
+      offset: element of the destination where the gradient starts.
+      accumulate: whether to add instead of overwriting.
+      round_to: dtype that the product is rounded to before the cast to the destination's dtype; None for no rounding.
+      scratch_bytes: maximum device memory for panels.
       native: see `is_native`.
 
     Returns:
-      The destination, as `gradient_store` does.
+      The destination, as in `gradient_store`.
 
     Raises:
       InputError: if shapes or dtypes do not fit.
@@ -247,18 +247,18 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def sum_repeated(indices: jax.Array, rows: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Adds up rows with the same index, on the device.
+    """Sums rows with equal indices, on the device.
 
     Args:
-      indices: `[m]`, of which those outside `[0, num_rows)` are left out.
+      indices: `[m]`; those outside `[0, num_rows)` are ignored.
       rows: `[m, columns]`.
       num_rows: rows of the table.
 
     Returns:
-      Indices `[m]`, each at most once, filled up with `num_rows`, and their sums `[m, columns]` in the dtype of `rows`
-      (added in fp32).
+      Distinct indices `[m]`, padded with `num_rows`, and the sums `[m, columns]` in the dtype of `rows` (summed in
+      fp32).
     """
-    # A small dtype may not hold the number of rows, a large one more than 32 bits do.
+    # A small dtype may not hold `num_rows`; a 64-bit index may not fit into 32 bits.
     wide = indices.astype(np.int32) if indices.dtype.itemsize < 4 else indices
     indices = jnp.where((wide >= 0) & (wide < num_rows), wide, num_rows).astype(np.int32)
     places, numbers = jnp.unique(indices, size=indices.size, fill_value=num_rows, return_inverse=True)
@@ -268,7 +268,7 @@ def sum_repeated(indices: jax.Array, rows: jax.Array, num_rows: int) -> tuple[ja
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """What a product does not differentiate in."""
+    """The non-differentiable arguments of a product."""
 
     shape: ProductShape
     out_dtype: np.dtype
@@ -335,13 +335,13 @@ def _zeros_like(host: jax.Array) -> jax.Array:
 
 
 def _like(result: jax.Array, host: jax.Array) -> jax.Array:
-    """A result of the memory space that the parameter's type names, as the type of a cotangent must be."""
+    """Moves a result to the memory space of the parameter's type: a cotangent must have the parameter's type."""
     return jax.device_put(result, jax.typeof(host).memory_space)
 
 
 def _matrix(name: str, array: jax.Array) -> tuple[int, int]:
     if array.ndim != 2:
-        raise InputError(f"{name} must be a matrix, or shape= must say which piece is one, got {list(array.shape)}")
+        raise InputError(f"{name} must be a matrix, or shape= must locate one in it, got shape {list(array.shape)}")
     return array.shape[0], array.shape[1]
 
 
@@ -352,8 +352,8 @@ def _check_scratch(scratch_bytes: int) -> None:
 
 def _check_piece(name: str, array: jax.Array, offset: int, size: int) -> None:
     if not isinstance(offset, int | np.integer):
-        raise InputError(f"the offset into {name} must be a number known when the function is traced, got {offset!r}")
+        raise InputError(f"the offset into {name} must be an integer known when the function is traced, got {offset!r}")
     if not 0 <= offset <= array.size - size:
         raise InputError(
-            f"{name} has {array.size} elements {list(array.shape)}; {size} from element {offset} on are not there"
+            f"{name} has {array.size} elements, shape {list(array.shape)}; it cannot hold {size} from element {offset}"
         )

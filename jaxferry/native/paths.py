@@ -1,4 +1,4 @@
-"""Where the native libraries and their sources lie."""
+"""Locations of the native libraries and their sources."""
 
 import importlib.metadata
 import os
@@ -12,16 +12,16 @@ PACKAGE_DIRECTORY = pathlib.Path(__file__).resolve().parent
 
 
 def user_directory() -> pathlib.Path:
-    """The user's own folder of libraries, for a package that the user may not write to."""
+    """Returns the user's folder of libraries, for installations that the user cannot write to."""
     data = os.environ.get("XDG_DATA_HOME") or pathlib.Path.home() / ".local" / "share"
     return pathlib.Path(data) / "jaxferry" / "native"
 
 
 def library_directories() -> list[pathlib.Path]:
-    """The folders that libraries are looked for in.
+    """Returns the folders that are searched for libraries.
 
-    `JAXFERRY_NATIVE_DIR` names the only one where it is set. Else: the package's, the one that pip installed into
-    (another one for an editable installation), and the user's.
+    If `JAXFERRY_NATIVE_DIR` is set, that folder alone. Otherwise the package's folder, the folder that pip installed
+    into (a different one for an editable installation), and the user's.
     """
     named = os.environ.get(DIRECTORY_VARIABLE)
     if named:
@@ -40,6 +40,6 @@ def _installed_directories() -> list[pathlib.Path]:
 
 
 def find_sources() -> pathlib.Path | None:
-    """The folder of the C++ sources: inside an installed package, or beside the package in a checkout; None without."""
+    """Returns the folder of the C++ sources, in an installed package or beside it in a checkout; None if missing."""
     candidates = (PACKAGE_DIRECTORY / "xla_ffi", PACKAGE_DIRECTORY.parents[1] / "xla_ffi")
     return next((path for path in candidates if (path / "CMakeLists.txt").is_file()), None)

@@ -1,4 +1,4 @@
-"""How an operation sees a piece of a host array: where it starts, and the matrix that it is."""
+"""Matrices stored within host arrays, as operations see them: their offset and shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class GatherShape:
-    """A table within a host array: `rows` x `columns` elements from element `offset` on, row by row."""
+    """A table within a host array: `[rows, columns]`, row-major, starting at element `offset`."""
 
     rows: int
     columns: int
@@ -16,11 +16,11 @@ class GatherShape:
 
 @dataclasses.dataclass(frozen=True)
 class ProductShape:
-    """A weight within a host array: `[k, n]`, or `[n, k]` if `transpose`, from element `offset` on, row by row.
+    """A weight within a host array: `[k, n]`, or `[n, k]` if `transpose`, row-major, starting at element `offset`.
 
     Attributes:
-      k: length of the dimension that is summed over.
-      n: length of the other one.
+      k: length of the contracted dimension.
+      n: length of the other dimension.
       transpose: whether the rows of the stored matrix have length k.
       offset: its first element.
     """
@@ -32,5 +32,5 @@ class ProductShape:
 
     @property
     def weight_shape(self) -> tuple[int, int]:
-        """The stored matrix."""
+        """The stored matrix's shape."""
         return (self.n, self.k) if self.transpose else (self.k, self.n)

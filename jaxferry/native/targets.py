@@ -1,4 +1,4 @@
-"""The custom calls of the native library as JAX functions; `xla_ffi/README.md` says what each takes and returns."""
+"""The native library's custom calls as JAX functions; `xla_ffi/README.md` documents their arguments and results."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 from jaxferry.native.shapes import GatherShape, ProductShape
 
 METHODS = ("auto", "staged", "direct")
-"""How `dha_matmul` reads its weight: chosen by size, panels through the scratch, or from within the kernel."""
+"""How `dha_matmul` reads its weight: by size, in panels through the scratch buffer, or directly from the kernel."""
 
 QUEUES = ("program", "load", "store")
-"""What a mark follows: the program's own stream, or a queue of the ferry."""
+"""The queue that a mark follows: the program's own stream, or one of the ferry's queues."""
 
 _ROUND_TO = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
 
@@ -25,7 +25,7 @@ def _struct(like: Any) -> jax.ShapeDtypeStruct:
 
 
 def _scratch(slice_bytes: int, num_slices: int, limit_bytes: int) -> jax.Array:
-    """Two panels of slices, as large as the limit allows but no larger than there are slices."""
+    """Allocates two panels of slices, as large as the limit allows, but for no more than `num_slices` slices each."""
     padding = 512
     least, most = 2 * (slice_bytes + padding), 2 * (slice_bytes * num_slices + padding)
     result = jax.ShapeDtypeStruct((max(least, min(limit_bytes, most)),), np.uint8)
@@ -34,7 +34,7 @@ def _scratch(slice_bytes: int, num_slices: int, limit_bytes: int) -> jax.Array:
 
 
 def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.Array:
-    """`[.., columns]`: rows of a host table."""
+    """Returns rows of a host table, `[.., columns]`."""
     result = jax.ShapeDtypeStruct((*indices.shape, shape.columns), table.dtype)
     call = jax.ffi.ffi_call("jaxferry_dha_gather", result, vmap_method="sequential")
     gathered: jax.Array = call(
@@ -50,9 +50,9 @@ def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.
 def dha_matmul(
     x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: Any, method: str, scratch_bytes: int
 ) -> jax.Array:
-    """`[.., n]`: the product of x with a host weight."""
+    """Returns the product of x with a host weight, `[.., n]`."""
     result = jax.ShapeDtypeStruct((*x.shape[:-1], shape.n), out_dtype)
-    # A weight of another dtype is staged as it is, then cast.
+    # A weight of another dtype is staged in its own dtype, then cast.
     item_bytes = w.dtype.itemsize + (x.dtype.itemsize if w.dtype != x.dtype else 0)
     made: jax.Array = jax.ffi.ffi_call("jaxferry_dha_matmul", result, vmap_method="sequential")(
         x,
@@ -68,7 +68,7 @@ def dha_matmul(
 
 
 def dha_read(vector: jax.Array, offsets: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[jax.Array]:
-    """Device copies of pieces of a host array."""
+    """Returns device copies of pieces of a host array."""
     results = [jax.ShapeDtypeStruct(tuple(shape), vector.dtype) for shape in shapes]
     return list(
         jax.ffi.ffi_call("jaxferry_dha_read", results, vmap_method="sequential")(
@@ -78,7 +78,7 @@ def dha_read(vector: jax.Array, offsets: Sequence[int], shapes: Sequence[Sequenc
 
 
 def gradient_store(destination: jax.Array, gradient: jax.Array, offset: int, accumulate: bool) -> jax.Array:
-    """The destination after the gradient was written into it."""
+    """Writes the gradient into the destination and returns it."""
     call = jax.ffi.ffi_call("jaxferry_gradient_store", _struct(destination), input_output_aliases={0: 0})
     stored: jax.Array = call(destination, gradient, offset=np.int64(offset), accumulate=np.int64(accumulate))
     return stored
@@ -93,7 +93,7 @@ def dha_matmul_gradient(
     round_to: Any,
     scratch_bytes: int,
 ) -> jax.Array:
-    """The destination after the product was written into it."""
+    """Writes the product into the destination and returns it."""
     call = jax.ffi.ffi_call("jaxferry_dha_matmul_gradient", _struct(destination), input_output_aliases={0: 0})
     num_rows, row = (shape.n, shape.k) if shape.transpose else (shape.k, shape.n)
     stored: jax.Array = call(
@@ -112,7 +112,7 @@ def dha_matmul_gradient(
 
 
 def row_store(destination: jax.Array, indices: jax.Array, rows: jax.Array, shape: GatherShape) -> jax.Array:
-    """The destination after rows were added to those at the indices; indices out of range add nothing."""
+    """Adds rows to the destination at the indices and returns it; rows at indices out of range are ignored."""
     call = jax.ffi.ffi_call("jaxferry_row_store", _struct(destination), input_output_aliases={0: 0})
     stored: jax.Array = call(
         destination,
@@ -128,7 +128,7 @@ def row_store(destination: jax.Array, indices: jax.Array, rows: jax.Array, shape
 def ferry_load(
     vectors: Sequence[jax.Array], into: Sequence[jax.Array], numbers: Sequence[int], offsets: Sequence[int]
 ) -> list[jax.Array]:
-    """The arrays `into`, into which copies from the host vectors are on their way."""
+    """Queues copies from the host vectors to the arrays `into`, and returns these with the copies in flight."""
     aliases = {len(vectors) + i: i for i in range(len(into))}
     call = jax.ffi.ffi_call("jaxferry_ferry_load", [_struct(a) for a in into], input_output_aliases=aliases)
     return list(call(*vectors, *into, vectors=np.asarray(numbers, np.int64), offsets=np.asarray(offsets, np.int64)))
@@ -137,7 +137,7 @@ def ferry_load(
 def ferry_store(
     arrays: Sequence[jax.Array], destination: jax.Array, offsets: Sequence[int], accumulate: bool
 ) -> jax.Array:
-    """The host vector, into which copies of the arrays are on their way."""
+    """Queues copies of the arrays to the host vector, and returns it with the copies in flight."""
     aliases = {len(arrays): 0}
     call = jax.ffi.ffi_call("jaxferry_ferry_store", _struct(destination), input_output_aliases=aliases)
     stored: jax.Array = call(
@@ -147,14 +147,14 @@ def ferry_store(
 
 
 def ferry_wait(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays, once every copy into or out of them has ended."""
+    """Waits until every copy to or from the arrays has finished, and returns the arrays."""
     aliases = {i: i for i in range(len(arrays))}
     call = jax.ffi.ffi_call("jaxferry_ferry_wait", [_struct(a) for a in arrays], input_output_aliases=aliases)
     return list(call(*arrays))
 
 
 def mark(token: jax.Array, after: Sequence[jax.Array], queue: str) -> jax.Array:
-    """A byte of no interest; notes for the token when what `queue` was given last, to make `after`, starts and ends."""
+    """Records, for the token, start and end of the last work queued on `queue` to compute `after`; returns a dummy."""
     call = jax.ffi.ffi_call("jaxferry_mark", jax.ShapeDtypeStruct((1,), np.uint8))
     marked: jax.Array = call(token, *after, queue=np.int64(QUEUES.index(queue)))
     return marked

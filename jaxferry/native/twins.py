@@ -1,6 +1,6 @@
-"""What each native operation computes, in plain JAX: the definition that it is tested against, and its replacement.
+"""Plain JAX twins of the native operations: the reference in tests, and the fallback without a library.
 
-Host arrays are moved to the device whole before anything is computed with them, and results back, by `device_put`.
+`device_put` copies whole host arrays to the device before the computation, and results back to the host.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from jaxferry.native.shapes import GatherShape, ProductShape
 
 
 def to_device(array: jax.Array) -> jax.Array:
-    """A device copy of a host array, inside a jitted function."""
+    """Copies a host array to the device, inside a jitted function."""
     return jax.device_put(array, jax.memory.Space.Device)
 
 
 def to_host(array: jax.Array) -> jax.Array:
-    """A host copy of a device array, inside a jitted function."""
+    """Copies a device array to the host, inside a jitted function."""
     return jax.device_put(array, jax.memory.Space.Host)
 
 
 def part(vector: jax.Array, offset: int, shape: Sequence[int]) -> jax.Array:
-    """A contiguous piece of a host array in the shape that it has."""
+    """Copies a contiguous piece of a host array to the device, in the given shape."""
     size = math.prod(shape)
     return jax.lax.slice(to_device(vector).ravel(), (offset,), (offset + size,)).reshape(tuple(shape))
 
 
 def dha_gather(table: jax.Array, indices: jax.Array, shape: GatherShape) -> jax.Array:
-    """Rows of a table; NaN for indices that lie outside."""
+    """Returns rows of a table; NaN for indices out of range."""
     rows = part(table, shape.offset, (shape.rows, shape.columns))
     return rows.at[indices].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def dha_matmul(x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: jnp.dtype) -> jax.Array:
-    """`x @ w` or `x @ w.T`, with the weight in the dtype of x."""
+    """Returns `x @ w` or `x @ w.T`, with the weight cast to the dtype of x."""
     matrix = part(w, shape.offset, shape.weight_shape).astype(x.dtype)
     contracted = 1 if shape.transpose else 0
     numbers = (((x.ndim - 1,), (contracted,)), ((), ()))
@@ -45,7 +45,7 @@ def dha_matmul(x: jax.Array, w: jax.Array, shape: ProductShape, out_dtype: jnp.d
 
 
 def gradient_store(destination: jax.Array, gradient: jax.Array, offset: int, accumulate: bool) -> jax.Array:
-    """The destination with a piece of it replaced, or added to."""
+    """Returns the destination with the gradient written or added at `offset`."""
     known, flat = to_device(destination), gradient.ravel()
     if accumulate:
         before = jax.lax.slice(known.ravel(), (offset,), (offset + flat.size,))
@@ -55,14 +55,14 @@ def gradient_store(destination: jax.Array, gradient: jax.Array, offset: int, acc
 
 
 def product(x: jax.Array, dy: jax.Array, transpose: bool, out_dtype: jnp.dtype) -> jax.Array:
-    """`x.T @ dy` (or `dy.T @ x`) over all leading dimensions."""
+    """Returns `x.T @ dy` (or `dy.T @ x`), summed over all leading dimensions."""
     leading = tuple(range(x.ndim - 1))
     first, second = (dy, x) if transpose else (x, dy)
     return jax.lax.dot_general(first, second, ((leading, leading), ((), ())), preferred_element_type=out_dtype)
 
 
 def row_store(destination: jax.Array, indices: jax.Array, rows: jax.Array, shape: GatherShape) -> jax.Array:
-    """The destination with rows added to those at the indices, each of which occurs once."""
+    """Returns the destination with rows added at the indices, which are distinct."""
     known = to_device(destination).ravel()
     table = part(destination, shape.offset, (shape.rows, shape.columns)).astype(jnp.float32)
     table = table.at[indices].add(rows.astype(jnp.float32), mode="drop", wrap_negative_indices=False)

@@ -1,9 +1,9 @@
-"""What was measured once, on disk: one small JSON file for each measurement.
+"""A cache of measurements on disk: one small JSON file per measurement.
 
     content of what is measured + surroundings (device, threads, versions) --digest--> ab/cdef....json: seconds
 
-A file is written beside its place and moved there, so that there is a whole one or none, whoever else writes. A file
-that cannot be read, or holds something else, is as good as none; a folder that cannot be written keeps nothing.
+Files are written to a temporary name and moved into place, so a reader never sees a partial file. Unreadable or invalid
+files count as missing; a folder that is not writable caches nothing.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from jaxferry.native import library, status
 CACHE_VARIABLE = "JAXFERRY_CACHE_DIR"
 OFF = "off"
 MEASUREMENT_FORMAT = "jaxferry.measurement/1"
-"""Another number here makes every older measurement one that is not found."""
+"""A new number invalidates all older measurements."""
 
 THREAD_VARIABLES = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OPENBLAS_CORETYPE")
-"""What XLA's CPU backend, and the BLAS that products in host memory are computed by, take threads and kernels from."""
+"""Variables that set threads and kernels of XLA's CPU backend and of the BLAS that multiplies in host memory."""
 
 _LARGEST = 10_000
-"""Characters of a file that one measurement is ever written to."""
+"""Maximum characters in a file; longer ones were not written by this cache."""
 
 
 class MeasurementCache:
-    """Seconds by what was measured.
+    """Stores measured seconds under the content of what was measured.
 
     Args:
-      directory: where the files are; None keeps nothing.
-      surroundings: what else a time depends on, JSON values by name.
+      directory: the folder of the files; None caches nothing.
+      surroundings: what else a time depends on; JSON values by name.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, surroundings: Mapping[str, Any]) -> None:
@@ -50,10 +50,10 @@ class MeasurementCache:
         self._surroundings = dict(surroundings)
 
     def get(self, content: str) -> float | None:
-        """The seconds that were measured for this content, or None.
+        """Returns the seconds measured for this content, or None.
 
         Args:
-          content: whatever tells what was measured from everything else, such as a program's text.
+          content: identifies what was measured, for example a program's text.
         """
         if self._directory is None:
             return None
@@ -61,7 +61,7 @@ class MeasurementCache:
         try:
             with self._path(key).open(encoding="utf-8") as file:
                 text = file.read(_LARGEST + 1)
-            # Deep nesting can end the process, so what is too long is not even parsed.
+            # Deeply nested JSON can crash the process, so long files are not parsed.
             document = None if len(text) > _LARGEST else json.loads(text)
         except (OSError, ValueError, RecursionError):
             return None
@@ -73,7 +73,7 @@ class MeasurementCache:
         return float(seconds) if math.isfinite(seconds) and seconds >= 0 else None
 
     def put(self, content: str, seconds: float) -> None:
-        """Keeps the seconds measured for this content, if the folder can be written."""
+        """Stores the seconds measured for this content, if the folder is writable."""
         if self._directory is None:
             return
         key = self._key(content)
@@ -93,7 +93,7 @@ class MeasurementCache:
 
 
 def cache_directory() -> pathlib.Path | None:
-    """The folder of the cache: `JAXFERRY_CACHE_DIR` (None if that is "off"), else `jaxferry` in the user's cache."""
+    """Returns the cache folder: `JAXFERRY_CACHE_DIR` (None if "off"), else `jaxferry` in the user's cache folder."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return None if chosen == OFF else pathlib.Path(chosen).expanduser()
@@ -105,11 +105,11 @@ def cache_directory() -> pathlib.Path | None:
 
 
 def surroundings(platform_name: str, device_kind: str) -> dict[str, Any]:
-    """What times depend on beside what is measured: device, host, threads, versions, the native libraries.
+    """Returns what times depend on besides the measured program: device, host, threads, versions, native libraries.
 
     Args:
       platform_name: JAX's name of the device's platform, "cpu" or "gpu".
-      device_kind: what the device calls itself.
+      device_kind: the device's own name.
     """
     return {
         "device": device_kind,
@@ -126,14 +126,14 @@ def surroundings(platform_name: str, device_kind: str) -> dict[str, Any]:
 
 
 def num_threads() -> int:
-    """How many CPU threads this process may run on at a time."""
+    """Returns the number of CPU threads that this process may use at once."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
-    """Puts a whole file in place of what is there, whatever stops it in between."""
+    """Replaces a file atomically."""
     descriptor, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -146,7 +146,7 @@ def _replace(path: pathlib.Path, text: str) -> None:
 
 
 def _native(platform_name: str) -> dict[str, Any] | None:
-    """The native library's digest, what its host steps run on, and the link that it emulates, if it does."""
+    """Returns the native library's digest, the threads and instruction set of its host steps, and its emulated link."""
     found = status(platform_name)
     if not found.is_available or found.path is None:
         return None

@@ -1,8 +1,8 @@
-"""What a program costs: floating-point operations and bytes, counted on its jaxpr.
+"""Counts a program's floating-point operations and bytes on its jaxpr.
 
-XLA fuses elementwise operations into their neighbours, so these cost operations but no bytes; products, convolutions,
-reductions, lookups and the like read their operands from memory and write their results there. The program's own
-arguments and results are counted once where only elementwise operations touch them.
+XLA fuses element-wise operations into their neighbours, so these cost operations but no bytes. Products, convolutions,
+reductions, lookups and similar operations read operands from memory and write results to memory. Program arguments and
+results that only element-wise operations touch count once.
 
     bytes:  argument --> [light] --> [heavy] --> [light] --> [heavy] --> [light] --> result
             read where light         read write              read write              written where light
@@ -18,10 +18,10 @@ import numpy as np
 from jax.extend import core
 
 PRODUCT_TILE_ROWS = 128
-"""A product that reads weights in host memory reads them once for each tile of so many rows of its other operand.
+"""A product that reads weights in host memory reads them once per tile of this many rows of its other operand.
 
-Tiled products keep no more of the output on the chip, and reads of host memory are not kept in device memory: DeepPlan
-(Jeong, Baek and Ahn, EuroSys 2023) counts several times a fully connected layer's bytes on the link.
+A tiled product holds no more of its output on the chip, and host reads are not cached in device memory. DeepPlan
+(Jeong, Baek and Ahn, EuroSys 2023) counts a multiple of a fully connected layer's bytes on the link.
 """
 
 
@@ -30,10 +30,10 @@ class Costs:
     """Totals of a program.
 
     Attributes:
-      flops: floating-point operations; a multiplication and an addition are two.
+      flops: floating-point operations; a multiply-add counts as two.
       bytes_read: bytes read from memory.
       bytes_written: bytes written to memory.
-      kernels: number of operations that are no part of another one.
+      kernels: number of operations that are not fused into another.
     """
 
     flops: float = 0.0
@@ -59,10 +59,10 @@ class Costs:
 
 
 def jaxpr_costs(closed_jaxpr: core.ClosedJaxpr) -> Costs:
-    """Counts a program, nested programs included.
+    """Counts a program, including nested programs.
 
-    A scan counts its body as often as it runs, a cond its dearest branch. A while loop counts once: nobody knows how
-    often it runs.
+    A scan counts its body once per iteration, a cond its most expensive branch. A while loop counts its body once,
+    since its number of iterations is unknown.
     """
     jaxpr = closed_jaxpr.jaxpr
     total = _body_costs(jaxpr)
@@ -76,21 +76,21 @@ def jaxpr_costs(closed_jaxpr: core.ClosedJaxpr) -> Costs:
 
 
 def touched_bytes(closed_jaxpr: core.ClosedJaxpr, arguments: Collection[int]) -> float:
-    """Bytes that a program reads of some of its arguments where these lie in host memory.
+    """Returns the bytes that a program reads from arguments in host memory.
 
-    A lookup reads the rows that it returns, a product all of its operand once for each `PRODUCT_TILE_ROWS` rows of the
-    other one, anything else all of it once; an argument that is read by several operations is read by each.
+    A lookup reads the rows that it returns. A product reads its whole operand once per `PRODUCT_TILE_ROWS` rows of the
+    other one. Any other operation reads its operand once. Every operation that reads an argument counts.
 
     Args:
       closed_jaxpr: the program.
-      arguments: positions of the arguments in question.
+      arguments: positions of the arguments in host memory.
     """
     jaxpr = closed_jaxpr.jaxpr
     return _touched(jaxpr, {id(jaxpr.invars[position]): 1.0 for position in arguments})
 
 
 def _touched(jaxpr: core.Jaxpr, sources: dict[int, float]) -> float:
-    """`sources` names host memory and views of it by id, with the bytes in host memory for a byte of the view."""
+    """`sources` maps ids of host arrays and their views to the host bytes per byte of the view."""
     sources = dict(sources)
     total = 0.0
     for eqn in jaxpr.eqns:
@@ -116,7 +116,7 @@ def _touched(jaxpr: core.Jaxpr, sources: dict[int, float]) -> float:
 def _touched_inside(eqn: core.JaxprEqn, sources: dict[int, float], read: list[int]) -> float:
     per_jaxpr = []
     for jaxpr in _inner_jaxprs(eqn):
-        # Operands that are no arguments of the nested program (the index of a cond) come first.
+        # Operands that the nested program does not receive (the index of a cond) come first.
         shift = len(eqn.invars) - len(jaxpr.invars)
         inside = {id(jaxpr.invars[p - shift]): sources[id(eqn.invars[p])] for p in read if p >= shift}
         per_jaxpr.append(_touched(jaxpr, inside))
@@ -126,7 +126,7 @@ def _touched_inside(eqn: core.JaxprEqn, sources: dict[int, float], read: list[in
 
 
 def _tiles(eqn: core.JaxprEqn, position: int) -> int:
-    """How many tiles of rows the other operand of a product has."""
+    """Returns the number of row tiles of the other operand of a product."""
     contracting, batch = eqn.params["dimension_numbers"]
     other = _shape(eqn.invars[1 - position])
     used = {*contracting[1 - position], *batch[1 - position]}
@@ -159,7 +159,7 @@ def _equation_costs(eqn: core.JaxprEqn) -> Costs:
 
 
 def _traffic(eqn: core.JaxprEqn) -> tuple[float, float]:
-    """Bytes that a heavy operation reads and writes."""
+    """Returns the bytes that a heavy operation reads and writes."""
     name, made = eqn.primitive.name, sum(map(_bytes, eqn.outvars))
     if name in ("gather", "dynamic_slice"):
         return made + sum(map(_bytes, eqn.invars[1:])), made
@@ -172,12 +172,12 @@ def _traffic(eqn: core.JaxprEqn) -> tuple[float, float]:
 
 
 def _inner_jaxprs(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The nested programs that an equation runs."""
+    """Returns the nested programs that an equation runs."""
     return [] if eqn.primitive.name in _REDUCERS else list(_jaxprs_in(_run_params(eqn)))
 
 
 def _run_params(eqn: core.JaxprEqn) -> list[Any]:
-    # The rules of a custom derivative are functions of their own, which the program does not run.
+    # The program itself does not run the rules of a custom derivative.
     return [value for key, value in eqn.params.items() if "fwd" not in key and "bwd" not in key and "jvp" not in key]
 
 
@@ -222,7 +222,7 @@ def _dot_flops(eqn: core.JaxprEqn) -> float:
 
 
 def _conv_flops(eqn: core.JaxprEqn) -> float:
-    """Each result is a sum over the kernel's window and the input channels of its group."""
+    """Counts each result as a sum over the kernel's window and its group's input channels."""
     kernel, spec = eqn.invars[1], eqn.params["dimension_numbers"]
     out_channels = _shape(kernel)[spec.rhs_spec[0]]
     return 2.0 * _size(eqn.outvars[0]) * _size(kernel) / out_channels
@@ -292,7 +292,7 @@ _REDUCTIONS = frozenset(
 )
 _SCATTERS = frozenset({"scatter_add", "scatter-add", "scatter_mul", "scatter_min", "scatter_max"})
 _REDUCERS = _REDUCTIONS | _SCATTERS | {"scatter", "sort", "custom_lin"}
-"""Operations whose nested program combines two elements and is counted with the operation."""
+"""Operations whose nested program combines two elements; it counts as part of the operation."""
 _HEAVY = (
     _REDUCTIONS
     | _SCATTERS

@@ -1,9 +1,9 @@
-"""Profiles before the hardware is there: times from operations and bytes by roofline.
+"""Estimates profiles without the hardware: a roofline model of operations and bytes.
 
-A program takes as long as the slowest of its products at the GPU's reached peak, its bytes at the speed of device
-memory, and its kernels at the least time of one. Transfers take their latency and their bytes at the link's speed. By
-direct host access a program takes at least as long as the link needs for the bytes that it touches. All of this is an
-estimate and is marked so; measured profiles replace it.
+A program takes the longest of three times: its operations at the reached share of the GPU's peak, its bytes at the
+bandwidth of device memory, and its kernels at the minimum duration of one. A transfer takes its latency plus its bytes
+at the link's bandwidth. With direct host access, a program takes at least the link time of the bytes that it touches.
+The profile is marked as estimated; measured profiles replace it.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.records import LayerProfile, Profile
 
 UPDATE_BYTES_PER_PARAMETER = 30
-"""What an AdamW step in one pass moves in host memory: 16-bit gradient in and parameter out, master parameter and two
-moments in and out, 2 + 2 + 3 * 8 bytes, and some."""
+"""Host memory traffic of a one-pass AdamW step: it reads a 16-bit gradient, writes a 16-bit parameter, and reads and
+writes the master parameter and two moments: 2 + 2 + 3 * 8 bytes, rounded up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """What it costs a layer to run its forward again in its backward.
+    """The costs of running a layer's forward again in its backward.
 
     Attributes:
-      activation_bytes: what is kept between forward and backward then.
-      flops, bytes, kernels: what the backward does more.
+      activation_bytes: bytes kept between forward and backward with recomputation.
+      flops, bytes, kernels: additional work of the backward.
     """
 
     activation_bytes: int
@@ -36,21 +36,21 @@ class Recomputation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """What a layer costs, whoever counted it: a jaxpr's walk, or a formula.
+    """The costs of a layer, counted on a jaxpr or computed by a formula.
 
     Attributes:
       name: the layer's name, unique in its model.
-      parameters: the parameter group; layers with the same one share their parameters. "" is the layer's own name.
-      num_parameters: how many parameters the host updates.
+      parameters: the parameter group; layers with the same group share parameters. "" means the layer's own name.
+      num_parameters: number of parameters that the host updates.
       param_bytes, grad_bytes, activation_bytes: as in a profile.
       forward_flops, backward_flops: floating-point operations.
       forward_bytes, backward_bytes: bytes of device memory read and written.
-      dha_bytes_forward, dha_bytes_backward: bytes that cross the link when the parameters lie in host memory.
-      forward_kernels, backward_kernels: how many kernels run.
+      dha_bytes_forward, dha_bytes_backward: bytes that cross the link if the parameters lie in host memory.
+      forward_kernels, backward_kernels: number of kernels.
       inter_forward_flops, inter_forward_bytes, inter_backward_flops, inter_backward_bytes: parameterless compute right
         after this layer's forward and right before its backward.
-      itemsize: bytes of an element in the layer's products: 2 for 16 bits, 4 for 32.
-      recomputation: None where a plan may not choose it.
+      itemsize: bytes per element in the layer's products: 2 for 16 bits, 4 for 32.
+      recomputation: costs of recomputation; None if a plan cannot choose it.
     """
 
     name: str
@@ -76,12 +76,12 @@ class LayerCosts:
 
 
 def estimate_profile(layers: Iterable[LayerCosts], machine: Machine, facts: dict[str, Any] | None = None) -> Profile:
-    """A profile of a model on a machine, by roofline.
+    """Estimates the profile of a model on a machine.
 
     Args:
       layers: the costs, in forward order.
-      machine: the figures.
-      facts: further facts for the profile's `machine`, which says `"estimated": true` in any case.
+      machine: the machine's figures.
+      facts: further facts for the profile's `machine`, which always contains `"estimated": true`.
 
     Raises:
       InputError: if there is no layer, or two share a name.

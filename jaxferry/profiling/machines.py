@@ -1,22 +1,22 @@
-"""Machines that a profile can be estimated for: figures of GPU, link and host, each with its source.
+"""Machines for estimated profiles: figures of GPU, link and host, each with its source.
 
-Peaks are the vendors' for dense 16-bit and 32-bit products; what is reached of them is `efficiency`. Link figures are
-copies between pinned host memory and the device, measured, one direction at a time. `jaxferry.machine/1` is the JSON of
-a machine of one's own:
+Peaks are the vendors' figures for dense 16-bit and 32-bit products; `efficiency` is the share of them that programs
+reach. Link figures are measured copies between pinned host memory and the device, one direction at a time.
+`jaxferry.machine/1` is the JSON format of a user's own machine:
 
     {"format": "jaxferry.machine/1", "name": "my box", "flops_per_s": 1e14, "float32_flops_per_s": 2e13,
      "memory_bytes": 24e9, "memory_bytes_per_s": 9e11, "link_bytes_per_s": 2.5e10, "host_bytes_per_s": 6e10}
 
-The figures were checked in November 2026 against what others print of the sources named, as the vendors' own files
-were not at hand; what was not found there is marked "unconfirmed". Where they are printed:
+The figures were checked in November 2026 against pages that quote the named sources, since the vendors' own files were
+not available. Figures that no page quotes are marked "unconfirmed". The pages:
 
 - V100, PCIe (112, 14 TFLOPS, 900 GB/s): io-tech.fi; A100 (312, 156 TFLOPS) and H100 (989.4, 494.7 TFLOPS):
   glennklockwood.com/garden; A100 80 GB PCIe (1935 GB/s): thundercompute.com; H100 SXM (3350 GB/s): hpctech.co.jp; H200
   (141 GB, 4.8 TB/s, the H100's compute): aiwiki.ai; RTX 4090: waredb.com.
-- PCIe 4: the forum's thread itself; PCIe 5: smart-guide.co.kr, quoting the blog, which names no GPU.
+- PCIe 4: the forum thread itself; PCIe 5: smart-guide.co.kr, quoting the blog, which names no GPU.
 - Hosts: Intel's S2600CW specification (Xeon E5-2600 v4), tomshardware.fr (EPYC 7003), wwt.com (4th generation Xeon),
   hardwaretimes.com (Ryzen 7000).
-- 52 % of the A100's peak: the paper's abstract; 5 to 7 us for each copy: emergentmind.com, quoting the paper.
+- 52 % of the A100's peak: the paper's abstract; 5 to 7 us per copy: emergentmind.com, quoting the paper.
 """
 
 import dataclasses
@@ -57,17 +57,17 @@ class Machine:
     """The figures that an estimate needs.
 
     Attributes:
-      name: of GPU and link.
+      name: name of GPU and link.
       flops_per_s: peak of dense 16-bit products.
-      float32_flops_per_s: peak of dense 32-bit products as JAX does them by default: TF32 where the GPU has it.
-      memory_bytes: device memory.
-      memory_bytes_per_s: peak of device memory.
-      link_bytes_per_s: each direction of the link between pinned host memory and the device.
-      host_bytes_per_s: host memory, sustained.
+      float32_flops_per_s: peak of dense 32-bit products with JAX's defaults: TF32 if the GPU has it.
+      memory_bytes: size of device memory.
+      memory_bytes_per_s: peak bandwidth of device memory.
+      link_bytes_per_s: bandwidth between pinned host memory and the device, in each direction.
+      host_bytes_per_s: sustained bandwidth of host memory.
       efficiency: the share of the peak that products reach.
-      launch_s: the least time that a kernel takes.
-      link_latency_s: what a transfer takes beyond its bytes.
-      sources: where each figure comes from, by field.
+      launch_s: the minimum duration of a kernel.
+      link_latency_s: fixed time per transfer.
+      sources: source of each figure, by field.
 
     Raises:
       InputError: if a figure is not positive and finite; the message names it.
@@ -105,7 +105,7 @@ class Machine:
         """Reads `jaxferry.machine/1`.
 
         Raises:
-          InputError: if a key is missing or unknown, or a figure not acceptable.
+          InputError: if a key is missing or unknown, or a figure is invalid.
         """
         fields = check_format(document, MACHINE_FORMAT)
         name = check_text(required(fields, "name", "machine"), "name", "machine")
@@ -118,12 +118,12 @@ class Machine:
         return cls(name=name, **values)
 
     def to_json(self) -> dict[str, Any]:
-        """The machine as `jaxferry.machine/1`."""
+        """Returns the machine as `jaxferry.machine/1`."""
         return {"format": MACHINE_FORMAT, **dataclasses.asdict(self), "sources": dict(self.sources)}
 
 
 def _host(channels: int, megatransfers: int, source: str) -> tuple[float, str]:
-    """80 % of the host memory's peak, 8 bytes a transfer and channel."""
+    """Returns 80 % of the host memory's peak (8 bytes per transfer and channel), and its source."""
     return 0.8 * channels * megatransfers * 8e6, f"80 % of {channels} channels at {megatransfers} MT/s: {source}"
 
 
@@ -170,11 +170,11 @@ MACHINES: Mapping[str, Machine] = {
         _machine("rtx4090-pcie4", *_RTX4090, _PCIE4, _DESKTOP),
     )
 }
-"""The machines that are known by name."""
+"""The built-in machines, by name."""
 
 
 def find_machine(name_or_path: str | os.PathLike[str]) -> Machine:
-    """The machine of that name, or the one that a JSON file describes.
+    """Returns the built-in machine of that name, or the machine that a JSON file describes.
 
     Raises:
       InputError: if there is neither; the message lists the known names.

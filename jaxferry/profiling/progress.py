@@ -1,4 +1,4 @@
-"""A progress bar on standard error, where that is a terminal."""
+"""A progress bar on standard error, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 Report = Callable[[str, int, int], None]
-"""Told what comes next, how many parts are done, and of how many."""
+"""Called with the next part's name, the number of finished parts, and the total."""
 
 
 @contextlib.contextmanager
 def progress_bar(what: str, console: Console | None = None) -> Iterator[Report]:
-    """Shows how far a work of many parts has come; nothing where standard error is no terminal.
+    """Shows the progress of work with many parts; shows nothing if the console is not a terminal.
 
     Args:
       what: the work, in a word or two.
-      console: where to show it in place of standard error.
+      console: where to show it; default: standard error.
     """
     console = console or Console(stderr=True)
     words = TextColumn("{task.description}"), TextColumn("{task.fields[part]}", style="dim")

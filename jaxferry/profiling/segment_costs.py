@@ -1,4 +1,4 @@
-"""From a partition to what each of its segments costs."""
+"""Counts the costs of a partition's segments."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jaxferry.profiling.estimate import LayerCosts, Recomputation
 
 
 def partition_costs(partition: Partition, remat: Any = None) -> tuple[LayerCosts, ...]:
-    """Counts forward and backward of each segment; segments that share their programs are counted once.
+    """Counts forward and backward of each segment; segments that share programs are counted once.
 
-    What full recomputation costs is counted as well where that choice is left to a plan (`AUTO`) and a segment would
-    keep fewer bytes. The last segment's forward and backward are one program, which nothing is kept between.
+    Also counts full recomputation where a plan may choose it (`AUTO`) and it would keep fewer bytes. The last segment
+    is exempt: its forward and backward are one program and keep nothing in between.
 
     Args:
       partition: the model.
-      remat: what is kept between forward and backward, the same for all, as in `jaxferry.partition.differentiate`; None
-        for each segment's own choice.
+      remat: what all segments keep between forward and backward, as in `jaxferry.partition.differentiate`; None for
+        each segment's own choice.
     """
     counted: dict[tuple[int, str], _ProgramCosts] = {}
 
@@ -36,14 +36,14 @@ def partition_costs(partition: Partition, remat: Any = None) -> tuple[LayerCosts
     result = []
     for number, segment in enumerate(partition.segments):
         program = program_costs(segment, remat, "own")
-        # What several backwards read is kept once, from the first forward on that needs it kept.
+        # A value that several backwards read is kept once and counted with the first segment that keeps it.
         before, own = set(held), program.kept_values(segment)
         held |= own
         kept_bytes = program.derivative.saved_bytes + sum(map(partition.graph.num_bytes, own - before))
         costs = program.of(partition, segment, kept_bytes)
         if (segment.remat if remat is None else remat) == AUTO and number < len(partition.segments) - 1:
             again = program_costs(segment, "full", "again")
-            # Later segments count on what this one keeps for them too, and may recompute themselves.
+            # Later segments may recompute too; they then need this segment's outputs, which it keeps for them.
             shared = {v for later in partition.segments[number + 1 :] for v in later.inputs}
             kept = again.kept_values(segment) | (own & shared)
             again_bytes = again.derivative.saved_bytes + sum(map(partition.graph.num_bytes, kept - before))
@@ -54,7 +54,7 @@ def partition_costs(partition: Partition, remat: Any = None) -> tuple[LayerCosts
 
 
 class _ProgramCosts:
-    """The costs of one pair of programs."""
+    """The costs of a segment's forward and backward programs."""
 
     def __init__(self, graph: Graph, segment: Segment, remat: Any):
         self.derivative = derivative = differentiate(graph, segment, remat)
@@ -66,7 +66,7 @@ class _ProgramCosts:
         self.touched_backward = touched_bytes(backward, weights)
 
     def kept_values(self, segment: Segment) -> set[int]:
-        """The segment's own inputs and outputs that its backward reads."""
+        """Returns the segment's inputs and outputs that its backward reads."""
         read = {segment.inputs[index] for index in self.derivative.inputs_read}
         return read | {segment.outputs[index] for index in self.derivative.outputs_read}
 
@@ -91,7 +91,7 @@ class _ProgramCosts:
         )
 
     def recomputation(self, again: _ProgramCosts, activation_bytes: int) -> Recomputation:
-        """What it adds to run the forward again, as the programs `again` do."""
+        """Returns the additional costs of running the forward again, as in the programs `again`."""
         return Recomputation(
             activation_bytes=activation_bytes,
             flops=again.backward.flops - self.backward.flops,

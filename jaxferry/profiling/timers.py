@@ -1,8 +1,7 @@
-"""How long a call takes: warm-up, repetitions, median.
+"""Times calls: warm-up, repetitions, median.
 
-What a call is given is made anew outside the timed part, so that a program may be timed that takes its arguments'
-memory for its results. The median is what is left when a machine that does other things as well disturbs some of the
-repetitions.
+Arguments are made anew for each repetition, outside the timed part, so that programs may donate them. The median
+discards repetitions that other work on the machine disturbs.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ import jax
 from jaxferry.errors import InputError
 
 SHORT_S = 1e-3
-"""Calls that take less are timed several in a row where they may be: what it takes to issue one and to see its end is
-hidden behind the one before, as it is within a step."""
+"""Shorter calls are timed several in a row if allowed: dispatch and synchronisation then overlap the previous call, as
+they do within a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much is done for one median.
+    """Limits on the repetitions for one median.
 
     Attributes:
-      min_repetitions: never fewer, whatever they take.
-      max_repetitions: never more.
-      min_total_s: as long as less was timed, it is repeated;
-      budget_s: but not once all of it, the making of arguments included, has taken this long.
+      min_repetitions: minimum number, whatever they take.
+      max_repetitions: maximum number.
+      min_total_s: repeat until this much time was measured,
+      budget_s: or until this much time has passed, including the making of arguments.
 
     Raises:
-      InputError: if there is to be no repetition.
+      InputError: if `min_repetitions` is below 1 or above `max_repetitions`.
     """
 
     min_repetitions: int = 3
@@ -56,14 +55,14 @@ def median_s(
     max_calls: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Seconds of one call of `run`: the median over repetitions, after one call that does not count.
+    """Returns the median seconds of one call of `run`, after one warm-up call.
 
     Args:
-      run: what is timed, until all of its result is ready (`jax.block_until_ready`).
+      run: the timed function; the time ends when its whole result is ready (`jax.block_until_ready`).
       prepare: `prepare(n)` makes the arguments of n calls, outside the timed part.
-      effort: how often.
-      max_calls: how many calls may be timed in a row, where one is shorter than `SHORT_S`.
-      clock: seconds of a steady clock.
+      effort: limits on the repetitions.
+      max_calls: how many calls may be timed in a row if one is shorter than `SHORT_S`.
+      clock: a monotonic clock, in seconds.
     """
 
     def repetition(num_calls: int) -> float:
@@ -74,7 +73,7 @@ def median_s(
         return (clock() - start) / num_calls
 
     begin = clock()
-    # The first call loads code and touches memory that later ones find.
+    # The first call loads code and touches memory.
     first_s = repetition(1)
     num_calls = max(1, min(max_calls, int(SHORT_S / max(first_s, SHORT_S / max_calls))))
     times_s: list[float] = []

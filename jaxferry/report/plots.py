@@ -1,4 +1,4 @@
-"""Figures for people, by matplotlib, which is needed only here."""
+"""Figures, drawn by matplotlib, which is imported only here."""
 
 import importlib
 import os
@@ -12,10 +12,10 @@ _FORMATS = ("png", "pdf", "svg")
 
 
 def plot_format(path: str | os.PathLike[str]) -> str:
-    """The format that a figure's file name asks for.
+    """Returns the format that a figure's file name implies.
 
     Raises:
-      InputError: if it is none that is supported.
+      InputError: if the format is not supported.
     """
     ending = pathlib.PurePath(path).suffix.lower().removeprefix(".")
     if ending not in _FORMATS:
@@ -24,7 +24,7 @@ def plot_format(path: str | os.PathLike[str]) -> str:
 
 
 def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os.PathLike[str]) -> None:
-    """Writes step time against device memory as a figure, one line for each reserve factor.
+    """Writes a figure of step time against device memory, with one line per reserve factor.
 
     Raises:
       InputError: if matplotlib is missing, the format is not supported, or the file cannot be written.
@@ -38,7 +38,7 @@ def plot_sweep(points: list[SweepPoint], best: SweepPoint | None, path: str | os
 
 
 def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
-    """The figure of `plot_sweep`: nothing is written over the points; what they are stands beside the axes.
+    """Draws the figure of `plot_sweep`; the legend stands beside the axes so that it covers no point.
 
     Raises:
       InputError: if matplotlib is missing.
@@ -48,7 +48,7 @@ def sweep_figure(points: list[SweepPoint], best: SweepPoint | None) -> Any:
     for number, factor in enumerate(factors):
         places = sorted(_place(point) for point in points if point.reserve_factor == factor and point.plan is not None)
         if places:
-            # later lines are thinner, so that those behind them at the same places can be seen
+            # Later lines are thinner, so that earlier lines at the same points stay visible.
             share = number / max(len(factors) - 1, 1)
             look = {"color": colours(share), "markersize": 11 - 7 * share, "linewidth": 4 - 3 * share}
             axes.plot(*zip(*places, strict=True), marker="o", label=f"{factor:g}", **look)
@@ -68,7 +68,7 @@ def _place(point: SweepPoint) -> tuple[float, float]:
 
 
 def load_figure(size: tuple[float, float]) -> Any:
-    """An empty figure of a size in inches.
+    """Returns an empty figure; `size` is in inches.
 
     Raises:
       InputError: if matplotlib is missing.
@@ -80,6 +80,6 @@ def load_figure(size: tuple[float, float]) -> Any:
 
 
 def _figure() -> tuple[Any, Any, Any]:
-    """A figure, its axes, and colours for shares in [0, 1]."""
+    """Returns a figure, its axes, and a colour map over [0, 1]."""
     figure = load_figure((7, 4.5))
     return figure, figure.add_subplot(), importlib.import_module("matplotlib").colormaps["viridis"]

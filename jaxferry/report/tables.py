@@ -1,4 +1,4 @@
-"""Tables for people, by rich."""
+"""Tables and lines for human readers."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from jaxferry.units import format_bytes, format_seconds
 
 
 def plan_table(plan: Plan) -> Table:
-    """Modes and gradient places, and where some are full recomputations, one row for each run of layers alike."""
+    """Returns modes and gradient places, plus remat if any layer recomputes; one row per run of equal layers."""
     shown = ("mode", "gradient", "remat") if any(plan.recomputes) else ("mode", "gradient")
     table = _table("layers", "", *shown, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
     for values, run in itertools.groupby(plan.layers, key=lambda layer: [getattr(layer, key).value for key in shown]):
@@ -24,7 +24,7 @@ def plan_table(plan: Plan) -> Table:
 
 
 def prediction_lines(plan: Plan) -> list[str]:
-    """What the plan says about itself: prediction, gap, binding constraint."""
+    """Returns the plan's prediction, gap and binding constraint."""
     lines = []
     if plan.predicted is not None:
         predicted = plan.predicted
@@ -42,7 +42,7 @@ def prediction_lines(plan: Plan) -> list[str]:
 
 
 def comparison_table(compared: Compared) -> Table:
-    """All policies side by side."""
+    """Returns all policies side by side."""
     heads = ("reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap")
     table = _table("policy", *heads, title="policies")
     for row in compared.rows:
@@ -65,15 +65,15 @@ def comparison_table(compared: Compared) -> Table:
 
 
 def comparison_lines(compared: Compared) -> list[str]:
-    """What the column of gaps is measured against."""
+    """Explains the column of gaps."""
     return [
-        f"gap: steady step over {format_seconds(compared.lower_bound_s)}, which no plan beats, whatever its modes and "
-        "gradients; exact alone states how far it is from the best of GFGB, DHA and DFGB"
+        f"gap: steady step over {format_seconds(compared.lower_bound_s)}, a lower bound for all modes and gradient "
+        "places; exact also proves its gap to the best plan of GFGB, DHA and DFGB"
     ]
 
 
 def simulation_table(simulation: Simulation) -> Table:
-    """Use of the lanes in one step."""
+    """Returns the use of the lanes in one step."""
     table = _table("lane", "busy", "idle", "used", title="lanes, one step")
     for lane, use in simulation.lanes.items():
         total_s = use.busy_s + use.idle_s
@@ -83,7 +83,7 @@ def simulation_table(simulation: Simulation) -> Table:
 
 
 def simulation_lines(simulation: Simulation) -> list[str]:
-    """Times, memory and the critical path."""
+    """Returns times, memory and the critical path."""
     shown = list(simulation.critical_path)
     if len(shown) > 12:
         shown = [*shown[:6], f"... {len(shown) - 12} more ...", *shown[-6:]]
@@ -92,14 +92,14 @@ def simulation_lines(simulation: Simulation) -> list[str]:
         f"forward {format_seconds(simulation.forward_s)}, step {format_seconds(simulation.step_s)}, "
         f"steady step {format_seconds(simulation.steady_step_s)}",
         f"peak device memory {format_bytes(simulation.peak_device_bytes)} over a chain of {CHAIN_STEPS} steps, where "
-        f"loads begin during the step before; {format_bytes(one_step)} in one step alone",
-        f"host link {format_bytes(simulation.link_bytes)} a step",
+        f"loads start during the previous step; {format_bytes(one_step)} in a single step",
+        f"host link {format_bytes(simulation.link_bytes)} per step",
         f"critical path: {' > '.join(shown)}",
     ]
 
 
 def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
-    """Step time against device memory; the knee is marked."""
+    """Returns step time against device memory, with the knee marked."""
     table = _table("reserve factor", "budget", "steady step", "step", "peak device", "", title="sweep")
     for point in points:
         budget = "-" if point.memory_budget_bytes is None else format_bytes(point.memory_budget_bytes)
@@ -113,7 +113,7 @@ def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
 
 
 def bench_table(compared: Comparison) -> Table:
-    """What steps take under each policy, beside what was predicted and what bounds them."""
+    """Returns the measured step of each policy beside its prediction and its bounds."""
     heads = ("measured", "predicted", "/ predicted", "own bound", "/ own bound", "/ bound", "peak device")
     table = _table("policy", *heads, title="policies, trained")
     for row in compared.rows:
@@ -127,11 +127,11 @@ def bench_table(compared: Comparison) -> Table:
 
 
 def bench_lines(compared: Comparison) -> list[str]:
-    """What the bounds are."""
+    """Explains the bounds."""
     works = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in compared.work_s.items())
     return [
-        f"a step's work: {works}; the longest is the bound",
-        "own bound: the busiest lane under the policy's own plan, which may load twice, or read host memory in place",
+        f"work per step: {works}; the longest is the bound",
+        "own bound: the busiest lane under the policy's own plan, which may load twice or read host memory in place",
     ]
 
 

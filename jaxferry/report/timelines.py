@@ -1,4 +1,4 @@
-"""Lanes over time as a picture: measured beside predicted, one row a policy."""
+"""Draws lanes over time: measured beside predicted, one row per policy."""
 
 import os
 
@@ -11,7 +11,7 @@ _COLOURS = {Lane.GPU: "tab:green", Lane.H2D: "tab:blue", Lane.D2H: "tab:orange",
 
 
 def plot_timelines(compared: Comparison, path: str | os.PathLike[str]) -> None:
-    """Writes two steps of each policy as a figure.
+    """Writes a figure of two steps of each policy.
 
     Raises:
       InputError: if matplotlib is missing, the format is not supported, or the file cannot be written.

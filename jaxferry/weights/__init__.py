@@ -1,5 +1,5 @@
 """Weight offloading on one GPU: Beaumont, Eyraud-Dubois, Shilova and Zhao, "Weight Offloading Strategies", 2022.
 
 instance -> greedy (which weights leave, and when) -> scheduling (the transfers) -> validate (in tests)
-         -> bound (a MILP that no schedule can beat), l2l (the baseline)
+         -> bound (a lower bound by MILP), l2l (the baseline)
 """

@@ -1,9 +1,9 @@
-"""The greedy policy run with several lowered memories, the best schedule kept.
+"""Runs the greedy policy with several smaller memories and keeps the best schedule.
 
-The selection of Algorithm 1 makes room for the operations alone, not for transfers on their way. Selecting for a
-smaller memory, by 0 to 3 times the largest weight, leaves room for those as well; all schedules keep to the true
-memory. Selections that ignore the discount are tried too: on slow links it can pay to spread the transfers over more
-layers. Our own addition: never worse than `greedy`, not optimal.
+The selection of Algorithm 1 makes room for operations, not for transfers in flight. A selection for a memory that is
+smaller by 0 to 3 times the largest weight leaves room for both; all schedules respect the true memory. Selections
+without the discount are tried too: on slow links it can pay to spread the transfers over more layers. This is our own
+addition; it is never worse than `greedy`, but not optimal.
 """
 
 from jaxferry.weights.greedy import select
@@ -12,11 +12,11 @@ from jaxferry.weights.records import Outcome
 from jaxferry.weights.scheduling import schedule_transfers
 
 _LOWERED_BY = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
-"""In largest weights."""
+"""Reductions of the memory, in units of the largest weight."""
 
 
 def greedy_best(instance: Instance) -> Outcome:
-    """The shortest of the schedules found when the selection sees less memory; ties go to fewer choices.
+    """Returns the shortest schedule over all selections; ties go to fewer choices.
 
     Raises:
       BudgetError: if no schedule exists.

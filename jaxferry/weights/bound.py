@@ -1,15 +1,15 @@
 """A lower bound on every schedule: the MILP of "Weight Offloading Strategies", section 6, solved by HiGHS.
 
 A cycle is 2 L intervals, each from the start of an operation to the start of the next. For each layer i and interval j
-the variables are the bytes of w_i offloaded (O), prefetched (P) and deleted (D) in it; binaries say whether a weight is
-deleted after its forward, after its backward, and offloaded at all. Memory is checked at the start of each operation
-only, hence a bound and no schedule.
+the variables are the bytes of w_i offloaded (O), prefetched (P) and deleted (D) in it; binaries state whether a weight
+is deleted after its forward, deleted after its backward, and offloaded at all. Memory is checked only at the start of
+each operation, so the result is a bound, not a schedule.
 
-Two misprints are mended: in (4) the own weight of an operation is part of M_k and must not be counted in the sum as
-well; the first inequality of (6) reads `<= 0` (no more can be prefetched than was deleted). The running sums of (4) and
-(6) are variables of their own here, which keeps the matrix sparse: m, the bytes of w_i on the device at the start of an
-operation, and h, the bytes of w_i that the host has beyond those that were deleted. Bytes are counted in largest
-weights and seconds in transfers of the largest weight, since HiGHS's tolerances are absolute.
+Two misprints are corrected: in (4), M_k already includes an operation's own weight, so the sum must not count it again;
+the first inequality of (6) should read `<= 0` (no more can be prefetched than was deleted). The running sums of (4) and
+(6) are separate variables here, which keeps the matrix sparse: m, the bytes of w_i on the device at the start of an
+operation, and h, the bytes of w_i offloaded beyond those deleted. HiGHS's tolerances are absolute, so the unit of bytes
+is the largest weight and the unit of time is its transfer.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ TIME_LIMIT_S = 120.0
 
 
 def bound(instance: Instance, time_limit_s: float = TIME_LIMIT_S) -> Outcome:
-    """A time below which no schedule exists.
+    """Returns a lower bound on the duration of any schedule.
 
     Args:
       instance: the problem.
-      time_limit_s: when HiGHS stops the search, and then a relaxation; the best bound proven by then is returned, and
-        the note says so.
+      time_limit_s: limit on HiGHS's search, and on the relaxation after it. If it is reached, the result is the best
+        bound proven by then, and the note says so.
 
     Raises:
       BudgetError: if no schedule exists.
@@ -63,11 +63,11 @@ def bound(instance: Instance, time_limit_s: float = TIME_LIMIT_S) -> Outcome:
 
 
 def transfer_bound_s(instance: Instance) -> float:
-    """A time below which no schedule exists, by the prefetches alone: far quicker to have than `bound`, and weaker.
+    """Returns a lower bound from the prefetches alone: much faster than `bound`, but weaker.
 
-    At the start of the first backward, and at that of the first forward, memory has room for some bytes of weights
-    only. The others are absent, and each has to come back for its next use, which is before the other of these two
-    instants. So a cycle prefetches at least the sum of what is absent at both.
+    At the start of the first backward and at the start of the first forward, memory holds only some of the weights. The
+    others are absent and must return for their next use, which comes before the other of these two instants. So a cycle
+    prefetches at least the sum of the absent bytes at both.
 
     Raises:
       BudgetError: if no schedule exists.
@@ -86,7 +86,7 @@ def _at_least_zero(value: float | None) -> float:
 
 
 class _Columns:
-    """Where each variable stands in the vector of unknowns; layers without weights have none."""
+    """The index of each variable in the vector of unknowns; layers without weights have no variables."""
 
     def __init__(self, instance: Instance):
         self.layers = [k for k, weight in enumerate(instance.weights) if weight]
@@ -160,12 +160,13 @@ class _Problem:
         return cls(columns, cost, integrality, lower, upper, matrix, np.array(rows.lower), np.array(rows.upper))
 
     def relaxed(self, time_limit_s: float) -> float:
-        """The optimum without integrality, a bound as well, by the interior point method; 0 if time runs out.
+        """Solves the problem without integrality, which also gives a bound; returns 0 if time runs out.
 
-        Where links are slow the simplex method of the search can spend minutes on its first relaxation.
+        Uses the interior point method: on slow links, the search's simplex method can spend minutes on its first
+        relaxation.
         """
         matrix, lower, upper = self.matrix, self.row_lower, self.row_upper
-        # The stubs of SciPy know no sparse matrices here.
+        # SciPy's stubs do not accept sparse matrices here.
         linprog: Any = scipy.optimize.linprog
         equal = lower == upper
         below, above = np.isfinite(upper) & ~equal, np.isfinite(lower) & ~equal
@@ -194,12 +195,12 @@ class _Problem:
 
 
 def _intervals_of(instance: Instance, layer: int) -> tuple[int, int]:
-    """The intervals that start with the backward and with the forward of a layer; 0 starts with the last backward."""
+    """Returns the intervals that start with a layer's backward and forward; 0 starts with the last layer's backward."""
     return instance.num_layers - 1 - layer, instance.num_layers + layer
 
 
 def _add_times(rows: _Rows, columns: _Columns, instance: Instance, unit_bytes: float) -> None:
-    """(2) each direction's transfers end before the next operation; (3) w_i does not leave during its own backward."""
+    """Adds (2): transfers end before the next operation; and (3): w_i does not leave during its own backward."""
     unit_s = unit_bytes / instance.bandwidth_bytes_per_s
     lengths_s = [*reversed(instance.backward_s), *instance.forward_s]
     for interval, length_s in enumerate(lengths_s):
@@ -212,7 +213,7 @@ def _add_times(rows: _Rows, columns: _Columns, instance: Instance, unit_bytes: f
 
 
 def _add_memory(rows: _Rows, columns: _Columns, instance: Instance, unit_bytes: float) -> None:
-    """(4), the own weight counted once."""
+    """Adds (4), counting an operation's own weight once."""
     layers = list(range(instance.num_layers))
     operations = [(k, instance.backward_bytes(k)) for k in reversed(layers)]
     operations += [(k, instance.forward_bytes(k)) for k in layers]
@@ -223,7 +224,7 @@ def _add_memory(rows: _Rows, columns: _Columns, instance: Instance, unit_bytes: 
 
 
 def _add_running_sums(rows: _Rows, columns: _Columns, instance: Instance, row: int, layer: int) -> None:
-    """(5) and (6): m goes round the cycle, h starts at 0 with each backward; their bounds say the rest."""
+    """Adds (5) and (6): m is cyclic, h starts at 0 with each backward; the variables' bounds do the rest."""
     backward, _ = _intervals_of(instance, layer)
     for now in range(columns.num_intervals):
         then = (now + 1) % columns.num_intervals
@@ -235,7 +236,7 @@ def _add_running_sums(rows: _Rows, columns: _Columns, instance: Instance, row: i
 
 
 def _add_choices(rows: _Rows, columns: _Columns, instance: Instance, row: int, layer: int, weight: float) -> None:
-    """(7) and (8): a weight is offloaded, and deleted in each half of the cycle, as a whole or not at all."""
+    """Adds (7) and (8): a weight is offloaded, and deleted in each half of the cycle, entirely or not at all."""
     backward, forward = _intervals_of(instance, layer)
     until_forward = range(backward, forward)
     until_backward = [j for j in range(columns.num_intervals) if j not in until_forward]

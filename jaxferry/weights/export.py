@@ -1,8 +1,8 @@
-"""Between the world of "Weight Offloading Strategies" and the engine: instances from profiles, plans from choices.
+"""Converts profiles to instances of "Weight Offloading Strategies", and choices to plans for the engine.
 
-The engine updates parameters on the host, so that every layer crosses the link before its forward anyway: choice (b) is
-the rule there. What a selection adds is choice (a), the weights that are dropped after their forward and loaded
-again for their backward: mode RELOAD. All others stay until their backward: GFGB.
+The engine updates parameters on the host, so every layer crosses the link before its forward anyway: it always makes
+choice (b). A selection adds choice (a): weights that are dropped after their forward and loaded again for their
+backward. These layers get mode RELOAD; all others stay until their backward (GFGB).
 """
 
 import math
@@ -17,10 +17,10 @@ from jaxferry.weights.records import Choice
 
 
 def instance_from_profile(profile: Profile, memory_bytes: int) -> Instance:
-    """The layers of a profile as an instance; the bandwidth is that of all its loads together.
+    """Converts a profile to an instance; the bandwidth is the average over all loads.
 
     Parameterless compute counts with the layer that it follows or precedes. Layers of one parameter group count as if
-    each had weights of its own, so that the memory is never understated.
+    each had its own weights, so memory is never underestimated.
 
     Raises:
       InputError: if the profile's loads take no time.
@@ -28,7 +28,7 @@ def instance_from_profile(profile: Profile, memory_bytes: int) -> Instance:
     load_s = math.fsum(layer.load_s for layer in profile.layers)
     param_bytes = sum(layer.param_bytes for layer in profile.layers)
     if not load_s or not param_bytes:
-        raise InputError("load_s and param_bytes must be positive in some layer, or the link has no bandwidth")
+        raise InputError("load_s and param_bytes must be positive in some layer; otherwise the link has no bandwidth")
     return Instance(
         weights=tuple(layer.param_bytes for layer in profile.layers),
         activations=(0, *(layer.activation_bytes for layer in profile.layers)),
@@ -40,11 +40,11 @@ def instance_from_profile(profile: Profile, memory_bytes: int) -> Instance:
 
 
 def export_plan(profile: Profile, policy: str, choices: Iterable[Choice]) -> Plan:
-    """A plan for the engine: RELOAD where a weight is absent between forward and backward, else GFGB.
+    """Makes a plan for the engine: RELOAD where a weight is absent between forward and backward, else GFGB.
 
     Args:
       profile: the profile whose layers the choices number.
-      policy: the name of the policy that made the choices; the plan's is `weights-` and that name.
+      policy: the name of the policy that made the choices; the plan's policy is that name after `weights-`.
       choices: as in an `Outcome`.
 
     Raises:

@@ -1,8 +1,8 @@
 """Greedy selection of the weights to offload: "Weight Offloading Strategies", section 5, Algorithm 1.
 
-Not optimal: the selection looks at memory alone, not at time. As printed, the own weight of an operation is counted
-twice (once in M_o, once in the sum over all weights), which asks for more offloading than the memory requires; here it
-is counted once. An excess below zero counts as zero, or an operation with room to spare would speak against a choice.
+Not optimal: the selection considers memory, not time. The printed algorithm counts an operation's own weight twice
+(once in M_o, once in the sum over all weights) and so offloads more than the memory requires; here it counts once. A
+negative excess counts as zero; otherwise an operation with spare room would argue against a choice.
 """
 
 import numpy as np
@@ -13,11 +13,11 @@ from jaxferry.weights.scheduling import schedule_transfers
 
 
 def greedy(instance: Instance, discount: bool = True) -> Outcome:
-    """Algorithms 1 and 2: selection, then schedule of the transfers.
+    """Runs Algorithms 1 and 2: the selection, then the schedule of the transfers.
 
     Args:
       instance: the problem.
-      discount: whether a weight that is offloaded twice a cycle crosses the link to the host only once (section 3).
+      discount: whether a weight that is offloaded twice per cycle is sent to the host only once (section 3).
 
     Raises:
       BudgetError: if no schedule exists.
@@ -29,10 +29,10 @@ def greedy(instance: Instance, discount: bool = True) -> Outcome:
 
 
 def select(instance: Instance, memory_bytes: float, discount: bool = True) -> tuple[Choice, ...]:
-    """Algorithm 1: the most profitable choice first, until all operations fit into `memory_bytes`.
+    """Runs Algorithm 1: takes the most profitable choice until all operations fit into `memory_bytes`.
 
-    Ties go to the largest weight, then to the last layer, then to choice (b) before (a). Where `memory_bytes` is too
-    small for some operation, every choice that relieves it is taken.
+    Ties go to the largest weight, then to the last layer, then to choice (b) before (a). If `memory_bytes` is too small
+    for some operation, every choice that relieves it is taken.
     """
     excess = _excess_bytes(instance, memory_bytes)
     weights = np.array(instance.weights, dtype=float)
@@ -53,7 +53,7 @@ def select(instance: Instance, memory_bytes: float, discount: bool = True) -> tu
 
 
 def _excess_bytes(instance: Instance, memory_bytes: float) -> np.ndarray:
-    """E_o for the forwards of layers 0 to L-1, then for the backwards in the same order, with no weight offloaded."""
+    """Returns E_o without offloading: for the forwards of layers 0 to L-1, then for their backwards in that order."""
     total = sum(instance.weights)
     layers = range(instance.num_layers)
     needs = [instance.forward_bytes(k) for k in layers] + [instance.backward_bytes(k) for k in layers]
@@ -62,7 +62,7 @@ def _excess_bytes(instance: Instance, memory_bytes: float) -> np.ndarray:
 
 
 def _covered_operations(num_layers: int) -> np.ndarray:
-    """Which operations run while a weight is absent: shape (L, 2, 2 L); the second axis is d."""
+    """Returns which operations run while a weight is absent: shape (L, 2, 2 L); the second axis is d."""
     layers = np.arange(num_layers)
     later = layers[None, :] > layers[:, None]
     earlier = layers[None, :] < layers[:, None]
@@ -77,7 +77,7 @@ def _most_profitable(benefit: np.ndarray, weights: np.ndarray, selected: np.ndar
         cost[selected[:, ::-1]] = 1.0
     with np.errstate(invalid="ignore", divide="ignore"):
         profit = np.where(benefit > 0, benefit / (cost * weights[:, None]), -1.0)
-    # Equal profits come from different divisions: compare them with room for rounding.
+    # Different divisions may round equal profits differently.
     candidates = np.argwhere(profit >= profit.max() * (1 - 1e-12))
     layer, before_backward = max(candidates, key=lambda c: (weights[c[0]], c[0], -c[1]))
     return int(layer), int(before_backward)

@@ -1,4 +1,4 @@
-"""The problem OFF(L, M_GPU, beta) of "Weight Offloading Strategies", section 3, as a record that reads JSON."""
+"""The problem OFF(L, M_GPU, beta) of "Weight Offloading Strategies", section 3, as a record with JSON input."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jaxferry.units import format_bytes
 _LISTS = ("weights", "activations", "forward_s", "backward_s")
 _SCALARS = ("memory_bytes", "bandwidth_bytes_per_s")
 _LARGEST = 1e30
-"""Far beyond any machine, and far from where sums and quotients overflow."""
+"""Far beyond any machine, and small enough that sums and quotients do not overflow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Instance:
     Layers are numbered from 0 here and in all outputs, so layer k is the paper's k + 1.
 
     Attributes:
-      weights: |w_i|, bytes of each layer's weights; L of them.
-      activations: |a^0| to |a^L|, bytes: the input, then each layer's output; L + 1 of them.
-      forward_s: u_F, seconds; L of them.
-      backward_s: u_B, seconds, the update included; L of them.
+      weights: |w_i|, bytes of each layer's weights; L entries.
+      activations: |a^0| to |a^L|, bytes of the input, then of each layer's output; L + 1 entries.
+      forward_s: u_F, seconds; L entries.
+      backward_s: u_B, seconds, including the update; L entries.
       memory_bytes: M_GPU.
-      bandwidth_bytes_per_s: beta, of each direction of the full-duplex link.
+      bandwidth_bytes_per_s: beta, for each direction of the full-duplex link.
 
     Raises:
       InputError: if a list has the wrong length or a number is negative, NaN or infinite.
@@ -72,28 +72,28 @@ class Instance:
 
     @functools.cached_property
     def kept_activations(self) -> tuple[float, ...]:
-        """Bytes of the activations a^0 to a^i that are kept once i layers have run forward, for i = 0 to L."""
+        """Bytes of the activations a^0 to a^i, which are kept after i layers have run forward, for i = 0 to L."""
         return tuple(itertools.accumulate(self.activations))
 
     def transfer_s(self, layer: int) -> float:
-        """Seconds that the weights of `layer` take over one direction of the link."""
+        """Returns the seconds that the weights of `layer` take in one direction of the link."""
         return self.weights[layer] / self.bandwidth_bytes_per_s
 
     def forward_bytes(self, layer: int) -> float:
-        """M_F of equation (1): memory during the forward of `layer`, other layers' weights apart."""
+        """Returns M_F of equation (1): memory during the forward of `layer`, without other layers' weights."""
         return self.weights[layer] + self.kept_activations[layer + 1]
 
     def backward_bytes(self, layer: int) -> float:
-        """M_B of equation (1): memory during the backward of `layer`, its gradient included."""
+        """Returns M_B of equation (1): memory during the backward of `layer`, including its gradient."""
         return 2 * self.weights[layer] + self.kept_activations[layer + 1]
 
     @functools.cached_property
     def smallest_memory_bytes(self) -> float:
-        """The least memory that any schedule exists for: that of the hungriest single operation."""
+        """The smallest memory for which a schedule exists: that of the largest single operation."""
         return max(self.backward_bytes(layer) for layer in range(self.num_layers))
 
     def fits(self, num_bytes: float) -> bool:
-        """Whether `num_bytes` fit into the memory; sums of sizes that are no whole numbers may be off by rounding."""
+        """Whether `num_bytes` fit into the memory, with a tolerance for rounded sums of fractional sizes."""
         return num_bytes <= self.memory_bytes * (1 + 1e-12)
 
     def check_feasible(self) -> None:
@@ -111,7 +111,7 @@ class Instance:
         """Reads the JSON object `{"weights": [..], "activations": [..], ..., "bandwidth_bytes_per_s": B}`.
 
         Raises:
-          InputError: naming the key that is missing, unknown or not acceptable.
+          InputError: naming the missing, unknown or invalid key.
         """
         if not isinstance(document, Mapping):
             raise InputError(f"an instance must be a JSON object, got {type(document).__name__}")
@@ -126,7 +126,7 @@ class Instance:
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """The instance as a JSON object."""
+        """Returns the instance as a JSON object."""
         document: dict[str, Any] = {name: list(getattr(self, name)) for name in _LISTS}
         return document | {name: getattr(self, name) for name in _SCALARS}
 

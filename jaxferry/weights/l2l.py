@@ -1,11 +1,11 @@
 """L2L, layer to layer: the baseline of "Weight Offloading Strategies", from Pudipeddi et al., arXiv:2002.05645.
 
-The device holds the weights of the running layer alone. Each forward and each backward first waits for its weights, so
-that a cycle takes `sum u + 2 sum w / beta`; the way back to the host is hidden behind the loads of others.
+The device holds only the running layer's weights. Each forward and each backward first waits for its weights, so a
+cycle takes `sum u + 2 sum w / beta`; offloads to the host are hidden behind the loads of other layers.
 
-Some of the 2 L waits move nothing, since the weights are there already: the last layer's between its forward and its
-backward, the first layer's between its backward and its forward (the new weights go to the host meanwhile), and that
-of any layer whose way to the host is not done when its next forward comes. The formula charges them nevertheless.
+Some of the 2 L waits move nothing, because the weights are already on the device: the last layer's between its forward
+and its backward, the first layer's between its backward and its forward (its new weights are offloaded meanwhile), and
+that of any layer whose offload has not finished when its next forward starts. The formula charges them nevertheless.
 """
 
 import math
@@ -14,11 +14,11 @@ from jaxferry.weights.instance import Instance
 from jaxferry.weights.records import Choice, Event, Outcome, Schedule
 from jaxferry.weights.timeline import MemoryTimeline, NoRoomError
 
-_NOTE = "the formula leaves the offloads too little time in this instance: no schedule of this length is known"
+_NOTE = "the formula leaves too little time for the offloads of this instance: no schedule of this length is known"
 
 
 def l2l(instance: Instance) -> Outcome:
-    """The baseline's duration by formula, and a schedule of that duration where there is one.
+    """Returns the baseline's duration by formula, and a schedule of that duration if one is found.
 
     Raises:
       BudgetError: if no schedule exists.
@@ -38,9 +38,9 @@ def l2l(instance: Instance) -> Outcome:
 
 
 class _Builder:
-    """Builds the schedule; if `paced`, no operation starts before the formula says so.
+    """Builds the schedule; if `paced`, no operation starts earlier than in the formula.
 
-    Where the offloads fall behind, time that the formula charges for nothing helps, and `paced` must be False.
+    If offloads fall behind, the waits that the formula charges for nothing can absorb them; `paced` must then be False.
     """
 
     def __init__(self, instance: Instance, paced: bool):

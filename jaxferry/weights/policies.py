@@ -1,4 +1,4 @@
-"""The policies for weights by name: one table for the command line and the tests."""
+"""The weight policies by name, for the command line and the tests."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,10 +20,10 @@ POLICIES: Mapping[str, Callable[[Instance], Outcome]] = {
 
 
 def solve(instance: Instance, policy: str) -> Outcome:
-    """Asks the policy of that name.
+    """Runs the policy of that name.
 
     Raises:
-      InputError: if there is none; the message lists the known ones.
+      InputError: if the name is unknown; the message lists the known ones.
       BudgetError: if no schedule exists in the instance's memory.
     """
     check_policy(policy)
@@ -31,6 +31,6 @@ def solve(instance: Instance, policy: str) -> Outcome:
 
 
 def check_policy(policy: str) -> None:
-    """Raises InputError if there is no such policy; the message lists the known ones."""
+    """Raises InputError if the policy is unknown; the message lists the known ones."""
     if policy not in POLICIES:
         raise InputError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")

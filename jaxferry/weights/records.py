@@ -1,4 +1,4 @@
-"""What a policy for weights answers with: the choices, the schedule of one training cycle, its duration."""
+"""The results of a weight policy: the choices, the schedule of one training cycle, and its duration."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Choice:
     before_backward: bool
 
     def to_json(self) -> dict[str, object]:
-        """The choice as a JSON object."""
+        """Returns the choice as a JSON object."""
         return {"layer": self.layer, "absent": "forward-to-backward" if self.before_backward else "backward-to-forward"}
 
 
@@ -29,11 +29,11 @@ class Event:
     """One interval or instant of a cycle.
 
     Attributes:
-      kind: "forward" or "backward" (the GPU), "prefetch" (host to device), "offload" (device to host; the copy on the
-        device stays until it is deleted), or "delete" (an instant).
+      kind: "forward" or "backward" (the GPU), "prefetch" (host to device), "offload" (device to host; the device copy
+        stays until it is deleted), or "delete" (an instant).
       layer: counted from 0.
-      start_s, end_s: seconds from the start of the cycle, which is the start of the last layer's backward, or of what
-        that has to wait for.
+      start_s, end_s: seconds from the start of the cycle: the start of the last layer's backward, or of the event that
+        it waits for.
     """
 
     kind: str
@@ -44,11 +44,11 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """One training cycle, repeated without end: backward of the last to the first layer, then forward.
+    """One training cycle, repeated forever: backward from the last to the first layer, then forward.
 
     Attributes:
-      duration_s: the period: all operations and transfers of the cycle end before it does.
-      events: in order of their start.
+      duration_s: the period; all operations and transfers of the cycle end within it.
+      events: the events, ordered by start.
     """
 
     duration_s: float
@@ -56,7 +56,7 @@ class Schedule:
 
     @classmethod
     def from_events(cls, events: Sequence[Event], duration_s: float | None = None) -> "Schedule":
-        """Sorts the events; the duration is that of the last one's end, or what is given."""
+        """Sorts the events; the duration defaults to the last event's end."""
         last = max((event.end_s for event in events), default=0.0)
         ordered = sorted(events, key=lambda event: (event.start_s, event.end_s))
         return cls(last if duration_s is None else duration_s, tuple(ordered))
@@ -64,15 +64,15 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The answer of a policy.
+    """The result of a policy.
 
     Attributes:
       policy: its name.
-      duration_s: the period of the schedule; for `bound`, a time below which no schedule exists.
+      duration_s: the period of the schedule; for `bound`, a lower bound on any period.
       compute_s: the sum of all operations' times.
-      choices: which weights leave the device, and when.
-      schedule: None where a policy has none: `bound`, or `l2l` where its formula leaves the offloads no time.
-      note: what a reader must know, or "".
+      choices: the weights that leave the device, and when.
+      schedule: None for `bound`, and for `l2l` if its formula leaves too little time for the offloads.
+      note: a remark for the reader, or "".
     """
 
     policy: str
@@ -84,16 +84,16 @@ class Outcome:
 
     @classmethod
     def of(cls, policy: str, instance: Instance, choices: Sequence[Choice], schedule: Schedule) -> "Outcome":
-        """The outcome with the duration of its schedule."""
+        """Returns the outcome of a schedule, with its duration."""
         return cls(policy, schedule.duration_s, instance.compute_s, tuple(sorted(choices)), schedule)
 
     @property
     def overhead(self) -> float | None:
-        """The share of time beyond the computation: 0.02 is 2 %; None where there is no computation."""
+        """The time beyond the computation as a share of it: 0.02 is 2 %; None without computation."""
         return self.duration_s / self.compute_s - 1 if self.compute_s else None
 
     def to_json(self) -> dict[str, object]:
-        """What `jaxferry weights --json` prints."""
+        """Returns the document that `jaxferry weights --json` prints."""
         events = () if self.schedule is None else self.schedule.events
         return {
             "policy": self.policy,

@@ -1,18 +1,19 @@
-"""When the chosen weights move: "Weight Offloading Strategies", section 5, Algorithm 2.
+"""Schedules the transfers of the chosen weights: "Weight Offloading Strategies", section 5, Algorithm 2.
 
     B_L ... B_1 F_1 ... F_L      the GPU, one cycle
     prefetch  | prefetch         host to device, in the order of need
     offload   | offload          device to host, in the order of production
 
-Every operation and transfer starts as soon as its data, its resource and the memory allow. What the cycle begins with
-is unknown, so every cut through the merged sequence (offloads after the forwards, then prefetches before the backwards)
-is tried: what lies before the cut has been done when B_L starts, what lies behind it is still to do. The best cut wins.
+Every operation and transfer starts as soon as its data, its resource and the memory allow. The state at the start of
+the cycle is unknown, so every cut through the merged sequence (offloads after the forwards, then prefetches before the
+backwards) is tried: transfers before the cut have finished when B_L starts, those after it are still to do. The best
+cut wins.
 
-Not optimal: the problem is NP-complete in the strong sense even once the choices are made (section 4).
+Not optimal: the problem is strongly NP-complete even for fixed choices (section 4).
 
-Where this departs from the printed algorithm: a waiting weight is copied to the host in any gap of the link, not only
-in gaps before another offload; and a weight whose copy is on the host already is deleted as soon as its forward ends,
-without a wait for the link that it does not use.
+Two departures from the printed algorithm: a waiting weight is copied to the host in any gap of the link, not only in
+gaps before another offload; and a weight that the host already holds is deleted when its forward ends, without waiting
+for the link, which it does not use.
 """
 
 import math
@@ -25,15 +26,15 @@ from jaxferry.weights.timeline import MemoryTimeline, NoRoomError
 
 
 def schedule_transfers(instance: Instance, choices: Sequence[Choice], discount: bool = True) -> Schedule:
-    """Algorithm 2: the shortest cycle over all cuts.
+    """Runs Algorithm 2: returns the shortest cycle over all cuts.
 
     Args:
       instance: the problem.
-      choices: which weights leave the device; with them, every operation must fit into the memory.
-      discount: whether a weight that leaves after its backward and again after its forward is sent to the host once.
+      choices: the weights that leave the device; with them, every operation must fit into the memory.
+      discount: whether a weight that leaves after both its backward and its forward is sent to the host only once.
 
     Raises:
-      JaxFerryError: if the choices leave some operation without room.
+      JaxFerryError: if the choices leave too little memory for some operation.
     """
     moved = [choice for choice in choices if instance.weights[choice.layer]]
     before_backward = {choice.layer for choice in moved if choice.before_backward}
@@ -52,12 +53,12 @@ def schedule_transfers(instance: Instance, choices: Sequence[Choice], discount: 
         )
         best = cycle.run(resent) or best
     if best is None:
-        raise JaxFerryError("the choices leave an operation without room: select more weights to offload")
+        raise JaxFerryError("the choices leave too little memory for an operation: select more weights to offload")
     return best
 
 
 class _Cycle:
-    """One cycle under construction, for one cut."""
+    """Builds one cycle for one cut."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class _Cycle:
         self.waiting: dict[int, float] = {}
 
     def run(self, resent: Sequence[int]) -> Schedule | None:
-        """The schedule, or None if there is none shorter than `limit_s`."""
+        """Returns the schedule, or None if it is not shorter than `limit_s`."""
         for layer in self.carried_over:
             self._offload_and_delete(layer, 0.0)
         try:
@@ -165,7 +166,7 @@ class _Cycle:
         self.events.append(Event("delete", layer, time_s, time_s))
 
     def _copy_waiting(self, until_s: float) -> None:
-        """Copies waiting weights to the host, smallest first, as far as that ends by `until_s`."""
+        """Copies waiting weights to the host, smallest first, as long as the copies end by `until_s`."""
         while self.waiting:
             layer = min(self.waiting, key=lambda k: self.instance.weights[k])
             start_s = max(self.waiting[layer], self.offload_free_s)

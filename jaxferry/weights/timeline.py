@@ -1,4 +1,4 @@
-"""Memory in use over time, for the two schedulers of weight transfers."""
+"""Memory use over time, for the two schedulers of weight transfers."""
 
 import bisect
 
@@ -6,11 +6,11 @@ from jaxferry.weights.instance import Instance
 
 
 class NoRoomError(Exception):
-    """Some bytes will never fit; the scheduler gives up this attempt."""
+    """Some bytes never fit; the scheduler abandons this attempt."""
 
 
 class MemoryTimeline:
-    """Bytes in use over time, as a list of changes; changes at one time keep the order in which they were made."""
+    """Bytes in use over time, as a list of changes; simultaneous changes keep the order of their calls."""
 
     def __init__(self, instance: Instance, initial_bytes: float):
         self.instance = instance
@@ -26,7 +26,7 @@ class MemoryTimeline:
         self.final_bytes += change
 
     def earliest_s(self, ready_s: float, extra_bytes: float) -> float:
-        """The earliest time from `ready_s` on, from which `extra_bytes` more fit for good.
+        """Returns the earliest time, not before `ready_s`, from which `extra_bytes` more always fit.
 
         Raises:
           NoRoomError: if they do not fit after the last known change.

@@ -1,7 +1,7 @@
-"""An independent check of schedules against the model of "Weight Offloading Strategies", section 3.
+"""Checks schedules independently against the model of "Weight Offloading Strategies", section 3.
 
-It shares no code with the schedulers and derives from the events alone what is where, and when. Times that differ by
-less than 1e-9 of the period count as equal, so that a transfer may start in the instant in which another ends.
+The check shares no code with the schedulers and derives the location of every weight from the events alone. Times that
+differ by less than 1e-9 of the period count as equal, so a transfer may start at the instant when another ends.
 """
 
 import bisect
@@ -17,11 +17,11 @@ class ScheduleError(JaxFerryError):
 
 
 def validate(instance: Instance, schedule: Schedule) -> None:
-    """Checks that the cycle can be repeated for ever.
+    """Checks that the cycle can repeat forever.
 
-    Every layer runs forward and backward once, in order, for its time, with its weights on the device; each direction
-    of the link carries one transfer at a time, at full bandwidth; no weight is deleted unless the host has its value
-    since the last backward; and memory holds weights, kept activations and the gradient at every instant.
+    Every layer runs forward and backward once, in order, for its time, with its weights on the device. Each direction
+    of the link carries one transfer at a time, at full bandwidth. A weight is deleted only if the host has its value
+    since the last backward. At every instant, weights, kept activations and the gradient fit into memory.
 
     Raises:
       ScheduleError: naming the layer and the time.
@@ -67,7 +67,7 @@ class _Validator:
             event = by_name[kind, layer]
             length_s = (self.instance.forward_s if kind == "forward" else self.instance.backward_s)[layer]
             if event.start_s < free_s - self.slack_s:
-                raise ScheduleError(f"{event} starts before the operation before it has ended at {free_s} s")
+                raise ScheduleError(f"{event} starts before the previous operation ends at {free_s} s")
             self._check_length(event, length_s)
             free_s = event.end_s
 
@@ -87,7 +87,7 @@ class _Validator:
         return [event for event in self.of_kind[kind] if event.layer == layer]
 
     def _stays(self, layer: int) -> list[tuple[float, float, float]]:
-        """When the weight is on the device: (buffer reserved, loaded, deleted), deleted possibly after the period."""
+        """Returns when the weight is on the device: (reserved, loaded, deleted); deletion may fall after the period."""
         loads, deletes = self._layer("prefetch", layer), self._layer("delete", layer)
         if len(loads) != len(deletes):
             raise ScheduleError(f"layer {layer}: {len(loads)} prefetches and {len(deletes)} deletions do not repeat")
@@ -108,7 +108,7 @@ class _Validator:
     def _check_uses(self, layer: int, stays: list[tuple[float, float, float]]) -> None:
         uses = [event for kind in ("forward", "backward", "offload") for event in self._layer(kind, layer)]
         for event in uses:
-            # An event of this cycle may fall into a stay that began in the cycle before.
+            # An event of this cycle may fall into a stay that began in the previous cycle.
             shifted = ((event.start_s + shift, event.end_s + shift) for shift in (0.0, self.period_s))
             inside = (
                 loaded - self.slack_s <= start and end <= deleted + self.slack_s
@@ -119,7 +119,7 @@ class _Validator:
                 raise ScheduleError(f"{event}: the weight is not on the device")
 
     def _check_host_copies(self, layer: int) -> None:
-        """Each deletion finds on the host what the last backward made of the weight."""
+        """Checks that at each deletion the host holds the weight as of the last backward."""
         (backward,) = self._layer("backward", layer)
         for delete in self._layer("delete", layer):
             updated_s = backward.end_s
@@ -153,12 +153,12 @@ class _Validator:
             self._check_instant(time_s, self._other_bytes(event, time_s), stays)
         for event in operations:
             if event.end_s - event.start_s <= 2 * self.slack_s:
-                # An operation without duration: what arrives or leaves in the same instant is not held against it.
+                # An operation without duration: weights that arrive or leave at the same instant do not count.
                 used = self._other_bytes(event, event.end_s)
                 self._check_instant(event.start_s, used, stays, edge_s=2 * self.slack_s, always=event.layer)
 
     def _other_bytes(self, event: Event | None, time_s: float) -> float:
-        """Activations and gradient at `time_s`, where `event` is the operation that started last."""
+        """Returns the bytes of activations and gradient at `time_s`; `event` is the operation that started last."""
         kept = self.instance.kept_activations
         if event is None:
             return kept[-1]

@@ -72,7 +72,7 @@ def test_a_report_shows_a_bench_again(bench, jaxferry, tmp_path):
         ("{}", 'format must be "jaxferry.bench/1"'),
         ('{"format": "jaxferry.bench/1"}', 'key "rows" is missing'),
         ('{"format": "jaxferry.bench/1", "rows": [], "work_s": {}}', "must have rows"),
-        ('{"format": "jaxferry.bench/1", "rows": [{}], "work_s": {"compute": 1}}', "are not those of a bench"),
+        ('{"format": "jaxferry.bench/1", "rows": [{}], "work_s": {"compute": 1}}', "do not come from a bench"),
         ("[", "malformed JSON"),
     ],
 )

@@ -48,7 +48,7 @@ def test_the_report_tells_the_memory_of_a_chain_from_that_of_one_step(jaxferry, 
     assert one_step <= document["peak_device_bytes"]
     out = jaxferry("simulate", profile, plan).out
     assert f"{format_bytes(document['peak_device_bytes'])} over a chain of 3 steps" in out
-    assert f"{format_bytes(one_step)} in one step alone" in out
+    assert f"{format_bytes(one_step)} in a single step" in out
 
 
 def test_bad_input_is_one_line_and_status_2(refused, profile, plan, tmp_path):

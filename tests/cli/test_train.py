@@ -98,8 +98,8 @@ def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkey
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        ("shapes", (), "returns shapes for the parameters: give arrays, or a function that makes them"),
-        ("shaped_batch", (), "returns shapes for the batch: give arrays, or a function that makes them"),
+        ("shapes", (), "returns shapes for the parameters: return arrays, or a function that makes them"),
+        ("shaped_batch", (), "returns shapes for the batch: return arrays, or a function that makes them"),
         ("broken", (), "ValueError: no such thing"),
         ("missing", (), "has no function 'missing'"),
         ("arrays", ("--optimizer", "best"), "--optimizer must be one of adamw, adam"),

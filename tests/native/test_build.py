@@ -51,7 +51,7 @@ def test_a_build_that_fails_ends_with_one_line_and_a_log(tmp_path, monkeypatch, 
 def test_without_cmake_the_remedy_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(NativeError, match="there is no cmake to build the cpu library with; install it"):
+    with pytest.raises(NativeError, match="building the cpu library needs cmake; install it"):
         build_library("cpu", tmp_path)
 
 

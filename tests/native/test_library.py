@@ -49,7 +49,7 @@ def refusal(path, platform="cpu"):
 def test_a_library_for_this_jaxlib_is_taken(fake):
     found = inspect_library(fake(), "cpu")
     assert (found.platform, found.is_available) == ("cpu", True)
-    assert found.message == "libjaxferry_cpu.so made by a test for jaxlib 9.8.7"
+    assert found.message == "libjaxferry_cpu.so built by a test for jaxlib 9.8.7"
     assert found.build_info["compiler"] == "a test"
 
 
@@ -81,7 +81,8 @@ def test_a_library_for_another_major_version_is_refused(fake):
 
 
 def test_a_library_of_another_interface_is_refused(fake):
-    assert "libjaxferry_cpu.so has version 2 of the native interface, this package needs 1" in refusal(fake(abi=2))
+    message = "libjaxferry_cpu.so has version 2 of the native interface, but this package needs version 1"
+    assert message in refusal(fake(abi=2))
 
 
 def test_a_library_for_another_platform_is_refused(fake):
@@ -100,7 +101,7 @@ def test_a_library_that_does_not_say_what_it_is_is_refused(fake, info):
 def test_a_file_that_is_no_library_is_refused(tmp_path):
     path = tmp_path / "libjaxferry_cpu.so"
     path.write_text("not a library")
-    assert "is no native library" in refusal(path)
+    assert "is not a native library" in refusal(path)
 
 
 def test_the_newest_library_that_fits_is_found(fake, monkeypatch):

@@ -152,7 +152,7 @@ def test_a_key_that_comes_twice_is_refused(tmp_path, text, message):
 def test_text_that_cannot_be_written_is_refused(tmp_path, key):
     path = tmp_path / "p.json"
     path.write_text(json.dumps(document(**{key: "mlp\ud800"})))
-    with pytest.raises(InputError, match=rf"p.json: .*{key} must hold no surrogate without its pair, got .*ud800"):
+    with pytest.raises(InputError, match=rf"p.json: .*{key} must not contain an unpaired surrogate, got .*ud800"):
         Profile.load(path)
     path.write_text(json.dumps(document(**{key: "mlp\U0001f6a2"})))
     assert getattr(Profile.load(path).layers[0], key) == "mlp\U0001f6a2"

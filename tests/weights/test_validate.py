@@ -58,7 +58,7 @@ def test_operations_keep_their_order(schedule: Schedule) -> None:
     first = _first(schedule, "forward")
     last_backward = [event for event in schedule.events if event.kind == "backward"][-1]
     early = _shift(first, last_backward.end_s - 1 - first.start_s)
-    with pytest.raises(ScheduleError, match="before the operation before it"):
+    with pytest.raises(ScheduleError, match="before the previous operation ends"):
         validate(INSTANCE, _replace(schedule, first, early))
 
 

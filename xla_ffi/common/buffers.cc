@@ -4,7 +4,7 @@ namespace jaxferry {
 
 namespace {
 
-// XLA's name for a dtype as NumPy spells it.
+// NumPy's name for an XLA dtype.
 const char* NameOf(ffi::DataType dtype) {
   switch (dtype) {
     case ffi::DataType::PRED:
@@ -106,7 +106,7 @@ ffi::Error CheckMatrix(const char* operation, const char* name, const ffi::AnyBu
 ffi::Error CheckInside(const char* operation, const char* name, const ffi::AnyBuffer& vector, int64_t offset,
                        int64_t rows, int64_t columns) {
   const int64_t size = vector.element_count();
-  // Divided, for a product of two attributes may exceed 64 bits.
+  // Divides, because a product of two attributes may exceed 64 bits.
   const bool fits =
       offset >= 0 && offset <= size && rows >= 0 && columns >= 0 && (columns == 0 || rows <= (size - offset) / columns);
   if (fits) return ffi::Error::Success();

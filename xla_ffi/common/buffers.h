@@ -1,4 +1,4 @@
-// The checks that those of the operations are made of.
+// The building blocks of the operations' argument checks.
 #ifndef JAXFERRY_COMMON_BUFFERS_H_
 #define JAXFERRY_COMMON_BUFFERS_H_
 
@@ -20,11 +20,11 @@ ffi::Error CheckFlag(const char* operation, const char* name, int64_t value, boo
 ffi::Error CheckSameDtype(const char* operation, const char* name, const ffi::AnyBuffer& buffer, const char* other_name,
                           const ffi::AnyBuffer& other);
 
-// That a buffer is [.., columns]; the product of its other dimensions becomes `rows`.
+// Checks that a buffer is [.., columns]; stores the product of its other dimensions in `rows`.
 ffi::Error CheckMatrix(const char* operation, const char* name, const ffi::AnyBuffer& buffer, const char* columns_name,
                        int64_t columns, int64_t* rows);
 
-// That `rows * columns` elements from `offset` on lie inside the vector.
+// Checks that `rows * columns` elements starting at `offset` lie inside the vector.
 ffi::Error CheckInside(const char* operation, const char* name, const ffi::AnyBuffer& vector, int64_t offset,
                        int64_t rows, int64_t columns);
 

@@ -1,6 +1,6 @@
-// What a checked call of an operation asks for: plain pointers and sizes, for kernels that know no XLA types.
+// Checked calls of the operations as plain pointers and sizes, for kernels without XLA types.
 //
-// Pointers into host vectors stand at the call's offset already. Sizes count elements unless they say bytes.
+// Pointers into host vectors already include the call's offset. Sizes count elements unless named as bytes.
 #ifndef JAXFERRY_COMMON_CALLS_H_
 #define JAXFERRY_COMMON_CALLS_H_
 
@@ -56,7 +56,7 @@ struct Store {
   bool accumulate;
 };
 
-// Adds rows to those of a table `[rows, columns]`; nothing for an index outside [0, rows).
+// Adds rows to a table `[rows, columns]`; ignores indices outside [0, rows).
 struct RowStore {
   Dtype dtype, destination_dtype;
   const int32_t* indices;
@@ -65,7 +65,7 @@ struct RowStore {
   int64_t num_indices, rows, columns;
 };
 
-// A stretch of bytes to copy, or to add to what is there: numbers of dtype `add`, in fp32.
+// A range of bytes to copy, or to add to the destination as numbers of dtype `add`, in fp32.
 struct Copy {
   const void* source;
   void* destination;
@@ -73,7 +73,7 @@ struct Copy {
   std::optional<Dtype> add;
 };
 
-// Bytes that somebody waits for.
+// A range of bytes to wait for.
 struct Range {
   const void* data;
   int64_t bytes;

@@ -6,7 +6,7 @@ namespace jaxferry {
 
 namespace {
 
-// That there is a row `[columns]` for each of the indices.
+// Checks that there is a row `[columns]` for each index.
 ffi::Error CheckRows(const char* operation, const char* name, ffi::AnyBuffer buffer, ffi::AnyBuffer indices,
                      int64_t columns) {
   if (indices.element_type() != ffi::DataType::S32) {

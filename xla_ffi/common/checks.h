@@ -1,5 +1,5 @@
-// Turns what XLA hands to an operation into a checked call, with the same errors on each platform: one line that names
-// the operation, the argument, and the shapes.
+// Turns an operation's XLA arguments into a checked call. Errors are the same on each platform: one line that names the
+// operation, the argument, and the shapes.
 #ifndef JAXFERRY_COMMON_CHECKS_H_
 #define JAXFERRY_COMMON_CHECKS_H_
 
@@ -25,10 +25,10 @@ namespace ffi = xla::ffi;
 
 using Integers = ffi::Span<const int64_t>;
 
-// "float32[3,4]", for errors.
+// Returns for example "float32[3,4]", for error messages.
 std::string Describe(const ffi::AnyBuffer& buffer);
 
-// An error of an operation: "dha_gather: MESSAGE".
+// Returns an error of an operation: "dha_gather: MESSAGE".
 ffi::Error Invalid(const char* operation, const std::string& message);
 
 ffi::Error CheckGather(ffi::AnyBuffer table, ffi::AnyBuffer indices, ffi::AnyBuffer result, int64_t offset,
@@ -59,7 +59,7 @@ ffi::Error CheckFerryWait(ffi::RemainingArgs arguments, ffi::RemainingRets resul
 
 ffi::Error CheckMark(ffi::RemainingArgs arguments, int64_t queue, const void** token, MarkQueue* which);
 
-// Runs a handler's body; what it throws (no memory, no thread) becomes an error.
+// Runs a handler's body; turns its exceptions (no memory, no thread) into errors.
 template <typename Body>
 ffi::Error Guarded(const char* operation, Body&& body) {
   try {

@@ -1,4 +1,4 @@
-// Checks of the operations that only copy.
+// Argument checks of the operations that only copy.
 #include "common/buffers.h"
 #include "common/checks.h"
 
@@ -12,14 +12,14 @@ ffi::Error CheckCount(const char* operation, const char* name, size_t size, size
                                 " arrays, got " + std::to_string(size));
 }
 
-// That the array has the vector's dtype and lies inside it from the offset on.
+// Checks that the array has the vector's dtype and fits into it at the offset.
 ffi::Error CheckPart(const char* operation, const std::string& name, ffi::AnyBuffer array, ffi::AnyBuffer vector,
                      int64_t offset) {
   JAXFERRY_RETURN_IF_ERROR(CheckSameDtype(operation, name.c_str(), array, "the host vector", vector));
   return CheckInside(operation, ("the host vector of " + name).c_str(), vector, offset, array.element_count(), 1);
 }
 
-// Likewise, and that the dtype is one of ours.
+// Likewise; also checks that the dtype is supported.
 ffi::Error CheckFloatingPart(const char* operation, const std::string& name, ffi::AnyBuffer array, ffi::AnyBuffer vector,
                              int64_t offset) {
   Dtype dtype;

@@ -10,7 +10,7 @@ enum class Dtype { kFloat32, kBfloat16, kFloat16 };
 
 constexpr int64_t ItemSize(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
-// The place `size` elements after another.
+// Advances a pointer by `size` elements.
 inline const void* Skip(Dtype dtype, const void* data, int64_t size) {
   return static_cast<const char*>(data) + size * ItemSize(dtype);
 }

@@ -1,4 +1,4 @@
-// Everything that a library exports: the same names for each platform (README.md says what each one does).
+// Everything that a library exports, under the same names on each platform; documented in README.md.
 #ifndef JAXFERRY_COMMON_EXPORTS_H_
 #define JAXFERRY_COMMON_EXPORTS_H_
 

@@ -1,4 +1,4 @@
-// The last marks of each token: when what was marked with it started and ended. No XLA types, no CUDA types.
+// The latest marks of each token: start and end of the marked work. No XLA types, no CUDA types.
 #ifndef JAXFERRY_COMMON_MARK_LISTS_H_
 #define JAXFERRY_COMMON_MARK_LISTS_H_
 
@@ -12,15 +12,15 @@
 
 namespace jaxferry {
 
-// What a mark follows.
+// The queue that a mark follows.
 enum class MarkQueue { kProgram = 0, kLoads = 1, kStores = 2 };
 
-// A token is an address that nobody else uses while its list is open. `Span` says when something started and ended, or
-// will.
+// A token is an address that nothing else uses while its list is open. `Span` gives the start and end of marked work,
+// possibly later.
 template <typename Span>
 class MarkLists {
  public:
-  // Starts an empty list that keeps so many marks, the last ones.
+  // Starts an empty list that keeps the latest `capacity` marks.
   void Open(const void* token, int64_t capacity) {
     std::lock_guard<std::mutex> lock(mutex_);
     lists_[token] = List{capacity, 0, {}};
@@ -33,10 +33,10 @@ class MarkLists {
     num_open_ = static_cast<int64_t>(lists_.size());
   }
 
-  // Whether anybody wants to know times.
+  // Whether any list is open.
   bool IsAnyOpen() const { return num_open_.load(std::memory_order_relaxed) > 0; }
 
-  // Forgets the span if the token's list is not open: nobody wants to know.
+  // Drops the span if the token's list is not open.
   void Add(const void* token, Span span) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = lists_.find(token);
@@ -47,7 +47,7 @@ class MarkLists {
     if (static_cast<int64_t>(list.last.size()) > list.capacity) list.last.pop_front();
   }
 
-  // The mark of this number, counted from 0 since the list was opened; nothing if it is not there, or no longer.
+  // Returns the mark of this number, counted from 0 since the list was opened; nothing if missing or no longer kept.
   std::optional<Span> Find(const void* token, int64_t number) const {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = lists_.find(token);

@@ -1,5 +1,5 @@
-// Tells the thread sanitizer what it cannot see: XLA, which is not built for it, starts a handler after whoever asked for
-// it has, and gives nobody its results before it has ended. Nothing in other builds.
+// Tells the thread sanitizer about the order that XLA guarantees but, not being instrumented, hides from it: a handler
+// starts after its caller's earlier work, and its results are visible only after it ends. Empty in other builds.
 #ifndef JAXFERRY_COMMON_SANITIZER_H_
 #define JAXFERRY_COMMON_SANITIZER_H_
 
@@ -12,16 +12,15 @@ extern "C" void __tsan_release(void*);
 
 namespace jaxferry {
 
-// What was done before a thread released the address of `jaxferry_build_info` happens before what this thread does now:
-// threads do so before they have XLA run something (tests/native/sanitized.py).
+// Acquires the address of `jaxferry_build_info`, which callers release before they have XLA run something
+// (tests/native/sanitized.py). Their earlier work then happens before this thread's next.
 inline void NoteBegun() {
 #ifdef __SANITIZE_THREAD__
   __tsan_acquire(reinterpret_cast<void*>(&jaxferry_build_info));
 #endif
 }
 
-// What this thread has done so far happens before what a thread does that has waited for XLA, and then acquired the
-// address of `jaxferry_abi`.
+// Releases this thread's work so far to threads that wait for XLA and then acquire the address of `jaxferry_abi`.
 inline void NoteEnded() {
 #ifdef __SANITIZE_THREAD__
   __tsan_release(reinterpret_cast<void*>(&jaxferry_abi));

@@ -1,5 +1,5 @@
-// Conversions of one number by its bits: to nearest, ties to even; NaN stays NaN. No subnormal float appears on the
-// way, so they are the same where threads take those for zero, as XLA's do. No XLA types.
+// Bitwise conversions of single numbers: to nearest, ties to even; NaN stays NaN. No intermediate float is subnormal,
+// so results do not depend on a thread's flush-to-zero mode, which XLA's threads use. No XLA types.
 #ifndef JAXFERRY_CPU_BITS_H_
 #define JAXFERRY_CPU_BITS_H_
 
@@ -34,7 +34,7 @@ inline float FromFloat16(uint16_t number) {
   const uint32_t magnitude = static_cast<uint32_t>(number & 0x7fff) << 13;
   const uint32_t exponent = magnitude & 0x0f800000;
   const uint32_t normal = magnitude + (112u << 23);
-  // A subnormal is its mantissa behind a leading one that is then taken off.
+  // Builds a subnormal as its mantissa with a leading one, then subtracts that one.
   const uint32_t subnormal = BitsOf(FromBits(magnitude + (113u << 23)) - FromBits(113u << 23));
   const uint32_t special = magnitude + (224u << 23);
   const uint32_t bits = exponent == 0 ? subnormal : exponent == 0x0f800000 ? special : normal;
@@ -45,7 +45,7 @@ inline uint16_t ToFloat16(float number) {
   const uint32_t sign = (BitsOf(number) & 0x80000000) >> 16;
   const uint32_t bits = BitsOf(number) & 0x7fffffff;
   const uint32_t normal = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;
-  // Below 2^-14 the addition itself rounds to the last bit that a subnormal half has.
+  // Below 2^-14, the addition rounds to the last bit of a subnormal half.
   const uint32_t subnormal = BitsOf(FromBits(bits) + 0.5f) - BitsOf(0.5f);
   const uint32_t special = bits > 0x7f800000 ? 0x7e00 | ((bits >> 13) & 0x1ff) : 0x7c00;
   const uint32_t half = bits >= 0x47800000 ? special : bits < 0x38800000 ? subnormal : normal;

@@ -13,10 +13,10 @@ using Sgemm = void(const char* trans_a, const char* trans_b, const int* m, const
 
 std::atomic<Sgemm*> sgemm{nullptr};
 
-// No size that sgemm is given exceeds this: some BLAS count products of two sizes in 32 bits.
+// The maximum size passed to sgemm: some BLAS count products of two sizes in 32 bits.
 constexpr int64_t kLargest = int64_t{1} << 30;
 
-// The part of a matrix from a row and a column on.
+// Returns the part of a matrix that starts at a row and a column.
 const float* Part(const Matrix& matrix, int64_t row, int64_t column) {
   return matrix.data + (matrix.transposed ? column * matrix.stride + row : row * matrix.stride + column);
 }

@@ -1,4 +1,4 @@
-// Products of row-major fp32 matrices by the Fortran sgemm that Python hands in. No XLA types.
+// Products of row-major fp32 matrices by the Fortran sgemm that Python provides. No XLA types.
 #ifndef JAXFERRY_CPU_BLAS_H_
 #define JAXFERRY_CPU_BLAS_H_
 
@@ -10,7 +10,7 @@ void SetBlas(void* sgemm);
 
 bool HasBlas();
 
-// A row-major matrix, or the transpose of one: `stride` elements lie between the starts of rows as they are stored.
+// A row-major matrix, or the transpose of one; the starts of stored rows lie `stride` elements apart.
 struct Matrix {
   const float* data;
   int64_t stride;

@@ -20,7 +20,7 @@ void Callbacks::Post(std::function<void()> function) {
       ++num_threads_;
       return;
     } catch (const std::system_error&) {
-      // No thread is to be had: one that is busy calls the function later, and where there is none, this one does.
+      // No thread can be started: a busy one calls the function later, or this thread if there is none.
       if (num_threads_ > 0) return;
       function = std::move(functions_.back());
       functions_.pop_back();

@@ -1,5 +1,5 @@
-// Calls functions on threads of their own: a callback goes on with an XLA program, perhaps for long, and the queue that
-// it waited for has other copies to do. No XLA types.
+// Calls functions on separate threads: a callback may continue an XLA program for a long time, while the queue must go
+// on copying. No XLA types.
 #ifndef JAXFERRY_CPU_CALLBACKS_H_
 #define JAXFERRY_CPU_CALLBACKS_H_
 
@@ -11,14 +11,14 @@
 
 namespace jaxferry {
 
-// Threads are started while none is idle, kept, and detached: one that is held up inside XLA at exit holds up nothing
-// but itself. So an object of this class is never destroyed.
+// A thread is started if none is idle, then kept and detached, so that a thread stuck inside XLA cannot block the exit.
+// An object of this class is therefore never destroyed.
 class Callbacks {
  public:
-  // Has the function called soon, after nothing else.
+  // Calls the function soon, without waiting for other callbacks.
   void Post(std::function<void()> function);
 
-  // Ends the idle threads and waits for the others, but no longer than this.
+  // Ends the idle threads and waits for the others, at most this long.
   void Stop(std::chrono::milliseconds patience);
 
  private:

@@ -5,8 +5,8 @@
 
 #include "cpu/bits.h"
 
-// The loops below are vectorised by the compiler; it makes one of each for every vector length, and the loader takes
-// the machine's. Sanitizers start too late for that choice.
+// The compiler vectorises the loops below, once for each vector length; the loader chooses the machine's. Sanitizers
+// start too late for that choice.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define JAXFERRY_FOR_EACH_VECTOR_LENGTH __attribute__((target_clones("default", "avx2", "arch=skylake-avx512")))
@@ -18,7 +18,7 @@ namespace jaxferry {
 
 namespace {
 
-// Numbers that fit into the first cache at every step of a conversion.
+// A block of this many numbers fits into the L1 cache at every step of a conversion.
 constexpr int64_t kBlock = 2048;
 
 JAXFERRY_FOR_EACH_VECTOR_LENGTH

@@ -12,7 +12,7 @@ void ToFloat32(Dtype dtype, const void* source, float* destination, int64_t size
 
 void FromFloat32(Dtype dtype, const float* source, void* destination, int64_t size);
 
-// Numbers of one dtype as fp32, rounded through another on the way.
+// Converts numbers to fp32, rounding them through another dtype first.
 void ToFloat32Through(Dtype dtype, Dtype through, const void* source, float* destination, int64_t size);
 
 void RoundThrough(Dtype dtype, float* numbers, int64_t size);

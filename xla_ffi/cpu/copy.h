@@ -1,4 +1,4 @@
-// A copy from one place in memory to another. No XLA types.
+// Copies within host memory. No XLA types.
 #ifndef JAXFERRY_CPU_COPY_H_
 #define JAXFERRY_CPU_COPY_H_
 
@@ -18,7 +18,7 @@ inline void RunCopy(const Copy& copy) {
   }
 }
 
-// The part of a copy from a byte on.
+// Returns the part of a copy that starts at a byte.
 inline Copy PartOf(const Copy& copy, int64_t start, int64_t bytes) {
   return {static_cast<const char*>(copy.source) + start, static_cast<char*>(copy.destination) + start, bytes, copy.add};
 }

@@ -1,5 +1,5 @@
-// Has this thread take subnormal numbers for zero and round to nearest, as XLA's threads do, for as long as an object
-// of the class lives: results depend on no thread's mood, and a moment that fades away costs no more than another.
+// Flushes subnormal numbers to zero and rounds to nearest on this thread, as XLA's threads do, while an object lives.
+// Results then do not depend on the thread's mode, and moments that decay to zero stay fast.
 #ifndef JAXFERRY_CPU_DENORMALS_H_
 #define JAXFERRY_CPU_DENORMALS_H_
 

@@ -11,7 +11,7 @@ namespace jaxferry {
 
 namespace {
 
-// A matrix in fp32: itself, or a copy.
+// A matrix in fp32: the original or a converted copy.
 class Float32 {
  public:
   Float32(Dtype dtype, const void* data, int64_t size) : data_(static_cast<const float*>(data)) {
@@ -53,7 +53,7 @@ void RunMatmul(const Matmul& call) {
   if (call.m == 0 || call.n == 0) return;
   float* y = static_cast<float*>(call.y);
   if (call.x_dtype == Dtype::kFloat32 && call.w_dtype == Dtype::kFloat32) {
-    // Nothing to convert: host memory is device memory here.
+    // No conversion or copy: on a CPU, host memory is device memory.
     const Matrix w = {static_cast<const float*>(call.w), call.transpose ? call.k : call.n, call.transpose};
     return Multiply({static_cast<const float*>(call.x), call.k, false}, w, y, call.n, call.m, call.n, call.k);
   }
@@ -71,7 +71,7 @@ void RunMatmul(const Matmul& call) {
 }
 
 void RunMatmulGradient(const MatmulGradient& call) {
-  // left.T @ right, by rows: those of the product lie side by side in the destination.
+  // Computes left.T @ right by rows, which are contiguous in the destination.
   const int64_t rows = call.transpose ? call.n : call.k, columns = call.transpose ? call.k : call.n;
   if (rows == 0 || columns == 0) return;
   const Float32 left(call.dtype, call.transpose ? call.dy : call.x, call.m * rows);

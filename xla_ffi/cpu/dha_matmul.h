@@ -1,4 +1,4 @@
-// Products with a weight, a panel at a time. No XLA types.
+// Products with a weight, panel by panel. No XLA types.
 #ifndef JAXFERRY_CPU_DHA_MATMUL_H_
 #define JAXFERRY_CPU_DHA_MATMUL_H_
 

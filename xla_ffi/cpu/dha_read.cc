@@ -1,4 +1,4 @@
-// Parts of a host vector as arrays of their own.
+// Copies parts of a host vector into separate arrays.
 #include "common/checks.h"
 #include "common/exports.h"
 #include "cpu/copy.h"

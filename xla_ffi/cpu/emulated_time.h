@@ -1,4 +1,4 @@
-// The emulator for operations that read or write host memory themselves: they are as slow as a link, or a host.
+// Emulates a link or a host's memory for operations that read or write host memory themselves.
 #ifndef JAXFERRY_CPU_EMULATED_TIME_H_
 #define JAXFERRY_CPU_EMULATED_TIME_H_
 
@@ -10,8 +10,8 @@
 
 namespace jaxferry {
 
-// While it lives, so many bytes cross: it does not end before they would have. Work that takes longer is not slowed, as a
-// GPU's kernel that reads ahead is not. The queues' copies are taken to use a link beside it.
+// Extends its scope to the time that the bytes would take on the link. Longer work is not slowed down, like a GPU
+// kernel that reads ahead. The queues' copies are assumed to use the link in parallel.
 class EmulatedTime {
  public:
   EmulatedTime(Direction direction, int64_t bytes) : end_(std::chrono::steady_clock::now()) {

@@ -11,11 +11,11 @@ namespace jaxferry {
 
 namespace {
 
-// Never destroyed: at exit its threads are ended, but XLA's may still come by. A forked child leaves its parent's
-// behind, whose threads it does not have and whose locks may be held by them.
+// Never destroyed: its threads end at exit, but XLA's threads may still call it. A forked child abandons its parent's
+// instance, because the parent's threads do not exist in the child and may have held its locks.
 std::atomic<Ferry*> instance{nullptr};
 
-// Python has ended when this runs, and may have freed what is queued.
+// Python has already ended when this runs and may have freed queued buffers.
 struct StopAtExit {
   ~StopAtExit() {
     if (Ferry* ferry = instance.load()) ferry->Stop();
@@ -40,8 +40,8 @@ LinkSettings& Ferry::Settings(Direction direction) {
 }
 
 void Ferry::CallWhenDone(const Ranges& ranges, std::function<void()> callback) {
-  // One for each queue that still touches the bytes, and one for this function, so that the call comes after it looked
-  // at both.
+  // One for each queue that still touches the bytes, and one for this function, so that the callback runs after both
+  // queues were checked.
   auto num_left = std::make_shared<std::atomic<int>>(3);
   const auto count_down = [num_left, callback = std::move(callback)] {
     if (num_left->fetch_sub(1) == 1) callback();

@@ -1,4 +1,4 @@
-// The two queues of the process, one a direction. No XLA types.
+// The process's two queues, one per direction. No XLA types.
 #ifndef JAXFERRY_CPU_FERRY_H_
 #define JAXFERRY_CPU_FERRY_H_
 
@@ -10,27 +10,27 @@
 
 namespace jaxferry {
 
-// Across the link, and, which no queue does, between the host and its own memory.
+// The directions of the link, and the host's own memory traffic, which has no queue.
 enum Direction { kLoad = 0, kStore = 1, kHost = 2 };
 
 class Ferry {
  public:
-  // That of the process; a child that was forked gets queues of its own, empty ones.
+  // Returns the process's instance; a forked child gets its own, with empty queues.
   static Ferry& Get();
 
-  // The emulator's settings, the same for a parent and its children.
+  // Returns the emulator's settings, which forked children inherit.
   static LinkSettings& Settings(Direction direction);
 
   Ferry() : queues_{{Settings(kLoad), callbacks_}, {Settings(kStore), callbacks_}} {}
 
   FerryQueue& queue(Direction direction) { return queues_[direction]; }
 
-  // Has `callback` called once no queued copy touches these bytes: now, or later by another thread.
+  // Calls `callback` once no queued copy touches these bytes: immediately, or later on another thread.
   void CallWhenDone(const Ranges& ranges, std::function<void()> callback);
 
   void Synchronize();
 
-  // Drops what is queued and ends all threads.
+  // Drops queued copies and ends all threads.
   void Stop();
 
  private:

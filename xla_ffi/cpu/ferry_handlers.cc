@@ -1,4 +1,4 @@
-// Handlers that queue copies, and one that ends when those of its arguments have.
+// Handlers that queue copies, and one that waits for the copies of its arguments.
 #include <utility>
 
 #include "common/checks.h"

@@ -10,7 +10,8 @@ namespace jaxferry {
 
 namespace {
 
-// A link carries pieces of about two milliseconds: long enough to sleep exactly, short enough to stop soon.
+// Copies are cut into pieces of about two milliseconds of link time: long enough for exact sleeps, short enough to stop
+// soon.
 constexpr double kPieceSeconds = 2e-3;
 constexpr double kSmallestPiece = 1 << 14;
 constexpr double kLargestPiece = 1 << 24;
@@ -52,7 +53,7 @@ bool FerryQueue::Push(Transfer transfer) {
 
 bool FerryQueue::CallWhenDone(const Ranges& ranges, const std::function<void()>& callback) {
   std::lock_guard<std::mutex> lock(mutex_);
-  // First in, first out: the last one that touches the bytes ends last.
+  // FIFO: the last copy that touches the bytes ends last.
   const auto last = std::find_if(transfers_.rbegin(), transfers_.rend(),
                                  [&](const Transfer& transfer) { return Touch(transfer.copies, ranges); });
   if (last == transfers_.rend()) return false;
@@ -103,8 +104,7 @@ void FerryQueue::Run(const Transfer& transfer) {
     marked_start_.reset();
     return;
   }
-  // A link that had nothing to carry has gained no time; one that was busy goes on where it ended, whenever this
-  // thread woke up.
+  // An idle link accumulates no credit; a busy one continues where the last copy ended, whenever this thread woke up.
   link_is_free_ = std::max(link_is_free_, transfer.pushed);
   if (!marked_start_) marked_start_ = link_is_free_;
   for (const Copy& copy : transfer.copies) {
@@ -130,7 +130,7 @@ void FerryQueue::RunPieces(const Copy& copy) {
   }
 }
 
-// Wakes early when the setting that made it sleep changes. False when the queue was stopped meanwhile.
+// Wakes early if the setting that made it sleep changes. Returns false if the queue was stopped meanwhile.
 bool FerryQueue::SleepUntil(Clock::time_point time, const std::atomic<double>& setting) {
   const double was = setting.load();
   std::unique_lock<std::mutex> lock(mutex_);

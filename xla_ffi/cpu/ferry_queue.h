@@ -1,7 +1,7 @@
-// A queue of copies in one direction, run by a thread of its own, first in, first out; optionally as slow as a link.
+// A FIFO queue of copies in one direction, run by its own thread; optionally throttled to a link's speed.
 //
 //   Push --> [copies] [copies] [copies] --> worker: delay, copy a piece, sleep until a link would have carried it
-//   CallWhenDone(ranges) hangs a callback onto the last copies that touch them --> Callbacks, on threads of their own
+//   CallWhenDone(ranges) attaches a callback to the last copies that touch them --> Callbacks, on separate threads
 //
 // No XLA types.
 #ifndef JAXFERRY_CPU_FERRY_QUEUE_H_
@@ -25,7 +25,7 @@
 
 namespace jaxferry {
 
-// What the link emulator is set to.
+// Settings of the link emulator.
 struct LinkSettings {
   std::atomic<double> bytes_per_s{0.0};  // 0: no limit
   std::atomic<double> delay_s{0.0};      // longest random delay before a copy
@@ -40,23 +40,23 @@ class FerryQueue {
   FerryQueue& operator=(const FerryQueue&) = delete;
   ~FerryQueue() { Stop(); }
 
-  // Appends copies and returns at once. The first call starts the thread. False once the queue has stopped.
+  // Appends copies and returns immediately. The first call starts the thread. Returns false once the queue has stopped.
   bool Push(Copies copies);
 
-  // Says when the copies pushed since the last mark have started and ended, once they have.
+  // Stores start and end of the copies pushed since the last mark, once they have ended.
   void Mark(std::shared_ptr<Times> times);
 
-  // Has `callback` called once all copies queued so far that read or write these bytes have ended. False, and no call,
-  // where there are none.
+  // Calls `callback` once all copies queued so far that read or write these bytes have ended. Returns false, without a
+  // call, if there are none.
   bool CallWhenDone(const Ranges& ranges, const std::function<void()>& callback);
 
-  // Returns when everything pushed before has ended.
+  // Waits for everything pushed before.
   void Synchronize();
 
-  // Has a thread that sleeps look at the settings again.
+  // Makes a sleeping thread read the settings again.
   void NoteSettings();
 
-  // Ends the thread after the piece that it is at; what is queued is dropped, its callbacks are never called.
+  // Ends the thread after its current piece; queued copies are dropped and their callbacks never called.
   void Stop();
 
  private:
@@ -64,7 +64,7 @@ class FerryQueue {
     Copies copies;
     Clock::time_point pushed;
     std::vector<std::function<void()>> callbacks;
-    std::shared_ptr<Times> mark;  // null where it is no mark
+    std::shared_ptr<Times> mark;  // null if it is not a mark
   };
 
   bool Push(Transfer transfer);
@@ -79,11 +79,11 @@ class FerryQueue {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Transfer> transfers_;  // the first one is under way; a worker's reference to it survives push_back
+  std::deque<Transfer> transfers_;  // the first one is in flight; a worker's reference to it survives push_back
   std::thread worker_;
   bool is_stopped_ = false;
 
-  // The worker's alone.
+  // Used only by the worker.
   Clock::time_point link_is_free_{};
   std::optional<Clock::time_point> marked_start_;  // of the first copies since the last mark
   std::mt19937 random_;

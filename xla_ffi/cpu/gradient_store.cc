@@ -1,4 +1,4 @@
-// Writes a gradient into a host vector, or adds it to what is there.
+// Writes a gradient into a host vector, or adds it to the vector's contents.
 #include "common/checks.h"
 #include "common/exports.h"
 #include "cpu/convert.h"

@@ -10,7 +10,7 @@ namespace jaxferry {
 
 namespace {
 
-// Large enough that threads seldom meet, small enough that they end together; whole cache lines of every array.
+// Large enough that threads rarely contend, small enough that they finish together; whole cache lines of every array.
 constexpr int64_t kStepChunk = 1 << 15;
 
 struct StepJob {

@@ -1,8 +1,8 @@
-// A step of an optimizer on host memory in one pass: a gradient of any dtype comes in, fp32 master and moments are
-// updated in place, the compute copy goes out. README.md has the arithmetic. No XLA types.
+// An optimizer step on host memory in one pass: reads a gradient of any dtype, updates fp32 master and moments in
+// place, and writes the compute copy. README.md defines the arithmetic. No XLA types.
 //
-// Every instruction set computes the same bits: each operation is rounded by itself (nothing is fused, and the library
-// is compiled so), and subnormal numbers are zero, as on XLA's own threads. Of NaNs the bits may differ.
+// All instruction sets compute the same bits, except in NaNs: each operation is rounded separately (the library is
+// compiled without fusing), and subnormal numbers are zero, as on XLA's own threads.
 #ifndef JAXFERRY_CPU_HOST_STEP_H_
 #define JAXFERRY_CPU_HOST_STEP_H_
 
@@ -16,30 +16,30 @@ enum class StepRule { kAdam = 0, kNadam = 1, kLion = 2, kSgd = 3, kMomentum = 4,
 
 constexpr int64_t kNumStepRules = 6;
 
-// Moments beside each master.
+// The number of moments per master.
 constexpr int64_t NumMoments(StepRule rule) {
   return rule == StepRule::kSgd ? 0 : rule == StepRule::kAdam || rule == StepRule::kNadam ? 2 : 1;
 }
 
-// What changes by step; in this order an operand of the operation.
+// Factors that change from step to step, in the order of the operand.
 struct StepFactors {
-  float unscale;   // gradients are multiplied by it,
-  float clip;      // then by this
-  float rate;      // what updates are multiplied by before they are added: minus the learning rate
+  float unscale;   // multiplies gradients (inverse loss scale)
+  float clip;      // then multiplies them too
+  float rate;      // multiplies updates: minus the learning rate
   float decay;     // weight decay
-  float first;     // what the first moment is multiplied by for its bias
-  float gradient;  // Nadam's share of the gradient
-  float second;    // what the second moment is multiplied by for its bias
+  float first;     // bias correction of the first moment
+  float gradient;  // Nadam's weight of the gradient
+  float second;    // bias correction of the second moment
 };
 
 constexpr int64_t kNumStepFactors = sizeof(StepFactors) / sizeof(float);
 
-// What is constant: decays of the moments, their complements, and what keeps quotients finite.
+// Constants: decays of the moments, their complements, and the epsilons.
 struct StepConstants {
   float b1, one_minus_b1, b2, one_minus_b2, eps, eps_root;
 };
 
-// A parameter, or a stretch of one. A rule with fewer moments leaves those that it has not alone.
+// A parameter or a range of one. Rules with fewer moments ignore the others.
 struct StepPart {
   Dtype gradient_dtype, copy_dtype;
   const void* gradient;
@@ -49,7 +49,7 @@ struct StepPart {
   float* second;
   int64_t size;
   bool decays;
-  int64_t first_chunk;  // RunHostStep's own
+  int64_t first_chunk;  // set by RunHostStep
 };
 
 struct HostStep {

@@ -1,4 +1,4 @@
-// The step with AVX2, eight numbers at a time; F16C converts halves.
+// The step with AVX2, eight numbers at once; F16C converts halves.
 #include "cpu/host_step_kernels.h"
 
 #ifdef JAXFERRY_HAS_AVX
@@ -46,7 +46,7 @@ struct Vector {
   static F Div(F x, F y) { return _mm256_div_ps(x, y); }
   static F Sqrt(F x) { return _mm256_sqrt_ps(x); }
 
-  // Zeros and NaN are themselves.
+  // Returns zeros and NaN unchanged.
   static F Sign(F x) {
     const F zero = _mm256_setzero_ps();
     const F negative = _mm256_blendv_ps(x, _mm256_set1_ps(-1), _mm256_cmp_ps(x, zero, _CMP_LT_OQ));

@@ -1,4 +1,4 @@
-// The step with AVX-512, sixteen numbers at a time, with and without its conversion to bfloat16.
+// The step with AVX-512, sixteen numbers at once, with and without its bfloat16 conversion.
 #include "cpu/host_step_kernels.h"
 
 #ifdef JAXFERRY_HAS_AVX
@@ -6,7 +6,7 @@
 #include <immintrin.h>
 
 #ifndef __clang__
-// GCC takes the undefined vectors of its own headers for mistakes (bug 105593).
+// GCC warns about undefined vectors in its own headers (bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -52,7 +52,7 @@ struct Vector {
   static F Div(F x, F y) { return _mm512_div_ps(x, y); }
   static F Sqrt(F x) { return _mm512_sqrt_ps(x); }
 
-  // Zeros and NaN are themselves.
+  // Returns zeros and NaN unchanged.
   static F Sign(F x) {
     const F zero = _mm512_setzero_ps();
     const F negative = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, zero, _CMP_LT_OQ), x, _mm512_set1_ps(-1));
@@ -73,7 +73,7 @@ JAXFERRY_BEGIN_TARGET("avx512f,avx512bw,avx512bf16,f16c")
 namespace avx512_bf16 {
 
 struct Vector : avx512::Vector {
-  // The instruction takes subnormal numbers for zero whatever the thread does, but what a step stores is never one.
+  // The instruction always flushes subnormal numbers to zero, but a step never stores one.
   static void StoreBfloat16(F x, uint16_t* to) { Store16((__m256i)_mm512_cvtneps_pbh(x), to); }
 };
 

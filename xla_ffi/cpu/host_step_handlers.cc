@@ -1,4 +1,4 @@
-// The handler of the step: finds the parts of a layer among the operands.
+// The step's handler: locates the parts of a layer among the operands.
 #include <string>
 #include <vector>
 
@@ -14,8 +14,8 @@ namespace {
 
 constexpr const char* kHostStep = "host_step";
 
-// The operands in their order: factors, gradients [num_vectors], masters [n], moments [n each], copies [num_vectors].
-// Results: masters, moments, copies. Without operands for the copies those are written for the first time.
+// Operands in order: factors, gradients [num_vectors], masters [n], moments [n each], copies [num_vectors]. Results:
+// masters, moments, copies. Without operands for the copies, the results are freshly allocated.
 struct StepOperands {
   ffi::RemainingArgs arguments;
   ffi::RemainingRets results;
@@ -30,7 +30,7 @@ struct StepOperands {
   ffi::AnyBuffer OldCopy(size_t vector) const { return Updated(NumUpdated() + vector); }
 };
 
-// Names the parameter or vector that an error is about; only then, for that allocates.
+// Adds the number of the parameter or vector to an error; only on errors, because it allocates.
 ffi::Error Numbered(const ffi::Error& error, const char* name, size_t i) {
   if (error.success()) return error;
   return ffi::Error::InvalidArgument(error.message() + " (" + name + " " + std::to_string(i) + ")");
@@ -76,7 +76,7 @@ ffi::Error CheckVector(const StepOperands& operands, size_t i) {
   return CheckAliased(kHostStep, "the copy", operands.OldCopy(i), operands.Copy(i));
 }
 
-// A master or a moment: fp32, of the master's size, updated in place.
+// Checks a master or moment: fp32, of the master's size, updated in place.
 ffi::Error CheckUpdated(const StepOperands& operands, const char* name, size_t i, size_t place, float** data) {
   const ffi::AnyBuffer updated = operands.Updated(place), master = operands.Updated(i);
   if (updated.element_type() != ffi::DataType::F32) {
@@ -130,7 +130,7 @@ ffi::Error FindParts(const StepOperands& operands, Integers vectors, Integers of
   return ffi::Error::Success();
 }
 
-// What a step reads and writes: gradients, masters and moments both ways, copies.
+// The bytes that a step reads and writes: gradients once, masters and moments twice, copies once.
 int64_t NumBytes(const StepOperands& operands) {
   int64_t bytes = 0;
   for (size_t i = 0; i < operands.num_vectors; ++i) {
@@ -163,7 +163,7 @@ ffi::Error HostStepHandler(ffi::RemainingArgs arguments, ffi::RemainingRets resu
     const ffi::AnyBuffer factors = *arguments.get<ffi::AnyBuffer>(0);
     JAXFERRY_RETURN_IF_ERROR(CheckFactors(factors));
     JAXFERRY_RETURN_IF_ERROR(CheckCounts(operands, vectors, offsets, decays));
-    // Kept by the thread: once it has been as long as the longest layer, no call allocates.
+    // Kept per thread, so that calls stop allocating once it fits the largest layer.
     thread_local std::vector<StepPart> parts;
     JAXFERRY_RETURN_IF_ERROR(FindParts(operands, vectors, offsets, decays, &parts));
     const EmulatedTime updating(kHost, NumBytes(operands));

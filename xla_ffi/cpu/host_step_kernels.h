@@ -1,4 +1,4 @@
-// The kernels of a step, one for each instruction set, and the choice among them. No XLA types.
+// The step's kernels, one per instruction set, and their selection. No XLA types.
 #ifndef JAXFERRY_CPU_HOST_STEP_KERNELS_H_
 #define JAXFERRY_CPU_HOST_STEP_KERNELS_H_
 
@@ -8,7 +8,7 @@
 #define JAXFERRY_HAS_AVX 1
 #endif
 
-// Compiles what lies between for other instructions than the rest of the library.
+// Compiles the enclosed code for other instructions than the rest of the library.
 #if defined(__clang__)
 #define JAXFERRY_PRAGMA(text) _Pragma(#text)
 #define JAXFERRY_BEGIN_TARGET(features) \
@@ -22,7 +22,7 @@
 
 namespace jaxferry {
 
-// In ascending order: a machine that has one has those before it.
+// In ascending order: a machine that supports one supports all before it.
 enum class Simd { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
 
 using StepKernel = void (*)(const HostStep& step, const StepPart& part);
@@ -32,10 +32,10 @@ void StepAvx2(const HostStep& step, const StepPart& part);
 void StepAvx512(const HostStep& step, const StepPart& part);
 void StepAvx512Bf16(const HostStep& step, const StepPart& part);
 
-// The best that the machine has.
+// The machine's best.
 Simd BestSimd();
 
-// The one in use: the best, unless SetSimd asked for a lesser one.
+// The one in use: the best, unless SetSimd requested a lower one.
 Simd CurrentSimd();
 
 void SetSimd(Simd simd);

@@ -1,4 +1,4 @@
-// The step for any machine: four numbers at a time, which every compiler knows how to do.
+// The step for any machine: four numbers at once, as portable vectors.
 #include "cpu/bits.h"
 #include "cpu/host_step_kernels.h"
 
@@ -57,7 +57,7 @@ struct Vector {
 #endif
   }
 
-  // Zeros and NaN are themselves.
+  // Returns zeros and NaN unchanged.
   static F Sign(F x) {
     const Mask is_positive = x > Set(0), is_negative = x < Set(0);
     return is_positive ? Set(1) : is_negative ? Set(-1) : x;

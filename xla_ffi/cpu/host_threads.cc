@@ -10,7 +10,7 @@ namespace jaxferry {
 
 namespace {
 
-// Never destroyed, and left behind by a forked child, as the ferry's queues are: ferry.cc says why.
+// Never destroyed, and abandoned by a forked child, like the ferry's queues; ferry.cc gives the reasons.
 std::atomic<HostThreads*> host_threads{nullptr};
 
 struct StopHostThreadsAtExit {
@@ -97,7 +97,7 @@ void HostThreads::Remove(Job& job) {
   }
 }
 
-// False where there is not one to be had.
+// Returns false if no thread can be started.
 bool HostThreads::StartThreads(int64_t count) {
   while (!is_stopped_ && static_cast<int64_t>(threads_.size()) < count) {
     try {

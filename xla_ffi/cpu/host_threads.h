@@ -1,8 +1,8 @@
-// Threads that share out the chunks of a job in host memory; they sleep in between. No XLA types.
+// Threads that share the chunks of a job in host memory and sleep between jobs. No XLA types.
 //
 //   Run(chunks) --> the caller takes chunks, one after another; idle threads take the others
 //
-// Several callers may come at once: each goes on with its own job, whoever helps. Nothing is allocated per job.
+// Several callers may run jobs at once; each continues its own job, with or without helpers. No allocation per job.
 #ifndef JAXFERRY_CPU_HOST_THREADS_H_
 #define JAXFERRY_CPU_HOST_THREADS_H_
 
@@ -19,20 +19,20 @@ class HostThreads {
  public:
   using Work = void (*)(const void* job, int64_t chunk);
 
-  // That of the process; a child that was forked gets one of its own.
+  // Returns the process's instance; a forked child gets its own.
   static HostThreads& Get();
 
-  // Calls `work(job, chunk)` once for each chunk in [0, num_chunks), on the caller and on idle threads, and returns
-  // when all have ended.
+  // Calls `work(job, chunk)` once for each chunk in [0, num_chunks), on the caller and on idle threads, and waits for
+  // all of them.
   void Run(Work work, const void* job, int64_t num_chunks);
 
-  // Ends the threads: jobs that come, or are under way, are done by their callers alone.
+  // Ends the threads; running and later jobs are done by their callers alone.
   void Stop();
 
-  // How many threads a job may have, its caller among them.
+  // The maximum number of threads per job, including its caller.
   static int64_t NumThreads();
 
-  // Sets that; 0 for what JAXFERRY_HOST_THREADS says, by default the CPUs that the process may use.
+  // Sets that number; 0 for the value of JAXFERRY_HOST_THREADS, by default the CPUs that the process may use.
   static void SetNumThreads(int64_t count);
 
  private:

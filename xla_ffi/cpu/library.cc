@@ -1,4 +1,4 @@
-// What the library says of itself, its settings, and the scratch.
+// The library's description and settings, and the scratch operation.
 #include "common/checks.h"
 #include "common/exports.h"
 #include "cpu/blas.h"

@@ -1,4 +1,4 @@
-// The handler that marks when a program, or what a queue was given last, starts and ends; and who asks for the times.
+// The handler that marks start and end of a program or of a queue's last work, and the functions that read the times.
 #include <cmath>
 #include <memory>
 #include <utility>
@@ -28,8 +28,8 @@ static ffi::Error Mark(ffi::RemainingArgs arguments, ffi::Result<ffi::AnyBuffer>
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_mark, Mark,
                               ffi::Ffi::Bind()
-                                  .RemainingArgs()        // token, then what it follows
-                                  .Ret<ffi::AnyBuffer>()  // nothing of interest
+                                  .RemainingArgs()        // token, then the arrays that it follows
+                                  .Ret<ffi::AnyBuffer>()  // a dummy
                                   .Attr<int64_t>("queue"));
 
 }  // namespace jaxferry

@@ -1,4 +1,4 @@
-// When programs and copies start and end, by the host's clock. No XLA types.
+// Start and end of programs and copies, by the host's clock. No XLA types.
 #ifndef JAXFERRY_CPU_MARKS_H_
 #define JAXFERRY_CPU_MARKS_H_
 
@@ -13,10 +13,10 @@ namespace jaxferry {
 
 using Clock = std::chrono::steady_clock;
 
-// As Python's time.perf_counter() has it.
+// The time on the clock of Python's time.perf_counter().
 inline double Seconds(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
 
-// NaN until it is known.
+// NaN until known.
 struct Times {
   std::atomic<double> start_s{NAN}, end_s{NAN};
 };
@@ -28,12 +28,12 @@ class Marks {
     return *marks;
   }
 
-  // What is computed from now on starts no earlier; for those who mark programs, if there are any.
+  // Work from now on starts no earlier; recorded only if some list of marks is open.
   void NoteEndOfWait() {
     if (lists.IsAnyOpen()) last_s_ = Seconds(Clock::now());
   }
 
-  // A program has ended; it started when the one before had, or the last wait.
+  // A program has ended; it started at the end of the previous program or of the last wait.
   void AddProgram(const void* token) {
     auto times = std::make_shared<Times>();
     const double end_s = Seconds(Clock::now());

@@ -7,7 +7,7 @@
 
 namespace jaxferry {
 
-// sgemm counts in 32 bits: no row of a matrix may be longer. The products themselves are cut to size.
+// sgemm counts in 32 bits, so no row of a matrix may be longer; the products themselves are cut to size.
 static ffi::Error CheckBlas(const char* operation, int64_t k, int64_t n) {
   constexpr int64_t kLongestRow = (int64_t{1} << 31) - 1;
   if (!HasBlas()) {

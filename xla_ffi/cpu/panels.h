@@ -1,4 +1,4 @@
-// How products are cut into panels that fit into the scratch. No XLA types.
+// Cuts products into panels that fit into the scratch. No XLA types.
 #ifndef JAXFERRY_CPU_PANELS_H_
 #define JAXFERRY_CPU_PANELS_H_
 
@@ -8,10 +8,10 @@
 
 namespace jaxferry {
 
-// Room for an fp32 panel of `kNumItems` items, `item_size` numbers each: in half of the scratch, for the contract has two
-// panels in turn; in memory of its own where that is too small. BLAS may round a column otherwise with the number of
-// columns in its call (OpenBLAS does, by what is left over from the blocks of its kernels and by how it shares columns
-// out among threads): panels are of one size whatever the scratch, so results are too.
+// Memory for an fp32 panel of `kNumItems` items, `item_size` numbers each: half of the scratch, since the contract has
+// two alternating panels, or its own memory if that is too small. BLAS may round a column differently depending on the
+// number of columns in its call (OpenBLAS does: its kernels have remainders, and threads share the columns). So panels
+// have one size whatever the scratch, and results do not depend on it.
 class Panel {
  public:
   Panel(void* scratch, int64_t scratch_bytes, int64_t item_size, int64_t num_items) {
@@ -26,7 +26,7 @@ class Panel {
   int64_t num_items() const { return num_items_; }
 
  private:
-  // With as many, products take some 5 % longer than with all columns at once; with 64 twice as long for few rows.
+  // Products take about 5 % longer than with all columns at once; with 64 columns, twice as long for few rows.
   static constexpr int64_t kNumItems = 1024;
 
   std::vector<float> own_;

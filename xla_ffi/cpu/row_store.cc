@@ -1,4 +1,4 @@
-// Adds rows, such as the gradient of a lookup, to those of a table in host memory.
+// Adds rows, such as the gradient of a lookup, to a table in host memory.
 #include "common/checks.h"
 #include "common/exports.h"
 #include "cpu/convert.h"

@@ -1,4 +1,4 @@
-// The instructions that convert 16-bit numbers (PTX ISA, "cvt"). CUDA's own headers for them need another package.
+// Instructions that convert 16-bit numbers (PTX ISA, "cvt"). CUDA's own headers for them need another package.
 #ifndef JAXFERRY_CUDA_BITS_CUH_
 #define JAXFERRY_CUDA_BITS_CUH_
 

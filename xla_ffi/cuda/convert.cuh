@@ -1,4 +1,4 @@
-// Casts numbers, or adds them to those that are there, from device or host memory to device or host memory.
+// Casts numbers, or adds them to the destination, from device or host memory to device or host memory.
 #ifndef JAXFERRY_CUDA_CONVERT_CUH_
 #define JAXFERRY_CUDA_CONVERT_CUH_
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ BitsOf<kTo> ConvertOne(BitsOf<kFrom> from, BitsOf<kTo
   return Number<kTo>::Encode(value);
 }
 
-// A vector of the destination, sixteen bytes, from as many numbers of the source, whatever bytes those take.
+// Makes one 16-byte vector of the destination from the same count of numbers in the source.
 template <Dtype kTo, Dtype kFrom>
 __device__ __forceinline__ uint4 ConvertVector(const BitsOf<kFrom>* source, bool is_aligned, uint4 old,
                                                const ConvertArguments& a) {
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kConvertThreads) ConvertKernel(ConvertArgument
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const int64_t num_threads = int64_t{gridDim.x} * blockDim.x;
 
-  // Vectors begin where the destination is aligned: writes of whole vectors are what fills a link.
+  // Vectors start where the destination is aligned: only whole-vector writes saturate a link.
   const auto misaligned = reinterpret_cast<uintptr_t>(destination) % kVectorBytes / sizeof(BitsOf<kTo>);
   int64_t head = misaligned == 0 ? 0 : kCount - static_cast<int64_t>(misaligned);
   if (head > a.size) head = a.size;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kConvertThreads) ConvertKernel(ConvertArgument
 
   for (int64_t first = thread; first < num_vectors; first += num_threads * kConvertUnroll) {
     uint4 old[kConvertUnroll];
-    // All reads of host memory are under way before the first is used.
+    // All reads of host memory are in flight before the first is used.
 #pragma unroll
     for (int u = 0; u < kConvertUnroll; ++u) {
       const int64_t i = first + u * num_threads;

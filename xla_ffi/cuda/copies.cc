@@ -1,4 +1,4 @@
-// Operations that copy: parts of a host vector into arrays, a gradient into a host vector.
+// Operations that copy parts of a host vector into arrays, or a gradient into a host vector.
 #include <vector>
 
 #include "cuda/errors.h"
@@ -7,7 +7,7 @@
 
 namespace jaxferry::cuda {
 
-// A copy engine takes some microseconds to start, in which a link carries about this much.
+// A link carries about this much in the few microseconds that a copy engine takes to start.
 static constexpr int64_t kLeastBytesOfEngine = int64_t{64} << 10;
 
 void RunRead(const Copies& copies, cudaStream_t stream) {

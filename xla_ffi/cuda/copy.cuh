@@ -1,4 +1,4 @@
-// Many small stretches of host memory in one kernel.
+// Copies many small ranges of host memory in one kernel.
 #ifndef JAXFERRY_CUDA_COPY_CUH_
 #define JAXFERRY_CUDA_COPY_CUH_
 
@@ -8,7 +8,7 @@
 
 namespace jaxferry::cuda {
 
-// A kernel's parameters may take 4 KiB.
+// Kernel parameters are limited to 4 KiB.
 inline constexpr int kPartsTogether = 128;
 inline constexpr int kCopyThreads = 256;
 
@@ -22,7 +22,7 @@ struct CopyArguments {
   CopyPart parts[kPartsTogether];
 };
 
-// One block a part. Sizes and addresses are even: no dtype of ours has less than two bytes.
+// One block per part. Sizes and addresses are even: every supported dtype has at least two bytes.
 __global__ void __launch_bounds__(kCopyThreads) CopyKernel(CopyArguments a) {
   const CopyPart part = a.parts[blockIdx.x];
   const auto* source = static_cast<const unsigned char*>(part.source);

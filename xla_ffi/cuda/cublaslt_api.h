@@ -1,9 +1,9 @@
-// The part of cuBLASLt that is used here, so that building needs no cuBLAS headers.
+// Declares the part of cuBLASLt used here, so that the build needs no cuBLAS headers.
 //
 // Types, values and signatures are those of NVIDIA's cuBLAS documentation, section "Using the cuBLASLt API"
-// (docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api): under "cuBLASLt Datatypes Reference" the entries that the
-// comments name, under "cuBLASLt API Reference" the functions. They are the same in cuBLAS 12 and 13;
-// tests/gpu/cublaslt_header.cc compares them with the real header where there is one.
+// (docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api): the entries named in the comments from "cuBLASLt Datatypes
+// Reference", the functions from "cuBLASLt API Reference". They are the same in cuBLAS 12 and 13;
+// tests/gpu/cublaslt_header.cc compares them with the real header if available.
 #ifndef JAXFERRY_CUDA_CUBLASLT_API_H_
 #define JAXFERRY_CUDA_CUBLASLT_API_H_
 
@@ -15,7 +15,7 @@
 
 namespace jaxferry::cuda::cublaslt {
 
-// Pointers to opaque structures that the library makes.
+// Pointers to the library's opaque structures.
 struct Context;
 struct MatmulDescriptor;
 struct MatrixLayoutDescriptor;
@@ -64,7 +64,7 @@ struct HeuristicResult {
   int reserved[4];
 };
 
-// The functions, by their names without "cublasLt".
+// The functions, named without the prefix "cublasLt".
 struct Api {
   Status (*Create)(Handle* handle);
   Status (*MatmulDescCreate)(MatmulDesc* descriptor, ComputeType compute_type, cudaDataType scale_type);
@@ -88,8 +88,8 @@ struct Api {
   size_t (*GetVersion)();
 };
 
-// Opens the library on the first call: the one that JAX has loaded already, else the one that the loader finds. Throws
-// Failure where there is none.
+// Opens the library on the first call: the one already loaded by JAX, else the one that the loader finds. Throws
+// Failure if there is none.
 const Api& Load();
 
 }  // namespace jaxferry::cuda::cublaslt

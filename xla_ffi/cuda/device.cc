@@ -30,7 +30,7 @@ Device& Device::Get(int ordinal) {
 void Device::SynchronizeFerry() {
   std::map<int, Device*> devices;
   {
-    // Others may get their devices while this waits.
+    // Unlocked while waiting, so that other threads can get their devices.
     Registry& registry = TheRegistry();
     std::lock_guard<std::mutex> lock(registry.mutex);
     for (const auto& [ordinal, device] : registry.devices) devices[ordinal] = device.get();

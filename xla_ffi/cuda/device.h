@@ -1,4 +1,4 @@
-// What the library keeps for each device.
+// The library's state per device.
 #ifndef JAXFERRY_CUDA_DEVICE_H_
 #define JAXFERRY_CUDA_DEVICE_H_
 
@@ -11,18 +11,18 @@
 
 namespace jaxferry::cuda {
 
-// One for each ordinal, made when it is first needed and never freed: CUDA may be gone before static objects are.
+// One per ordinal, made on first use and never freed: CUDA may shut down before static objects are destroyed.
 class Device {
  public:
-  // The current device must be that one. Throws Failure where it has no streams left to give.
+  // The current device must be `ordinal`. Throws Failure if the streams cannot be created.
   static Device& Get(int ordinal);
-  // Returns when the ferry's queues of each device are empty.
+  // Waits until the ferry's queues are empty on every device.
   static void SynchronizeFerry();
 
-  // Held while an operation puts its work onto streams: that of two threads would else be mixed.
+  // Held while an operation issues work to streams, so that two threads do not interleave.
   std::mutex mutex;
   EventPool events{cudaEventDisableTiming};
-  // The ferry's queues. Panels have streams of their own: they must not wait behind loads of whole layers.
+  // The ferry's queues. Panels have separate streams, so that they do not wait behind loads of whole layers.
   Stream loads, stores, panels_in, panels_out;
   FerryTable<EventPool::Lease> ferry;
   DeviceMarks marks;

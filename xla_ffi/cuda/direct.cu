@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kFewRows = 4;
 constexpr int kMostRows = 16;
-// A block has 16 KiB under way, a fast link some 128 KiB: what it carries in a microsecond or two.
+// A block has 16 KiB in flight; a fast link needs about 128 KiB, its transfer in one or two microseconds.
 constexpr int64_t kEnoughBlocks = 8;
 constexpr int64_t kSmallBytes = int64_t{256} << 10;
 
@@ -43,8 +43,8 @@ void LaunchDirectOf(const DirectArguments& arguments, bool transpose, bool is_al
 
 }  // namespace
 
-// Rows that are not aligned are read number by number, and few blocks have few reads under way: right, but no way to
-// fill a link. What is small is there before a copy engine has started.
+// Unaligned rows are read number by number, and few blocks have few reads in flight: correct, but too slow to saturate
+// a link. Small weights arrive before a copy engine would start.
 bool IsBestDirectly(const Matmul& call) {
   const int64_t num_vectors = kVectorBytes / ItemSize(call.w_dtype);
   const int64_t per_block = call.transpose ? kWeightRowsOfBlock : kColumnLanes * num_vectors;
@@ -58,7 +58,7 @@ void DirectMatmul(const Matmul& call, cudaStream_t stream) {
                       std::to_string(call.m) + "; use method 0 or 1");
   }
   if (call.m == 0 || call.n == 0) return;
-  // float32 holds every 16-bit weight.
+  // float32 represents every 16-bit weight exactly.
   const bool is_exact = call.x_dtype == call.w_dtype || call.x_dtype == Dtype::kFloat32;
   const Dtype round_to = is_exact ? Dtype::kFloat32 : call.x_dtype;
   const DirectArguments arguments = {call.x, call.w,       call.y,       call.m,  call.k,

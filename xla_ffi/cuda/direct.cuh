@@ -1,8 +1,8 @@
-// Products of few rows with a weight in host memory, each of whose bytes the kernels read once, sixteen at a time.
+// Products of few rows with a weight in host memory; the kernels read each byte of the weight once, sixteen at once.
 //
-// A thread block owns columns of y, hence columns (DirectColumns, w[k, n]) or rows (DirectRows, w[n, k]) of the weight,
-// and all rows of x, which it keeps a tile at a time in shared memory, as fp32. The next tile of the weight is under
-// way while this one is multiplied. Sums are made in one order, whatever the number of blocks.
+// A thread block owns columns of y, so columns (DirectColumns, w[k, n]) or rows (DirectRows, w[n, k]) of the weight. It
+// reads all rows of x, one tile at a time into shared memory, as fp32. The next tile of the weight is in flight while
+// the current one is multiplied. The order of sums does not depend on the number of blocks.
 #ifndef JAXFERRY_CUDA_DIRECT_CUH_
 #define JAXFERRY_CUDA_DIRECT_CUH_
 
@@ -14,7 +14,7 @@ namespace jaxferry::cuda {
 
 inline constexpr int kDirectThreads = 256;
 inline constexpr int kDirectWarps = kDirectThreads / kWarpSize;
-// How many tiles' vectors, or how many rows of the weight, a thread reads at once.
+// The number of tiles' vectors, or of rows of the weight, that a thread reads at once.
 inline constexpr int kDirectUnroll = 4;
 
 struct DirectArguments {
@@ -23,13 +23,13 @@ struct DirectArguments {
   void* y;
   int64_t m, k, n;
   Dtype x_dtype, y_dtype;
-  // What the weight is rounded to before it is multiplied: the dtype of x, or float32 where that holds every weight.
+  // The dtype that the weight is rounded to before the product: that of x, or float32 if that represents every weight.
   Dtype round_to;
 };
 
-// `count` numbers from `data` on, zeros after them. kAligned: every row of the weight begins at a multiple of sixteen
-// bytes, so that a vector lies inside it or outside. Kernels of their own: a choice between ways to load, made where a
-// vector is loaded, would have the thread wait for each before it asks for the next one.
+// Loads `count` numbers from `data`, padded with zeros. kAligned: every row of the weight starts at a multiple of
+// sixteen bytes, so a vector lies entirely inside or outside. A template parameter, because a branch at each load would
+// make the thread wait for one load before issuing the next.
 template <Dtype kDtype, bool kAligned>
 __device__ __forceinline__ uint4 LoadWeights(const BitsOf<kDtype>* data, int64_t count) {
   if constexpr (kAligned) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint4 LoadWeights(const BitsOf<kDtype>* data, int64_t
   }
 }
 
-// DirectColumns: eight lanes read 128 bytes of a row of the weight; the other lanes and warps the rows below it.
+// DirectColumns: eight lanes read 128 bytes of a row of the weight; the other lanes and warps read the rows below.
 inline constexpr int kColumnLanes = 8;
 inline constexpr int kRowsAtOnce = kDirectThreads / kColumnLanes;
 inline constexpr int kColumnsTile = kRowsAtOnce * kDirectUnroll;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void UnpackWeight(uint4 packed, Dtype round_to, float
   for (int i = 0; i < kVector<kDtype>; ++i) values[i] = Round(values[i], round_to);
 }
 
-// Rows [begin, begin + 32 u) of the weight, this thread's row and columns of each 32; zeros below the last row.
+// Loads this thread's row and columns of each 32 rows in [begin, begin + 32 u) of the weight; zeros below the last row.
 template <Dtype kDtype, bool kAligned>
 __device__ __forceinline__ void LoadColumns(const DirectArguments& a, int64_t begin, int64_t column,
                                             uint4 (&vectors)[kDirectUnroll]) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void LoadColumns(const DirectArguments& a, int64_t be
   }
 }
 
-// x[:, begin : begin + kColumnsTile], transposed, zeros outside.
+// Loads x[:, begin : begin + kColumnsTile], transposed, padded with zeros.
 template <int kRows>
 __device__ __forceinline__ void LoadTransposed(const DirectArguments& a, int64_t begin,
                                                float (&tile)[kColumnsTile][kRows]) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ void SumColumns(const DirectArguments& a, int64_t fir
   }
 }
 
-// y[m, n] = x[m, k] @ w[k, n], for m <= kRows. A block for each kColumnsOfBlock columns.
+// y[m, n] = x[m, k] @ w[k, n], for m <= kRows. One block per kColumnsOfBlock columns.
 template <Dtype kDtype, int kRows, bool kAligned>
 __global__ void __launch_bounds__(kDirectThreads) DirectColumns(DirectArguments a) {
   __shared__ __align__(16) float tile[kColumnsTile][kRows];
@@ -157,7 +157,7 @@ __device__ __forceinline__ void LoadRows(const DirectArguments& a, int64_t first
   }
 }
 
-// x[:, begin : begin + kRowsTile], zeros outside, in fours that the lanes of a warp read side by side.
+// Loads x[:, begin : begin + kRowsTile], padded with zeros, in groups of four that a warp's lanes read contiguously.
 template <Dtype kDtype, int kRows>
 __device__ __forceinline__ void LoadInFours(const DirectArguments& a, int64_t begin,
                                             float (&tile)[kRows][kVector<kDtype> / 4][kWarpSize][4]) {
@@ -184,7 +184,7 @@ __device__ __forceinline__ void SumRows(const DirectArguments& a, int64_t first_
       for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);
       }
-      // All lanes have the sum: another one writes each.
+      // All lanes have every sum; each sum is written by another lane.
       const bool is_mine = lane == (row * kDirectUnroll + u) % kWarpSize;
       if (is_mine && row < a.m && first_row + u < a.n) {
         StoreNumber(a.y, a.y_dtype, row * a.n + first_row + u, sum);
@@ -193,7 +193,7 @@ __device__ __forceinline__ void SumRows(const DirectArguments& a, int64_t first_
   }
 }
 
-// y[m, n] = x[m, k] @ w[n, k].T, for m <= kRows. A block for each kWeightRowsOfBlock rows of the weight.
+// y[m, n] = x[m, k] @ w[n, k].T, for m <= kRows. One block per kWeightRowsOfBlock rows of the weight.
 template <Dtype kDtype, int kRows, bool kAligned>
 __global__ void __launch_bounds__(kDirectThreads) DirectRows(DirectArguments a) {
   __shared__ __align__(16) float tile[kRows][kVector<kDtype> / 4][kWarpSize][4];

@@ -1,4 +1,4 @@
-// Failures of CUDA calls. They are thrown inside the library; a handler turns them into an ffi::Error (handler.h).
+// Failures of CUDA calls. The library throws them; a handler turns them into an ffi::Error (handler.h).
 #ifndef JAXFERRY_CUDA_ERRORS_H_
 #define JAXFERRY_CUDA_ERRORS_H_
 
@@ -13,14 +13,14 @@ struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A failure whose cause is the caller's argument.
+// A failure caused by the caller's argument.
 struct BadArgument : Failure {
   using Failure::Failure;
 };
 
 inline void Check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  // The error would be reported again by the next call of somebody else.
+  // Clears the error, which the next unrelated call would report again.
   cudaGetLastError();
   throw Failure(std::string(what) + " failed: " + cudaGetErrorString(status));
 }

@@ -1,4 +1,4 @@
-// Copies on streams of their own, one a direction, first in, first out.
+// Copies on separate streams, one per direction, FIFO.
 #include "cuda/kernels.h"
 #include "cuda/operations.h"
 
@@ -19,7 +19,7 @@ void Enqueue(const Copy& copy, cudaMemcpyKind kind, cudaStream_t queue) {
   Check(cudaMemcpyAsync(copy.destination, copy.source, copy.bytes, kind, queue), "queueing a copy");
 }
 
-// Queues copies that start when what the stream was given so far has run.
+// Queues copies that start once the stream's work so far has run.
 void RunQueue(Device& device, const Copies& copies, cudaMemcpyKind kind, cudaStream_t queue, cudaStream_t stream) {
   const MarkQueue marked = kind == cudaMemcpyHostToDevice ? MarkQueue::kLoads : MarkQueue::kStores;
   Forget(device);

@@ -1,4 +1,4 @@
-// Handlers that queue copies, and one that holds the stream until those of its arguments have ended.
+// Handlers that queue copies, and one that makes the stream wait for the copies of its arguments.
 #include "cuda/handler.h"
 #include "cuda/operations.h"
 

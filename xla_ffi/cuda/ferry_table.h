@@ -1,4 +1,4 @@
-// Copies that are under way, found by the addresses that they read and write. No CUDA types.
+// Copies in flight, looked up by the addresses that they read and write. No CUDA types.
 #ifndef JAXFERRY_CUDA_FERRY_TABLE_H_
 #define JAXFERRY_CUDA_FERRY_TABLE_H_
 
@@ -17,7 +17,7 @@ inline bool Overlap(const Range& a, const Range& b) {
          begin_b < begin_a + static_cast<std::uint64_t>(a.bytes);
 }
 
-// `Ended` says when a call's copies have ended; the table knows nothing of it.
+// `Ended` tells when a call's copies have ended; the table only stores it.
 template <typename Ended>
 class FerryTable {
  public:
@@ -31,7 +31,7 @@ class FerryTable {
     entries_.push_back({std::move(ranges), std::move(ended)});
   }
 
-  // Calls `visit(ended)` for each call that copies into or out of one of the ranges.
+  // Calls `visit(ended)` for each call that copies to or from one of the ranges.
   template <typename Visit>
   void ForEachIn(const Ranges& ranges, Visit&& visit) const {
     for (const Entry& entry : entries_) {

@@ -6,7 +6,7 @@ namespace jaxferry::cuda {
 
 namespace {
 
-// Four bytes of NaN: two numbers where a number has two bytes.
+// Returns four bytes of NaN: two numbers for 16-bit dtypes.
 constexpr uint32_t NanPair(Dtype dtype) {
   return dtype == Dtype::kFloat32 ? 0x7fc00000u : dtype == Dtype::kBfloat16 ? 0x7fc07fc0u : 0x7e007e00u;
 }
@@ -32,7 +32,7 @@ void LaunchGather(const Gather& call, Word nan, cudaStream_t stream) {
 void GatherRows(const Gather& call, cudaStream_t stream) {
   if (call.num_indices == 0 || call.columns == 0) return;
   const uint32_t nan = NanPair(call.dtype);
-  // The widest word that rows of both sides are whole numbers of.
+  // Chooses the widest word that divides the rows of both sides.
   const uintptr_t addresses = reinterpret_cast<uintptr_t>(call.table) | reinterpret_cast<uintptr_t>(call.result) |
                               static_cast<uintptr_t>(call.columns * ItemSize(call.dtype));
   if (addresses % 16 == 0) {

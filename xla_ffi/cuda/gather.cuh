@@ -8,8 +8,8 @@
 
 namespace jaxferry::cuda {
 
-// A row is `row_words` words of type Word; a warp takes a stretch of kGatherUnroll * 32 words of one row at a time, all
-// of whose loads are under way before the first is used: a link's latency is long.
+// A row is `row_words` words of type Word. A warp takes kGatherUnroll * 32 words of one row at a time; all their loads
+// are in flight before the first is used, because a link's latency is long.
 inline constexpr int kGatherUnroll = 4;
 inline constexpr int kGatherThreads = 256;
 

@@ -1,4 +1,4 @@
-// What every handler does around its operation.
+// The common frame of all handlers.
 #ifndef JAXFERRY_CUDA_HANDLER_H_
 #define JAXFERRY_CUDA_HANDLER_H_
 
@@ -30,8 +30,8 @@ inline std::string DescribeAll(std::initializer_list<Named> buffers) {
   return text.empty() ? text : text + ")";
 }
 
-// Calls `body(device)` with the device current and locked. A failure becomes an error that names the operation and the
-// shapes of its arguments.
+// Calls `body(device)` with the device current and locked. Turns a failure into an error that names the operation and
+// the shapes of its arguments.
 template <typename Body>
 ffi::Error RunOn(const char* operation, int ordinal, std::initializer_list<Named> buffers, Body&& body) {
   try {

@@ -21,7 +21,7 @@ void Launch(const char* what, void (*kernel)(Parameters...), int64_t num_blocks,
   Check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), what);
 }
 
-// Blocks for `num_items` items of work, of which a block takes `per_block` at a time: at least one, at most `most`.
+// Returns the number of blocks for `num_items` items of work, `per_block` per block: at least one, at most `most`.
 inline int64_t NumBlocks(int64_t num_items, int64_t per_block, int64_t most) {
   return std::max<int64_t>(1, std::min((num_items + per_block - 1) / per_block, most));
 }

@@ -1,7 +1,7 @@
-// What the library says of itself, and the scratch.
+// The library's description, and the scratch operation.
 #include "cuda/handler.h"
 
-// Of any number of arguments, for lists have commas.
+// Variadic, because lists contain commas.
 #define JAXFERRY_QUOTE_(...) #__VA_ARGS__
 #define JAXFERRY_QUOTE(...) JAXFERRY_QUOTE_(__VA_ARGS__)
 
@@ -11,7 +11,7 @@
 #ifndef JAXFERRY_NVCC_VERSION
 #define JAXFERRY_NVCC_VERSION "unknown"
 #endif
-// Numbers with commas between them: 80, 90.
+// Comma-separated numbers: 80, 90.
 #ifndef JAXFERRY_ARCHITECTURES
 #define JAXFERRY_ARCHITECTURES
 #endif
@@ -42,7 +42,7 @@ const char* jaxferry_build_info() {
 
 int jaxferry_abi() { return JAXFERRY_ABI; }
 
-// It has no way to say that a device failed: the next operation on that device does.
+// Cannot report a failed device; the next operation on that device does.
 void jaxferry_ferry_synchronize() {
   try {
     jaxferry::cuda::Device::SynchronizeFerry();

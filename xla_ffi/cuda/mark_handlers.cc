@@ -1,4 +1,4 @@
-// The handler that marks when a program, or what a queue was given last, starts and ends; and who asks for the times.
+// The handler that marks start and end of a program or of a queue's last work, and the functions that read the times.
 #include <cmath>
 #include <exception>
 
@@ -20,8 +20,8 @@ static ffi::Error Mark(cudaStream_t stream, int32_t ordinal, ffi::RemainingArgs 
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_mark, Mark,
                               JAXFERRY_BIND()
-                                  .RemainingArgs()        // token, then what it follows
-                                  .Ret<ffi::AnyBuffer>()  // nothing of interest
+                                  .RemainingArgs()        // token, then the arrays that it follows
+                                  .Ret<ffi::AnyBuffer>()  // a dummy
                                   .Attr<int64_t>("queue"));
 
 }  // namespace jaxferry
@@ -30,7 +30,7 @@ void jaxferry_marks_open(const void* token, int64_t capacity) { jaxferry::cuda::
 
 void jaxferry_marks_close(const void* token) { jaxferry::cuda::TheMarks().Close(token); }
 
-// Where the device has failed, what is not known yet stays NaN: the next operation on it says why.
+// If the device has failed, unknown times stay NaN; the next operation on it reports the reason.
 void jaxferry_marks_read(int64_t count, const void* const* tokens, const int64_t* numbers, double* starts_s,
                          double* ends_s) {
   for (int64_t i = 0; i < count; ++i) starts_s[i] = ends_s[i] = NAN;

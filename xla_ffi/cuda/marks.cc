@@ -12,7 +12,7 @@ namespace jaxferry::cuda {
 
 namespace {
 
-// One that lasts no longer is exact enough; one that something else holds up is tried again.
+// A reading of both clocks within this time is exact enough; a slower one was delayed and is repeated.
 constexpr double kGoodReadingSeconds = 2e-5;
 constexpr int kMostReadings = 8;
 
@@ -56,7 +56,7 @@ void DeviceMarks::NoteEnd(MarkQueue queue, cudaStream_t stream) {
 
 void DeviceMarks::AddProgram(int ordinal, const void* token, cudaStream_t stream) {
   SharedEvent end = Record(stream);
-  // Events of another stream say nothing of what this one was waiting for.
+  // Events of another stream do not tell when this one was free.
   SharedEvent start = stream == programs_ ? std::move(last_) : nullptr;
   last_ = end;
   programs_ = stream;
@@ -99,7 +99,7 @@ void ReadMarks(int64_t count, const void* const* tokens, const int64_t* numbers,
     const CurrentDevice current(span->ordinal);
     if (span->end != nullptr && span->end->HasRun()) spans[static_cast<size_t>(i)] = std::move(span);
   }
-  // Read after all of these have run, and so later than any of them.
+  // Read after all these events have run, and so later than any of them.
   std::map<int, DeviceMarks::Now> clocks;
   for (int64_t i = 0; i < count; ++i) {
     starts_s[i] = ends_s[i] = NAN;

@@ -1,4 +1,4 @@
-// When programs and copies start and end, by events on their streams. Nobody waits for those until somebody asks.
+// Start and end of programs and copies, by events on their streams. Nothing waits for the events before they are read.
 #ifndef JAXFERRY_CUDA_MARKS_H_
 #define JAXFERRY_CUDA_MARKS_H_
 
@@ -15,32 +15,32 @@ namespace jaxferry::cuda {
 
 class Device;
 
-// An event goes back to its pool with the last mark that it bounds.
+// An event returns to its pool with the last mark that uses it.
 using SharedEvent = std::shared_ptr<const Event>;
 
 struct Span {
   int ordinal;
-  SharedEvent start;  // null where nothing is known of what came before
-  SharedEvent end;    // null where there was nothing to mark
+  SharedEvent start;  // null if the preceding work is unknown
+  SharedEvent end;    // null if there was nothing to mark
 };
 
-// The marks of all devices: addresses of tokens differ between them.
+// The marks of all devices, whose tokens have different addresses.
 MarkLists<Span>& TheMarks();
 
-// Of one device; whoever calls holds its lock. Nothing is recorded while no token's list is open.
+// The marks of one device; callers hold its lock. Nothing is recorded while no token's list is open.
 class DeviceMarks {
  public:
-  // The stream was made to wait: what it is given from now on starts after that.
+  // Notes that the stream was made to wait: later work starts after that.
   void NoteWait(cudaStream_t stream);
-  // A queue of copies is about to be given some, or has been; whoever is told of their end must be told after this.
+  // Note that copies are about to be queued, or have been; events for their end must be recorded after this.
   void NoteStart(MarkQueue queue, cudaStream_t stream);
   void NoteEnd(MarkQueue queue, cudaStream_t stream);
-  // Marks what the stream has run so far.
+  // Marks the stream's work so far.
   void AddProgram(int ordinal, const void* token, cudaStream_t stream);
-  // Marks what the queue was given since its last mark.
+  // Marks the copies queued since the queue's last mark.
   void AddCopies(int ordinal, const void* token, MarkQueue queue);
 
-  // A moment by both clocks.
+  // One instant on both clocks.
   struct Now {
     SharedEvent event;
     double host_s;
@@ -56,18 +56,18 @@ class DeviceMarks {
   Copied& CopiedBy(MarkQueue queue) { return copied_[queue == MarkQueue::kStores]; }
 
   EventPool events_{cudaEventDefault};
-  // The last event on the stream that programs run on, and which that is.
+  // The last event on the programs' stream, and that stream.
   SharedEvent last_;
   cudaStream_t programs_ = nullptr;
-  // Of the copies since the last mark, loads and stores.
+  // The copies since the last mark: loads and stores.
   Copied copied_[2];
-  // Of its own, so that nothing that is under way holds it up.
+  // A separate stream, so that no work in flight delays it.
   std::optional<Stream> clock_;
 };
 
 void RunMark(Device& device, int ordinal, const void* token, MarkQueue queue, cudaStream_t stream);
 
-// The times of marks that have ended, in seconds of the host's clock (std::chrono::steady_clock); NaN for the others.
+// Reads the times of ended marks in seconds of the host's clock (std::chrono::steady_clock); NaN for the others.
 void ReadMarks(int64_t count, const void* const* tokens, const int64_t* numbers, double* starts_s, double* ends_s);
 
 }  // namespace jaxferry::cuda

@@ -1,4 +1,4 @@
-// x @ w: panels of the weight are copied into the halves of the scratch in turn, each while the one before it is
+// x @ w: panels of the weight are copied alternately into the halves of the scratch, each while the previous one is
 // multiplied.
 //
 //   panels_in:  copy 0 | copy 1 | (0 is used)  copy 2 | (1 is used)  copy 3 ...
@@ -14,7 +14,7 @@ namespace jaxferry::cuda {
 
 namespace {
 
-// Rows that a copy engine takes out of a matrix should not be shorter.
+// A copy engine is inefficient on shorter rows of a matrix.
 constexpr int64_t kLeastRowBytes = 2048;
 
 struct Slices {
@@ -36,7 +36,7 @@ Slices Cut(const Matmul& call) {
   return {panels, is_cast};
 }
 
-// Copies slices [begin, begin + size) of the weight, one after the other where they are rows, else as [k, size].
+// Copies slices [begin, begin + size) of the weight: contiguously if they are rows, else as [k, size].
 void CopyPanel(const Matmul& call, int64_t begin, int64_t size, void* panel, cudaStream_t stream) {
   const int64_t item = ItemSize(call.w_dtype);
   const char* w = static_cast<const char*>(call.w);
@@ -71,7 +71,7 @@ void MultiplyByPanels(Device& device, const Matmul& call, cudaStream_t stream) {
   const cudaStream_t copies = device.panels_in.get();
   const EventPool::Lease arrived[2] = {device.events.Lend(), device.events.Lend()};
   const EventPool::Lease used[2] = {device.events.Lend(), device.events.Lend()};
-  // What ran before may still use the scratch, whose memory is lent in turn to many.
+  // Earlier work may still use the scratch, whose memory XLA reuses.
   for (const EventPool::Lease& event : used) event->Record(stream);
   DrainOnFailure drain(copies);
   int half = 0;

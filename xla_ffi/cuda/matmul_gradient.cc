@@ -1,5 +1,5 @@
-// x.T @ dy: rows of the product are made in the halves of the scratch in turn, each while the one before it goes to the
-// destination.
+// x.T @ dy: panels of the product are computed alternately in the halves of the scratch, each while the previous one is
+// written to the destination.
 //
 //   stream:      product 0 | product 1 | (0 is written)  product 2 | ...              | (all is written)
 //   panels_out:              write 0   | write 1 | ...
@@ -82,7 +82,7 @@ void RunMatmulGradient(Device& device, const MatmulGradient& call, cudaStream_t 
     WritePanel(call, begin * outer.columns, size * outer.columns, panel, writes);
     written[half]->Record(writes);
   }
-  // Writes run in order: the last one ends them all.
+  // Writes run in order, so the last one ends last.
   written[(num_panels - 1) % 2]->Hold(stream);
   drain.Done();
 }

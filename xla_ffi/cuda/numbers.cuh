@@ -1,4 +1,4 @@
-// float32, bfloat16 and float16 as bits in memory and as fp32 in registers, one or sixteen bytes of them at a time.
+// Loads and stores float32, bfloat16 and float16 numbers, singly or sixteen bytes at once; registers hold fp32.
 #ifndef JAXFERRY_CUDA_NUMBERS_CUH_
 #define JAXFERRY_CUDA_NUMBERS_CUH_
 
@@ -41,7 +41,7 @@ struct Number<Dtype::kFloat16> {
 template <Dtype kDtype>
 using BitsOf = typename Number<kDtype>::Bits;
 
-// How many numbers sixteen bytes hold.
+// The count of numbers in sixteen bytes.
 template <Dtype kDtype>
 inline constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(BitsOf<kDtype>));
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ bool IsAligned(const void* data) {
   return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0;
 }
 
-// `count` numbers (the rest are zeros) as sixteen bytes; `is_aligned` says that `data` is, to that.
+// Loads `count` numbers, padded with zeros to sixteen bytes; `is_aligned`: `data` is aligned to sixteen bytes.
 template <Dtype kDtype>
 __device__ __forceinline__ uint4 LoadVector(const BitsOf<kDtype>* data, int64_t count, bool is_aligned) {
   if (is_aligned && count >= kVector<kDtype>) return *reinterpret_cast<const uint4*>(data);
@@ -97,7 +97,7 @@ __device__ __forceinline__ uint4 LoadVector(const BitsOf<kDtype>* data, int64_t 
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// For dtypes that are the same for all threads but known only when the kernel runs.
+// For dtypes that are uniform over all threads but known only at run time.
 __device__ __forceinline__ float LoadNumber(const void* data, Dtype dtype, int64_t index) {
   if (dtype == Dtype::kFloat32) return static_cast<const float*>(data)[index];
   const uint16_t bits = static_cast<const uint16_t*>(data)[index];
@@ -113,7 +113,7 @@ __device__ __forceinline__ void StoreNumber(void* data, Dtype dtype, int64_t ind
   }
 }
 
-// The value as that dtype holds it.
+// Rounds a value to a dtype.
 __device__ __forceinline__ float Round(float value, Dtype dtype) {
   if (dtype == Dtype::kBfloat16) {
     return Number<Dtype::kBfloat16>::Decode(Number<Dtype::kBfloat16>::Encode(value));

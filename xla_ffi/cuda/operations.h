@@ -1,4 +1,4 @@
-// The operations on a device: what a checked call asks for is put onto streams. No XLA types. All throw Failure.
+// The operations on a device; each issues a checked call's work to streams. No XLA types. All throw Failure.
 #ifndef JAXFERRY_CUDA_OPERATIONS_H_
 #define JAXFERRY_CUDA_OPERATIONS_H_
 

@@ -1,4 +1,4 @@
-// Each CUDA resource has one owner, which frees it.
+// RAII owners of CUDA resources; each resource has exactly one.
 #ifndef JAXFERRY_CUDA_OWNERS_H_
 #define JAXFERRY_CUDA_OWNERS_H_
 
@@ -17,7 +17,7 @@ namespace jaxferry::cuda {
 // A stream that does not wait for the default stream.
 class Stream {
  public:
-  // The one of highest priority: its few blocks start before the many of a product that runs at the same time.
+  // Has the highest priority, so that its few blocks start before the many of a concurrent product.
   Stream() {
     int least = 0;
     int greatest = 0;
@@ -42,7 +42,7 @@ class Event {
   Event& operator=(const Event&) = delete;
 
   void Record(cudaStream_t stream) { Check(cudaEventRecord(event_, stream), "recording an event"); }
-  // Holds what is given to the stream from now on until what was recorded last has run.
+  // Makes later work on the stream wait for the last recorded event.
   void Hold(cudaStream_t stream) const { Check(cudaStreamWaitEvent(stream, event_, 0), "waiting for an event"); }
   bool HasRun() const {
     const cudaError_t status = cudaEventQuery(event_);
@@ -51,7 +51,7 @@ class Event {
     return true;
   }
   void Synchronize() const { Check(cudaEventSynchronize(event_), "waiting for an event"); }
-  // From this one to a later one; both must have run and have been made for timing.
+  // Returns the time from this event to a later one; both must have run and support timing.
   double SecondsTo(const Event& later) const {
     float milliseconds = 0;
     Check(cudaEventElapsedTime(&milliseconds, event_, later.event_), "asking for the time between events");
@@ -62,7 +62,7 @@ class Event {
   cudaEvent_t event_ = nullptr;
 };
 
-// Events that are lent and come back: one may be recorded anew while streams still wait for its former record.
+// A pool of events. An event may be recorded again while streams still wait for its previous record.
 class EventPool {
  public:
   struct Return {
@@ -77,7 +77,7 @@ class EventPool {
   Lease Lend() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (free_.empty()) {
-      free_.reserve(++num_events_);  // So that coming back cannot fail.
+      free_.reserve(++num_events_);  // so that returning an event cannot fail
       return Lease(new Event(flags_), Return{this});
     }
     std::unique_ptr<Event> event = std::move(free_.back());
@@ -110,7 +110,7 @@ class DeviceBuffer {
   void* data_ = nullptr;
 };
 
-// Makes a device the thread's current one for as long as it lives.
+// Makes a device the thread's current one during its lifetime.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int ordinal) {
@@ -130,8 +130,8 @@ class CurrentDevice {
   bool is_changed_ = false;
 };
 
-// Where something fails between queueing copies and ordering the rest after them, the copies must end before their
-// buffers are freed.
+// If something fails after copies are queued but before later work is ordered behind them, waits for the copies, so
+// that their buffers can be freed.
 class DrainOnFailure {
  public:
   explicit DrainOnFailure(cudaStream_t stream) : stream_(stream) {}

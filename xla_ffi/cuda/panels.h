@@ -1,4 +1,4 @@
-// How a product is cut into panels that pass through the scratch, two in turn. No CUDA types.
+// Cuts a product into panels that pass through the two halves of the scratch alternately. No CUDA types.
 #ifndef JAXFERRY_CUDA_PANELS_H_
 #define JAXFERRY_CUDA_PANELS_H_
 
@@ -7,40 +7,40 @@
 
 namespace jaxferry::cuda {
 
-// The scratch is two halves. Each begins with the panel as it crosses the link; where the weight's dtype is not that of
-// x, the panel in the dtype of x follows at `cast_offset`. A slice is a row or a column of the weight, or a row of the
-// gradient; a panel is `num_slices` of them, the last one what is left.
+// Each half of the scratch starts with the panel as it crosses the link; if the weight's dtype differs from that of x,
+// the panel cast to the dtype of x follows at `cast_offset`. A slice is a row or column of the weight, or a row of the
+// gradient. A panel has `num_slices` slices; the last one may have fewer.
 struct Panels {
   int64_t num_slices = 0;
   int64_t half_bytes = 0;
   int64_t cast_offset = 0;
 };
 
-// What cuBLASLt likes pointers and leading dimensions to be multiples of.
+// cuBLASLt prefers pointers and leading dimensions that are multiples of this.
 inline constexpr int64_t kPanelAlignment = 256;
 inline constexpr int64_t kSliceMultiple = 128;
-// A panel should take longer to cross the link than a few launches take.
+// A panel should take longer on the link than a few launches.
 inline constexpr int64_t kLeastPanelBytes = int64_t{2} << 20;
-// What comes before the first copy and after the last is one panel's product: this many make that little.
+// One panel's copy or product is not overlapped; with this many panels, that is a small share.
 inline constexpr int64_t kManyPanels = 16;
 
 inline int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 inline int64_t RoundDown(int64_t value, int64_t multiple) { return value / multiple * multiple; }
 
-// Cuts `total_slices` slices of `slice_bytes` (and `cast_slice_bytes` where they are cast, else 0). `least_slices`:
-// fewer are not worth a panel. `num_slices` is 0 where the scratch cannot hold two slices.
+// Cuts `total_slices` slices of `slice_bytes` (and `cast_slice_bytes` if they are cast, else 0) into panels, of at
+// least `least_slices` if they fit. `num_slices` is 0 if the scratch cannot hold two slices.
 inline Panels CutIntoPanels(int64_t total_slices, int64_t slice_bytes, int64_t cast_slice_bytes, int64_t least_slices,
                             int64_t scratch_bytes) {
   Panels panels;
   panels.half_bytes = RoundDown(scratch_bytes / 2, kPanelAlignment);
   const int64_t bytes = std::max<int64_t>(slice_bytes + cast_slice_bytes, 1);
-  // The panel that is cast begins at a multiple of the alignment.
+  // The cast panel starts at a multiple of the alignment.
   const int64_t padding = cast_slice_bytes == 0 ? 0 : kPanelAlignment - 1;
   const int64_t fitting = std::max<int64_t>(panels.half_bytes - padding, 0) / bytes;
   int64_t wanted = std::max((total_slices + kManyPanels - 1) / kManyPanels, kLeastPanelBytes / bytes);
   wanted = RoundUp(std::max(wanted, least_slices), kSliceMultiple);
   int64_t slices = std::min({fitting, wanted, total_slices});
-  // Uneven panels would leave the columns of the next ones unaligned.
+  // Uneven panels would misalign the columns of the next ones.
   if (slices < total_slices) {
     if (slices >= kSliceMultiple) {
       slices = RoundDown(slices, kSliceMultiple);
@@ -53,7 +53,7 @@ inline Panels CutIntoPanels(int64_t total_slices, int64_t slice_bytes, int64_t c
   return panels;
 }
 
-// The least scratch that CutIntoPanels can work with.
+// Returns the minimum scratch for CutIntoPanels.
 inline int64_t LeastScratchBytes(int64_t slice_bytes, int64_t cast_slice_bytes) {
   const int64_t padding = cast_slice_bytes == 0 ? 0 : kPanelAlignment - 1;
   return 2 * RoundUp(slice_bytes + cast_slice_bytes + padding, kPanelAlignment);

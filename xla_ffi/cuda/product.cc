@@ -9,7 +9,7 @@ namespace jaxferry::cuda {
 
 namespace {
 
-// One buffer a stream and device. Without sums that are split over k little is needed.
+// One buffer per stream and device. Small, since no algorithm splits sums over k.
 constexpr uint64_t kWorkspaceBytes = uint64_t{4} << 20;
 constexpr int64_t kLargestSize = (int64_t{1} << 31) - 1;
 
@@ -30,11 +30,11 @@ cudaDataType DataType(Dtype dtype) {
   }
 }
 
-// A descriptor of cuBLASLt and the function that frees it.
+// A cuBLASLt descriptor and the function that frees it.
 template <typename Descriptor>
 using Owned = std::unique_ptr<std::remove_pointer_t<Descriptor>, cublaslt::Status (*)(Descriptor)>;
 
-// cuBLASLt counts columns first: a row-major matrix [rows, columns] is its matrix [columns, rows].
+// cuBLASLt is column-major: a row-major matrix [rows, columns] is its matrix [columns, rows].
 Owned<cublaslt::MatrixLayout> MakeLayout(Dtype dtype, int64_t rows, int64_t columns, int64_t pitch) {
   const cublaslt::Api& api = cublaslt::Load();
   cublaslt::MatrixLayout layout = nullptr;
@@ -53,7 +53,7 @@ Owned<cublaslt::MatmulDesc> Describe(const Product& product) {
   cublaslt::MatmulDesc made = nullptr;
   CheckBlas(api.MatmulDescCreate(&made, compute, CUDA_R_32F), "describing a product");
   Owned<cublaslt::MatmulDesc> descriptor(made, api.MatmulDescDestroy);
-  // c = a @ b by rows is c.T = b.T @ a.T by columns: b comes first.
+  // Row-major c = a @ b is column-major c.T = b.T @ a.T, so b comes first.
   const int32_t first = product.b.transpose ? cublaslt::kOpT : cublaslt::kOpN;
   const int32_t second = product.a.transpose ? cublaslt::kOpT : cublaslt::kOpN;
   CheckBlas(api.MatmulDescSetAttribute(made, cublaslt::kDescTransA, &first, sizeof(first)), "describing a product");
@@ -79,7 +79,8 @@ Owned<cublaslt::MatmulPreference> MakePreference(uint32_t alignment) {
   return preference;
 }
 
-// What all three matrices are aligned to, sixteen bytes at most: more would have the algorithm depend on addresses.
+// Returns the common alignment of all three matrices, at most sixteen bytes: with more, the algorithm would depend on
+// addresses.
 uint32_t AlignmentOf(const Product& product) {
   const auto addresses = reinterpret_cast<uintptr_t>(product.a.data) | reinterpret_cast<uintptr_t>(product.b.data) |
                          reinterpret_cast<uintptr_t>(product.c);

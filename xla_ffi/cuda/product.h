@@ -15,15 +15,14 @@
 
 namespace jaxferry::cuda {
 
-// A row-major matrix in device memory, the transpose of which is meant if `transpose`. `pitch`: numbers from row to
-// row.
+// A row-major matrix in device memory, or its transpose if `transpose`. `pitch`: elements between the starts of rows.
 struct Matrix {
   const void* data;
   int64_t pitch;
   bool transpose;
 };
 
-// c[m, n] = a[m, k] @ b[k, n]. `c_pitch`: numbers from row to row of c.
+// c[m, n] = a[m, k] @ b[k, n]. `c_pitch`: elements between the starts of rows of c.
 struct Product {
   Matrix a, b;
   void* c;
@@ -31,13 +30,13 @@ struct Product {
   Dtype dtype, c_dtype;
 };
 
-// Sums are in fp32. fp32 operands are multiplied as TF32, as JAX does at its default precision on GPUs that have it
-// (jax.lax.Precision); NVIDIA_TF32_OVERRIDE=0 forbids it to cuBLAS.
+// Accumulates in fp32. Multiplies fp32 operands as TF32, like JAX's default precision on GPUs that support it
+// (jax.lax.Precision); NVIDIA_TF32_OVERRIDE=0 disables TF32 in cuBLAS.
 //
-// The same shapes and dtypes are multiplied by the same algorithm, one that splits no sum over k.
+// Equal shapes and dtypes use the same algorithm, which splits no sum over k.
 class Multiplier {
  public:
-  // Puts a product onto the stream. The caller holds the device's lock.
+  // Issues a product to the stream. The caller holds the device's lock.
   void Multiply(const Product& product, cudaStream_t stream);
 
  private:

@@ -1,4 +1,4 @@
-// Adds rows, such as the gradient of a lookup, to those of a table in host memory.
+// Adds rows, such as the gradient of a lookup, to a table in host memory.
 #ifndef JAXFERRY_CUDA_ROW_STORE_CUH_
 #define JAXFERRY_CUDA_ROW_STORE_CUH_
 
@@ -13,8 +13,8 @@ inline constexpr int kRowStoreThreads = 256;
 
 inline constexpr int kRowStretch = kConvertUnroll * kWarpSize;
 
-// Adds a stretch of a row, this thread's items from `begin` on: vectors of the destination where all its rows are
-// aligned, else numbers. All reads of host memory are under way before the first is used.
+// Adds this thread's items of a row, starting at `begin`: vectors of the destination if all its rows are aligned, else
+// single numbers. All reads of host memory are in flight before the first is used.
 template <Dtype kTo, Dtype kFrom>
 __device__ __forceinline__ void AddVectors(uint4* destination, const BitsOf<kFrom>* added, int64_t begin, int64_t end,
                                            const ConvertArguments& adding) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void AddNumbers(BitsOf<kTo>* destination, const BitsO
   }
 }
 
-// A warp takes a stretch of a row at a time. No index occurs twice, so no two warps meet.
+// A warp takes part of a row at a time. Indices are distinct, so warps never write the same row.
 template <Dtype kTo, Dtype kFrom>
 __global__ void __launch_bounds__(kRowStoreThreads) RowStoreKernel(RowStore call, bool is_aligned) {
   const ConvertArguments adding = {nullptr, nullptr, 0, true, Dtype::kFloat32};

@@ -1,6 +1,6 @@
-"""The build backend: scikit-build-core, but without CMake where it, or what it drives, is not to be had.
+"""The build backend: scikit-build-core, which skips the native libraries if CMake or its build tool is missing.
 
-`pip install` fetches CMake and Ninja for itself; with `--no-build-isolation` it takes what is there.
+`pip install` fetches CMake and Ninja itself; with `--no-build-isolation` it uses the installed ones.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ def build_editable(directory: str, settings: dict[str, Any] | None = None, metad
 
 
 def _choose() -> None:
-    # pyproject.toml says what the variable does.
+    # pyproject.toml documents JAXFERRY_PURE.
     has_cmake = shutil.which("cmake") is not None or importlib.util.find_spec("cmake") is not None
     has_builder = any(map(shutil.which, ("ninja", "make"))) or importlib.util.find_spec("ninja") is not None
     if not (has_cmake and has_builder):
