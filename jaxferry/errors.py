@@ -53,9 +53,9 @@ class StateError(JaxFerryError):
 class TaskError(JaxFerryError, RuntimeError):
     """A task of a training step failed: a transfer, a program, an update.
 
-    The message states the outcome: the step was rolled back; or its remainder is retried when the state is next used;
-    or the state is the one after the last update. To continue, call `state.block_until_ready()`; afterwards
-    `state.step` is the number of the next batch.
+    The message states the outcome: the state is that before the step, or that after the last update (with
+    `accumulate`), or it is damaged and every further use raises `StateError`. `state.step` is the number of the next
+    batch.
 
     Attributes:
       layer: the layer of the task.

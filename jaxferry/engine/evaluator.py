@@ -130,13 +130,13 @@ class Evaluator:
     def _run(self, place: int, held: dict[int, DeviceLayer], state: TrainState, values: dict[int, Any]) -> None:
         segment, key = self.partition.segments[place], self._keys[place]
         by_dha = key.reads is Source.HOST
-        outputs, extras = self._programs[key](
+        outputs, nondiff_outputs = self._programs[key](
             list(state.vectors[segment.layer]) if by_dha else held[segment.layer].parameters(),
             [values[v] for v in segment.inputs],
-            [values[v] for v in segment.passive],
+            [values[v] for v in segment.nondiff_inputs],
         )
-        values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
-        for value in {*segment.inputs, *segment.passive}:
+        values |= zip((*segment.outputs, *segment.nondiff_outputs), (*outputs, *nondiff_outputs), strict=True)
+        for value in {*segment.inputs, *segment.nondiff_inputs}:
             if self._last_reader.get(value) == place:
                 del values[value]
 

@@ -54,9 +54,9 @@ def forward(step: StepContext, instruction: Instruction) -> bool:
     assert instruction.key is not None
     step.wait_for_saves(instruction)
     arguments = _forward_arguments(step, instruction, instruction.key)
-    outputs, extras, saved, finite = step.ran(step.runnable.programs[instruction.key](*arguments))
+    outputs, nondiff_outputs, saved, finite = step.ran(step.runnable.programs[instruction.key](*arguments))
     step.saved[instruction.segment] = saved
-    _keep_outputs(step, instruction, outputs, extras, finite)
+    _keep_outputs(step, instruction, outputs, nondiff_outputs, finite)
     _end_program(step, instruction, instruction.key, finite)
     return True
 
@@ -70,10 +70,10 @@ def loss(step: StepContext, instruction: Instruction) -> bool:
     arguments = _forward_arguments(step, instruction, key)
     destinations = step.gradients.destinations(key, instruction.group)
     made = step.ran(step.runnable.programs[key](*destinations, *arguments, *step.seed))
-    gradients, (outputs, extras, finite, cotangents), norm = made
+    gradients, (outputs, nondiff_outputs, finite, cotangents), norm = made
     _keep_cotangents(step, instruction, cotangents)
     step.gradients.receive(instruction, key, gradients, norm, step.work.commit)
-    _keep_outputs(step, instruction, outputs, extras, finite)
+    _keep_outputs(step, instruction, outputs, nondiff_outputs, finite)
     _end_program(step, instruction, key, finite)
     return True
 
@@ -168,7 +168,7 @@ def _parameters(step: StepContext, instruction: Instruction, key: ProgramKey) ->
 
 def _forward_arguments(step: StepContext, instruction: Instruction, key: ProgramKey) -> list[Any]:
     segment = step.program.partition.segments[instruction.segment]
-    inputs, others = ([step.values[v] for v in values] for values in (segment.inputs, segment.passive))
+    inputs, others = ([step.values[v] for v in values] for values in (segment.inputs, segment.nondiff_inputs))
     return [_parameters(step, instruction, key), inputs, others]
 
 
@@ -178,16 +178,18 @@ def _backward_arguments(step: StepContext, instruction: Instruction, key: Progra
     return [
         _parameters(step, instruction, key) if derivative.reads_weights else [],
         [step.values[segment.inputs[i]] for i in derivative.inputs_read],
-        [step.values[segment.passive[i]] for i in derivative.passive_read],
+        [step.values[segment.nondiff_inputs[i]] for i in derivative.nondiff_inputs_read],
         [step.values[segment.outputs[i]] for i in derivative.outputs_read],
         step.saved[instruction.segment],
         [step.cotangent(v) for v in segment.outputs],
     ]
 
 
-def _keep_outputs(step: StepContext, instruction: Instruction, outputs: Any, extras: Any, finite: jax.Array) -> None:
+def _keep_outputs(
+    step: StepContext, instruction: Instruction, outputs: Any, nondiff_outputs: Any, finite: jax.Array
+) -> None:
     segment = step.program.partition.segments[instruction.segment]
-    step.values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
+    step.values |= zip((*segment.outputs, *segment.nondiff_outputs), (*outputs, *nondiff_outputs), strict=True)
     step.finite.append(finite)
 
 

@@ -246,16 +246,16 @@ def last_readers(partition: Partition, derivatives: Mapping[int, Derivative]) ->
 def _freeable_reads(partition: Partition, derivatives: Mapping[int, Derivative]) -> list[list[int]]:
     """The freeable values that each program touches."""
     kept = {partition.loss, *(atom for atom in partition.aux if isinstance(atom, int))}
-    made = {v for s in partition.segments for v in (*s.outputs, *s.extras)} | set(partition.prelude_outputs)
+    made = {v for s in partition.segments for v in (*s.outputs, *s.nondiff_outputs)} | set(partition.prelude_outputs)
     table = []
     for kind, number in places(partition):
         segment = partition.segments[number]
-        read = (*segment.inputs, *segment.passive, *segment.outputs, *segment.extras)
+        read = (*segment.inputs, *segment.nondiff_inputs, *segment.outputs, *segment.nondiff_outputs)
         if kind is ProgramKind.BACKWARD:
             derivative = derivatives[segment.program]
             read = (
                 *(segment.inputs[i] for i in derivative.inputs_read),
-                *(segment.passive[i] for i in derivative.passive_read),
+                *(segment.nondiff_inputs[i] for i in derivative.nondiff_inputs_read),
                 *(segment.outputs[i] for i in derivative.outputs_read),
             )
         table.append([value for value in read if value in made and value not in kept])

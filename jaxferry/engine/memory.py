@@ -117,7 +117,7 @@ class LiveValues:
         """The bytes alive while the program of a segment runs, its arguments and results among them."""
         segment = self._partition.segments[number]
         if kind is not ProgramKind.BACKWARD:
-            self._alive += sum(map(self._size, (*segment.outputs, *segment.extras)))
+            self._alive += sum(map(self._size, (*segment.outputs, *segment.nondiff_outputs)))
         if kind is ProgramKind.FORWARD:
             self._alive += self._derivatives[segment.program].saved_bytes
         added: set[int] = set()

@@ -101,11 +101,11 @@ class Programs:
 
         With `weights` the layer's parameters, or its vectors in host memory where the key reads those:
 
-            evaluation (weights, inputs, passive) -> outputs, extras
-            forward   (weights, inputs, passive) -> outputs, extras, saved, is_finite
-            loss      ([destinations,] weights, inputs, passive [, scale])
-                      -> gradients, (outputs, extras, is_finite, input cotangents), squared norm
-            backward  ([destinations,] weights, inputs, passive, outputs, saved, cotangents)
+            evaluation (weights, inputs, nondiff_inputs) -> outputs, nondiff_outputs
+            forward   (weights, inputs, nondiff_inputs) -> outputs, nondiff_outputs, saved, is_finite
+            loss      ([destinations,] weights, inputs, nondiff_inputs [, scale])
+                      -> gradients, (outputs, nondiff_outputs, is_finite, input cotangents), squared norm
+            backward  ([destinations,] weights, inputs, nondiff_inputs, outputs, saved, cotangents)
                       -> gradients, input cotangents, squared norm
 
         A key that writes host memory takes the vectors that it writes, and gives them back in place of gradients.
@@ -253,9 +253,9 @@ class _Maker:
         return self._traced(stored, destinations, *arguments, donate=donated, shardings=(pinned, device, device))
 
     def _forward(self, derivative: Derivative) -> Function:
-        def forward(weights: Any, inputs: Any, passive: Any) -> Any:
-            outputs, extras, saved = derivative.forward(weights, inputs, passive)
-            return outputs, extras, saved, is_finite(outputs)
+        def forward(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
+            outputs, nondiff_outputs, saved = derivative.forward(weights, inputs, nondiff_inputs)
+            return outputs, nondiff_outputs, saved, is_finite(outputs)
 
         return forward
 
@@ -263,24 +263,24 @@ class _Maker:
         assert isinstance(self._partition, Partition)
         place = self._partition.segments[-1].outputs.index(self._partition.loss)
 
-        def loss(weights: Any, inputs: Any, passive: Any, *scale: jax.Array) -> Any:
-            outputs, extras, saved = derivative.forward(weights, inputs, passive)
+        def loss(weights: Any, inputs: Any, nondiff_inputs: Any, *scale: jax.Array) -> Any:
+            outputs, nondiff_outputs, saved = derivative.forward(weights, inputs, nondiff_inputs)
             seeds = [jnp.zeros_like(output) for output in outputs]
             seeds[place] = scale[0].astype(seeds[place].dtype) if scale else jnp.ones_like(seeds[place])
             gradients, cotangents = derivative.backward(
                 weights,
                 [inputs[i] for i in derivative.inputs_read],
-                [passive[i] for i in derivative.passive_read],
+                [nondiff_inputs[i] for i in derivative.nondiff_inputs_read],
                 [outputs[i] for i in derivative.outputs_read],
                 saved,
                 seeds,
             )
-            return gradients, (outputs, extras, is_finite(outputs), cotangents)
+            return gradients, (outputs, nondiff_outputs, is_finite(outputs), cotangents)
 
         return loss
 
     def _arguments(self, segment: Segment) -> list[Any]:
-        return [self._of(segment.weights), self._of(segment.inputs), self._of(segment.passive)]
+        return [self._of(segment.weights), self._of(segment.inputs), self._of(segment.nondiff_inputs)]
 
     def _of(self, values: Sequence[int]) -> list[Any]:
         return self._placed([self._partition.graph.avals[value] for value in values])

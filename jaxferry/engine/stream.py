@@ -104,7 +104,7 @@ def held_bytes(
     crossing: dict[int, int] = {}
     needs = []
     for place, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
-        crossing |= {v: graph.num_bytes(v) for v in (*segment.outputs, *segment.extras)}
+        crossing |= {v: graph.num_bytes(v) for v in (*segment.outputs, *segment.nondiff_outputs)}
         parameters = sum(partition.layers[layer].num_bytes for layer in stream.layers_at(partition, place))
         held = parameters + always + sum(crossing.values())
         needs.append(Peak(parameters, held, held + temporary_bytes[key]))
@@ -115,7 +115,7 @@ def held_bytes(
 def last_readers(partition: ForwardPartition) -> dict[int, int]:
     """The last segment that reads each value which the caller is not given."""
     returned = {atom for atom in partition.graph.outputs if isinstance(atom, int)}
-    readers = {v: place for place, s in enumerate(partition.segments) for v in (*s.inputs, *s.passive)}
+    readers = {v: place for place, s in enumerate(partition.segments) for v in (*s.inputs, *s.nondiff_inputs)}
     return {value: place for value, place in readers.items() if value not in returned}
 
 

@@ -61,7 +61,7 @@ def partition(
     traced = _trace(loss_fn, params, args, kwargs, compute_dtype, layers, frozen)
     loss, aux_tree = _check_outputs(traced.graph)
     parts = _segmented(traced, layers)
-    if not any(loss in {*segment.outputs, *segment.extras} for segment in parts.segments):
+    if not any(loss in {*segment.outputs, *segment.nondiff_outputs} for segment in parts.segments):
         raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
     if not any(loss in segment.outputs for segment in parts.segments):
         raise InputError("the loss depends on frozen parameters alone: let the optimizer, or trainable=, train others")
@@ -356,9 +356,9 @@ def _share_programs(graph: Graph, segments: Sequence[Segment], is_differentiated
 
 
 def _program_key(graph: Graph, segment: Segment, is_differentiated: bool) -> str:
-    inputs = (*segment.weights, *segment.inputs, *segment.passive)
-    outputs = (*segment.outputs, *segment.extras)
-    roles = [len(part) for part in (segment.weights, segment.inputs, segment.passive, segment.outputs)]
+    inputs = (*segment.weights, *segment.inputs, *segment.nondiff_inputs)
+    outputs = (*segment.outputs, *segment.nondiff_outputs)
+    roles = [len(part) for part in (segment.weights, segment.inputs, segment.nondiff_inputs, segment.outputs)]
     roles += segment.trained
     canonical = Canonical(is_derived=not is_differentiated)
     content = canonical.equations(segment.equations, inputs, outputs, graph.avals)
@@ -373,7 +373,7 @@ def _program_key(graph: Graph, segment: Segment, is_differentiated: bool) -> str
 
 def _prelude_outputs(graph: Graph, prelude: Sequence[Equation], segments: Sequence[Segment]) -> tuple[int, ...]:
     """Returns the values of the prelude that segments or the caller read."""
-    wanted = {value for segment in segments for value in segment.passive} | {
+    wanted = {value for segment in segments for value in segment.nondiff_inputs} | {
         atom for atom in graph.outputs if isinstance(atom, int)
     }
     return tuple(value for equation in prelude for value in equation.outputs if value in wanted)

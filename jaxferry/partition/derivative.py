@@ -1,7 +1,7 @@
 """Builds the forward and backward programs of a segment and chooses what to save between them.
 
-    forward(weights, inputs, passive)                            -> outputs, extras, saved
-    backward(weights, inputs, passive, outputs, saved, cotangents) -> gradients of trained weights, input cotangents
+    forward(weights, inputs, nondiff_inputs)                            -> outputs, nondiff_outputs, saved
+    backward(weights, inputs, nondiff_inputs, outputs, saved, cotangents) -> gradients of trained weights, input cotangents
 
 A backward needs residuals. The engine holds many of them anyway: the weights, which it drops after the forward and
 reloads for the backward, and the segment's inputs and outputs. These are passed to the backward as arguments, not saved
@@ -39,14 +39,14 @@ class Derivative:
       saved: shape and dtype of each saved residual.
       reads_weights: whether the backward reads the weights.
       has_rows: whether some gradients are `RowGradient`s.
-      inputs_read, passive_read, outputs_read: indices of the values that the backward reads.
+      inputs_read, nondiff_inputs_read, outputs_read: indices of the values that the backward reads.
     """
 
     segment: Segment
     saved: tuple[Any, ...]
     reads_weights: bool
     inputs_read: tuple[int, ...]
-    passive_read: tuple[int, ...]
+    nondiff_inputs_read: tuple[int, ...]
     outputs_read: tuple[int, ...]
     _forward: Callable[..., Any]
     _backward: Callable[..., Any]
@@ -57,19 +57,19 @@ class Derivative:
         """Bytes of the saved residuals."""
         return sum(aval_bytes(aval) for aval in self.saved)
 
-    def forward(self, weights: Any, inputs: Any, passive: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Returns the values of `segment.outputs` and `segment.extras`, and the residuals."""
-        return self._forward(weights, inputs, passive)
+    def forward(self, weights: Any, inputs: Any, nondiff_inputs: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Returns the values of `segment.outputs` and `segment.nondiff_outputs`, and the residuals."""
+        return self._forward(weights, inputs, nondiff_inputs)
 
     def backward(
-        self, weights: Any, inputs: Any, passive: Any, outputs: Any, saved: Any, cotangents: Any
+        self, weights: Any, inputs: Any, nondiff_inputs: Any, outputs: Any, saved: Any, cotangents: Any
     ) -> tuple[list[Any], list[Any]]:
         """Returns gradients of the trained weights (arrays, or `RowGradient`s of lookups) and the inputs' cotangents.
 
-        `inputs`, `passive` and `outputs` hold only the values at `inputs_read`, `passive_read` and `outputs_read`.
+        `inputs`, `nondiff_inputs` and `outputs` hold only the values at `inputs_read`, `nondiff_inputs_read` and `outputs_read`.
         Weights that are not read may be shape structs.
         """
-        return self._backward(weights, inputs, passive, outputs, saved, cotangents)
+        return self._backward(weights, inputs, nondiff_inputs, outputs, saved, cotangents)
 
     def backward_arguments(self, graph: Graph) -> tuple[list[Any], ...]:
         """Returns shape structs of the arguments of `backward`; `graph` is the segment's graph."""
@@ -77,7 +77,7 @@ class Derivative:
         return (
             _shapes(graph, segment.weights),
             _shapes(graph, [segment.inputs[i] for i in self.inputs_read]),
-            _shapes(graph, [segment.passive[i] for i in self.passive_read]),
+            _shapes(graph, [segment.nondiff_inputs[i] for i in self.nondiff_inputs_read]),
             _shapes(graph, [segment.outputs[i] for i in self.outputs_read]),
             list(self.saved),
             _shapes(graph, segment.outputs),
@@ -107,17 +107,17 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
     return made if sparse is None else dataclasses.replace(made, _backward=sparse, has_rows=True)
 
 
-def _pullback(segment: Segment, weights: Any, inputs: Any, passive: Any) -> tuple[list[Any], Any, list[Any]]:
+def _pullback(segment: Segment, weights: Any, inputs: Any, nondiff_inputs: Any) -> tuple[list[Any], Any, list[Any]]:
     def run(trained: Any, inputs: Any) -> tuple[list[Any], list[Any]]:
         given = dict(zip(segment.trained, trained, strict=True))
-        return segment.forward([given.get(i, weight) for i, weight in enumerate(weights)], inputs, passive)
+        return segment.forward([given.get(i, weight) for i, weight in enumerate(weights)], inputs, nondiff_inputs)
 
     return jax.vjp(run, [weights[i] for i in segment.trained], inputs, has_aux=True)
 
 
 def _without_backward(segment: Segment) -> Derivative:
-    def forward(weights: Any, inputs: Any, passive: Any) -> Any:
-        return (*segment.forward(weights, inputs, passive), [])
+    def forward(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
+        return (*segment.forward(weights, inputs, nondiff_inputs), [])
 
     def backward(*given: Any) -> Any:
         return [], []
@@ -126,16 +126,16 @@ def _without_backward(segment: Segment) -> Derivative:
 
 
 def _recomputing(segment: Segment) -> Derivative:
-    def forward(weights: Any, inputs: Any, passive: Any) -> Any:
-        return (*segment.forward(weights, inputs, passive), [])
+    def forward(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
+        return (*segment.forward(weights, inputs, nondiff_inputs), [])
 
-    def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, saved: Any, cotangents: Any) -> Any:
+    def backward(weights: Any, inputs: Any, nondiff_inputs: Any, outputs: Any, saved: Any, cotangents: Any) -> Any:
         # Without the barrier, XLA could merge the recomputation into the forward of a program that holds both.
         inputs = jax.lax.optimization_barrier(inputs)
-        return _pullback(segment, weights, inputs, passive)[1](cotangents)
+        return _pullback(segment, weights, inputs, nondiff_inputs)[1](cotangents)
 
-    inputs_read, passive_read = tuple(range(len(segment.inputs))), tuple(range(len(segment.passive)))
-    return Derivative(segment, (), True, inputs_read, passive_read, (), forward, backward)
+    inputs_read, nondiff_inputs_read = tuple(range(len(segment.inputs))), tuple(range(len(segment.nondiff_inputs)))
+    return Derivative(segment, (), True, inputs_read, nondiff_inputs_read, (), forward, backward)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,7 +144,7 @@ class _Linearised:
 
     graph: Graph
     outputs: tuple[Atom, ...]
-    extras: tuple[Atom, ...]
+    nondiff_outputs: tuple[Atom, ...]
     residuals: tuple[Atom, ...]
     tree: Any
 
@@ -157,11 +157,13 @@ def _shapes(graph: Graph, values: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
 def joint_graph(graph: Graph, segment: Segment) -> Graph:
     """Returns the forward and backward of a segment in one graph, with custom derivative rules as plain equations."""
 
-    def run(weights: Any, inputs: Any, passive: Any, cotangents: Any) -> Any:
-        outputs, pullback, extras = _pullback(segment, weights, inputs, passive)
-        return outputs, extras, pullback(cotangents)
+    def run(weights: Any, inputs: Any, nondiff_inputs: Any, cotangents: Any) -> Any:
+        outputs, pullback, nondiff_outputs = _pullback(segment, weights, inputs, nondiff_inputs)
+        return outputs, nondiff_outputs, pullback(cotangents)
 
-    weights, *others = (_shapes(graph, v) for v in (segment.weights, segment.inputs, segment.passive, segment.outputs))
+    weights, *others = (
+        _shapes(graph, v) for v in (segment.weights, segment.inputs, segment.nondiff_inputs, segment.outputs)
+    )
     return trace(run, weights, tuple(others), {})
 
 
@@ -169,15 +171,17 @@ def _linearise(graph: Graph, segment: Segment) -> _Linearised:
     """Traces the forward of a segment with its residuals."""
     trees = []
 
-    def run(weights: Any, inputs: Any, passive: Any) -> Any:
-        outputs, pullback, extras = _pullback(segment, weights, inputs, passive)
+    def run(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
+        outputs, pullback, nondiff_outputs = _pullback(segment, weights, inputs, nondiff_inputs)
         residuals, tree = jax.tree.flatten(pullback)
         trees.append(tree)
-        return outputs, extras, residuals
+        return outputs, nondiff_outputs, residuals
 
-    weights, inputs, passive = (_shapes(graph, v) for v in (segment.weights, segment.inputs, segment.passive))
-    linear = trace(run, weights, (inputs, passive), {})
-    num_outputs, num_extras = len(segment.outputs), len(segment.extras)
+    weights, inputs, nondiff_inputs = (
+        _shapes(graph, v) for v in (segment.weights, segment.inputs, segment.nondiff_inputs)
+    )
+    linear = trace(run, weights, (inputs, nondiff_inputs), {})
+    num_outputs, num_extras = len(segment.outputs), len(segment.nondiff_outputs)
     outputs, rest = linear.outputs[:num_outputs], linear.outputs[num_outputs:]
     return _Linearised(linear, outputs, rest[:num_extras], rest[num_extras:], trees[-1])
 
@@ -185,8 +189,8 @@ def _linearise(graph: Graph, segment: Segment) -> _Linearised:
 def _keeping(segment: Segment, lin: _Linearised, policy: Callable[..., Any] | None = None) -> Derivative:
     graph, num_inputs = lin.graph, len(segment.inputs)
     from_weights = _made_from(graph, set(graph.parameters))
-    passive = graph.batch[num_inputs:]
-    given = {*graph.parameters, *passive, *graph.constants}
+    nondiff_inputs = graph.batch[num_inputs:]
+    given = {*graph.parameters, *nondiff_inputs, *graph.constants}
     residuals = [v for v in lin.residuals if isinstance(v, int)]
     free = given | from_weights
     kept = values_to_keep(graph, residuals, free) if policy is None else values_kept_by(policy, graph, residuals, free)
@@ -196,25 +200,25 @@ def _keeping(segment: Segment, lin: _Linearised, policy: Callable[..., Any] | No
     needed = {*residuals, *(v for e in recomputed for v in e.reads)}
     # An output that is also an argument is read from that argument.
     supplied = {*graph.parameters, *graph.batch, *graph.constants}
-    numbers: tuple[tuple[Atom, ...], ...] = (graph.batch[:num_inputs], passive, lin.outputs)
+    numbers: tuple[tuple[Atom, ...], ...] = (graph.batch[:num_inputs], nondiff_inputs, lin.outputs)
     read = [
         tuple(i for i, v in enumerate(values) if v in needed and not (values is lin.outputs and v in supplied))
         for values in numbers
     ]
     saved = tuple(v for v in kept if v not in supplied and v not in lin.outputs)
 
-    def forward(weights: Any, inputs: Any, passive: Any) -> Any:
-        values = dict(zip((*graph.parameters, *graph.batch), (*weights, *inputs, *passive), strict=True))
+    def forward(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
+        values = dict(zip((*graph.parameters, *graph.batch), (*weights, *inputs, *nondiff_inputs), strict=True))
         values |= graph.constants
-        evaluate(live_equations(graph.equations, (*lin.outputs, *lin.extras, *saved)), values)
-        return [_collect(values, atoms) for atoms in (lin.outputs, lin.extras, saved)]
+        evaluate(live_equations(graph.equations, (*lin.outputs, *lin.nondiff_outputs, *saved)), values)
+        return [_collect(values, atoms) for atoms in (lin.outputs, lin.nondiff_outputs, saved)]
 
-    def backward(weights: Any, inputs: Any, passive: Any, outputs: Any, residues: Any, cotangents: Any) -> Any:
+    def backward(weights: Any, inputs: Any, nondiff_inputs: Any, outputs: Any, residues: Any, cotangents: Any) -> Any:
         values: dict[Any, Any] = dict(graph.constants)
         values |= zip(graph.parameters, weights, strict=True)
         if policy is not None:
             inputs = jax.lax.optimization_barrier(inputs)  # as in `_recomputing`
-        for atoms, places, arrays in zip(numbers, read, (inputs, passive, outputs), strict=True):
+        for atoms, places, arrays in zip(numbers, read, (inputs, nondiff_inputs, outputs), strict=True):
             values |= {atoms[i]: array for i, array in zip(places, arrays, strict=True)}
         values |= zip(saved, residues, strict=True)
         evaluate(recomputed, values)

@@ -18,7 +18,7 @@ from jaxferry.partition.layout import Layer
 class Segment:
     """A stretch of the program, compiled as one forward and one backward program.
 
-    Values are numbers in the graph. `forward` takes them in the order `weights`, `inputs`, `passive`.
+    Values are numbers in the graph. `forward` takes them in the order `weights`, `inputs`, `nondiff_inputs`.
 
     Attributes:
       name: the layer's name, with `#2`, `#3`, ... appended for the layer's second, third, ... segment.
@@ -26,9 +26,9 @@ class Segment:
       equations: the equations, including views.
       weights: the layer's parameter leaves.
       inputs: differentiable values from earlier segments.
-      passive: all other values that it reads: batch, constants, prelude outputs, non-differentiable values.
+      nondiff_inputs: all other values that it reads: batch, constants, prelude outputs, non-differentiable values.
       outputs: differentiable values that later segments read, or the loss.
-      extras: non-differentiable values that later segments or the caller read.
+      nondiff_outputs: non-differentiable values that later segments or the caller read.
       trained: indices of the `weights` that have a gradient.
       alive_bytes: bytes of the values alive at its end.
       program: the program number; segments with the same number share compiled programs.
@@ -40,9 +40,9 @@ class Segment:
     equations: tuple[Equation, ...]
     weights: tuple[int, ...]
     inputs: tuple[int, ...]
-    passive: tuple[int, ...]
+    nondiff_inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    extras: tuple[int, ...]
+    nondiff_outputs: tuple[int, ...]
     trained: tuple[int, ...]
     alive_bytes: int
     program: int = -1
@@ -54,13 +54,13 @@ class Segment:
         return bool(self.trained or self.inputs)
 
     def forward(
-        self, weights: Sequence[Any], inputs: Sequence[Any], passive: Sequence[Any]
+        self, weights: Sequence[Any], inputs: Sequence[Any], nondiff_inputs: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Runs the segment on arrays or tracers; returns the values of `outputs` and `extras`."""
-        numbers = (*self.weights, *self.inputs, *self.passive)
-        values = dict(zip(numbers, (*weights, *inputs, *passive), strict=True))
+        """Runs the segment on arrays or tracers; returns the values of `outputs` and `nondiff_outputs`."""
+        numbers = (*self.weights, *self.inputs, *self.nondiff_inputs)
+        values = dict(zip(numbers, (*weights, *inputs, *nondiff_inputs), strict=True))
         evaluate(self.equations, values)
-        return [values[value] for value in self.outputs], [values[value] for value in self.extras]
+        return [values[value] for value in self.outputs], [values[value] for value in self.nondiff_outputs]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,9 +166,9 @@ def build_segments(
                 equations=body,
                 weights=weights,
                 inputs=inputs,
-                passive=tuple(v for v in read if v not in inputs),
+                nondiff_inputs=tuple(v for v in read if v not in inputs),
                 outputs=tuple(v for v in leaving if _has_derivative(graph, derived, v)),
-                extras=tuple(v for v in leaving if not _has_derivative(graph, derived, v)),
+                nondiff_outputs=tuple(v for v in leaving if not _has_derivative(graph, derived, v)),
                 trained=tuple(i for i, leaf in enumerate(layers[layer].leaves) if leaf.is_trained),
                 alive_bytes=stretch.alive_bytes,
             )

@@ -102,7 +102,7 @@ class _ProgramCosts:
 
 def _forward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
     segment = derivative.segment
-    shapes = [_shapes(graph, values) for values in (segment.weights, segment.inputs, segment.passive)]
+    shapes = [_shapes(graph, values) for values in (segment.weights, segment.inputs, segment.nondiff_inputs)]
     return jax.make_jaxpr(derivative.forward)(*shapes)
 
 

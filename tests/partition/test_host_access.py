@@ -45,11 +45,11 @@ class Case:
 
     def backward(self):
         """The backward as `(weights, *others) -> (gradients, cotangents)`, with its arguments."""
-        derivative, (inputs, passive) = self.derivative, self.others
-        outputs, _, saved = jax.jit(derivative.forward)(self.weights, inputs, passive)
+        derivative, (inputs, nondiff_inputs) = self.derivative, self.others
+        outputs, _, saved = jax.jit(derivative.forward)(self.weights, inputs, nondiff_inputs)
         return derivative.backward, (
             [inputs[i] for i in derivative.inputs_read],
-            [passive[i] for i in derivative.passive_read],
+            [nondiff_inputs[i] for i in derivative.nondiff_inputs_read],
             [outputs[i] for i in derivative.outputs_read],
             saved,
             [jnp.cos(output) for output in outputs],
@@ -68,10 +68,10 @@ def cases_of(loss_fn, params, batch):
     for segment in made.segments:
         layer = made.layers[segment.layer]
         weights = [leaves[leaf.index] for leaf in layer.leaves]
-        others = ([values[v] for v in segment.inputs], [values[v] for v in segment.passive])
+        others = ([values[v] for v in segment.inputs], [values[v] for v in segment.nondiff_inputs])
         yield Case(layer, differentiate(graph, segment), weights, layer.pack(weights), others)
-        outputs, extras = jax.jit(segment.forward)(weights, *others)
-        values |= zip((*segment.outputs, *segment.extras), (*outputs, *extras), strict=True)
+        outputs, nondiff_outputs = jax.jit(segment.forward)(weights, *others)
+        values |= zip((*segment.outputs, *segment.nondiff_outputs), (*outputs, *nondiff_outputs), strict=True)
 
 
 def case_of(apply, shapes, x_shape, dtype=jnp.float32):

@@ -32,9 +32,9 @@ def chained_gradients(parts, params, batch_leaves):
     kept = {}
     derivatives = {s.program: differentiate(graph, s) for s in parts.segments}
     for number, s in enumerate(parts.segments):
-        arguments = [[values[v] for v in numbers] for numbers in (s.weights, s.inputs, s.passive)]
-        outputs, extras, kept[number] = derivatives[s.program].forward(*arguments)
-        values |= zip((*s.outputs, *s.extras), (*outputs, *extras), strict=True)
+        arguments = [[values[v] for v in numbers] for numbers in (s.weights, s.inputs, s.nondiff_inputs)]
+        outputs, nondiff_outputs, kept[number] = derivatives[s.program].forward(*arguments)
+        values |= zip((*s.outputs, *s.nondiff_outputs), (*outputs, *nondiff_outputs), strict=True)
     cotangents = {parts.loss: jnp.ones_like(values[parts.loss])}
     gradients = {v: jnp.zeros_like(values[v]) for v in graph.parameters}
     for number, s in reversed(list(enumerate(parts.segments))):
@@ -42,7 +42,7 @@ def chained_gradients(parts, params, batch_leaves):
         own, into = d.backward(
             [values[v] for v in s.weights],
             [values[s.inputs[i]] for i in d.inputs_read],
-            [values[s.passive[i]] for i in d.passive_read],
+            [values[s.nondiff_inputs[i]] for i in d.nondiff_inputs_read],
             [values[s.outputs[i]] for i in d.outputs_read],
             kept[number],
             [cotangents.get(v, jnp.zeros_like(values[v])) for v in s.outputs],
@@ -79,7 +79,7 @@ def test_only_the_residual_stream_crosses_between_blocks():
     B, T = task.batch.shape
     for segment in parts_of(task).segments[:-1]:
         assert segment.alive_bytes == B * (T - 1) * 32 * 4
-        assert len(segment.outputs) == 1 and not segment.extras
+        assert len(segment.outputs) == 1 and not segment.nondiff_outputs
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -227,7 +227,7 @@ def test_integer_and_boolean_values_cross_segments_without_a_derivative():
     keys = jax.random.split(jax.random.key(0), 3)
     params = {n: jax.random.normal(k, (6, 6)) for n, k in zip("abc", keys, strict=True)}
     parts = assert_same_derivative(loss_fn, params, {"x": jnp.ones((2, 6)) * 0.3, "unused": jnp.arange(3)})
-    assert parts.segments[1].extras
+    assert parts.segments[1].nondiff_outputs
 
 
 def test_residuals_kept_are_no_more_bytes_than_jax_keeps():
@@ -329,9 +329,9 @@ def test_the_gradient_of_a_lookup_is_its_rows_and_adds_repeated_ones():
     derivative = differentiate(parts.graph, lookup)
     values = {**parts.graph.constants, parts.graph.batch[0]: tokens}
     evaluate(parts.prelude, values)
-    passive = [values[lookup.passive[i]] for i in derivative.passive_read]
+    nondiff_inputs = [values[lookup.nondiff_inputs[i]] for i in derivative.nondiff_inputs_read]
     cotangent = jnp.ones(parts.graph.avals[lookup.outputs[0]].shape)
-    (gradient,), _ = derivative.backward([table], [], passive, [], [], [cotangent])
+    (gradient,), _ = derivative.backward([table], [], nondiff_inputs, [], [], [cotangent])
     assert isinstance(gradient, RowGradient)
     assert gradient.rows.size < table.size
     counts = np.bincount(np.asarray(tokens).ravel(), minlength=50)

@@ -30,14 +30,15 @@ def random_like(structs):
 def run(parts, derivative):
     """Outputs, gradients and input cotangents of a segment on random numbers."""
     graph, segment = parts.graph, derivative.segment
-    weights, inputs, passive = (
-        random_like([graph.avals[v] for v in values]) for values in (segment.weights, segment.inputs, segment.passive)
+    weights, inputs, nondiff_inputs = (
+        random_like([graph.avals[v] for v in values])
+        for values in (segment.weights, segment.inputs, segment.nondiff_inputs)
     )
-    outputs, _, saved = jax.jit(derivative.forward)(weights, inputs, passive)
+    outputs, _, saved = jax.jit(derivative.forward)(weights, inputs, nondiff_inputs)
     backward = jax.jit(derivative.backward)(
         weights,
         [inputs[i] for i in derivative.inputs_read],
-        [passive[i] for i in derivative.passive_read],
+        [nondiff_inputs[i] for i in derivative.nondiff_inputs_read],
         [outputs[i] for i in derivative.outputs_read],
         saved,
         [jnp.ones_like(output) for output in outputs],

@@ -47,9 +47,9 @@ def assert_same_derivative(loss_fn, params, *args):
         values |= zip(parts.graph.parameters, stored(parts, params), strict=True)
         evaluate(parts.prelude, values)
         for s in parts.segments:
-            arguments = [[values[v] for v in numbers] for numbers in (s.weights, s.inputs, s.passive)]
-            outputs, extras = s.forward(*arguments)
-            values |= zip((*s.outputs, *s.extras), (*outputs, *extras), strict=True)
+            arguments = [[values[v] for v in numbers] for numbers in (s.weights, s.inputs, s.nondiff_inputs)]
+            outputs, nondiff_outputs = s.forward(*arguments)
+            values |= zip((*s.outputs, *s.nondiff_outputs), (*outputs, *nondiff_outputs), strict=True)
         return values[parts.loss]
 
     ours, theirs = (jax.jit(jax.value_and_grad(f))(params) for f in (chained, lambda p: loss_fn(p, *args)))

@@ -1,0 +1,140 @@
+"""The step program: what each instruction knows before the first step, and memory as a fold over the list."""
+
+import collections
+import dataclasses
+import itertools
+
+import pytest
+
+import models
+from jaxferry.engine import Operation, derivatives_of, loads_ahead, lower, peak_bytes
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.partition import partition
+from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.schedule import Kind
+
+PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
+
+
+@pytest.fixture(scope="module")
+def parts():
+    task = models.gpt(depth=4)
+    return partition(task.loss_fn, task.params, (task.batch,))
+
+
+@pytest.fixture(scope="module")
+def derivatives(parts):
+    return derivatives_of(parts, "none")
+
+
+def program_of(parts, derivatives, modes, places=(GradientPlace.DEVICE,)):
+    layers = zip(parts.segments, itertools.cycle(modes), itertools.cycle(places), strict=False)
+    plan = Plan("any", 1.0, tuple(LayerPlan(segment.name, mode, place) for segment, mode, place in layers))
+    return lower(parts, derivatives, plan)
+
+
+@pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
+@pytest.mark.parametrize("places", [[GradientPlace.DEVICE], [GradientPlace.HOST], list(GradientPlace)], ids=str)
+def test_every_task_has_one_instruction_and_every_program_one_place(parts, derivatives, modes, places):
+    program = program_of(parts, derivatives, modes, places)
+    assert [i.task for i in program.instructions] == list(program.schedule.tasks)
+    assert [i.index for i in program.instructions] == list(range(len(program.instructions)))
+    of_programs = [i for i in program.instructions if i.operation in PROGRAMS]
+    assert sorted(i.place for i in of_programs) == list(range(2 * len(parts.segments) - 1))
+    assert all((i.key is not None) == (i.operation in PROGRAMS) for i in program.instructions)
+    [loss] = [i for i in of_programs if i.operation is Operation.LOSS]
+    assert loss.place == loss.segment == len(parts.segments) - 1
+
+
+@pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
+def test_every_loaded_copy_is_dropped_once_behind_its_last_reader(parts, derivatives, modes):
+    program = program_of(parts, derivatives, modes)
+    loads = {i.index for i in program.instructions if i.operation is Operation.LOAD}
+    dropped = [drop.load for i in program.instructions for drop in i.drops]
+    assert sorted(dropped) == sorted(loads)
+    for instruction in program.instructions:
+        for drop in instruction.drops:
+            readers = [i.index for i in program.instructions if i.task.copy == drop.load and i.key is not None]
+            assert not readers or instruction.index >= max(readers)
+
+
+def test_every_value_is_freed_once_behind_its_last_reader(parts, derivatives):
+    program = program_of(parts, derivatives, [Mode.GFGB])
+    freed = collections.Counter(value for i in program.instructions for value in i.frees)
+    assert freed and set(freed.values()) == {1}
+    for instruction in program.programs:
+        for later in program.programs[instruction.place + 1 :]:
+            segment = parts.segments[later.segment]
+            if later.operation is not Operation.BACKWARD:
+                assert not set(instruction.frees) & {*segment.inputs, *segment.nondiff_inputs}
+
+
+def test_parameters_count_from_the_load_to_the_last_use(parts, derivatives):
+    sizes = [parts.layers[segment.layer].num_bytes for segment in parts.segments]
+    whole = sum(layer.num_bytes for layer in parts.layers)
+    peaks = {mode: peak_bytes(program_of(parts, derivatives, [mode]), {}).parameters for mode in Mode}
+    assert peaks[Mode.GFGB] == peaks[Mode.RESIDENT] == whole
+    assert peaks[Mode.DHA] == 0
+    assert max(sizes) <= peaks[Mode.RELOAD] <= max(a + b for a, b in itertools.pairwise(sizes))
+
+
+def test_temporaries_count_where_their_program_runs(parts, derivatives):
+    program = program_of(parts, derivatives, [Mode.RELOAD])
+    without = peak_bytes(program, {})
+    for instruction in program.programs:
+        more = peak_bytes(program, {instruction.key: 10**9})
+        assert (more.parameters, more.held) == (without.parameters, without.held)
+        assert 10**9 < more.total <= 10**9 + without.held
+    assert peak_bytes(program, {}, other_bytes=77).held == without.held + 77
+
+
+def test_memory_is_a_fold_that_an_independent_walk_over_values_confirms(parts, derivatives):
+    """DHA and GO leave values, residuals and cotangents alone: counted here value by value from the partition."""
+    program = program_of(parts, derivatives, [Mode.DHA], [GradientPlace.HOST])
+    size, last = parts.graph.num_bytes, len(parts.segments) - 1
+    alive = {v: size(v) for v in (*parts.graph.batch, *parts.graph.constants, *parts.prelude_outputs)}
+    residuals, cotangents, most = {}, {}, 0
+    for place, instruction in enumerate(program.programs):
+        segment = parts.segments[instruction.segment]
+        if place <= last:
+            alive |= {v: size(v) for v in (*segment.outputs, *segment.nondiff_outputs)}
+        if place < last:
+            residuals[instruction.segment] = derivatives[segment.program].saved_bytes
+        added = 0
+        if place >= last:
+            added = sum(2 * size(v) for v in segment.inputs if v in cotangents)
+            cotangents |= {v: size(v) for v in segment.inputs}
+        rows = parts.layers[segment.layer].trained.num_bytes if derivatives[segment.program].has_rows else 0
+        held = sum(alive.values()) + sum(residuals.values()) + sum(cotangents.values()) + added
+        most = max(most, held + 8 * (place + 1) + (rows if place >= last else 0))
+        alive = {v: n for v, n in alive.items() if v not in instruction.frees}
+        if place > last:
+            del residuals[instruction.segment]
+            cotangents = {v: n for v, n in cotangents.items() if v not in segment.outputs}
+    assert peak_bytes(program, {}).held == most
+
+
+def test_loads_ahead_never_raise_the_peak_and_grow_with_the_budget(parts, derivatives):
+    modes = [Mode.DHA] * 3 + [Mode.GFGB] * (len(parts.segments) - 3)
+    layers = tuple(LayerPlan(segment.name, mode) for segment, mode in zip(parts.segments, modes, strict=True))
+    program = lower(parts, derivatives, Plan("any", 1.0, layers))
+
+    def peak_of(ahead):
+        return peak_bytes(program, {}, ahead=ahead)
+
+    within, counts = peak_of(()), []
+    for budget in range(within.total, 2 * within.total, within.total // 8):
+        ahead = loads_ahead(program, peak_of, budget)
+        assert peak_of(ahead).parameters <= within.parameters and peak_of(ahead).total <= budget
+        counts.append(len(ahead))
+    assert counts == sorted(counts)
+    free = loads_ahead(program, peak_of)
+    assert len(free) >= counts[-1]
+    assert [program.instructions[i].task.kind for i in free] == [Kind.LOAD] * len(free)
+
+
+def test_sums_on_the_device_change_nothing_but_which_groups_are_summed(parts, derivatives):
+    program = program_of(parts, derivatives, [Mode.GFGB])
+    summed = program.with_sums_of(frozenset({1, 2}))
+    assert dataclasses.replace(summed, summed=frozenset()).instructions == program.instructions
+    assert summed.summed == {1, 2}
