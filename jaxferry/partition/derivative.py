@@ -1,7 +1,7 @@
 """Builds the forward and backward programs of a segment and chooses what to save between them.
 
-    forward(weights, inputs, nondiff_inputs)                            -> outputs, nondiff_outputs, saved
-    backward(weights, inputs, nondiff_inputs, outputs, saved, cotangents) -> gradients of trained weights, input cotangents
+    forward(weights, inputs, nondiff_inputs)                              -> outputs, nondiff_outputs, saved
+    backward(weights, inputs, nondiff_inputs, outputs, saved, cotangents) -> gradients, input cotangents
 
 A backward needs residuals. The engine holds many of them anyway: the weights, which it drops after the forward and
 reloads for the backward, and the segment's inputs and outputs. These are passed to the backward as arguments, not saved
@@ -66,8 +66,8 @@ class Derivative:
     ) -> tuple[list[Any], list[Any]]:
         """Returns gradients of the trained weights (arrays, or `RowGradient`s of lookups) and the inputs' cotangents.
 
-        `inputs`, `nondiff_inputs` and `outputs` hold only the values at `inputs_read`, `nondiff_inputs_read` and `outputs_read`.
-        Weights that are not read may be shape structs.
+        `inputs`, `nondiff_inputs` and `outputs` hold only the values that the backward reads (`inputs_read`,
+        `nondiff_inputs_read`, `outputs_read`). Weights that are not read may be shape structs.
         """
         return self._backward(weights, inputs, nondiff_inputs, outputs, saved, cotangents)
 
