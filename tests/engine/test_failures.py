@@ -125,7 +125,7 @@ def test_what_raises_again_after_an_update_is_tried_again_whenever_the_state_is_
 
 @pytest.mark.parametrize("clip_norm", [1.0, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sums", ["on the device", "by transfers"])
-@pytest.mark.parametrize("before", [4, 5])
+@pytest.mark.parametrize("before", [pytest.param(4, marks=pytest.mark.slow), 5])
 def test_a_micro_batch_that_raises_again_before_any_update_is_given_up(before, sums, clip_norm, tmp_path):
     fault = Fault()
     step, params = make(fault, accumulate=3, clip_norm=clip_norm)
@@ -179,7 +179,10 @@ def test_an_update_that_raises_once_is_tried_again(options, tmp_path):
 
 
 @pytest.mark.parametrize("threads", ["lanes", "one for the device"])
-@pytest.mark.parametrize(("name", "at"), [("to_pinned", 1), ("to_pinned", 3), ("gather", 2), ("recycle", 2)])
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [pytest.param("to_pinned", 1, marks=pytest.mark.slow), ("to_pinned", 3), ("gather", 2), ("recycle", 2)],
+)
 def test_what_fails_around_an_update_is_tried_again_without_updating_twice(threads, name, at, monkeypatch):
     if threads != "lanes":
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
