@@ -139,7 +139,12 @@ def assert_near(ours, theirs):
         np.testing.assert_allclose(mine, other, rtol=FUSED_RTOL, atol=FUSED_RTOL)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+OFTEN = ("mask", "nadamw", "lion", "momentum")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in PAIRS]
+)
 def test_100_steps_are_those_of_optax(is_fused, name):
     ours, theirs = PAIRS[name]
     assert is_fused(ours) and not is_fused(theirs)

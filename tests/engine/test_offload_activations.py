@@ -175,7 +175,9 @@ def watched(monkeypatch, slow_s=0.0, **options):
     return watched_steps(gpt(), monkeypatch, made=watches.append, **options)
 
 
-@pytest.mark.parametrize(("remat", "slow_s"), [("full", 0.0), ("full", 0.02), ("none", 0.0)])
+@pytest.mark.parametrize(
+    ("remat", "slow_s"), [pytest.param("full", 0.0, marks=pytest.mark.slow), ("full", 0.02), ("none", 0.0)]
+)
 def test_live_bytes_stay_under_the_predicted_peak_and_below_those_without(remat, slow_s, monkeypatch):
     kept, _, without, _ = watched_steps(gpt(), monkeypatch, remat=remat)
     watch, _, made, _ = watched(monkeypatch, slow_s, remat=remat, offload_activations=True)
@@ -374,7 +376,7 @@ def make(fault, **options):
     return jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), **options), params
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("threads", ["lanes", "one for the device"])
 def test_a_callback_that_raises_before_any_update_costs_no_bit(threads, remat, monkeypatch):
     plain, params = make(Fault(), offload_activations=False, remat=remat, clip_norm=1e3)

@@ -30,7 +30,13 @@ def gpt():
     return models.gpt(depth=2)
 
 
-@pytest.mark.parametrize("modes", [[Mode.GFGB], [Mode.RELOAD], [Mode.RESIDENT, Mode.RELOAD, Mode.GFGB]])
+@pytest.mark.parametrize(
+    "modes",
+    [
+        *(pytest.param([mode], marks=pytest.mark.slow) for mode in (Mode.GFGB, Mode.RELOAD)),
+        [Mode.RESIDENT, Mode.RELOAD, Mode.GFGB],
+    ],
+)
 def test_the_way_of_accelerators_has_the_same_bits(gpt, modes, monkeypatch):
     expected, losses = trained(gpt, ADAMW, 3)
     plan = plan_of(gpt, modes)
