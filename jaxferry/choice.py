@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from typing import Any
 
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
 from jaxferry.partition import AUTO, Partition
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.planning import make_plan
+from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
+from jaxferry.planning import make_plan, with_update_order
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
-from jaxferry.schedule import Kind, Schedule
-from jaxferry.simulate.machine import steady_step_s
 
 DEFAULT_MACHINE = "h200-pcie5"
 """What a profile is estimated for where the device is none of the known GPUs (a CPU, for one)."""
@@ -66,7 +63,8 @@ def choose_plan(
         policy = "native-overlapped"
     if policy is None:
         layers = tuple(LayerPlan(name, Mode.GFGB) for name in names)
-        return Plan("native-overlapped", 1.0, layers), profile
+        plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
+        return plan if profile is None else with_update_order(profile, plan), profile
     if profile is None:
         machine = _machine_of(device_kind)
         profile = estimate_profile(partition_costs(parts, remat), MACHINES[machine], {"device": device_kind})
@@ -78,22 +76,6 @@ def choose_plan(
         return make_plan(profile, policy, memory_budget_bytes=memory_budget_bytes, **options), profile
     except BudgetError as error:
         return make_plan(profile, policy, memory_budget_bytes=error.smallest_bytes, **options), profile
-
-
-def choose_update_order(schedule: Schedule) -> Schedule:
-    """The schedule with the order of host updates that makes its steady step the shorter.
-
-    By need is a greedy order, and most often the better one. But loads keep to the order of the list: RESIDENT copies
-    are refreshed in backward order, and all of them would wait for updates that are put off because they are needed
-    last. Where no times are known, whether there are such copies decides.
-
-    Args:
-      schedule: the tasks of one step.
-    """
-    orders = [dataclasses.replace(schedule, updates_by_need=by_need) for by_need in (True, False)]
-    if any(task.duration_s > 0 for task in schedule.tasks):
-        return min(orders, key=steady_step_s)
-    return orders[any(task.kind is Kind.REFRESH for task in schedule.tasks)]
 
 
 def _machine_of(device_kind: str) -> str:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxferry.choice import choose_plan, choose_update_order, needs_times
+from jaxferry.choice import choose_plan, needs_times
 from jaxferry.engine import (
     UNSCALED,
     Evaluator,
@@ -600,7 +600,7 @@ class TrainStep:
         parts, uses = variants.of(recomputes), uses_of(modes, recomputes)
         programs.require(uses)
         programs.keep(uses)
-        schedule, script = choose_update_order(lowered(modes, recomputes)), scripted(modes, recomputes)
+        schedule, script = lowered(modes, recomputes), scripted(modes, recomputes)
         peak_ahead = functools.partial(peak_with, parts, schedule, script, modes)
         ahead = loads_ahead(schedule, peak_ahead, budget)
         executor = Executor(

@@ -22,7 +22,7 @@ from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import LayerProfile, Profile
-from jaxferry.schedule import CROSSING_SLOTS, Lane, ProgramFacts, Schedule, leading_loads, schedule_step
+from jaxferry.schedule import CROSSING_SLOTS, Lane, Schedule, leading_loads, schedule_step
 from jaxferry.schedule import Kind as TaskKind
 
 LEAST_BYTES = 1024
@@ -114,21 +114,32 @@ def lower_plan(
         saves[order[last_forward][1]] += partition.graph.num_bytes(value)
         fetches[order[backward][1]] += partition.graph.num_bytes(value)
     of_segments = [derivatives[segment.program] for segment in partition.segments]
-    facts = ProgramFacts(
-        reads_back=tuple(derivative.reads_weights for derivative in of_segments),
-        sends_rows=tuple(derivative.has_rows for derivative in of_segments),
-        runs_back=tuple(segment.runs_back for segment in partition.segments),
-        has_gradient=tuple(bool(segment.trained) for segment in partition.segments),
-        saves=tuple(saves),
-        fetches=tuple(fetches),
-    )
     profile = profile or _without_times(partition)
+    last = len(partition.segments) - 1
+    profile = dataclasses.replace(
+        profile,
+        layers=tuple(
+            dataclasses.replace(
+                layer,
+                backward_reads=derivative.reads_weights,
+                gradient_rows=derivative.has_rows,
+                has_backward=segment.runs_back,
+                has_gradient=bool(segment.trained),
+                fused_backward=index == last,
+                save_bytes=saves[index],
+                fetch_bytes=fetches[index],
+            )
+            for index, (layer, segment, derivative) in enumerate(
+                zip(profile.layers, partition.segments, of_segments, strict=True)
+            )
+        ),
+    )
     # What recomputation costs may not be known, where it is not the planner who chose it.
     layers = tuple(
         mine if theirs.can_recompute else dataclasses.replace(mine, remat=Remat.NONE)
         for mine, theirs in zip(plan.layers, profile.layers, strict=True)
     )
-    return schedule_step(profile, dataclasses.replace(plan, layers=layers), facts)
+    return schedule_step(profile, dataclasses.replace(plan, layers=layers))
 
 
 def _without_times(partition: Partition) -> Profile:
