@@ -65,14 +65,13 @@ from rich.table import Table
 import jaxferry
 import measure
 import model
-from jaxferry.choice import choose_update_order
 from jaxferry.compare import compare_policies, ends_of_steps, own_bound_s, steps_in_the_middle, works_s
 from jaxferry.engine.lanes import Lanes
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.native.library import library
-from jaxferry.planning import make_plan
+from jaxferry.planning import make_plan, with_update_order
 from jaxferry.report.timelines import plot_timelines
-from jaxferry.schedule import Lane, ProgramFacts, leading_loads, repeat, schedule_step
+from jaxferry.schedule import Lane, leading_loads, repeat, schedule_step
 from jaxferry.simulate import machine
 from profiles import transformer
 
@@ -177,13 +176,12 @@ def scaled(profile, factor):
 def dry_rows(num_layers, step_s, num_steps=8):
     """The executor alone, for one size of model."""
     profile = transformer(num_layers)
-    facts = ProgramFacts((True,) * num_layers, (False,) * num_layers)
     rows = []
     for policy in POLICIES:
         plan = make_plan(profile, policy)
-        factor = step_s / machine.steady_step_s(schedule_step(profile, plan, facts))
+        factor = step_s / machine.steady_step_s(schedule_step(profile, plan))
         slow = scaled(profile, factor)
-        schedule = choose_update_order(schedule_step(slow, plan, facts))
+        schedule = schedule_step(slow, with_update_order(slow, plan))
         (stolen, every_s, slept_s), predicted_s = quietest_dry_run(schedule, num_steps), machine.steady_step_s(schedule)
         measured_s = min(statistics.mean(every_s[i : i + DRY_ROW]) for i in range(len(every_s) - DRY_ROW + 1))
         rows.append(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
-from jaxferry.partition import AUTO, Partition
-from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.planning import make_plan
+from jaxferry.partition import AUTO, Derivative, Partition
+from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
+from jaxferry.planning import make_plan, with_update_order
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
-from jaxferry.schedule import Kind, Schedule
-from jaxferry.simulate.machine import steady_step_s
 
 DEFAULT_MACHINE = "h200-pcie5"
 """What a profile is estimated for where the device is none of the known GPUs (a CPU, for one)."""
@@ -31,6 +30,7 @@ def needs_times(policy: str | None) -> bool:
 
 def choose_plan(
     parts: Partition,
+    derivatives: Mapping[int, Derivative],
     *,
     plan: Plan | None,
     policy: str | None,
@@ -39,11 +39,13 @@ def choose_plan(
     reserve_factor: float | None,
     memory_budget_bytes: int | None,
     remat: Any = None,
+    offload_activations: bool = False,
 ) -> tuple[Plan, Profile | None]:
     """Chooses the modes of the segments; returns the plan, and the profile that it was made with, if there is one.
 
     Args:
       parts: the segments.
+      derivatives: by program number.
       plan: a plan for just these segments, which is taken as it is.
       policy: the policy to ask otherwise; None loads every layer once (GFGB), and chooses gradients by the reserve
         factor alone.
@@ -54,11 +56,15 @@ def choose_plan(
         finds nothing in it is asked again for the least that it needs.
       remat: what is kept between forward and backward, the same for all; None for each segment's own choice. `AUTO`
         leaves it to the plan.
+      offload_activations: whether values wait in host memory for their backward.
 
     Raises:
       InputError: if the plan or the profile is for another model, or there is no such policy.
     """
     names = [segment.name for segment in parts.segments]
+    if profile is not None:
+        _check_names("profile", [layer.name for layer in profile.layers], names)
+        profile = with_program_facts(profile, parts, derivatives, offload_activations)
     if plan is not None:
         _check_names("plan", [layer.name for layer in plan.layers], names)
         return plan, profile
@@ -66,11 +72,12 @@ def choose_plan(
         policy = "native-overlapped"
     if policy is None:
         layers = tuple(LayerPlan(name, Mode.GFGB) for name in names)
-        return Plan("native-overlapped", 1.0, layers), profile
+        plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
+        return plan if profile is None else with_update_order(profile, plan), profile
     if profile is None:
         machine = _machine_of(device_kind)
         profile = estimate_profile(partition_costs(parts, remat), MACHINES[machine], {"device": device_kind})
-    _check_names("profile", [layer.name for layer in profile.layers], names)
+        profile = with_program_facts(profile, parts, derivatives, offload_activations)
     choices = [segment.remat if remat is None else remat for segment in parts.segments]
     profile = profile.only_recomputing([choice == AUTO for choice in choices])
     options: dict[str, Any] = {"reserve_factor": reserve_factor}
@@ -78,22 +85,6 @@ def choose_plan(
         return make_plan(profile, policy, memory_budget_bytes=memory_budget_bytes, **options), profile
     except BudgetError as error:
         return make_plan(profile, policy, memory_budget_bytes=error.smallest_bytes, **options), profile
-
-
-def choose_update_order(schedule: Schedule) -> Schedule:
-    """The schedule with the order of host updates that makes its steady step the shorter.
-
-    By need is a greedy order, and most often the better one. But loads keep to the order of the list: RESIDENT copies
-    are refreshed in backward order, and all of them would wait for updates that are put off because they are needed
-    last. Where no times are known, whether there are such copies decides.
-
-    Args:
-      schedule: the tasks of one step.
-    """
-    orders = [dataclasses.replace(schedule, updates_by_need=by_need) for by_need in (True, False)]
-    if any(task.duration_s > 0 for task in schedule.tasks):
-        return min(orders, key=steady_step_s)
-    return orders[any(task.kind is Kind.REFRESH for task in schedule.tasks)]
 
 
 def _machine_of(device_kind: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.choice import choose_plan, choose_update_order, needs_times
+from jaxferry.choice import choose_plan, needs_times
 from jaxferry.engine import (
     Evaluator,
     Norms,
@@ -40,6 +40,7 @@ from jaxferry.engine import (
     summable_groups,
     with_sums,
 )
+from jaxferry.engine.facts import with_program_facts, without_times
 from jaxferry.errors import InputError
 from jaxferry.measure.profile import measure_profile
 from jaxferry.model import Model
@@ -47,6 +48,7 @@ from jaxferry.modes import Mode
 from jaxferry.options import MEASURE, Options
 from jaxferry.partition import AUTO, ForwardPartition, Layer, Partition, partition, partition_forward
 from jaxferry.plan.records import Plan, Updates
+from jaxferry.planning import with_update_order
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Schedule
@@ -134,6 +136,7 @@ class Compiler:
             plan, profile = self._plan(variants, programs)
             if self._needs_all_gradients(variants.base):
                 plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
+                plan = plan if profile is None else with_update_order(profile, plan)
             resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
             compiler = _StepCompiler(variants, programs, profile, resources, self._options)
             self._prepared[key] = compiler.compile(plan)
@@ -216,12 +219,14 @@ class Compiler:
             profile = self._measured(variants, programs)
         return choose_plan(
             variants.base,
+            variants.derivatives,
             plan=options.plan,
             policy=options.policy,
             profile=profile if isinstance(profile, Profile) else None,
             device_kind=self._shared.placement.device_kind,
             reserve_factor=options.reserve_factor,
             memory_budget_bytes=options.memory_budget_bytes,
+            offload_activations=options.offload_activations,
         )
 
     def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
@@ -235,6 +240,7 @@ class Compiler:
                 self.model.transport,
                 recomputing=variants.of(variants.may_recompute),
                 remat=remat if isinstance(remat, str) else "per segment",
+                offload_activations=self._options.offload_activations,
                 progress=progress,
             )
 
@@ -281,16 +287,21 @@ class _StepCompiler:
         resources: Resources,
         options: Options,
     ) -> None:
-        self._variants, self._programs, self._profile = variants, programs, profile
+        self._variants, self._programs = variants, programs
+        parts, is_offloaded = variants.base, options.offload_activations
+        known = profile or with_program_facts(without_times(parts), parts, variants.derivatives, is_offloaded)
+        self._profile = known
         self._resources, self._options = resources, options
 
     def compile(self, plan: Plan) -> Prepared:
         """Prepares the plan that fits into the memory budget."""
         program = self._fitted(plan)
+        if program.plan != plan:
+            # The budget has changed the plan, so another order of updates may be the better one.
+            program = self._lower(with_update_order(self._profile, program.plan)).with_sums_of(program.summed)
         keys = self._keys(program)
         self._programs.require(keys)
         self._programs.keep(keys)
-        program = dataclasses.replace(program, schedule=choose_update_order(program.schedule))
         peak_ahead = functools.partial(self._peak, program)
         ahead = loads_ahead(program, peak_ahead, self._options.memory_budget_bytes)
         runnable = self._runnable(program, ahead)
@@ -326,7 +337,7 @@ class _StepCompiler:
 
     def _lower(self, plan: Plan) -> StepProgram:
         parts, is_offloaded = self._variants.of(plan.recomputes), self._options.offload_activations
-        return lower(parts, self._variants.derivatives, plan, self._profile, is_offloaded)
+        return lower(parts, self._variants.derivatives, plan, _recomputable(self._profile, plan), is_offloaded)
 
     def _keys(self, program: StepProgram) -> list[Any]:
         return with_sums(program.keys) if self._options.accumulate > 1 else program.keys
@@ -345,6 +356,17 @@ class _StepCompiler:
         tasks, rules = TaskList(program.schedule), rules_of(self._options)
         norms = Norms(self._resources.placement, on_host=rules.clips)
         return RunnableStep(program, tasks, self._programs, self._resources, rules, norms, constants, ahead)
+
+
+def _recomputable(profile: Profile, plan: Plan) -> Profile:
+    """The profile with a guess of what it costs to recompute where a plan does so and the profile does not say."""
+    layers = tuple(
+        dataclasses.replace(layer, recompute_s=layer.forward_s, recompute_activation_bytes=layer.activation_bytes)
+        if recomputes and not layer.can_recompute
+        else layer
+        for layer, recomputes in zip(profile.layers, plan.recomputes, strict=True)
+    )
+    return dataclasses.replace(profile, layers=layers)
 
 
 def rules_of(options: Options) -> Rules:

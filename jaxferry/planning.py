@@ -8,10 +8,23 @@ from jaxferry.errors import BudgetError
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto, AutoSearch
 from jaxferry.plan.base import Objective, Request, read_objective
+from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate.report import predict, simulate
+
+__all__ = [
+    "Compared",
+    "Comparison",
+    "SweepPoint",
+    "compare",
+    "knee",
+    "make_plan",
+    "plan_for",
+    "sweep",
+    "with_update_order",
+]
 
 _ROUNDING = 1e-12
 

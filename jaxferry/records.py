@@ -135,6 +135,13 @@ def check_share(value: Any, key: str) -> float:
     return float(value)
 
 
+def check_flag(value: Any, key: str, where: str) -> bool:
+    """Returns the value if it is true or false."""
+    if not isinstance(value, bool):
+        raise InputError(f"{where}: {key} must be true or false, got {_show(value)}")
+    return value
+
+
 def check_choice(value: Any, key: str, choices: tuple[str, ...], where: str = "") -> str:
     """Returns the value if it is one of the choices; otherwise the error lists them."""
     if not isinstance(value, str) or value not in choices:

@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxferry.choice import choose_plan, choose_update_order
+from jaxferry.choice import choose_plan
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode
 from jaxferry.partition import partition
-from jaxferry.planning import make_plan
+from jaxferry.planning import make_plan, with_update_order
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.profiling.segment_costs import partition_costs
-from jaxferry.schedule import ProgramFacts, schedule_step
+from jaxferry.schedule import schedule_step
 from jaxferry.simulate.machine import steady_step_s
 
 
@@ -53,7 +53,6 @@ def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy)
 
 
 NUM_LAYERS = 16
-FACTS = ProgramFacts((True,) * NUM_LAYERS, (False,) * NUM_LAYERS)
 
 
 def busy_profile(compute_s=1.0, load_s=0.9, offload_s=0.7, update_s=0.9):
@@ -82,18 +81,11 @@ def test_the_host_updates_in_the_order_that_makes_steps_shorter(policy, is_by_ne
     profile = busy_profile()
     plan = make_plan(profile, policy)
     assert (Mode.RESIDENT in plan.modes) == (policy == "auto")
-    chosen = choose_update_order(schedule_step(profile, plan, FACTS))
-    assert chosen.updates_by_need == is_by_need
-    other = dataclasses.replace(chosen, updates_by_need=not is_by_need)
-    assert steady_step_s(chosen) < 0.95 * steady_step_s(other)
-
-
-def test_the_engine_is_about_as_fast_as_auto_says():
-    """What programs add to the model costs little, if updates come in the right order."""
-    profile = busy_profile()
-    plan = make_plan(profile, "auto")
-    predicted_s = steady_step_s(schedule_step(profile, plan))
-    assert steady_step_s(choose_update_order(schedule_step(profile, plan, FACTS))) <= 1.05 * predicted_s
+    assert plan.update_order == ("need" if is_by_need else "backward")
+    other = dataclasses.replace(plan, update_order="backward" if is_by_need else "need")
+    times = [steady_step_s(schedule_step(profile, each)) for each in (plan, other)]
+    assert times[0] < 0.95 * times[1]
+    assert with_update_order(profile, other).update_order == plan.update_order
 
 
 @pytest.mark.parametrize("mode", [Mode.GFGB, Mode.RESIDENT])
@@ -101,5 +93,4 @@ def test_without_times_copies_that_are_refreshed_decide_on_the_order(mode):
     profile = busy_profile(0, 0, 0, 0)
     plan = make_plan(profile, "native-overlapped")
     plan = dataclasses.replace(plan, layers=tuple(dataclasses.replace(layer, mode=mode) for layer in plan.layers))
-    schedule = choose_update_order(schedule_step(profile, plan, FACTS))
-    assert schedule.updates_by_need == (mode is Mode.GFGB)
+    assert with_update_order(profile, plan).update_order == ("need" if mode is Mode.GFGB else "backward")

@@ -113,7 +113,8 @@ def test_bulk_and_after_all_are_waits():
     loads = [index for index, task in enumerate(schedule.tasks) if task.kind is Kind.LOAD]
     offloads = [index for index, task in enumerate(schedule.tasks) if task.kind is Kind.OFFLOAD]
     assert all(loads[-1] in task.after for task in tasks_of(schedule, Kind.FORWARD))
-    assert all(set(offloads) <= set(task.after) for task in tasks_of(schedule, Kind.UPDATE))
+    assert all(task.after == (offloads[-1],) for task in tasks_of(schedule, Kind.UPDATE))
+    assert [schedule.tasks[index].layer for index in loads] == [4, 3, 2, 1, 0]
 
 
 @deterministic

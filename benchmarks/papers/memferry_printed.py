@@ -5,9 +5,9 @@ Line numbers are the paper's. `tag = -1` means that there is nothing to backtrac
 
 import numpy as np
 
+from jaxferry.holdings import DHA, GFGB
 from jaxferry.plan.base import ModePolicy
 from jaxferry.plan.memferry import with_dfgb
-from jaxferry.plan.recurrences import DHA, GFGB
 from jaxferry.profiling.records import Profile
 
 

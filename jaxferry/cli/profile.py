@@ -9,7 +9,8 @@ import typer
 
 from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, code_of_a_user, make_optimizer, read_dtype
-from jaxferry.engine import TRANSPORTS
+from jaxferry.engine import TRANSPORTS, derivatives_of
+from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import InputError
 from jaxferry.partition import AUTO, REMAT, partition
 from jaxferry.profiling.estimate import estimate_profile
@@ -83,7 +84,8 @@ def estimate_model(model: str, machine: str, compute_dtype: str | None = None, r
     with code_of_a_user(model):
         known = call_model(model)
         parts = partition(known.loss_fn, known.shapes(), (known.batch_of(0),), compute_dtype=dtype)
-    return estimate_profile(partition_costs(parts, remat), figures, {"model": model, "remat": remat})
+    profile = estimate_profile(partition_costs(parts, remat), figures, {"model": model, "remat": remat})
+    return with_program_facts(profile, parts, derivatives_of(parts, "none" if remat == AUTO else remat))
 
 
 def measure_model(

@@ -35,6 +35,9 @@ def fit(
     """
     if budget_bytes is None or peak_of(plan).total <= budget_bytes:
         return plan
+    plan = _with_less_room(plan, peak_of(plan).total - budget_bytes, budget_bytes, peak_of)
+    if peak_of(plan).total <= budget_bytes:
+        return plan
     peaks: list[Peak] = []
     recomputing = [plan, *_recomputing(plan, may_recompute)]
     for tried in recomputing:
@@ -45,6 +48,15 @@ def fit(
         peaks.append(min(map(peak_of, fallbacks), key=lambda peak: peak.total))
     smallest = min(peaks, key=lambda peak: peak.total)
     raise _too_small(layers, budget_bytes, smallest, sum(recomputing[peaks.index(smallest)].recomputes))
+
+
+def _with_less_room(plan: Plan, excess_bytes: int, budget_bytes: int, peak_of: PeakOf) -> Plan:
+    """The plan with less memory for gradients on their way: as much less as is missing, else with none at all."""
+    if plan.memory_bytes is None:
+        return plan
+    smaller = dataclasses.replace(plan, memory_bytes=max(plan.memory_bytes - excess_bytes, 0))
+    fits = peak_of(smaller).total <= budget_bytes
+    return smaller if fits else dataclasses.replace(plan, memory_bytes=None)
 
 
 def _recomputing(plan: Plan, may_recompute: Sequence[int]) -> list[Plan]:

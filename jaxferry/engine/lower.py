@@ -17,11 +17,11 @@ import jax
 
 from jaxferry.engine.instruction import Drop, Instruction, Operation, StepProgram
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, places, program_keys
-from jaxferry.modes import GradientPlace, Remat
+from jaxferry.modes import GradientPlace
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
-from jaxferry.profiling.records import LayerProfile, Profile
-from jaxferry.schedule import CROSSING_SLOTS, Kind, ProgramFacts, Schedule, Task, schedule_step
+from jaxferry.profiling.records import Profile
+from jaxferry.schedule import CROSSING_SLOTS, Kind, Schedule, Task, schedule_step
 
 MIN_OFFLOADED_BYTES = 1024
 """Smaller values stay on the device: the latency of a transfer costs more than their memory."""
@@ -45,7 +45,7 @@ def lower(
     partition: Partition,
     derivatives: Mapping[int, Derivative],
     plan: Plan,
-    profile: Profile | None = None,
+    profile: Profile,
     offload_activations: bool = False,
 ) -> StepProgram:
     """Lowers a plan to the instructions of a step.
@@ -54,53 +54,13 @@ def lower(
       partition: the segments.
       derivatives: by program number; what each backward reads.
       plan: modes and gradient places of the segments, in order.
-      profile: the expected duration of each task; None if unknown: then the tasks take no time.
+      profile: the expected duration of each task, with the facts of the programs (`facts.with_program_facts`).
       offload_activations: whether values wait in host memory for their backward.
     """
     offloaded = offloaded_values(partition, derivatives) if offload_activations else {}
-    schedule = _schedule(partition, derivatives, plan, profile, offloaded)
+    schedule = schedule_step(profile, plan)
     instructions = _Lowering(partition, derivatives, plan, schedule, offloaded).instructions()
     return StepProgram(partition, derivatives, plan, schedule, instructions)
-
-
-def _schedule(
-    partition: Partition,
-    derivatives: Mapping[int, Derivative],
-    plan: Plan,
-    profile: Profile | None,
-    offloaded: Mapping[int, tuple[int, int]],
-) -> Schedule:
-    saves, fetches = [0] * len(partition.segments), [0] * len(partition.segments)
-    order = places(partition)
-    for value, (last_forward, backward) in offloaded.items():
-        saves[order[last_forward][1]] += partition.graph.num_bytes(value)
-        fetches[order[backward][1]] += partition.graph.num_bytes(value)
-    of_segments = [derivatives[segment.program] for segment in partition.segments]
-    facts = ProgramFacts(
-        reads_back=tuple(derivative.reads_weights for derivative in of_segments),
-        sends_rows=tuple(derivative.has_rows for derivative in of_segments),
-        runs_back=tuple(segment.runs_back for segment in partition.segments),
-        has_gradient=tuple(bool(segment.trained) for segment in partition.segments),
-        saves=tuple(saves),
-        fetches=tuple(fetches),
-    )
-    profile = profile or _without_times(partition)
-    layers = tuple(
-        mine if theirs.can_recompute else dataclasses.replace(mine, remat=Remat.NONE)
-        for mine, theirs in zip(plan.layers, profile.layers, strict=True)
-    )
-    return schedule_step(profile, dataclasses.replace(plan, layers=layers), facts)
-
-
-def _without_times(partition: Partition) -> Profile:
-    times = {field.name: 0.0 for field in dataclasses.fields(LayerProfile) if field.name.endswith("_s")}
-    layers = []
-    for segment in partition.segments:
-        layer = partition.layers[segment.layer]
-        facts: dict[str, Any] = {"param_bytes": layer.num_bytes, "grad_bytes": layer.trained.num_bytes, **times}
-        facts["recompute_activation_bytes"] = 0
-        layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
-    return Profile({}, tuple(layers))
 
 
 class _Lowering:

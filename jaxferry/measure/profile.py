@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from jaxferry.engine.facts import with_program_facts
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind
@@ -46,6 +47,7 @@ def measure_profile(
     *,
     recomputing: Partition | None = None,
     remat: str = "none",
+    offload_activations: bool = False,
     cache: MeasurementCache | None = None,
     progress: Report | None = None,
     budget_s: float = BUDGET_S,
@@ -61,6 +63,7 @@ def measure_profile(
       recomputing: the same segments, of which those that a plan may let recompute have other programs, which do;
         `programs` has them too. None for no such choice.
       remat: for the profile's facts: what is kept between forward and backward.
+      offload_activations: whether values wait in host memory for their backward.
       cache: what was measured before; None for the user's own (`MeasurementCache`).
       progress: told what is measured next.
       budget_s: seconds to spend; exceeded only by what three repetitions of everything take.
@@ -77,7 +80,8 @@ def measure_profile(
     )
     about = surroundings(placement.platform, placement.device_kind)
     facts = {"measured": True, "name": placement.device_kind, **about, "transport": transport, "remat": remat}
-    return Profile(facts, layers)
+    profile = Profile(facts, layers)
+    return with_program_facts(profile, partition, programs.derivatives, offload_activations)
 
 
 def default_cache(placement: Placement) -> MeasurementCache:

@@ -16,7 +16,7 @@ import dataclasses
 import numpy as np
 
 from jaxferry.plan.bounds import Penalty, group_loads, least_time
-from jaxferry.plan.whole_step import Costs
+from jaxferry.plan.whole_step import StepCosts
 from jaxferry.profiling.records import Profile
 
 
@@ -38,14 +38,14 @@ class _Work:
     """What each layer costs, (layers,) arrays: `costs` with the gradient on the device, `go_s` what GO adds to that."""
 
     profile: Profile
-    costs: Costs
+    costs: StepCosts
     load_s: np.ndarray
     offload_s: np.ndarray
     go_s: np.ndarray
 
     @classmethod
     def of(cls, profile: Profile) -> "_Work":
-        costs = Costs.of(profile, np.zeros(len(profile.layers), dtype=bool))
+        costs = StepCosts.of(profile, np.zeros(len(profile.layers), dtype=bool))
         offload_s = np.array([layer.offload_s for layer in profile.layers])
         go_s = np.array([layer.backward_go_s - layer.backward_s for layer in profile.layers])
         return cls(profile, costs, group_loads(profile, costs), offload_s, go_s)

@@ -24,12 +24,13 @@ import itertools
 
 import numpy as np
 
+from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.base import Objective, Policy, Request, check_budget, make_plan
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gradients_to_host
+from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.recurrences import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.search import Best, Pool, prefix_family
 from jaxferry.profiling.records import Profile
 
@@ -103,6 +104,7 @@ class AutoSearch:
             "unlimited_steady_step_s": unlimited.objective_s,
             "unlimited_peak_device_bytes": unlimited.peak_bytes,
         }
+        plan = with_update_order(self.profile, dataclasses.replace(plan, memory_bytes=budget_bytes))
         return dataclasses.replace(plan, details=details)
 
     def _fastest(self, frontier: list[Best], budget_bytes: int | None) -> list[Best]:

@@ -9,11 +9,12 @@ from typing import ClassVar
 import numpy as np
 
 from jaxferry.errors import BudgetError
+from jaxferry.holdings import MODES
 from jaxferry.modes import GradientPlace, Remat
-from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.gradients import gradients_to_host
+from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
-from jaxferry.plan.recurrences import MODES
 from jaxferry.profiling.records import Profile
 from jaxferry.records import check_bytes, check_choice, check_share
 from jaxferry.units import format_bytes
@@ -79,6 +80,7 @@ class Policy(abc.ABC):
     - gradients on the device take at most the reserve factor's share of all gradient bytes; with 1 none is GO;
     - DFGB keeps MemFerry's window: its loads end before the first gradient leaves, and the last layer is never DFGB;
     - the plan's peak device memory is within the budget, or `BudgetError` names the smallest one;
+    - `update_order` makes the steady step the shorter one, and `memory_bytes` is at most the budget;
     - the same question has the same answer: no clock and no random number takes part.
     """
 
@@ -126,9 +128,9 @@ class ModePolicy(Policy):
         modes = self.modes(profile, to_host)
         plan = make_plan(self.name, reserve_factor, profile, modes, to_host, self.loads, self.updates)
         if request.memory_budget_bytes is not None:
-            peak_bytes = int(Evaluator(profile).plan(plan).peak_bytes[0])
+            peak_bytes = int(PlanEvaluator(profile).plan(plan).peak_bytes[0])
             check_budget(self.name, request.memory_budget_bytes, peak_bytes)
-        return plan
+        return with_update_order(profile, dataclasses.replace(plan, memory_bytes=request.memory_budget_bytes))
 
 
 def make_plan(

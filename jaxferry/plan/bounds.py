@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxferry.plan.frontier import optimal_forward
-from jaxferry.plan.whole_step import Costs
+from jaxferry.plan.whole_step import StepCosts
 from jaxferry.profiling.records import Profile
 
 _BISECTIONS = 60
@@ -51,7 +51,7 @@ class Penalty:
 
 def step_lower_bound_s(profile: Profile, to_host: np.ndarray, optimal_forward_s: float) -> float:
     """No plan of GFGB, DHA and DFGB within the window has a smaller `step_s`, with these gradients."""
-    costs = Costs.of(profile, to_host)
+    costs = StepCosts.of(profile, to_host)
     load_s = group_loads(profile, costs)
     least_backward = float(np.minimum(costs.backward, costs.backward_dha).sum())
     last_backward = max(costs.backward[-1], costs.backward_dha[-1])
@@ -71,7 +71,7 @@ def steady_lower_bound_s(
 
     `known_s` is that of a known plan; a higher bound is not looked for.
     """
-    costs = Costs.of(profile, to_host)
+    costs = StepCosts.of(profile, to_host)
     best = min(known_s, step_lower_bound_s(profile, to_host, optimal_forward_s))
     leads_s = _most_leads(profile, costs, to_host)
     size = len(profile.layers)
@@ -86,7 +86,7 @@ def steady_lower_bound_s(
     return float(max(best, offloads, sum(profile.group_update_s)))
 
 
-def _unloaded_bound(profile: Profile, costs: Costs, first: int) -> float:
+def _unloaded_bound(profile: Profile, costs: StepCosts, first: int) -> float:
     """The bound by compute if the first layers run their forward by DHA, whatever the others do; grows with `first`."""
     load_s, after_gpu = group_loads(profile, costs), float(costs.tails[0])
     forward = np.minimum(costs.forward, costs.forward_dha)
@@ -96,7 +96,7 @@ def _unloaded_bound(profile: Profile, costs: Costs, first: int) -> float:
     return max(by_compute, float(forward.sum()) + costs.least_tail())
 
 
-def _bound_with_lead(profile: Profile, costs: Costs, first: int, lead_s: float, best: float) -> float:
+def _bound_with_lead(profile: Profile, costs: StepCosts, first: int, lead_s: float, best: float) -> float:
     """The bound by the forward's optimum if loads begin with layer `first` and at most the lead before the step.
 
     Only bounds below `best` matter; a result above it says no more than that.
@@ -110,7 +110,7 @@ def _bound_with_lead(profile: Profile, costs: Costs, first: int, lead_s: float, 
     return max(optimum_s + costs.least_tail(), by_backward + float(costs.tails[0]))
 
 
-def _most_leads(profile: Profile, costs: Costs, to_host: np.ndarray) -> np.ndarray:
+def _most_leads(profile: Profile, costs: StepCosts, to_host: np.ndarray) -> np.ndarray:
     """The most that the last update can end after layer g's, for g = 0..L; infinite where groups have several layers.
 
     From the end of g's update, the last one ends after the updates below g, or what the link back or the GPU still had
@@ -132,13 +132,13 @@ def _most_leads(profile: Profile, costs: Costs, to_host: np.ndarray) -> np.ndarr
     return leads_s
 
 
-def group_loads(profile: Profile, costs: Costs) -> np.ndarray:
+def group_loads(profile: Profile, costs: StepCosts) -> np.ndarray:
     """Load times, 0 for layers of a group of several: their copies may be shared."""
     alone = np.array([len(profile.groups[group]) == 1 for group in profile.group_of])
     return np.where(alone, costs.load, 0.0)
 
 
-def _compute(costs: Costs, load_s: np.ndarray, forward: np.ndarray) -> tuple[float, Penalty]:
+def _compute(costs: StepCosts, load_s: np.ndarray, forward: np.ndarray) -> tuple[float, Penalty]:
     """The GPU's least work in a step, and what unloaded layers add to it; `forward` is that of loaded layers."""
     loaded, unloaded = forward + costs.backward, costs.forward_dha + costs.backward_dha
     return float(np.minimum(loaded, unloaded).sum()), Penalty(load_s, unloaded - loaded)

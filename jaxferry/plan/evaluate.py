@@ -4,10 +4,11 @@ import dataclasses
 
 import numpy as np
 
-from jaxferry.modes import GradientPlace
-from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.recurrences import CODES, DFGB, Batch, Chain, Step
+from jaxferry.holdings import DFGB, gradient_flags, mode_codes
+from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
+from jaxferry.plan.recurrences import Batch, Chain, Step
 from jaxferry.profiling.records import Profile
+from jaxferry.simulate.machine import STEPS_BY_NEED
 
 PEAK_STEPS = 3
 """Steps of the chain whose memory counts, as in the simulator."""
@@ -24,12 +25,14 @@ class Outcomes:
     Attributes:
       forward_s: seconds to the end of the last inter_forward.
       step_s: seconds to the end of the last update.
-      steady_step_s: seconds a step in an endless chain: exact for plans of GFGB, DHA and DFGB within the window, which
-        repeat from the second step on; for plans with RELOAD or RESIDENT layers exact or, where the chain has not
-        become periodic after some steps, an upper bound. For DFGB outside the window the second step's time.
+      steady_step_s: seconds a step in an endless chain. It is exact for plans of GFGB, DHA and DFGB within the window,
+        which repeat from the second step on, if every layer has a gradient and no values go to host memory. For other
+        plans it is exact, or an upper bound where the chain has not become periodic after some steps. For DFGB outside
+        the window it is the second step's time. With updates by need it is what the simulator says.
       peak_bytes: the most device memory held in a chain of `PEAK_STEPS` steps; zeros if it was not asked for.
-      in_window: whether DFGB keeps MemFerry's rule: loads end before the first gradient leaves, which is the end of
+      in_window: whether DFGB keeps MemFerry's rule: its loads end before the first gradient leaves, which is the end of
         the last layer's backward; and the last layer is not DFGB.
+      room_matters: whether some backward waits for an offload to have room.
     """
 
     forward_s: np.ndarray
@@ -37,9 +40,10 @@ class Outcomes:
     steady_step_s: np.ndarray
     peak_bytes: np.ndarray
     in_window: np.ndarray
+    room_matters: np.ndarray
 
 
-class Evaluator:
+class PlanEvaluator:
     """Evaluates plans for one profile."""
 
     def __init__(self, profile: Profile):
@@ -53,6 +57,8 @@ class Evaluator:
         *,
         bulk: bool = False,
         after_all: bool = False,
+        by_need: bool = False,
+        memory_bytes: int | None = None,
         steady: bool = True,
         peak: bool = True,
     ) -> Outcomes:
@@ -64,6 +70,8 @@ class Evaluator:
           recomputes: likewise, whether the backward runs the forward again; only for layers that can.
           bulk: `loads: "bulk"`.
           after_all: `updates: "after-all"`.
+          by_need: `update_order: "need"`.
+          memory_bytes: the plans' `memory_bytes`.
           steady: whether `steady_step_s` is wanted; else it is `step_s`.
           peak: whether `peak_bytes` is wanted.
         """
@@ -75,7 +83,8 @@ class Evaluator:
         for first in range(0, len(modes), size):
             chunk = slice(first, first + size)
             flags = None if again is None else again[chunk].T.copy()
-            batch = Batch(self.profile, modes[chunk].T.copy(), to_host[chunk].T.copy(), bulk, after_all, flags)
+            kind = (bulk, after_all, flags, by_need, memory_bytes or 0)
+            batch = Batch(self.profile, modes[chunk].T.copy(), to_host[chunk].T.copy(), *kind)
             parts.append(_outcomes(batch, steady, peak))
         fields = [field.name for field in dataclasses.fields(Outcomes)]
         return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
@@ -88,17 +97,9 @@ class Evaluator:
             np.array(plan.recomputes),
             bulk=plan.loads is Loads.BULK,
             after_all=plan.updates is Updates.AFTER_ALL,
+            by_need=plan.update_order is UpdateOrder.NEED,
+            memory_bytes=plan.memory_bytes,
         )
-
-
-def mode_codes(plan: Plan) -> np.ndarray:
-    """The plan's modes as (layers,) codes."""
-    return np.array([CODES[mode] for mode in plan.modes], dtype=np.int8)
-
-
-def gradient_flags(plan: Plan) -> np.ndarray:
-    """The plan's gradients as (layers,) flags: written to the host or not."""
-    return np.array([place is GradientPlace.HOST for place in plan.gradients])
 
 
 def _outcomes(batch: Batch, steady: bool, peak: bool) -> Outcomes:
@@ -113,19 +114,23 @@ def _outcomes(batch: Batch, steady: bool, peak: bool) -> Outcomes:
     first = steps[0]
     in_window = (batch.modes[-1] != DFGB) & (first.between_end <= first.window)
     peak_bytes = _peak_bytes(batch, steps[:PEAK_STEPS]) if peak else np.zeros(batch.num_plans, dtype=np.int64)
-    return Outcomes(first.forward_end, step_s, period_s, peak_bytes, in_window)
+    return Outcomes(first.forward_end, step_s, period_s, peak_bytes, in_window, batch.room_matters)
 
 
 def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
     """The growth of the host's end over a step, once all boundary times grow alike.
 
-    Where they do not, the largest growth of any is an upper bound on the period (Collatz and Wielandt's). Without
-    RELOAD and RESIDENT nothing of a step but the lead of its loads depends on the step before, and that lead comes
-    from the backward, which no load delays within the window: so the second step's time is the period.
+    Where they do not, the largest growth of any is an upper bound on the period (Collatz and Wielandt's).
+
+    The second step's time is the period where every load waits for an update and there is neither RELOAD nor RESIDENT
+    nor a fetch. Then only the lead of a step's loads depends on the step before. That lead comes from the backward,
+    which no load delays within the window.
     """
+    if batch.by_need:
+        return _measured_period_s(chain, steps)
     before_s = chain.host
     steps.append(Step(chain))
-    if (batch.modes <= DFGB).all():
+    if batch.is_plain and (batch.modes <= DFGB).all():
         return chain.host - before_s
     while True:
         before = chain.boundary()
@@ -134,6 +139,16 @@ def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
         highest = growth.max(axis=0)
         if len(steps) >= _MOST_STEPS or np.all(highest - growth.min(axis=0) <= _SAME * chain.host):
             return np.where(highest - growth.min(axis=0) <= _SAME * chain.host, growth[0], highest)
+
+
+def _measured_period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
+    """The mean between two steps of a chain, as in the simulator."""
+    first, last = STEPS_BY_NEED
+    ends = [steps[0].last_program]
+    while len(steps) < last:
+        steps.append(Step(chain))
+        ends.append(steps[-1].last_program)
+    return (ends[last - 1] - ends[first - 1]) / (last - first)
 
 
 def _peak_bytes(batch: Batch, steps: list[Step]) -> np.ndarray:
@@ -145,5 +160,5 @@ def _peak_bytes(batch: Batch, steps: list[Step]) -> np.ndarray:
     held = np.cumsum(np.take_along_axis(np.concatenate([size for _, size in changes]), order, axis=0), axis=0)
     resident = np.zeros(batch.num_plans, dtype=np.int64)
     for group, members in enumerate(batch.profile.groups):
-        resident += batch.layers[members[0]].param_bytes * batch.group_resident[group]
+        resident += batch.layers[members[0]].param_bytes * batch.held.group_resident[group]
     return resident + np.maximum(held.max(axis=0), 0)

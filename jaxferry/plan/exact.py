@@ -22,15 +22,16 @@ import math
 
 import numpy as np
 
+from jaxferry.holdings import DFGB, DHA, GFGB
 from jaxferry.plan.base import Objective, Policy, Request, check_budget, make_plan
 from jaxferry.plan.bounds import steady_lower_bound_s, step_lower_bound_s
-from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.go_memferry import GOMemFerry
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.memferry import MemFerry
+from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.recurrences import DFGB, DHA, GFGB
 from jaxferry.plan.search import Best, LocalSearch, Pool, objective_values, prefix_family
 from jaxferry.plan.whole_step import StepSearch
 from jaxferry.profiling.records import Profile
@@ -65,6 +66,8 @@ class Exact(Policy):
         assert search.best is not None and search.choice is not None
         best, choice = search.best, search.choice
         plan = make_plan(self.name, choice.factor, profile, best.modes, best.to_host, best.loads, best.updates)
+        plan = dataclasses.replace(plan, memory_bytes=request.memory_budget_bytes)
+        plan = with_update_order(profile, plan)
         return dataclasses.replace(plan, details=_gap(request.objective, best.objective_s, search.bound_s))
 
 
@@ -112,7 +115,7 @@ class _Search:
                 self._explore(choice)
 
     def _known_s(self, choice: _Choice) -> float:
-        outcomes = Evaluator(self.profile)(choice.known, choice.to_host, peak=False)
+        outcomes = PlanEvaluator(self.profile)(choice.known, choice.to_host, peak=False)
         return float(objective_values(outcomes, self.request.objective).min())
 
     def _explore(self, choice: _Choice) -> None:

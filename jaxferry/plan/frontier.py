@@ -21,9 +21,9 @@ import dataclasses
 
 import numpy as np
 
+from jaxferry.holdings import DHA, GFGB
 from jaxferry.plan.copies import SharedCopies, group_rows
 from jaxferry.plan.memferry import Forward, forward_modes
-from jaxferry.plan.recurrences import DHA, GFGB
 from jaxferry.profiling.records import Profile
 
 MOST_OPEN = 3

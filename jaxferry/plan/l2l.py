@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from jaxferry.holdings import RELOAD
 from jaxferry.plan.base import ModePolicy
-from jaxferry.plan.recurrences import RELOAD
 from jaxferry.profiling.records import Profile
 
 

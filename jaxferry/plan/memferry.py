@@ -2,13 +2,15 @@
 
 Names: X is the link's end and C the GPU's end before layer l; T_res = C - X is the reserved overlap time.
 
-Algorithm 1 as printed cannot be meant: the max in line 3 has no effect, as no time is negative; line 30 adds the time
-`base`, counted from the step's start, to T_all as if it were a duration; line 26 moves T_res^b but not T_all^b; line
-20 also visits layers that are not GFGB. `benchmarks/papers/memferry_printed.py` runs it so. Here it is read as its text says: a
-layer is DHA if that takes no longer than the load, as far as T_res does not hide it, and the forward together; a GFGB
-layer that stalls makes earlier GFGB layers DHA wherever the exact time up to its own forward's end strictly drops.
+Algorithm 1 as printed has four slips. The max in line 3 has no effect, since no time is negative. Line 30 adds the time
+`base`, counted from the step's start, to T_all as if it were a duration. Line 26 moves T_res^b but not T_all^b. Line 20
+also visits layers that are not GFGB. `benchmarks/papers/memferry_printed.py` runs it as printed.
 
-Quality: near the optimum of `exact` on average, but layers are decided once, so that it can miss it widely.
+This module follows the paper's text instead. A layer is DHA if that takes no longer than its forward on the device
+plus the part of its load that T_res does not hide. A GFGB layer that stalls makes earlier GFGB layers DHA, wherever the
+exact time up to its own forward's end strictly drops.
+
+Quality: near the optimum of `exact` on average. Each layer is decided once, so single plans can be far from it.
 O(L^2) array operations on L layers at worst.
 """
 
@@ -16,8 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxferry.holdings import DFGB, DHA, GFGB
 from jaxferry.plan.base import ModePolicy
-from jaxferry.plan.recurrences import DFGB, DHA, GFGB
 from jaxferry.profiling.records import LayerProfile, Profile
 
 

@@ -1,6 +1,6 @@
 """How much device memory a plan takes."""
 
-from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 
@@ -12,7 +12,7 @@ def peak_device_bytes(profile: Profile, plan: Plan) -> int:
       InputError: if the plan is for another profile.
     """
     plan.check_profile(profile)
-    return int(Evaluator(profile).plan(plan).peak_bytes[0])
+    return int(PlanEvaluator(profile).plan(plan).peak_bytes[0])
 
 
 def smallest_peak_bytes(profile: Profile) -> int:

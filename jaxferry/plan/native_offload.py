@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from jaxferry.holdings import GFGB
 from jaxferry.plan.base import ModePolicy
 from jaxferry.plan.records import Updates
-from jaxferry.plan.recurrences import GFGB
 from jaxferry.profiling.records import Profile
 
 

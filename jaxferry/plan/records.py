@@ -7,8 +7,10 @@
      "layers": [{"name": "wte", "mode": "DHA", "gradient": "device"}, ...],
      "predicted": {"forward_s": 0.1, "step_s": 0.5, "steady_step_s": 0.45, "peak_device_bytes": 1000}}
 
-A layer may have the key `remat`, `"full"` where its backward runs its forward again; the default is `"none"`.
-Further keys at the top, such as `lower_bound_s` and `gap` of `exact`, are a plan's `details`.
+A layer may have the key `remat`, `"full"` where its backward runs its forward again; the default is `"none"`. A plan
+may have the key `update_order`, `"need"` where the host takes the update that the next forward needs first; the default
+is `"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill. All further keys at the
+top, such as `lower_bound_s` and `gap` of `exact`, are a plan's `details`.
 """
 
 import dataclasses
@@ -55,6 +57,15 @@ class Updates(enum.StrEnum):
     """An update waits for its own gradients only."""
     AFTER_ALL = "after-all"
     """No update before all gradients are on the host."""
+
+
+class UpdateOrder(enum.StrEnum):
+    """Which of the updates that could start the host takes."""
+
+    BACKWARD = "backward"
+    """The next one in backward order, even if another one could start before it."""
+    NEED = "need"
+    """The one whose parameters the next forward needs first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +151,9 @@ class Plan:
       layers: in forward order.
       loads: when forwards may start.
       updates: when updates may start.
+      update_order: which of the updates that could start the host takes.
+      memory_bytes: device memory that gradients on their way to the host may fill; None for the peak that the step has
+        anyway. See `jaxferry.room`.
       predicted: what the simulator says, or None before it was asked.
       details: further facts by the policy, JSON values by name: `objective`, `lower_bound_s`, `gap`, `binding`, ...
 
@@ -153,6 +167,8 @@ class Plan:
     loads: Loads = Loads.LAYERWISE
     updates: Updates = Updates.OVERLAPPED
     predicted: Predicted | None = None
+    update_order: UpdateOrder = UpdateOrder.BACKWARD
+    memory_bytes: int | None = None
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,6 +177,10 @@ class Plan:
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "loads", Loads(check_choice(self.loads, "loads", tuple(Loads))))
         object.__setattr__(self, "updates", Updates(check_choice(self.updates, "updates", tuple(Updates))))
+        order = check_choice(self.update_order, "update_order", tuple(UpdateOrder))
+        object.__setattr__(self, "update_order", UpdateOrder(order))
+        if self.memory_bytes is not None:
+            object.__setattr__(self, "memory_bytes", check_bytes(self.memory_bytes, "memory_bytes", "plan"))
         check_list(list(self.layers), "layers")
         check_unique([layer.name for layer in self.layers])
         self._check_details()
@@ -236,6 +256,8 @@ class Plan:
             loads=fields.get("loads", Loads.LAYERWISE),
             updates=fields.get("updates", Updates.OVERLAPPED),
             predicted=None if predicted is None else Predicted.from_json(predicted),
+            update_order=fields.get("update_order", UpdateOrder.BACKWARD),
+            memory_bytes=fields.get("memory_bytes"),
             details={key: value for key, value in fields.items() if key not in _KEYS},
         )
 
@@ -247,6 +269,8 @@ class Plan:
             "reserve_factor": self.reserve_factor,
             "loads": self.loads.value,
             "updates": self.updates.value,
+            **({} if self.update_order is UpdateOrder.BACKWARD else {"update_order": self.update_order.value}),
+            **({} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}),
             **self.details,
             "layers": [layer.to_json() for layer in self.layers],
         }

@@ -1,27 +1,37 @@
 """The machine model as recurrences over many plans at once.
 
-The rules are those of `jaxferry/schedule.py`, written a second time; tests hold the two against each other, equal to
-the last bit. Arrays are (layers, plans), or (plans,) within a loop over layers.
+The rules are those of `jaxferry/schedule.py`, written a second time. Tests hold the two against each other, equal to
+the last bit. `jaxferry.room`, which says which offloads a backward waits for, is shared.
+Arrays are (layers, plans), or (plans,) within a loop over layers.
 
     forward   X = max(X, waits) + load_s          X: the link's end    C: the GPU's end
               C = max(C, X or host copy) + forward_s
-    backward  C = max(C + inter_backward_s, load) + backward_s
+    backward  C = max(C + inter_backward_s, load, room) + backward_s
               D = max(D, C) + offload_s           D: the end of the link back
               H = max(H, gradients) + update_s    H: the host's end
 """
 
 import numpy as np
 
-from jaxferry.modes import Mode
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, effective_codes
 from jaxferry.profiling.records import Profile
-
-GFGB, DHA, DFGB, RELOAD, RESIDENT = range(5)
-CODES = {Mode.GFGB: GFGB, Mode.DHA: DHA, Mode.DFGB: DFGB, Mode.RELOAD: RELOAD, Mode.RESIDENT: RESIDENT}
-MODES = {code: mode for mode, code in CODES.items()}
+from jaxferry.room import CROSSING_SLOTS, NO_WAIT, UNLIMITED, copy_spans, demand, load_order, waits
+from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
 
 
 class Batch:
-    """Plans for one profile, and what follows from their modes and gradient places alone."""
+    """Plans for one profile, and what follows from their modes and gradient places alone.
+
+    Args:
+      profile: the layers.
+      modes: codes, (layers, plans).
+      to_host: whether gradients are written to the host, (layers, plans).
+      bulk: whether `loads` is "bulk".
+      after_all: whether `updates` is "after-all".
+      recomputes: whether backwards run their forwards again, (layers, plans); None for none.
+      by_need: whether `update_order` is "need".
+      memory_bytes: device memory that gradients may fill; `room.UNLIMITED` for no waits.
+    """
 
     def __init__(
         self,
@@ -31,20 +41,44 @@ class Batch:
         bulk: bool,
         after_all: bool,
         recomputes: np.ndarray | None = None,
+        by_need: bool = False,
+        memory_bytes: int = 0,
     ):
-        self.profile, self.layers, self.modes, self.to_host = profile, profile.layers, modes, to_host
-        self.recomputes = recomputes
+        self.profile, self.layers = profile, profile.layers
+        self.modes, self.to_host = effective_codes(profile, modes, to_host)
+        self.recomputes, self.by_need = recomputes, by_need
         self.bulk, self.after_all = bulk, after_all
         self.num_layers, self.num_plans = modes.shape
-        self.by_dha = (modes == DHA) | (modes == DFGB)
+        self.by_dha = (self.modes == DHA) | (self.modes == DFGB)
         self.forward_s = np.where(self.by_dha, self.column("forward_dha_s"), self.column("forward_s"))
         self.backward_s = self._backwards()
-        self._who_loads()
-        self.any_forward_load = self.loads_forward.any(axis=1)
-        self.any_between = self.loads_between.any(axis=1)
-        self.waits_between_any = self.waits_between.any(axis=1)
-        self.any_reload = (modes == RELOAD).any(axis=1)
-        self.any_resident = self.on_resident.any(axis=1)
+        self.held = Holdings(profile, self.modes, self.to_host)
+        self.any_forward_load = self.held.loads_forward.any(axis=1)
+        self.any_between = self.held.loads_between.any(axis=1)
+        self.waits_between_any = self.held.waits_between.any(axis=1)
+        self.any_reload = (self.modes == RELOAD).any(axis=1)
+        self.any_resident = self.held.on_resident.any(axis=1)
+        self.updated_groups = [g for g, members in enumerate(profile.groups) if self.layers[members[0]].has_gradient]
+        self.load_order = [int(layer) for layer in load_order(profile, bulk)]
+        self.save_s = [layer.save_bytes * save_seconds_a_byte(profile) for layer in self.layers]
+        self.fetch_s = [layer.fetch_bytes * fetch_seconds_a_byte(profile) for layer in self.layers]
+        self.has_crossings = any(layer.save_bytes or layer.fetch_bytes for layer in self.layers)
+        self._room(memory_bytes)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every load waits for an update, and no values go to host memory and back."""
+        return not self.has_crossings and len(self.updated_groups) == len(self.profile.groups)
+
+    def _room(self, memory_bytes: int) -> None:
+        spans = copy_spans(self.held, self.bulk, self.after_all)
+        needs = demand(self.held, self.activation_bytes(), self.bulk, self.after_all, spans)
+        self.room = waits(self.held, needs, memory_bytes)
+        self.any_room = (self.room != NO_WAIT).any(axis=1)
+        self.room_matters = np.zeros(self.num_plans, dtype=bool)
+        if self.any_room.any():
+            without = waits(self.held, needs, UNLIMITED)
+            self.room_matters = (self.room != without).any(axis=0)
 
     def column(self, key: str) -> np.ndarray:
         """A field of all layers, (layers, 1)."""
@@ -67,43 +101,6 @@ class Batch:
         recomputes = np.zeros(self.modes.shape, dtype=bool) if self.recomputes is None else self.recomputes
         return np.where(recomputes, recomputed, kept)
 
-    def _who_loads(self) -> None:
-        """Which layers load when, given that a group's copy is loaded once while it is held."""
-        modes = self.modes
-        self.loads_forward = (modes == GFGB) | (modes == RELOAD)
-        self.loads_between = modes == DFGB
-        self.loads_backward = modes == RELOAD
-        self.waits_between = modes == DFGB
-        self.on_resident = modes == RESIDENT
-        self.last_holder = np.broadcast_to(np.arange(self.num_layers)[:, None], modes.shape).copy()
-        self.group_resident = np.stack(
-            [(modes[list(members)] == RESIDENT).any(axis=0) for members in self.profile.groups]
-        )
-        for group, members in enumerate(self.profile.groups):
-            if len(members) > 1:
-                self._who_loads_in_group(members, self.group_resident[group])
-
-    def _who_loads_in_group(self, members: tuple[int, ...], resident: np.ndarray) -> None:
-        modes = self.modes
-        held = resident.copy()
-        for member in members:
-            self.loads_forward[member] &= ~held
-            held |= modes[member] == GFGB
-        for member in members:
-            self.loads_between[member] &= ~held
-            held |= modes[member] == DFGB
-        last_holder = np.full(self.num_plans, -1)
-        for member in members:
-            self.loads_backward[member] &= ~resident & (last_holder < 0)
-            holds = (modes[member] == GFGB) | (modes[member] == DFGB)
-            last_holder = np.where(holds & (last_holder < 0), member, last_holder)
-        loaded_between = self.loads_between[list(members)].any(axis=0)
-        for member in members:
-            self.last_holder[member] = np.where(last_holder < 0, member, last_holder)
-            shares = (modes[member] == RELOAD) & ~self.loads_backward[member]
-            self.waits_between[member] = loaded_between & ((modes[member] == DFGB) | shares)
-            self.on_resident[member] = resident & (modes[member] != DHA) & (modes[member] != DFGB)
-
 
 class Chain:
     """Where the lanes of a batch stand, and when each group was last updated and refreshed; (plans,) arrays."""
@@ -114,33 +111,52 @@ class Chain:
         self.link = self.gpu = self.back = self.host = zeros
         self.updated = [zeros for _ in batch.profile.groups]
         self.refreshed = [zeros for _ in batch.profile.groups]
+        self.reusable = {layer: zeros for layer, profile in enumerate(batch.layers) if not profile.has_gradient}
 
     def boundary(self) -> np.ndarray:
-        """All times that the next step waits for, the host's first."""
-        return np.stack([self.host, self.gpu, self.link, self.back, *self.updated, *self.refreshed])
+        """All times that the next step waits for, the host's first; the host's in place of those that never change."""
+        batch, held = self.batch, self.batch.held
+        fetches = any(layer.fetch_bytes for layer in batch.layers)
+        saves = any(layer.save_bytes for layer in batch.layers)
+        loads = held.loads_forward | held.loads_between | held.loads_backward | held.on_resident
+        link = np.where(loads.any(axis=0) | fetches, self.link, self.host)
+        back = np.where(held.offloads.any(axis=0) | saves, self.back, self.host)
+        updated = [self.updated[group] for group in batch.updated_groups]
+        refreshed = [
+            np.where(held.group_resident[group], self.refreshed[group], self.host) for group in batch.updated_groups
+        ]
+        reusable = [np.where(held.loads_forward[layer], end, self.host) for layer, end in self.reusable.items()]
+        return np.stack([self.host, self.gpu, link, back, *updated, *refreshed, *reusable])
 
 
 class Step:
     """One step of a chain: runs on construction, and remembers when memory is taken and given back."""
 
     def __init__(self, chain: Chain):
-        self.chain, self.batch = chain, chain.batch
+        self.chain, self.batch, self.held = chain, chain.batch, chain.batch.held
         shape = self.batch.modes.shape
         self.load_start, self.second_start = np.zeros(shape), np.zeros(shape)
         self.forward_start, self.forward_ends = np.zeros(shape), np.zeros(shape)
         self.backward_start, self.backward_ends = np.zeros(shape), np.zeros(shape)
-        self.arrivals = np.zeros(shape)
+        self.save_ends, self.fetch_start = np.zeros(shape), np.zeros(shape)
+        self.arrivals = np.full(shape, -np.inf)
         self.between_end = np.zeros(self.batch.num_plans)
         never = np.full(self.batch.num_plans, -np.inf)
         self.slot_use = self.slot_use_before = never
+        self.saves_of_programs: list[np.ndarray | None] = []
+        self.fetched: dict[int, np.ndarray] = {}
         self._forward()
         self.forward_end = chain.gpu
         last = self.batch.layers[-1]
         self.window = chain.gpu + last.inter_backward_s + self.batch.backward_s[-1]
         self._between()
         self._backward()
-        self._update()
+        if self.batch.by_need:
+            self._update_by_need()
+        else:
+            self._update()
         self._refresh()
+        self._free_copies()
 
     def _load(self, layer: int, loads: np.ndarray, wait: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Loads a layer where `loads` says so, and notes in `starts` when; returns the link's end."""
@@ -155,109 +171,197 @@ class Step:
         self.slot_use = np.where(uses, end, self.slot_use)
 
     def _load_for_forward(self, layer: int) -> np.ndarray:
-        batch, wait = self.batch, self.chain.updated[self.batch.profile.group_of[layer]]
+        batch, chain = self.batch, self.chain
+        wait = chain.reusable.get(layer, chain.updated[batch.profile.group_of[layer]])
         if batch.any_reload[layer]:
             slot_free = np.where(batch.modes[layer] == RELOAD, self.slot_use_before, -np.inf)
             wait = np.maximum(wait, slot_free)
-        return self._load(layer, batch.loads_forward[layer], wait, self.load_start)
+        return self._load(layer, self.held.loads_forward[layer], wait, self.load_start)
+
+    def _bulk_loads(self) -> None:
+        """All loads before the first forward."""
+        batch, chain = self.batch, self.chain
+        for layer in batch.load_order:
+            if batch.any_forward_load[layer]:
+                self._load_for_forward(layer)
+        chain.gpu = np.where(self.held.loads_forward.any(axis=0), np.maximum(chain.gpu, chain.link), chain.gpu)
 
     def _forward(self) -> None:
-        batch, chain = self.batch, self.chain
+        batch, chain, held = self.batch, self.chain, self.held
         if batch.bulk:
-            arrivals = [self._load_for_forward(layer) for layer in range(batch.num_layers)]
-            if batch.any_forward_load.any():
-                chain.gpu = np.where(batch.loads_forward.any(axis=0), np.maximum(chain.gpu, arrivals[-1]), chain.gpu)
+            self._bulk_loads()
         for layer, profile in enumerate(batch.layers):
             group, start = batch.profile.group_of[layer], chain.gpu
-            if batch.any_forward_load[layer]:
-                arrival = arrivals[layer] if batch.bulk else self._load_for_forward(layer)
-                start = np.where(batch.loads_forward[layer], np.maximum(start, arrival), start)
+            if batch.any_forward_load[layer] and not batch.bulk:
+                start = np.where(held.loads_forward[layer], np.maximum(start, self._load_for_forward(layer)), start)
             start = np.where(batch.by_dha[layer], np.maximum(start, chain.updated[group]), start)
             if batch.any_resident[layer]:
-                start = np.where(batch.on_resident[layer], np.maximum(start, chain.refreshed[group]), start)
+                start = np.where(held.on_resident[layer], np.maximum(start, chain.refreshed[group]), start)
+            start = self._after_saves(start)
             end = start + batch.forward_s[layer]
             self.forward_start[layer], self.forward_ends[layer] = start, end
             if batch.any_reload[layer]:
-                self._use_slot((batch.modes[layer] == RELOAD) & batch.loads_forward[layer], end)
+                self._use_slot((batch.modes[layer] == RELOAD) & held.loads_forward[layer], end)
             chain.gpu = end + profile.inter_forward_s
+            self.saves_of_programs.append(self._save(layer, end))
+        self.last_program = end
+
+    def _after_saves(self, start: np.ndarray) -> np.ndarray:
+        """The start of a program once it has waited for the save of the second program before it."""
+        if len(self.saves_of_programs) < CROSSING_SLOTS:
+            return start
+        saved = self.saves_of_programs[-CROSSING_SLOTS]
+        return start if saved is None else np.maximum(start, saved)
+
+    def _save(self, layer: int, end: np.ndarray) -> np.ndarray | None:
+        if self.batch.layers[layer].save_bytes == 0:
+            return None
+        chain = self.chain
+        chain.back = self.save_ends[layer] = np.maximum(chain.back, end) + self.batch.save_s[layer]
+        return chain.back
+
+    def _fetch_for_next(self, layer: int) -> None:
+        layers = self.batch.layers
+        following = next((other for other in reversed(range(layer)) if layers[other].has_backward), None)
+        if following is None or layers[following].fetch_bytes == 0:
+            return
+        chain = self.chain
+        self.fetch_start[following] = np.maximum(chain.link, self.last_program)
+        chain.link = self.fetched[following] = self.fetch_start[following] + self.batch.fetch_s[following]
 
     def _between(self) -> None:
         batch = self.batch
         self.between_arrival = [np.full(batch.num_plans, -np.inf) for _ in batch.profile.groups]
         for layer in np.flatnonzero(batch.any_between):
-            loads = batch.loads_between[layer]
+            loads = self.held.loads_between[layer]
             end = self._load(int(layer), loads, self.forward_ends[layer], self.second_start)
             group = batch.profile.group_of[layer]
             self.between_arrival[group] = np.where(loads, end, self.between_arrival[group])
             self.between_end = np.where(loads, end, self.between_end)
 
     def _backward(self) -> None:
-        batch, chain = self.batch, self.chain
-        for layer in reversed(range(batch.num_layers)):
-            profile = batch.layers[layer]
-            start = chain.gpu + profile.inter_backward_s
-            if batch.any_reload[layer]:
-                loads = batch.loads_backward[layer]
-                wait = np.maximum(self.forward_ends[layer], self.slot_use_before)
-                arrival = self._load(layer, loads, wait, self.second_start)
-                start = np.where(loads, np.maximum(start, arrival), start)
-            if batch.waits_between_any[layer]:
-                arrival = self.between_arrival[batch.profile.group_of[layer]]
-                start = np.where(batch.waits_between[layer], np.maximum(start, arrival), start)
-            end = start + batch.backward_s[layer]
-            self.backward_start[layer], self.backward_ends[layer] = start, end
-            if batch.any_reload[layer]:
-                self._use_slot(batch.loads_backward[layer], end)
-            chain.gpu = end
+        for layer in reversed(range(self.batch.num_layers)):
+            if self.batch.layers[layer].has_backward:
+                self._backward_of(layer)
+
+    def _backward_of(self, layer: int) -> None:
+        batch, chain, held = self.batch, self.chain, self.held
+        profile = batch.layers[layer]
+        start = chain.gpu + profile.inter_backward_s
+        if batch.any_reload[layer]:
+            loads = held.loads_backward[layer]
+            wait = np.maximum(self.forward_ends[layer], self.slot_use_before)
+            arrival = self._load(layer, loads, wait, self.second_start)
+            start = np.where(loads, np.maximum(start, arrival), start)
+        if batch.waits_between_any[layer]:
+            arrival = self.between_arrival[batch.profile.group_of[layer]]
+            start = np.where(held.waits_between[layer], np.maximum(start, arrival), start)
+        if batch.any_room[layer]:
+            room = batch.room[layer]
+            arrival = np.where(room == NO_WAIT, -np.inf, self.arrivals[room, np.arange(batch.num_plans)])
+            start = np.maximum(start, arrival)
+        if batch.has_crossings:
+            self._fetch_for_next(layer)
+            if not profile.fused_backward:
+                start = self._after_saves(start)
+                self.saves_of_programs.append(None)
+            if layer in self.fetched:
+                start = np.maximum(start, self.fetched[layer])
+        end = start + batch.backward_s[layer]
+        self.backward_start[layer], self.backward_ends[layer] = start, end
+        self.last_program = chain.gpu = end
+        if batch.any_reload[layer]:
+            self._use_slot(held.loads_backward[layer], end)
+            if profile.fused_backward:
+                shared = (batch.modes[layer] == RELOAD) & held.loads_forward[layer]
+                self.slot_use = np.where(shared, end, self.slot_use)
+        if profile.has_gradient:
             to_host = batch.to_host[layer]
             chain.back = np.where(to_host, chain.back, np.maximum(chain.back, end) + profile.offload_s)
             self.arrivals[layer] = np.where(to_host, end, chain.back)
 
+    def _due(self, group: int) -> np.ndarray:
+        """When the last gradient of a group is on the host."""
+        members = self.batch.profile.groups[group]
+        return self.arrivals[list(members)].max(axis=0) if len(members) > 1 else self.arrivals[members[0]]
+
     def _update(self) -> None:
         batch, chain = self.batch, self.chain
-        groups = batch.profile.groups
         all_arrived = self.arrivals.max(axis=0)
-        for group in sorted(range(len(groups)), key=lambda group: -groups[group][0]):
-            members = groups[group]
-            due = self.arrivals[members[0]]
-            if batch.after_all:
-                due = all_arrived
-            elif len(members) > 1:
-                due = self.arrivals[list(members)].max(axis=0)
+        for group in reversed(batch.updated_groups):
+            due = all_arrived if batch.after_all else self._due(group)
             chain.host = np.maximum(chain.host, due) + batch.profile.group_update_s[group]
             chain.updated[group] = chain.host
 
+    def _update_by_need(self) -> None:
+        """Takes the lowest group of those that could start; groups are in the order of their first layers."""
+        batch, chain = self.batch, self.chain
+        all_arrived = self.arrivals.max(axis=0)
+        due = np.stack([all_arrived if batch.after_all else self._due(group) for group in batch.updated_groups])
+        seconds = np.array([batch.profile.group_update_s[group] for group in batch.updated_groups])
+        ends, columns = np.zeros(due.shape), np.arange(batch.num_plans)
+        host = chain.host
+        for _ in batch.updated_groups:
+            now = np.maximum(host, due.min(axis=0))
+            chosen = (due <= now).argmax(axis=0)
+            host = ends[chosen, columns] = now + seconds[chosen]
+            due[chosen, columns] = np.inf
+        chain.host = host
+        for row, group in enumerate(batch.updated_groups):
+            chain.updated[group] = ends[row]
+
     def _refresh(self) -> None:
         batch, chain = self.batch, self.chain
-        groups = batch.profile.groups
-        for group in sorted(range(len(groups)), key=lambda group: -groups[group][0]):
-            resident = batch.group_resident[group]
+        for group in reversed(batch.updated_groups):
+            resident = self.held.group_resident[group]
             if resident.any():
-                end = np.maximum(chain.link, chain.updated[group]) + batch.layers[groups[group][0]].load_s
+                layer = batch.layers[batch.profile.groups[group][0]]
+                end = np.maximum(chain.link, chain.updated[group]) + layer.load_s
                 chain.link = np.where(resident, end, chain.link)
                 chain.refreshed[group] = np.where(resident, end, chain.refreshed[group])
 
+    def _ends_of_first_copies(self) -> np.ndarray:
+        held = self.held
+        by_backward = np.take_along_axis(self.backward_ends, held.first_end, axis=0)
+        by_forward = np.take_along_axis(self.forward_ends, held.first_end, axis=0)
+        return np.where(held.first_ends_by_backward, by_backward, by_forward)
+
+    def _free_copies(self) -> None:
+        """Notes when a copy that no update outdates may be loaded again."""
+        if self.chain.reusable:
+            ends = self._ends_of_first_copies()
+            self.chain.reusable = {layer: ends[layer] for layer in self.chain.reusable}
+
     def frees(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(times, bytes given back), (layers, plans) each."""
-        batch = self.batch
+        batch, held = self.batch, self.held
         params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
-        held_end = np.take_along_axis(self.backward_ends, batch.last_holder, axis=0)
-        first_end = np.where(batch.modes == RELOAD, self.forward_ends, held_end)
-        second_end = np.where(batch.modes == RELOAD, self.backward_ends, held_end)
+        second_end = np.take_along_axis(self.backward_ends, np.maximum(held.second_end, 0), axis=0)
         return [
-            (first_end, params * batch.loads_forward),
-            (second_end, params * (batch.loads_between | batch.loads_backward)),
+            (self._ends_of_first_copies(), params * held.loads_forward),
+            (second_end, params * (held.loads_between | held.loads_backward)),
             (self.backward_ends, batch.activation_bytes()),
-            (self.arrivals, gradients * ~batch.to_host),
+            (self.arrivals, gradients * held.offloads),
+            *self._extra(self.forward_ends, "forward_workspace_bytes"),
+            *self._extra(self.backward_ends, "backward_workspace_bytes"),
+            *self._extra(self.save_ends, "save_bytes"),
         ]
 
     def allocations(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """(times, bytes taken), (layers, plans) each."""
-        batch = self.batch
+        batch, held = self.batch, self.held
         params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
         return [
-            (self.load_start, params * batch.loads_forward),
-            (self.second_start, params * (batch.loads_between | batch.loads_backward)),
+            (self.load_start, params * held.loads_forward),
+            (self.second_start, params * (held.loads_between | held.loads_backward)),
             (self.forward_start, batch.activation_bytes()),
-            (self.backward_start, gradients * ~batch.to_host),
+            (self.backward_start, gradients * held.offloads),
+            *self._extra(self.forward_start, "forward_workspace_bytes"),
+            *self._extra(self.backward_start, "backward_workspace_bytes"),
+            *self._extra(self.fetch_start, "fetch_bytes"),
         ]
+
+    def _extra(self, times: np.ndarray, key: str) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Bytes of an optional key of the profile, if any layer has it."""
+        column = self.batch.column(key)
+        return [(times, np.broadcast_to(column, times.shape))] if column.any() else []

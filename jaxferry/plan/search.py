@@ -8,10 +8,10 @@ import dataclasses
 
 import numpy as np
 
+from jaxferry.holdings import DHA
 from jaxferry.plan.base import Objective
-from jaxferry.plan.evaluate import Evaluator, Outcomes
+from jaxferry.plan.evaluate import Outcomes, PlanEvaluator
 from jaxferry.plan.records import Loads, Updates
-from jaxferry.plan.recurrences import DHA
 from jaxferry.profiling.records import Profile
 
 
@@ -32,7 +32,7 @@ class Pool:
     """Plans for one profile; DFGB outside MemFerry's window is never picked."""
 
     def __init__(self, profile: Profile):
-        self.profile, self.evaluate = profile, Evaluator(profile)
+        self.profile, self.evaluate = profile, PlanEvaluator(profile)
         self.parts: dict[tuple[Loads, Updates], list[np.ndarray]] = {}
         self.evaluated: list[tuple[tuple[Loads, Updates], np.ndarray, Outcomes]] = []
 
@@ -150,7 +150,7 @@ def prefix_family(profile: Profile, modes: np.ndarray, mode: int = DHA, points: 
 class LocalSearch:
     """Improves a plan by changes of one layer's mode and by swaps of near layers' modes, the best together."""
 
-    def __init__(self, evaluate: Evaluator, to_host: np.ndarray, objective: Objective, allowed: tuple[int, ...]):
+    def __init__(self, evaluate: PlanEvaluator, to_host: np.ndarray, objective: Objective, allowed: tuple[int, ...]):
         self.evaluate, self.to_host, self.objective, self.allowed = evaluate, to_host, objective, allowed
 
     def values(self, modes: np.ndarray) -> np.ndarray:

@@ -17,8 +17,8 @@ import dataclasses
 
 import numpy as np
 
+from jaxferry.holdings import DFGB, DHA, GFGB
 from jaxferry.plan.copies import SharedCopies, holds_as_much
-from jaxferry.plan.recurrences import DFGB, DHA, GFGB
 from jaxferry.profiling.records import Profile
 
 _MOST_FOUND = 32
@@ -40,7 +40,7 @@ def gradient_tails(profile: Profile, to_host: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class StepCosts:
     """What the recursion needs of each layer, (layers,) each: compute times with the parameterless parts included."""
 
     load: np.ndarray
@@ -52,7 +52,7 @@ class Costs:
     tails: np.ndarray
 
     @classmethod
-    def of(cls, profile: Profile, to_host: np.ndarray) -> "Costs":
+    def of(cls, profile: Profile, to_host: np.ndarray) -> "StepCosts":
         """The costs of a profile's layers, given which gradients are written to the host, (layers,)."""
 
         def column(key: str) -> np.ndarray:
@@ -107,7 +107,7 @@ class StepSearch:
 
     def __init__(self, profile: Profile, to_host: np.ndarray, beam: int):
         self.profile, self.beam = profile, beam
-        self.costs = Costs.of(profile, to_host)
+        self.costs = StepCosts.of(profile, to_host)
         self.size = len(profile.layers)
         self.copies = SharedCopies(profile)
         least_forward = np.minimum(self.costs.forward, self.costs.forward_dha)

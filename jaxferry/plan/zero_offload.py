@@ -5,9 +5,9 @@ Gradients leave during the backward, and a load of the next step follows the upd
 
 import numpy as np
 
+from jaxferry.holdings import GFGB
 from jaxferry.plan.base import ModePolicy
 from jaxferry.plan.records import Loads, Updates
-from jaxferry.plan.recurrences import GFGB
 from jaxferry.profiling.records import Profile
 
 

@@ -6,9 +6,12 @@ The times are those of MemFerry, section IV-B; `jaxferry.profile/1` is the JSON 
      "machine": {"gpu": "H200"},
      "layers": [{"name": "wte", "param_bytes": 1000, "grad_bytes": 1000, "load_s": 0.1, ...}]}
 
-A layer has the keys of this version and no others: a key that is misspelt, or that a later version gives a meaning,
-must not be left out silently. What else there is to say goes into `machine`, which is free-form. A version that changes
-what a layer without its new keys means has another number in its `format`.
+A layer may have optional keys for what is known of its programs beyond their times, such as `backward_reads`. Their
+defaults describe the plain machine model, and a file has them only where they differ from that.
+
+A layer has the keys of this version and no others, so that a misspelt key is an error. Everything else goes into
+`machine`, which is free-form. A version that changes what a layer without its new keys means has another number in its
+`format`.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ from typing import Any, Self
 from jaxferry.errors import InputError
 from jaxferry.records import (
     check_bytes,
+    check_flag,
     check_format,
     check_keys,
     check_list,
@@ -35,7 +39,8 @@ from jaxferry.records import (
 
 PROFILE_FORMAT = "jaxferry.profile/1"
 
-_BYTES = ("param_bytes", "grad_bytes", "activation_bytes")
+_PROGRAM_BYTES = ("save_bytes", "fetch_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
+_BYTES = ("param_bytes", "grad_bytes", "activation_bytes", *_PROGRAM_BYTES)
 _SECONDS = (
     "load_s",
     "forward_s",
@@ -48,8 +53,22 @@ _SECONDS = (
     "inter_forward_s",
     "inter_backward_s",
 )
-_OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s")
+_FLAGS = {
+    "backward_reads": True,
+    "gradient_rows": False,
+    "has_backward": True,
+    "has_gradient": True,
+    "fused_backward": False,
+}
+_FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0)}
+_OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", *_FACTS)
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
+_OF_GRADIENT = {"grad_bytes": 0, "offload_s": 0.0, "update_s": 0.0}
+_OF_BACKWARD = {
+    **dict.fromkeys(("activation_bytes", "fetch_bytes", "backward_workspace_bytes"), 0),
+    **dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s", "inter_backward_s"), 0.0),
+    **dict.fromkeys(_RECOMPUTATION),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +93,18 @@ class LayerProfile:
       parameters: the parameter group; entries with the same group share one host vector. Default: `name`.
       recompute_s: what it adds to the backward to run the forward again; None where no plan may choose that.
       recompute_activation_bytes: what is kept on the device from forward to backward then. Both are given, or none.
+      backward_reads: whether the backward reads the parameters. That of a lookup does not.
+      gradient_rows: whether the gradient leaves as rows of lookups. Such a gradient is never GO.
+      has_backward: whether there is a backward. Without one, every time and byte count of the backward, of
+        recomputation, of the gradient and of kept activations is 0 whatever is given.
+      has_gradient: whether the backward makes a gradient of the parameters. Without one, `grad_bytes`, `offload_s` and
+        `update_s` are 0 and `backward_go_s` is `backward_s` whatever is given. It needs `has_backward`.
+      fused_backward: whether forward and backward are one program. Only the last layer of a profile can be so.
+      save_bytes: values on the device that leave for host memory after this forward, the last one that reads them.
+      fetch_bytes: values that come back from there for this backward.
+      forward_workspace_bytes: device memory that the forward needs while it runs, beside parameters and kept
+        activations.
+      backward_workspace_bytes: likewise for the backward; its gradient does not count here.
 
     Raises:
       InputError: if a field is not acceptable; the message names layer and field.
@@ -96,9 +127,20 @@ class LayerProfile:
     parameters: str = ""
     recompute_s: float | None = None
     recompute_activation_bytes: int | None = None
+    backward_reads: bool = True
+    gradient_rows: bool = False
+    has_backward: bool = True
+    has_gradient: bool = True
+    fused_backward: bool = False
+    save_bytes: int = 0
+    fetch_bytes: int = 0
+    forward_workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
 
     def __post_init__(self) -> None:
         where = f'layer "{check_text(self.name, "name", "layer")}"'
+        for key in _FLAGS:
+            object.__setattr__(self, key, check_flag(getattr(self, key), key, where))
         for key in _BYTES:
             object.__setattr__(self, key, check_bytes(getattr(self, key), key, where))
         for key in _SECONDS:
@@ -107,6 +149,18 @@ class LayerProfile:
             object.__setattr__(self, "parameters", self.name)
         check_text(self.parameters, "parameters", where)
         self._check_recomputation(where)
+        self._leave_out_what_does_not_run(where)
+
+    def _leave_out_what_does_not_run(self, where: str) -> None:
+        if self.has_gradient and not self.has_backward:
+            raise InputError(f"{where}: has_gradient needs has_backward; set both to false")
+        if self.fused_backward and not self.has_backward:
+            raise InputError(f"{where}: fused_backward needs has_backward")
+        nothing = {**({} if self.has_gradient else _OF_GRADIENT), **({} if self.has_backward else _OF_BACKWARD)}
+        if not self.has_gradient and self.has_backward:
+            nothing["backward_go_s"] = self.backward_s
+        for key, value in nothing.items():
+            object.__setattr__(self, key, value)
 
     def _check_recomputation(self, where: str) -> None:
         given = [key for key in _RECOMPUTATION if getattr(self, key) is not None]
@@ -136,11 +190,12 @@ class LayerProfile:
         return cls(name=name, **values)
 
     def to_json(self) -> dict[str, Any]:
-        """The layer as an element of `layers`; `parameters` only where it is not the layer's own name."""
+        """The layer as an element of `layers`; optional keys only where they differ from the default."""
         document = dataclasses.asdict(self)
         if self.parameters == self.name:
             del document["parameters"]
-        return {key: value for key, value in document.items() if key not in _RECOMPUTATION or value is not None}
+        absent = {**_FACTS, **dict.fromkeys(_RECOMPUTATION)}
+        return {key: value for key, value in document.items() if key not in absent or value != absent[key]}
 
     @property
     def can_recompute(self) -> bool:
@@ -178,7 +233,8 @@ class Profile:
 
     Attributes:
       machine: free-form facts about the machine, JSON values by name.
-      layers: at least one layer; names are unique; entries of one parameter group agree on `param_bytes`.
+      layers: at least one layer; names are unique; entries of one parameter group agree on `param_bytes` and
+        `has_gradient`; only the last one may have `fused_backward`, and it has a backward; some layer has a gradient.
 
     Raises:
       InputError: if a field is not acceptable.
@@ -201,11 +257,18 @@ class Profile:
         first: dict[str, LayerProfile] = {}
         for layer in self.layers:
             other = first.setdefault(layer.parameters, layer)
-            if other.param_bytes != layer.param_bytes:
-                raise InputError(
-                    f'layer "{layer.name}": param_bytes must be {other.param_bytes} as in layer "{other.name}" '
-                    f'of the same parameters "{layer.parameters}", got {layer.param_bytes}'
-                )
+            for key in ("param_bytes", "has_gradient"):
+                if getattr(other, key) != getattr(layer, key):
+                    raise InputError(
+                        f'layer "{layer.name}": {key} must be {getattr(other, key)} as in layer "{other.name}" '
+                        f'of the same parameters "{layer.parameters}", got {getattr(layer, key)}'
+                    )
+            if layer.fused_backward and layer is not self.layers[-1]:
+                raise InputError(f'layer "{layer.name}": only the last layer can have fused_backward')
+        if not any(layer.has_gradient for layer in self.layers):
+            raise InputError("layers: at least one must have a gradient (has_gradient)")
+        if not self.layers[-1].has_backward:
+            raise InputError(f'layer "{self.layers[-1].name}": the last layer must have a backward (has_backward)')
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:

@@ -1,17 +1,17 @@
 """The machine: runs a list of tasks on four lanes, exactly and without fitted constants.
 
-A task starts when its lane is free and everything that it waits for has ended; lanes work in the order of the list, but
-for a host that takes updates by need (`Schedule.updates_by_need`).
+A task starts when its lane is free and everything that it waits for has ended. Lanes work in the order of the list,
+except a host that takes updates by need (`Schedule.updates_by_need`).
 """
 
 import heapq
 
 import numpy as np
 
-from jaxferry.schedule import Kind, Lane, Run, Schedule, Task, repeat
+from jaxferry.tasks import Kind, Lane, Run, Schedule, Task, repeat
 
-_STEPS_BY_NEED = (8, 24)
-"""Where the order of updates follows from the times, the steady step is the mean between these steps of a chain."""
+STEPS_BY_NEED = (8, 24)
+"""With updates by need, the steady step is the mean between these steps of a chain."""
 
 
 def run(schedule: Schedule) -> Run:
@@ -34,7 +34,10 @@ def _run_in_order(schedule: Schedule) -> Run:
 
 
 def _run_by_need(schedule: Schedule) -> Run:
-    """Event by event, since which update comes next depends on what could start when the host is free."""
+    """Event by event: the next update depends on what could start when the host is free.
+
+    The host chooses last of all lanes, once everything has ended that ends at this instant.
+    """
     tasks = schedule.tasks
     waiting: list[list[int]] = [[] for _ in tasks]
     missing = [0] * len(tasks)
@@ -58,6 +61,8 @@ def _run_by_need(schedule: Schedule) -> Run:
     while True:
         for lane in Lane:
             queue: list = by_need if lane is Lane.HOST else queues[lane]
+            if lane is Lane.HOST and events and events[0][0] == now:
+                continue
             if is_free[lane] and queue:
                 index = heapq.heappop(queue)[1] if lane is Lane.HOST else heapq.heappop(queue)
                 starts[index], ends[index], is_free[lane] = now, now + tasks[index].duration_s, False
@@ -99,8 +104,8 @@ def device_bytes(of: Run) -> list[tuple[float, int]]:
     """
     changes: dict[float, list[int]] = {}
     for task, start, end in zip(of.schedule.tasks, of.starts_s, of.ends_s, strict=True):
-        changes.setdefault(start, [0, 0])[0] += task.start_bytes
-        changes.setdefault(end, [0, 0])[1] -= task.end_bytes
+        changes.setdefault(start, [0, 0])[0] += task.start_bytes + task.workspace_bytes
+        changes.setdefault(end, [0, 0])[1] -= task.end_bytes + task.workspace_bytes
     held = of.schedule.resident_bytes
     timeline = [(0.0, held)]
     for time in sorted(changes):
@@ -137,12 +142,14 @@ def critical_path(of: Run) -> list[int]:
 def steady_step_s(step: Schedule) -> float:
     """Seconds a step in an endless chain of this step.
 
-    The ends of the tasks that the next step waits for (each lane's last task, updates, refreshes) follow from the same
-    ends of the previous step by a max-plus linear map. The period of its powers is its largest cycle mean, which
-    Karp's theorem gives exactly, whatever the transient of the chain and however many steps its cycle spans.
+    The next step waits for some tasks: each lane's last one, updates, refreshes. Their ends follow from those of the
+    previous step by a max-plus linear map. The period of its powers is its largest cycle mean, which Karp's theorem
+    gives exactly, whatever the transient of the chain and however many steps its cycle spans.
+
+    With updates by need the map is not linear. The period is then measured, see `STEPS_BY_NEED`.
     """
     if step.updates_by_need:
-        first, last = _STEPS_BY_NEED
+        first, last = STEPS_BY_NEED
         chain = run(repeat(step, last))
         ends = [0.0] * last
         for task, end in zip(chain.schedule.tasks, chain.ends_s, strict=True):

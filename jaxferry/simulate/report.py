@@ -14,7 +14,7 @@ CHAIN_STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class LaneUse:
-    """How long a lane works in one step, and how long it does not, until the step's last task has ended."""
+    """How long a lane is busy and how long it is idle, until the last task of one step has ended."""
 
     busy_s: float
     idle_s: float
@@ -116,6 +116,9 @@ def _link_bytes(profile: Profile, step: Schedule) -> int:
         elif task.lane is Lane.D2H:
             total += layer.grad_bytes
         elif task.lane is Lane.GPU:
-            reads = ("_dha" in task.duration_key) * (1 + ("_recompute" in task.duration_key))
+            reads = 0
+            if "_dha" in task.duration_key:
+                is_forward = task.kind is Kind.FORWARD
+                reads = (is_forward or layer.backward_reads) + ("_recompute" in task.duration_key)
             total += layer.param_bytes * reads + layer.grad_bytes * ("_go" in task.duration_key)
     return total

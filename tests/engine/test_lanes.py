@@ -13,15 +13,12 @@ from jaxferry.engine.lanes import ONE_EACH, Lanes
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.errors import StateError
 from jaxferry.modes import Mode
-from jaxferry.schedule import Kind, Lane, ProgramFacts, leading_loads, repeat, schedule_step
+from jaxferry.plan.records import UpdateOrder
+from jaxferry.schedule import Kind, Lane, leading_loads, repeat, schedule_step
 from jaxferry.simulate import machine
-from profiles import deterministic, planned, transformer, with_modes
+from profiles import deterministic, lowered, planned, transformer, with_modes
 
 TOGETHER = [(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)]
-
-
-def facts(profile):
-    return ProgramFacts((True,) * len(profile.layers), (False,) * len(profile.layers))
 
 
 def chain(lanes, schedule, num_steps, action):
@@ -47,7 +44,7 @@ def times(works):
 @given(planned(), st.sampled_from([ONE_EACH, TOGETHER]), st.randoms(use_true_random=False), st.booleans())
 def test_whatever_the_delays_tasks_follow_what_they_wait_for_and_lanes_their_order(case, threads, draw, by_need):
     profile, plan = case
-    schedule = schedule_step(profile, plan, facts(profile) if by_need else None)
+    schedule = lowered(profile, plan) if by_need else schedule_step(profile, plan)
     delays = [draw.random() * 1e-3 for _ in range(97)]
 
     def action(step, index):
@@ -69,7 +66,7 @@ def test_whatever_the_delays_tasks_follow_what_they_wait_for_and_lanes_their_ord
 
 def test_the_host_takes_the_update_that_is_needed_first():
     profile = transformer(6)
-    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 6), facts(profile))
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
     has_begun, all_landed, order = threading.Event(), threading.Event(), []
 
     def action(step, index):
@@ -91,7 +88,7 @@ def test_the_host_takes_the_update_that_is_needed_first():
 
 def test_the_next_step_starts_before_the_last_update_has_ended():
     profile = transformer(6)
-    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 6), facts(profile))
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
 
     def action(step, index):
         time.sleep(0.05 if schedule.tasks[index].kind is Kind.UPDATE else 0.001)
@@ -107,7 +104,7 @@ def test_the_next_step_starts_before_the_last_update_has_ended():
 def test_loads_of_the_next_step_start_before_it_is_submitted_once_their_updates_have_ended(threads):
     profile = transformer(6)
     modes = [Mode.DHA] * 3 + [Mode.GFGB] * 3
-    schedule = schedule_step(profile, with_modes(profile, modes), facts(profile))
+    schedule = lowered(profile, with_modes(profile, modes))
     lanes, tasks, done = Lanes(threads), TaskList(schedule), []
     work = lanes.make(tasks, lambda index: bool(time.sleep(2e-3)) or True)
     lanes.submit(work)
@@ -133,7 +130,7 @@ def test_loads_of_the_next_step_start_before_it_is_submitted_once_their_updates_
 @pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
 def test_a_load_that_fails_ahead_fails_that_step_alone_and_what_is_stopped_starts_no_more(threads):
     profile = transformer(4)
-    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 4), facts(profile))
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 4))
     lanes, tasks = Lanes(threads), TaskList(schedule)
 
     def failing(index):
@@ -155,7 +152,7 @@ def test_a_load_that_fails_ahead_fails_that_step_alone_and_what_is_stopped_start
 @pytest.mark.parametrize("kind", [Kind.LOAD, Kind.FORWARD, Kind.OFFLOAD, Kind.UPDATE])
 def test_a_failure_stops_what_follows(kind, threads):
     profile = transformer(6)
-    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 6), facts(profile))
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
     lanes, tasks, done = Lanes(threads), TaskList(schedule), []
     victim = next(i for i, task in enumerate(schedule.tasks) if task.kind is kind and task.layer == 3)
 
@@ -178,7 +175,7 @@ def test_a_failure_stops_what_follows(kind, threads):
 
 def test_work_that_follows_failed_work_is_stopped():
     profile = transformer(4)
-    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 4), facts(profile))
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 4))
     lanes, tasks = Lanes(), TaskList(schedule)
 
     def failing(index):
@@ -197,7 +194,7 @@ def test_work_that_follows_failed_work_is_stopped():
 
 def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
     profile = transformer(6)
-    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 6), facts(profile))
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
     for commits in (False, True):
         lanes, seen = Lanes(), threading.Event()
 
@@ -220,9 +217,9 @@ def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
 
 
 def test_no_sleeping_task_ends_before_the_simulator_says():
-    """Other processes can only make them later; how much later they are is for the benchmark of overlap."""
+    """In a fixed order of updates, other processes can only make tasks later. How much is for the benchmark of overlap."""
     profile, num_steps = transformer(16), 4
-    schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 16), facts(profile))
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 16), order=UpdateOrder.BACKWARD)
     scale = 0.6 / machine.steady_step_s(schedule)
 
     def action(step, index):
@@ -255,7 +252,7 @@ def test_work_that_threads_do_not_take_any_more_is_refused_and_nobody_waits_for_
 @given(planned())
 def test_simulated_by_need_no_task_waits_without_a_reason(case):
     profile, plan = case
-    schedule = schedule_step(profile, plan, facts(profile))
+    schedule = lowered(profile, plan)
     run = machine.run(schedule)
     by_lane: dict[Lane, list[int]] = {}
     for index in sorted(range(len(schedule.tasks)), key=lambda i: (run.starts_s[i], run.ends_s[i], i)):

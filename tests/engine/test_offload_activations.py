@@ -20,13 +20,13 @@ from jaxferry.engine import Operation
 from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.schedule import CROSSING_SLOTS, Kind, Lane, ProgramFacts, schedule_step
+from jaxferry.schedule import CROSSING_SLOTS, Kind, Lane
 from jaxferry.simulate import machine
 from jaxferry.simulate.report import simulate_schedule
 from jaxferry.simulate.trace import chrome_trace
 from models import encoder_decoder, random_streams
 from planned import assert_same_bits, plan_of, state_after, train
-from profiles import transformer, with_modes
+from profiles import lowered, transformer, with_modes
 from steps import delay, fail, wrap
 from watched import device_arrays, watched_steps
 
@@ -287,8 +287,10 @@ def test_small_values_keys_and_what_is_read_soon_stay():
 # The tasks
 
 
-def facts(size, saves=(), fetches=()):
-    return ProgramFacts((True,) * size, (False,) * size, saves=saves, fetches=fetches)
+def moving(profile, plan, sizes=None):
+    """The step's tasks where each layer's values leave for host memory and come back."""
+    sizes = (0,) * len(profile.layers) if sizes is None else sizes
+    return lowered(profile, plan, save_bytes=sizes, fetch_bytes=sizes)
 
 
 def test_moves_are_further_tasks_and_waits_and_nothing_else():
@@ -296,9 +298,8 @@ def test_moves_are_further_tasks_and_waits_and_nothing_else():
     profile = transformer(size)
     for modes in ([Mode.GFGB] * size, [Mode.RELOAD] * size, [Mode.DFGB, Mode.RESIDENT] * (size // 2)):
         planned = with_modes(profile, modes)
-        plain = schedule_step(profile, planned, facts(size))
-        moved = schedule_step(profile, planned, facts(size, (10,) * 6 + (0, 0), (10,) * 6 + (0, 0)))
-        assert schedule_step(profile, planned, facts(size, (0,) * size, (0,) * size)) == plain
+        plain = moving(profile, planned)
+        moved = moving(profile, planned, (10,) * 6 + (0, 0))
         names = [[task.name for task in each.tasks if task.kind not in MOVES] for each in (plain, moved)]
         assert names[0] == names[1]
         assert sum(task.kind in MOVES for task in moved.tasks) == 12
@@ -310,7 +311,7 @@ def test_programs_wait_for_saves_two_before_them_and_fetches_for_the_program_two
     size = 8
     profile = transformer(size)
     sizes = (100,) * 6 + (0, 0)
-    tasks = schedule_step(profile, with_modes(profile, [Mode.GFGB] * size), facts(size, sizes, sizes)).tasks
+    tasks = moving(profile, with_modes(profile, [Mode.GFGB] * size), sizes).tasks
     index_of = {(task.kind, task.layer): index for index, task in enumerate(tasks)}
     for layer in range(6):
         save, fetch = index_of[Kind.SAVE, layer], index_of[Kind.FETCH, layer]
@@ -330,9 +331,9 @@ def test_the_simulator_sees_how_long_moves_take_and_frees_what_they_move():
 
     def simulated(num_bytes):
         sizes = (num_bytes,) * 6 + (0, 0)
-        return schedule_step(profile, planned, facts(size, sizes, sizes))
+        return moving(profile, planned, sizes)
 
-    plain = schedule_step(profile, planned, facts(size))
+    plain = moving(profile, planned)
     fetches = [task for task in simulated(1000).tasks if task.kind is Kind.FETCH]
     assert all(task.duration_s == pytest.approx(1000 * a_byte) for task in fetches)
     much = 100 * max(layer.param_bytes for layer in profile.layers)

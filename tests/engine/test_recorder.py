@@ -24,10 +24,10 @@ from jaxferry.engine.trace.recorder import on_the_device
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import library
 from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.schedule import Kind, Lane, ProgramFacts, repeat, schedule_step
+from jaxferry.schedule import Kind, Lane, repeat, schedule_step
 from jaxferry.simulate import machine
 from native_calls import load, wait
-from profiles import deterministic, planned
+from profiles import deterministic, lowered, planned
 from recorded import check_times
 from steps import fail
 from watched import has_not_grown, settled_arrays
@@ -40,9 +40,7 @@ WIDTH = 256
 def test_from_ends_alone_follows_what_the_simulator_says(case, num_steps, knows_programs, draw):
     """Tasks are issued early, and updates wait for their gradients in their thread: what was issued tells nothing."""
     profile, plan = case
-    count = len(profile.layers)
-    facts = ProgramFacts((True,) * count, (False,) * count) if knows_programs else None
-    chain = repeat(schedule_step(profile, plan, facts), num_steps)
+    chain = repeat(lowered(profile, plan) if knows_programs else schedule_step(profile, plan), num_steps)
     truth = machine.run(chain)
     issued, known = [], {}
     host = sorted((s, e) for t, s, e in zip(chain.tasks, truth.starts_s, truth.ends_s, strict=True) if t.lane == "host")

@@ -8,6 +8,7 @@ import pytest
 
 import models
 from jaxferry.engine import Operation, derivatives_of, loads_ahead, lower, peak_bytes
+from jaxferry.engine.facts import with_program_facts, without_times
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
@@ -27,10 +28,14 @@ def derivatives(parts):
     return derivatives_of(parts, "none")
 
 
+def profile_of(parts, derivatives):
+    return with_program_facts(without_times(parts), parts, derivatives)
+
+
 def program_of(parts, derivatives, modes, places=(GradientPlace.DEVICE,)):
     layers = zip(parts.segments, itertools.cycle(modes), itertools.cycle(places), strict=False)
     plan = Plan("any", 1.0, tuple(LayerPlan(segment.name, mode, place) for segment, mode, place in layers))
-    return lower(parts, derivatives, plan)
+    return lower(parts, derivatives, plan, profile_of(parts, derivatives))
 
 
 @pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
@@ -117,7 +122,7 @@ def test_memory_is_a_fold_that_an_independent_walk_over_values_confirms(parts, d
 def test_loads_ahead_never_raise_the_peak_and_grow_with_the_budget(parts, derivatives):
     modes = [Mode.DHA] * 3 + [Mode.GFGB] * (len(parts.segments) - 3)
     layers = tuple(LayerPlan(segment.name, mode) for segment, mode in zip(parts.segments, modes, strict=True))
-    program = lower(parts, derivatives, Plan("any", 1.0, layers))
+    program = lower(parts, derivatives, Plan("any", 1.0, layers), profile_of(parts, derivatives))
 
     def peak_of(ahead):
         return peak_bytes(program, {}, ahead=ahead)

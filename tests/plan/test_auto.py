@@ -11,7 +11,7 @@ from hypothesis import given
 from jaxferry.errors import BudgetError
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Request
-from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
@@ -30,7 +30,7 @@ def test_no_plan_of_few_layers_that_fits_is_faster(profile, budget):
     modes = np.array(list(itertools.product(range(5), repeat=size)))
     least = np.inf
     for to_host in itertools.product((False, True), repeat=size):
-        outcomes = Evaluator(profile)(modes, np.array(to_host))
+        outcomes = PlanEvaluator(profile)(modes, np.array(to_host))
         fits = outcomes.in_window & (outcomes.peak_bytes <= budget)
         least = min(least, outcomes.steady_step_s[fits].min(initial=np.inf))
     if least == np.inf:
@@ -113,7 +113,7 @@ def test_no_memory_is_taken_for_nothing(profile):
     modes = np.array(list(itertools.product(range(5), repeat=size)))
     times, peaks = [], []
     for to_host in itertools.product((False, True), repeat=size):
-        outcomes = Evaluator(profile)(modes, np.array(to_host))
+        outcomes = PlanEvaluator(profile)(modes, np.array(to_host))
         times.append(outcomes.steady_step_s[outcomes.in_window])
         peaks.append(outcomes.peak_bytes[outcomes.in_window])
     steady_s, peak_bytes = np.concatenate(times), np.concatenate(peaks)

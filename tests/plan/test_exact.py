@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 
 from jaxferry.errors import BudgetError
+from jaxferry.holdings import DFGB, gradient_flags
 from jaxferry.modes import Mode
 from jaxferry.plan import exact
 from jaxferry.plan.base import Objective, Request
 from jaxferry.plan.bounds import steady_lower_bound_s, step_lower_bound_s
-from jaxferry.plan.evaluate import Evaluator, gradient_flags
+from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.exact import Exact, reserve_factors
 from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.memory import smallest_peak_bytes
-from jaxferry.plan.recurrences import DFGB
 from jaxferry.plan.registry import make_policy, policies
-from jaxferry.plan.whole_step import Costs, StepSearch
+from jaxferry.plan.whole_step import StepCosts, StepSearch
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
 from oracle import Oracle
@@ -36,7 +36,7 @@ RIVALS = tuple(name for name in policies() if name not in ("exact", "auto"))
 def brute_force(profile, to_host):
     """The least forward, step and steady time of all plans of GFGB, DHA and DFGB within the window."""
     modes = np.array(list(itertools.product(range(3), repeat=len(profile.layers))))
-    outcomes = Evaluator(profile)(modes, to_host, peak=False)
+    outcomes = PlanEvaluator(profile)(modes, to_host, peak=False)
     fits = outcomes.in_window & (modes[:, -1] != DFGB)
     return {
         Objective.FORWARD: outcomes.forward_s.min(),
@@ -61,7 +61,7 @@ def test_forward_is_the_least_of_all_plans_by_the_oracle(profile):
 @given(profiles(min_layers=10, max_layers=12))
 def test_forward_is_the_least_of_all_plans_of_up_to_12_layers(profile):
     modes = np.array(list(itertools.product(range(2), repeat=len(profile.layers))))
-    outcomes = Evaluator(profile)(modes, np.zeros(len(profile.layers), dtype=bool), steady=False, peak=False)
+    outcomes = PlanEvaluator(profile)(modes, np.zeros(len(profile.layers), dtype=bool), steady=False, peak=False)
     assert optimal_forward(profile).forward_s == optimal_forward(profile).bound_s == outcomes.forward_s.min()
 
 
@@ -72,7 +72,7 @@ def test_forward_is_the_least_for_identical_layers(profile):
     layers = [type(profile.layers[0]).from_json(document | {"name": f"l{index}"}) for index in range(11)]
     profile = Profile({}, tuple(layers))
     modes = np.array(list(itertools.product(range(2), repeat=11)))
-    outcomes = Evaluator(profile)(modes, np.zeros(11, dtype=bool), steady=False, peak=False)
+    outcomes = PlanEvaluator(profile)(modes, np.zeros(11, dtype=bool), steady=False, peak=False)
     assert optimal_forward(profile).forward_s == optimal_forward(profile).bound_s == outcomes.forward_s.min()
 
 
@@ -121,7 +121,7 @@ def test_the_whole_step_programme_is_optimal_while_it_drops_nothing(profile):
     search = StepSearch(profile, to_host, beam=5000)
     found = search.best(np.inf)
     assert search.complete
-    outcomes = Evaluator(profile)(found[:1], to_host, steady=False, peak=False)
+    outcomes = PlanEvaluator(profile)(found[:1], to_host, steady=False, peak=False)
     assert outcomes.in_window[0]
     assert outcomes.step_s[0] == brute_force(profile, to_host)[Objective.STEP]
 
@@ -130,7 +130,7 @@ def test_the_whole_step_programme_is_optimal_while_it_drops_nothing(profile):
 @given(profiles(max_layers=6))
 def test_a_step_is_its_forward_and_the_tail_of_its_backward(profile):
     to_host = gradients_to_host(profile, 0.5)
-    tail = Costs.of(profile, to_host).least_tail()
+    tail = StepCosts.of(profile, to_host).least_tail()
     assert brute_force(profile, to_host)[Objective.STEP] >= optimal_forward(profile).bound_s + tail - 1e-9
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from jaxferry.plan import frontier
 from jaxferry.plan.copies import SharedCopies, holds_as_much
-from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.frontier import forward_s, optimal_forward
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import LayerProfile, Profile
@@ -68,7 +68,7 @@ def grouped(profile, groups):
 
 def least_forward_s(profile):
     modes = np.array(list(itertools.product(range(2), repeat=len(profile.layers))))
-    return Evaluator(profile)(
+    return PlanEvaluator(profile)(
         modes, np.zeros(len(profile.layers), dtype=bool), steady=False, peak=False
     ).forward_s.min()
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 
 from benchmarks.papers.memferry_printed import MemFerryPrinted
+from jaxferry.holdings import DHA, GFGB, MODES
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.memferry import MemFerry, with_dfgb
-from jaxferry.plan.recurrences import DHA, GFGB, MODES
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import LayerProfile, Profile
 from oracle import Oracle

@@ -11,7 +11,7 @@ from hypothesis import given
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.base import Objective, Request
-from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.planning import make_plan
@@ -54,7 +54,7 @@ def test_dfgb_keeps_the_window(name, profile, factor):
     plan = make_policy(name).plan(profile, Request(factor))
     if set(plan.modes) <= {Mode.GFGB, Mode.DHA, Mode.DFGB}:
         assert Oracle(profile, plan).keeps_window()
-    assert Evaluator(profile).plan(plan).in_window[0]
+    assert PlanEvaluator(profile).plan(plan).in_window[0]
 
 
 @everyone
@@ -143,7 +143,7 @@ def test_prediction_agrees_with_the_search_s_own_numbers():
     profile = transformer(30)
     for objective in Objective:
         plan = make_plan(profile, "exact", objective=objective)
-        outcome = Evaluator(profile).plan(plan)
+        outcome = PlanEvaluator(profile).plan(plan)
         assert plan.predicted.forward_s == outcome.forward_s[0]
         assert plan.predicted.step_s == outcome.step_s[0]
         assert plan.predicted.steady_step_s == pytest.approx(outcome.steady_step_s[0], rel=1e-12)

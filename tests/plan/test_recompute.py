@@ -11,7 +11,7 @@ from hypothesis import given
 from jaxferry.errors import BudgetError
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Request
-from jaxferry.plan.evaluate import Evaluator
+from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.planning import make_plan
 from jaxferry.simulate.report import predict
@@ -28,7 +28,7 @@ def all_outcomes(profile):
     flags = [(False, True)] * size
     again = [(False, True) if layer.can_recompute else (False,) for layer in profile.layers]
     for to_host, recomputes in itertools.product(itertools.product(*flags), itertools.product(*again)):
-        outcomes = Evaluator(profile)(modes, np.array(to_host), np.array(recomputes))
+        outcomes = PlanEvaluator(profile)(modes, np.array(to_host), np.array(recomputes))
         yield outcomes.steady_step_s[outcomes.in_window], outcomes.peak_bytes[outcomes.in_window]
 
 

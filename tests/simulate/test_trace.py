@@ -25,4 +25,4 @@ def test_every_task_is_an_event_on_its_lane_s_row_and_rows_do_not_overlap(case):
     ]
     for row in rows:
         mine = [(event["ts"], event["ts"] + event["dur"]) for event in spans if event["tid"] == row]
-        assert all(before[1] <= after[0] + 1e-6 for before, after in itertools.pairwise(mine))
+        assert all(before[1] <= after[0] + 1e-6 for before, after in itertools.pairwise(sorted(mine)))

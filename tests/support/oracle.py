@@ -1,6 +1,7 @@
 """The machine model of GFGB, DHA and DFGB, written once more from its text alone: times by recursion over names.
 
-Shares no code with `jaxferry.schedule`, `jaxferry.simulate` or `jaxferry.plan.recurrences`.
+Updates come in backward order, and there is room for all gradients. Shares no code with `jaxferry.schedule`,
+`jaxferry.simulate` or `jaxferry.plan.recurrences`.
 """
 
 import functools
@@ -31,6 +32,8 @@ class Oracle:
                 if self.mode[layer] is mode and names[layer] not in self.loader:
                     self.loader[names[layer]] = layer
                     queue.append(layer)
+        if self.bulk:
+            order.sort(key=lambda layer: (-self.same[layer][0], layer))
         self.first_loads, self.link_order = order, order + between
         self.updaters = [layer for layer in reversed(range(self.size)) if self.same[layer][0] == layer]
         self.movers = [layer for layer in reversed(range(self.size)) if not self.on_host[layer]]

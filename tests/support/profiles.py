@@ -7,20 +7,23 @@ import hypothesis
 import hypothesis.strategies as st
 
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
+from jaxferry.plan.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
 from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.schedule import schedule_step
 
 deterministic = hypothesis.settings(derandomize=True, deadline=None, max_examples=60)
 
 seconds = st.integers(0, 40).map(lambda eighths: eighths / 8)
 positive_bytes = st.integers(1, 60)
+few_bytes = st.integers(0, 30)
+UNLIMITED_BYTES = 2**53
 
 
 @st.composite
-def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False):
+def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, programs=False):
     """Profiles with any times; where `tied`, the last layer shares the first one's parameters.
 
-    Where `recomputing`, some layers say what recomputation costs.
+    Where `recomputing`, some layers say what recomputation costs. Where `programs`, some say more of their programs.
     """
     size = draw(st.integers(min_layers, max_layers))
     shares = draw(st.booleans()) if tied is None else tied
@@ -38,6 +41,7 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False):
                 activation_bytes=draw(st.integers(0, 60)),
                 parameters="layer0" if last else f"layer{index}",
                 **again,
+                **(draw(program_facts(index, size, shares and index == 0)) if programs else {}),
                 **{
                     key: draw(seconds)
                     for key in (
@@ -47,12 +51,32 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False):
                 },
             )
         )
+    if programs and shares and size > 1:
+        layers[0] = dataclasses.replace(layers[0], has_gradient=layers[-1].has_gradient)
     return Profile({"name": "any"}, tuple(layers))
 
 
 @st.composite
-def plans(draw, profile, modes=tuple(Mode)):
-    """Any plans for a profile, whether good or bad, over the given modes."""
+def program_facts(draw, index, size, is_shared):
+    """Optional keys of a layer. What leaves for host memory comes back for the same layer, if that can be."""
+    facts = {"backward_reads": draw(st.booleans()), "gradient_rows": draw(st.booleans())}
+    facts |= {f"{key}_workspace_bytes": draw(few_bytes) for key in ("forward", "backward")}
+    if index == size - 1:
+        return facts | {"fused_backward": draw(st.booleans())}
+    if not is_shared:
+        facts["has_gradient"] = draw(st.booleans())
+        facts["has_backward"] = facts["has_gradient"] or draw(st.booleans())
+    if index < size - 2 and facts.get("has_backward", True) and draw(st.booleans()):
+        facts["save_bytes"] = facts["fetch_bytes"] = draw(few_bytes)
+    return facts
+
+
+@st.composite
+def plans(draw, profile, modes=tuple(Mode), plain=False):
+    """Any plans for a profile, whether good or bad, over the given modes.
+
+    Where `plain`, updates come in backward order, and no backward waits for room.
+    """
     layers = tuple(
         LayerPlan(
             layer.name,
@@ -65,14 +89,18 @@ def plans(draw, profile, modes=tuple(Mode)):
     loads = draw(st.sampled_from(tuple(Loads)))
     if any(layer.mode is Mode.RELOAD for layer in layers):
         loads = Loads.LAYERWISE
-    return Plan("any", 1.0, layers, loads, draw(st.sampled_from(tuple(Updates))))
+    plan = Plan("any", 1.0, layers, loads, draw(st.sampled_from(tuple(Updates))))
+    if plain:
+        return dataclasses.replace(plan, memory_bytes=UNLIMITED_BYTES)
+    memory_bytes = draw(st.one_of(st.none(), st.integers(0, 1000), st.just(UNLIMITED_BYTES)))
+    return dataclasses.replace(plan, update_order=draw(st.sampled_from(UpdateOrder)), memory_bytes=memory_bytes)
 
 
 @st.composite
-def planned(draw, modes=tuple(Mode), **kwargs):
+def planned(draw, modes=tuple(Mode), plain=False, **kwargs):
     """A profile and a plan for it."""
     profile = draw(profiles(**kwargs))
-    return profile, draw(plans(profile, modes))
+    return profile, draw(plans(profile, modes, plain))
 
 
 def transformer(num_layers, seed=0, tied=False):
@@ -129,3 +157,19 @@ def recomputing(profile, seconds_of_forward=1.0, share=0.25):
         for layer in profile.layers[:-1]
     ]
     return Profile(profile.machine, (*layers, profile.layers[-1]))
+
+
+def fused(profile):
+    """The profile with a last layer whose forward and backward are one program, as the engine's are."""
+    last = dataclasses.replace(profile.layers[-1], fused_backward=True)
+    return dataclasses.replace(profile, layers=(*profile.layers[:-1], last))
+
+
+def lowered(profile, plan, order=UpdateOrder.NEED, **facts):
+    """The tasks of a step with the engine's last program and updates by need; `facts` gives a value for each layer."""
+    profile = fused(profile)
+    layers = list(profile.layers)
+    for key, values in facts.items():
+        layers = [dataclasses.replace(layer, **{key: x}) for layer, x in zip(layers, values, strict=True)]
+    profile = dataclasses.replace(profile, layers=tuple(layers))
+    return schedule_step(profile, dataclasses.replace(plan, update_order=order))

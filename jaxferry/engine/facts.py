@@ -1,0 +1,95 @@
+"""What the engine's programs add to the machine model: the optional keys of a profile's layers.
+
+With them, a plan is lowered for a profile alone as it is lowered for the model: the plan shown is the plan that runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxferry.engine.lower import last_readers, offloaded_values
+from jaxferry.engine.memory import LiveValues
+from jaxferry.engine.program_keys import ProgramKind, places
+from jaxferry.partition import Derivative, Partition
+from jaxferry.profiling.records import LayerProfile, Profile
+
+
+def with_program_facts(
+    profile: Profile,
+    partition: Partition,
+    derivatives: Mapping[int, Derivative],
+    offload_activations: bool = False,
+) -> Profile:
+    """The profile with what is known of the programs of its layers before they are compiled.
+
+    The temporaries of compiled programs are not among the facts: they depend on the compiler, and a cached measurement
+    compiles nothing. The engine counts them when it fits a plan into a budget.
+
+    Args:
+      profile: times and sizes of the segments.
+      partition: the segments.
+      derivatives: by program number.
+      offload_activations: whether values wait in host memory for their backward.
+    """
+    facts = [_flags(partition, derivatives, number) for number in range(len(partition.segments))]
+    if offload_activations:
+        _add_moves(facts, partition, derivatives)
+    _add_workspace(facts, profile, partition, derivatives)
+    pairs = zip(profile.layers, facts, strict=True)
+    return dataclasses.replace(profile, layers=tuple(dataclasses.replace(layer, **fact) for layer, fact in pairs))
+
+
+def without_times(partition: Partition) -> Profile:
+    """A profile of sizes alone: every task takes no time."""
+    facts: dict[str, Any] = {f.name: 0.0 for f in dataclasses.fields(LayerProfile) if f.name.endswith("_s")}
+    facts["recompute_activation_bytes"] = 0
+    layers = []
+    for segment in partition.segments:
+        layer = partition.layers[segment.layer]
+        facts |= {"param_bytes": layer.num_bytes, "grad_bytes": layer.trained.num_bytes}
+        layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
+    return Profile({}, tuple(layers))
+
+
+def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: int) -> dict[str, Any]:
+    segment = partition.segments[number]
+    derivative = derivatives[segment.program]
+    return {
+        "backward_reads": derivative.reads_weights,
+        "gradient_rows": derivative.has_rows,
+        "has_backward": segment.runs_back,
+        "has_gradient": bool(segment.trained),
+        "fused_backward": number == len(partition.segments) - 1,
+        "save_bytes": 0,
+        "fetch_bytes": 0,
+    }
+
+
+def _add_moves(facts: list[dict[str, Any]], partition: Partition, derivatives: Mapping[int, Derivative]) -> None:
+    """Adds the bytes of the values that wait in host memory."""
+    order = places(partition)
+    for value, (last_forward, backward) in offloaded_values(partition, derivatives).items():
+        facts[order[last_forward][1]]["save_bytes"] += partition.graph.num_bytes(value)
+        facts[order[backward][1]]["fetch_bytes"] += partition.graph.num_bytes(value)
+
+
+def _add_workspace(
+    facts: list[dict[str, Any]],
+    profile: Profile,
+    partition: Partition,
+    derivatives: Mapping[int, Derivative],
+) -> None:
+    """Adds the memory that each program needs beside parameters, gradients and kept activations."""
+    kept = [0]
+    for layer in profile.layers:
+        kept.append(kept[-1] + layer.activation_bytes)
+    values, frees = LiveValues(partition, derivatives), last_readers(partition, derivatives)
+    for place, (kind, number) in enumerate(places(partition)):
+        workspace = max(values.enter(kind, number) - kept[number + 1], 0)
+        if kind is not ProgramKind.BACKWARD:
+            facts[number]["forward_workspace_bytes"] = workspace
+        if kind is not ProgramKind.FORWARD:
+            facts[number]["backward_workspace_bytes"] = workspace
+        values.leave(kind, number, frees.get(place, []))

@@ -1,0 +1,148 @@
+"""What a plan means for a profile: effective modes and gradient places, and which load makes which copy.
+
+Arrays are (layers, plans): the searches ask for many plans at once, the lowering for one. Modes are codes, see `CODES`.
+
+A **place** is a program's position in the step: layer l's forward has place l, its backward has place 2L - 1 - l.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.records import Profile
+
+GFGB, DHA, DFGB, RELOAD, RESIDENT = range(5)
+CODES = {Mode.GFGB: GFGB, Mode.DHA: DHA, Mode.DFGB: DFGB, Mode.RELOAD: RELOAD, Mode.RESIDENT: RESIDENT}
+MODES = {code: mode for mode, code in CODES.items()}
+
+_NONE = -1
+
+
+def mode_codes(plan: Plan) -> np.ndarray:
+    """The plan's modes as (layers,) codes."""
+    return np.array([CODES[mode] for mode in plan.modes], dtype=np.int8)
+
+
+def gradient_flags(plan: Plan) -> np.ndarray:
+    """The plan's gradients as (layers,) flags: written to the host or not."""
+    return np.array([place is GradientPlace.HOST for place in plan.gradients])
+
+
+def flags_of(profile: Profile, key: str) -> np.ndarray:
+    """A field of all layers as flags, (layers, 1)."""
+    return np.array([bool(getattr(layer, key)) for layer in profile.layers])[:, None]
+
+
+def effective_codes(profile: Profile, modes: np.ndarray, to_host: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The modes and gradient flags that a step runs with, (layers, plans) each.
+
+    DFGB becomes DHA where no backward could read the copy: a lookup's, a missing one, or one that is a single program
+    with its forward. A gradient that leaves as rows of lookups stays on the device. So does one that does not exist.
+    """
+    reads = flags_of(profile, "backward_reads") & flags_of(profile, "has_backward")
+    reads &= ~flags_of(profile, "fused_backward")
+    may_leave = flags_of(profile, "has_gradient") & ~flags_of(profile, "gradient_rows")
+    if not reads.all():
+        modes = np.where((modes == DFGB) & ~reads, np.int8(DHA), modes)
+    return modes, to_host if may_leave.all() else to_host & may_leave
+
+
+def effective(profile: Profile, plan: Plan) -> Plan:
+    """The plan with the modes and gradient places that its step runs with, see `effective_codes`."""
+    modes, to_host = effective_codes(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None])
+    places = (GradientPlace.DEVICE, GradientPlace.HOST)
+    layers = tuple(
+        dataclasses.replace(layer, mode=MODES[int(mode)], gradient=places[int(host)])
+        for layer, mode, host in zip(plan.layers, modes[:, 0], to_host[:, 0], strict=True)
+    )
+    return dataclasses.replace(plan, layers=layers)
+
+
+class Holdings:
+    """Which layers load a copy of their parameters when, and until when it is on the device.
+
+    A group's copy is loaded once while it is held. The first copy is the one that a layer loads for its forward. The
+    second one is what it loads later: as DFGB after its forward, or as RELOAD for its backward.
+
+    Args:
+      profile: the layers.
+      modes: effective codes, (layers, plans).
+      to_host: effective gradient flags, (layers, plans).
+
+    Attributes:
+      loads_forward: whether the layer loads a first copy, (layers, plans).
+      loads_between: whether it loads a second copy as DFGB.
+      loads_backward: whether it loads a second copy as RELOAD.
+      waits_between: whether its backward waits for its group's DFGB load.
+      on_resident: whether it reads a RESIDENT copy.
+      first_end: the layer whose program is the last one to read the first copy.
+      first_ends_by_backward: whether that program is a backward, not a forward.
+      second_end: the layer whose backward is the last program to read the second copy.
+      group_resident: whether a group's copy is RESIDENT, (groups, plans).
+      offloads: whether the gradient leaves by a transfer, (layers, plans).
+    """
+
+    def __init__(self, profile: Profile, modes: np.ndarray, to_host: np.ndarray):
+        self.profile, self.modes, self.to_host = profile, modes, to_host
+        self.num_layers, self.num_plans = modes.shape
+        runs_back, fused = flags_of(profile, "has_backward"), flags_of(profile, "fused_backward")
+        own = np.broadcast_to(np.arange(self.num_layers)[:, None], modes.shape)
+        self.offloads = ~to_host & flags_of(profile, "has_gradient")
+        self.loads_forward = (modes == GFGB) | (modes == RELOAD)
+        self.loads_between = modes == DFGB
+        self.loads_backward = (modes == RELOAD) & runs_back & flags_of(profile, "backward_reads") & ~fused
+        self.waits_between = self.loads_between.copy()
+        self.on_resident = modes == RESIDENT
+        self.first_end = own.copy()
+        self.first_ends_by_backward = np.where(modes == RELOAD, fused, runs_back)
+        self.second_end = own.copy()
+        self.group_resident = np.stack([(modes[list(members)] == RESIDENT).any(axis=0) for members in profile.groups])
+        for group, members in enumerate(profile.groups):
+            if len(members) > 1:
+                self._in_group(members, self.group_resident[group])
+
+    def _in_group(self, members: tuple[int, ...], resident: np.ndarray) -> None:
+        modes, layers = self.modes, self.profile.layers
+        held, last_forward = resident.copy(), np.full(self.num_plans, _NONE)
+        for member in members:
+            self.loads_forward[member] &= ~held
+            reads_it = ((modes[member] == RELOAD) & held) | (modes[member] == GFGB)
+            last_forward = np.where(reads_it, member, last_forward)
+            held |= modes[member] == GFGB
+        for member in members:
+            self.loads_between[member] &= ~held
+            held |= modes[member] == DFGB
+        shares, last_backward = self._backwards_in_group(members, resident)
+        loaded_between = self.loads_between[list(members)].any(axis=0)
+        for member in members:
+            holds = (modes[member] == GFGB) | (modes[member] == DFGB)
+            last = np.where(last_backward >= 0, last_backward, last_forward)
+            self.first_end[member] = np.where(holds, last, member)
+            self.first_ends_by_backward[member] = np.where(
+                holds, last_backward >= 0, self.first_ends_by_backward[member]
+            )
+            self.second_end[member] = np.where(holds, last_backward, member)
+            self.waits_between[member] = loaded_between & ((modes[member] == DFGB) | shares[member])
+            self.on_resident[member] = resident & (modes[member] != DHA) & (modes[member] != DFGB)
+            if not layers[member].has_backward:
+                self.waits_between[member] = False
+
+    def _backwards_in_group(
+        self, members: tuple[int, ...], resident: np.ndarray
+    ) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """Per RELOAD member whether its backward reads the held copy; and the last member whose backward reads that."""
+        holder, last_backward = np.zeros(self.num_plans, dtype=bool), np.full(self.num_plans, _NONE)
+        shares: dict[int, np.ndarray] = {}
+        for member in members:
+            layer, mode = self.profile.layers[member], self.modes[member]
+            shares[member] = (mode == RELOAD) & ~resident & holder
+            if layer.fused_backward:
+                shares[member] &= ~self.loads_forward[member]
+            self.loads_backward[member] &= ~resident & ~holder
+            holds = (mode == GFGB) | (mode == DFGB)
+            if layer.has_backward:
+                last_backward = np.where((holds | shares[member]) & (last_backward < 0), member, last_backward)
+            holder |= holds
+        return shares, last_backward

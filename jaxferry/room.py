@@ -1,0 +1,342 @@
+"""Room for gradients by bytes: which gradient transfers a backward has to wait for.
+
+A gradient on the device is outstanding until its transfer has ended. A backward waits for just those transfers without
+which it would not fit into device memory. All counts here are worst cases: transfers may take any time, so a copy may
+be there as soon as its load can start, and a gradient may be outstanding until some program has waited for it.
+
+Names: a **place** is a program's position in the step. Layer l's forward has place l, its backward place 2L - 1 - l.
+
+- `copy_bytes`: bytes of copies that may be there at each place.
+- `Demand.natural`: the most that the step needs anyway, with no gradient outstanding but the program's own.
+- limit: the larger of `natural` and the plan's `memory_bytes`.
+- A backward with demand n may run beside outstanding gradients of limit - n bytes. It waits for the oldest transfers
+  that leave no more than that. The link is FIFO, so a wait for the newest of them is enough.
+
+What counts, at any instant from the start of a place's program to the start of the next one:
+
+- RESIDENT copies; copies from the place at which their load may start to their last use. A load may start once the
+  programs have ended that it, or an earlier load of the link, waits for.
+- Kept activations; less what has been saved, once a program has waited for that; more what may have been fetched.
+- The program's workspace, and its own gradient.
+- Copies for the next step, whose loads wait for updates, which wait for gradients. A copy whose load waits for a
+  gradient is never there together with that gradient.
+- At the start of the next step, gradients of this one may be outstanding until a forward waits for their update. Only
+  layers before the lowest one whose gradient leaves by a transfer can run then.
+
+So a chain of steps never holds more than the limit, however long transfers take. Arrays are (..., plans).
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from jaxferry.holdings import RELOAD, Holdings, flags_of
+from jaxferry.profiling.records import Profile
+
+CROSSING_SLOTS = 2
+"""How many programs may have values on the device that leave for host memory, or come back for their backward."""
+
+NO_WAIT = -1
+UNLIMITED = 2**62
+"""A limit in bytes under which no backward waits for room."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What programs need on the device, without gradients of other programs; bytes.
+
+    Attributes:
+      forward: per layer what its forward needs, (layers, plans).
+      backward: per layer what its backward needs beside any gradients, its own included; 0 without a backward.
+      backward_after: likewise where copies for the next step are there as well. Their loads have waited for offloads,
+        so only gradients of layers below `beside_below` may be outstanding then.
+      beside_below: (plans,), see above.
+      gradient: per layer the gradient that leaves by a transfer, else 0.
+      natural: the most of all programs, (plans,).
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    backward_after: np.ndarray
+    beside_below: np.ndarray
+    gradient: np.ndarray
+    natural: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Spans:
+    """From which place until which place each copy may be there, (layers, plans); see `Holdings` for the two copies.
+
+    Attributes:
+      first_start, first_end: of the copy for the forward, both included.
+      second_start, second_end: of the copy that is loaded later.
+      next_start: from when the copy for the next step's forward may be there; 2L or more is not within this step.
+      next_waits_for: the lowest layer whose offload that copy's load, or an earlier one, waits for; L if none.
+    """
+
+    first_start: np.ndarray
+    first_end: np.ndarray
+    second_start: np.ndarray
+    second_end: np.ndarray
+    next_start: np.ndarray
+    next_waits_for: np.ndarray
+
+
+def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
+    """The places of all copies, see `Spans`.
+
+    Args:
+      held: which layers load which copy.
+      bulk: whether `loads` is "bulk".
+      after_all: whether `updates` is "after-all".
+    """
+    size = held.num_layers
+    layer = np.arange(size)[:, None]
+    first_wait, second_wait = _slot_waits(held)
+    order = load_order(held.profile, bulk)
+    first_start = _in_link_order(np.where(held.loads_forward, first_wait, 0), order)
+    link = first_start.max(axis=0)
+    between = np.where(held.loads_between, layer + 1, 0)
+    between_start = np.maximum(np.maximum.accumulate(between, axis=0), link)
+    link = between_start[-1]
+    again = np.where(held.loads_backward, np.maximum(layer + 1, second_wait), 0)[::-1]
+    again_start = np.maximum(np.maximum.accumulate(again, axis=0), link)[::-1]
+    link = again_start[0]
+    updated = _update_places(held.profile, after_all)[:, None]
+    refreshed = np.where(held.group_resident, updated, 0).max(axis=0)
+    link = np.maximum(link, refreshed)
+    of_group = np.array(held.profile.group_of)
+    first_place = np.where(held.first_ends_by_backward, 2 * size - 1 - held.first_end, held.first_end)
+    reusable = np.where(updated[of_group] > 0, updated[of_group], first_place + 1)
+    next_wait = np.where(held.loads_forward, np.where(first_wait > 0, 2 * size, reusable), 0)
+    lowest = _lowest_offloads(held, after_all)[of_group]
+    next_waits_for = size - _in_link_order(np.where(held.loads_forward, size - lowest, 0), order)
+    return Spans(
+        first_start=first_start,
+        first_end=first_place,
+        second_start=np.where(held.loads_between, between_start, again_start),
+        second_end=2 * size - 1 - held.second_end,
+        next_start=np.maximum(_in_link_order(next_wait, order), link),
+        next_waits_for=next_waits_for,
+    )
+
+
+def load_order(profile: Profile, bulk: bool) -> np.ndarray:
+    """Layers in the order of their loads for the forward: forward order, or for bulk loads the order of updates."""
+    if not bulk:
+        return np.arange(len(profile.layers))
+    return np.array(sorted(range(len(profile.layers)), key=lambda x: (-profile.groups[profile.group_of[x]][0], x)))
+
+
+def _in_link_order(waits: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Waits of a FIFO link's loads with those of all loads before them."""
+    result = np.empty_like(waits)
+    result[order] = np.maximum.accumulate(waits[order], axis=0)
+    return result
+
+
+def _update_places(profile: Profile, after_all: bool) -> np.ndarray:
+    """Per group the place that its update may precede, (groups,); 0 without an update."""
+    size = len(profile.layers)
+    places = np.array(
+        [2 * size - members[0] if profile.layers[members[0]].has_gradient else 0 for members in profile.groups]
+    )
+    return np.where(places > 0, places.max(), 0) if after_all else places
+
+
+def _slot_waits(held: Holdings) -> tuple[np.ndarray, np.ndarray]:
+    """The place that a RELOAD layer's loads may precede by its slot, for forward and backward: (layers, plans)."""
+    size, shape = held.num_layers, held.modes.shape
+    first, second = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    reloads = held.modes == RELOAD
+    if not reloads.any():
+        return first, second
+    last = before = np.zeros(held.num_plans, dtype=np.int64)
+    for layer in range(size):
+        uses = reloads[layer] & held.loads_forward[layer]
+        first[layer] = np.where(uses, before, 0)
+        before, last = np.where(uses, last, before), np.where(uses, layer + 1, last)
+    for layer in reversed(range(size)):
+        end = 2 * size - layer
+        if held.profile.layers[layer].fused_backward:
+            last = np.where(reloads[layer] & held.loads_forward[layer], end, last)
+        uses = held.loads_backward[layer]
+        second[layer] = np.where(uses, before, 0)
+        before, last = np.where(uses, last, before), np.where(uses, end, last)
+    return first, second
+
+
+def copy_bytes(held: Holdings, spans: Spans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Bytes of copies that may be there at each place, (2 * layers + 1, plans) each.
+
+    The first array counts this step's copies. The others count the next step's: those whose loads wait for no offload,
+    and all of them.
+    """
+    size, plans = held.num_layers, held.num_plans
+    params = np.array([layer.param_bytes for layer in held.profile.layers], dtype=np.int64)[:, None]
+    column = np.broadcast_to(np.arange(plans), held.modes.shape)
+
+    def zeros() -> np.ndarray:
+        return np.zeros((2 * size + 2, plans), dtype=np.int64)
+
+    changes, free, following = zeros(), zeros(), zeros()
+    first, second = params * held.loads_forward, params * (held.loads_between | held.loads_backward)
+    np.add.at(changes, (spans.first_start, column), first)
+    np.subtract.at(changes, (spans.first_end + 1, column), first)
+    np.add.at(changes, (spans.second_start, column), second)
+    np.subtract.at(changes, (spans.second_end + 1, column), second)
+    next_start = np.minimum(spans.next_start, 2 * size + 1)
+    np.add.at(following, (next_start, column), first)
+    np.add.at(free, (next_start, column), first * (spans.next_waits_for == size))
+    now, free, following = (np.cumsum(array, axis=0)[:-1] for array in (changes, free, following))
+    return now, free, following
+
+
+def resident_bytes(held: Holdings) -> np.ndarray:
+    """Device memory that RESIDENT copies hold all the time, (plans,)."""
+    params = np.array([held.profile.layers[members[0]].param_bytes for members in held.profile.groups], dtype=np.int64)
+    return (params[:, None] * held.group_resident).sum(axis=0)
+
+
+def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
+    """At each place: saved bytes that have left for certain, and fetched bytes that may have come; (2 * layers + 1,).
+
+    Kept activations include both. So what has come counts on when its backward has freed it.
+    """
+    size = len(profile.layers)
+    saved = np.cumsum([0, *(layer.save_bytes for layer in profile.layers)])
+    left, fetched = np.zeros(2 * size + 1, dtype=np.int64), np.zeros(2 * size + 2, dtype=np.int64)
+    below: dict[int, int] = {}
+    backwards = [layer for layer in reversed(range(size)) if profile.layers[layer].has_backward]
+    for layer, following in itertools.pairwise(backwards):
+        below[layer] = following
+    for layer in range(size):
+        left[layer] = saved[max(layer + 1 - CROSSING_SLOTS, 0)]
+    number, last_place = size, size - 1
+    for layer in backwards:
+        place = 2 * size - 1 - layer
+        left[place] = left[last_place]
+        if not profile.layers[layer].fused_backward:
+            left[place] = saved[min(max(number + 1 - CROSSING_SLOTS, 0), size)]
+            number += 1
+        if layer in below:
+            fetched[last_place + 1] += profile.layers[below[layer]].fetch_bytes
+        last_place = place
+    return left, np.cumsum(fetched)[:-1]
+
+
+def demand(
+    held: Holdings, kept_bytes: np.ndarray, bulk: bool = False, after_all: bool = False, spans: Spans | None = None
+) -> Demand:
+    """What each program needs, see the module's text.
+
+    Args:
+      held: which layers load which copy.
+      kept_bytes: what each layer keeps from its forward to its backward, (layers, plans).
+      bulk: whether `loads` is "bulk".
+      after_all: whether `updates` is "after-all".
+      spans: `copy_spans` of the same, if known.
+    """
+    profile, size = held.profile, held.num_layers
+
+    def column(key: str) -> np.ndarray:
+        return np.array([getattr(layer, key) for layer in profile.layers], dtype=np.int64)[:, None]
+
+    spans = spans or copy_spans(held, bulk, after_all)
+    now, free, following = copy_bytes(held, spans)
+    now = now + resident_bytes(held)
+    left, fetched = (array[:, None] for array in _crossing_bytes(profile))
+    kept = np.cumsum(kept_bytes, axis=0)
+    kept_after = np.concatenate([np.zeros((1, held.num_plans), dtype=np.int64), kept[:-1]])
+    gradient = column("grad_bytes") * held.offloads
+    back = 2 * size - 1 - np.arange(size)
+    early = now + following
+    forward = np.maximum(early[:size] + column("forward_workspace_bytes"), early[1 : size + 1] + fetched[1 : size + 1])
+    forward = forward + kept - left[:size]
+
+    def backward(copies: np.ndarray) -> np.ndarray:
+        """While it runs, and until the next program starts."""
+        during = copies[back] + kept + fetched[back] + column("backward_workspace_bytes")
+        return np.maximum(during, copies[back + 1] + kept_after + fetched[back + 1]) - left[back]
+
+    beside_below = np.where(spans.next_waits_for < size, spans.next_waits_for, 0).max(axis=0)
+    own = np.where(np.arange(size)[:, None] < beside_below, gradient, 0)
+    runs_back = flags_of(profile, "has_backward")
+    before = np.where(runs_back, backward(now + free) + gradient, 0)
+    after = np.where(runs_back, backward(early) + own, 0)
+    needs = Demand(forward, before, after, beside_below, gradient, forward.max(axis=0))
+    before, after = _with_next_forwards(held, spans, needs, after_all)
+    natural = np.maximum(needs.natural, np.maximum(before, after).max(axis=0))
+    return dataclasses.replace(needs, backward=before, backward_after=after, natural=natural)
+
+
+def _with_next_forwards(held: Holdings, spans: Spans, needs: Demand, after_all: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Adds the next step's forwards that may run beside the gradients which are left once the last one was made."""
+    size, profile = held.num_layers, held.profile
+    if held.offloads[0].all():
+        return needs.backward, needs.backward_after
+    layer = np.arange(size)[:, None]
+    lowest = np.where(held.offloads, layer, size).min(axis=0)
+    ended = np.minimum.accumulate(_lowest_offloads(held, after_all)[list(profile.group_of)], axis=0)
+    may_run, last = ended > lowest, layer == lowest
+    column = np.broadcast_to(np.arange(held.num_plans), held.modes.shape)
+    params = np.array([x.param_bytes for x in profile.layers], dtype=np.int64)[:, None]
+    waiting = params * (held.loads_forward & (spans.next_waits_for < size))
+    changes = np.zeros((2 * size + 2, held.num_plans), dtype=np.int64)
+    np.add.at(changes, (spans.first_start, column), waiting)
+    np.subtract.at(changes, (spans.first_end + 1, column), waiting)
+    absent = np.cumsum(changes, axis=0)
+    absent = np.minimum(absent[:size], absent[1 : size + 1])
+    all_beside = np.where(may_run, needs.forward - absent, 0).max(axis=0)
+    few_beside = np.where(may_run & (lowest < needs.beside_below), needs.forward, 0).max(axis=0)
+
+    def with_more(backward: np.ndarray, beside: np.ndarray) -> np.ndarray:
+        return np.where(last & (beside > 0), np.maximum(backward, beside + needs.gradient), backward)
+
+    return with_more(needs.backward, all_beside), with_more(needs.backward_after, few_beside)
+
+
+def _lowest_offloads(held: Holdings, after_all: bool) -> np.ndarray:
+    """Per group the lowest layer whose offload its update waits for, (groups, plans); the number of layers for none."""
+    size, groups = held.num_layers, held.profile.groups
+    found = np.stack([np.where(held.offloads[list(x)], np.array(x)[:, None], size).min(axis=0) for x in groups])
+    if after_all:
+        has_update = np.array([held.profile.layers[members[0]].has_gradient for members in groups])[:, None]
+        found = np.where(has_update, found.min(axis=0), found)
+    return found
+
+
+def waits(held: Holdings, needs: Demand, memory_bytes: int) -> np.ndarray:
+    """Per layer the layer whose offload its backward waits for, or `NO_WAIT`; (layers, plans).
+
+    A backward that adds to a gradient in host memory waits for the last offload of its group too. An offload that an
+    earlier backward waits for is not waited for again.
+    """
+    profile, size = held.profile, held.num_layers
+    limit = np.maximum(needs.natural, memory_bytes)
+    outstanding = np.zeros((size + 1, held.num_plans), dtype=np.int64)
+    outstanding[:-1] = np.cumsum(needs.gradient[::-1], axis=0)[::-1]
+    columns = np.arange(held.num_plans)
+    ended, ended_bytes = np.full(held.num_plans, size), np.zeros(held.num_plans, dtype=np.int64)
+    found = np.full(held.modes.shape, NO_WAIT, dtype=np.int64)
+    for layer in reversed(range(size)):
+        if not profile.layers[layer].has_backward:
+            continue
+        before = ended
+        earlier = [x for x in profile.groups[profile.group_of[layer]] if x > layer]
+        if earlier:
+            mine = np.where(held.offloads[earlier], np.array(earlier)[:, None], size).min(axis=0)
+            ended = np.where(held.to_host[layer], np.minimum(ended, mine), ended)
+            ended_bytes = outstanding[ended, columns]
+        least = outstanding[layer + 1] + needs.backward[layer] - limit
+        least_after = outstanding[layer + 1] + needs.backward_after[layer] - limit
+        beside = outstanding[np.maximum(needs.beside_below, layer + 1), columns]
+        least = np.where(beside < least_after, np.maximum(least, least_after), least)
+        short = ended_bytes < least
+        while short.any():
+            ended = ended - short
+            ended_bytes = outstanding[ended, columns]
+            short = ended_bytes < least
+        found[layer] = np.where(ended < before, ended, NO_WAIT)
+    return found

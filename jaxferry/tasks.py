@@ -1,0 +1,149 @@
+"""Tasks: what runs on which lane, for how long, after what, and what memory it moves.
+
+Simulator and engine consume the same list of tasks, see `jaxferry.schedule`.
+"""
+
+import dataclasses
+import enum
+
+
+class Lane(enum.StrEnum):
+    """What a task occupies."""
+
+    GPU = "GPU"
+    H2D = "H2D"
+    D2H = "D2H"
+    HOST = "host"
+
+
+class Kind(enum.StrEnum):
+    """What a task does."""
+
+    LOAD = "load"
+    RELOAD = "reload"
+    """The second load of a RELOAD layer."""
+    REFRESH = "refresh"
+    """The load of a RESIDENT copy after its update."""
+    FORWARD = "forward"
+    INTER_FORWARD = "inter_forward"
+    INTER_BACKWARD = "inter_backward"
+    BACKWARD = "backward"
+    OFFLOAD = "offload"
+    UPDATE = "update"
+    SAVE = "save"
+    """Values that cross segments leave for host memory."""
+    FETCH = "fetch"
+    """Saved values come back for a backward."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One piece of work on one lane.
+
+    Attributes:
+      name: kind and layer, for people.
+      layer: index of the layer; for updates and refreshes, of the first layer of the group.
+      kind: what it does.
+      lane: what it occupies; tasks of a lane run in the order of the list.
+      duration_key: the profile's key of its duration. `backward_dha_go_s` stands for a backward that reads its
+        parameters and writes its gradient in host memory. A key that ends in `_recompute_s` stands for a backward that
+        runs its forward again. A save and a fetch have the key of the transfer that is as fast per byte.
+      duration_s: seconds.
+      after: indices of tasks in the same list that must have ended; all are lower than its own.
+      after_previous: indices of tasks of the previous step that must have ended. The first step waits for none.
+      start_bytes: device memory allocated as it starts.
+      end_bytes: device memory freed as it ends.
+      workspace_bytes: device memory that it needs beside that while it runs.
+      host_start_bytes: host memory for a gradient taken as it starts.
+      host_end_bytes: host memory for gradients given back as it ends.
+      copy: of a forward or backward, the load whose copy of the parameters it reads; None if it reads host memory, a
+        RESIDENT copy, or nothing.
+      step: the step in a chain, counted from 0.
+    """
+
+    name: str
+    layer: int
+    kind: Kind
+    lane: Lane
+    duration_key: str
+    duration_s: float
+    after: tuple[int, ...] = ()
+    after_previous: tuple[int, ...] = ()
+    start_bytes: int = 0
+    end_bytes: int = 0
+    workspace_bytes: int = 0
+    host_start_bytes: int = 0
+    host_end_bytes: int = 0
+    copy: int | None = None
+    step: int = 0
+
+    @property
+    def need(self) -> tuple[int, int]:
+        """Of an update: the smaller, the sooner a forward needs the parameters."""
+        return self.step, self.layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The tasks of one step, or of a chain of steps.
+
+    Attributes:
+      tasks: in an order in which they can be dispatched: a task comes after everything that it waits for.
+      resident_bytes: device memory held all the time, by RESIDENT copies.
+      steps: the number of steps in `tasks`.
+      updates_by_need: whether the host takes, of the updates that could start, the one whose parameters the next
+        forward needs first. Otherwise it takes updates in the order of the list.
+    """
+
+    tasks: tuple[Task, ...]
+    resident_bytes: int
+    steps: int = 1
+    updates_by_need: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """When each task of a schedule started and ended, predicted or measured, in seconds from the first step's start.
+
+    Attributes:
+      schedule: what ran.
+      starts_s: start of each task.
+      ends_s: end of each task.
+    """
+
+    schedule: Schedule
+    starts_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+
+
+def repeat(step: Schedule, steps: int) -> Schedule:
+    """Chains copies of the tasks of one step; a step's `after_previous` become plain waits."""
+    size = len(step.tasks)
+    tasks = list(step.tasks)
+    for number in range(1, steps):
+        offset = number * size
+        tasks += [
+            dataclasses.replace(
+                task,
+                after=tuple(index + offset for index in task.after)
+                + tuple(index + offset - size for index in task.after_previous),
+                copy=None if task.copy is None else task.copy + offset,
+                step=number,
+            )
+            for task in step.tasks
+        ]
+    return dataclasses.replace(step, tasks=tuple(tasks), steps=steps)
+
+
+def leading_loads(step: Schedule) -> tuple[int, ...]:
+    """The first tasks of the link up that wait only for each other within their own step.
+
+    They can run before anything else of the step is known.
+    """
+    leading: list[int] = []
+    for index, task in enumerate(step.tasks):
+        if task.lane is Lane.H2D:
+            if task.kind not in (Kind.LOAD, Kind.RELOAD) or not set(task.after) <= set(leading):
+                break
+            leading.append(index)
+    return tuple(leading)

@@ -1,0 +1,212 @@
+"""Room for gradients: which transfers a backward waits for, and how much a chain of steps can hold at most."""
+
+import dataclasses
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxferry.holdings import effective
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.records import UpdateOrder
+from jaxferry.plan.registry import policies
+from jaxferry.planning import make_plan
+from jaxferry.room import NO_WAIT, copy_bytes, copy_spans, waits
+from jaxferry.schedule import Kind, Lane, repeat, schedule_step, step_demand
+from jaxferry.simulate import machine
+from profiles import UNLIMITED_BYTES, deterministic, planned, transformer, with_modes
+
+many = hypothesis.settings(derandomize=True, deadline=None, max_examples=100)
+
+
+def any_durations(step, seed):
+    """The same tasks, as long or short as they may be; some take no time."""
+    draw = np.random.default_rng(seed)
+    seconds = draw.choice([0.0, 0.01, 1.0, 100.0], size=len(step.tasks))
+    tasks = [dataclasses.replace(task, duration_s=float(x)) for task, x in zip(step.tasks, seconds, strict=True)]
+    return dataclasses.replace(step, tasks=tuple(tasks))
+
+
+def peak_bytes(step, steps=4):
+    return max(held for _, held in machine.device_bytes(machine.run(repeat(step, steps))))
+
+
+@many
+@given(planned(programs=True))
+def test_a_chain_never_holds_more_than_the_limit_however_long_tasks_take(case):
+    profile, plan = case
+    _, needs = step_demand(profile, plan)
+    limit = max(int(needs.natural[0]), plan.memory_bytes or 0)
+    step = schedule_step(profile, plan)
+    assert peak_bytes(step) <= limit
+    for seed in range(4):
+        assert peak_bytes(any_durations(step, seed)) <= limit
+
+
+def program_ancestors(step):
+    """Per task of two steps: the number of programs that must have ended before it, from dependencies alone."""
+    chain = repeat(step, 2)
+    latest, ready = {}, []
+    for task in chain.tasks:
+        before = [*task.after, *(() if task.lane not in latest or task.lane is Lane.HOST else (latest[task.lane],))]
+        number = max((ready[i] + (chain.tasks[i].kind in (Kind.FORWARD, Kind.BACKWARD)) for i in before), default=0)
+        ready.append(number)
+        latest[task.lane] = len(ready) - 1
+    return chain, ready
+
+
+def place_of(task, size):
+    return task.layer if task.kind is Kind.FORWARD else 2 * size - 1 - task.layer
+
+
+@deterministic
+@given(planned())
+def test_copies_may_be_there_once_the_programs_have_ended_that_their_loads_wait_for(case):
+    """Counted a second time from the task list alone, on profiles where every layer has a backward."""
+    profile, plan = case
+    plan = effective(profile, plan)
+    chain, ready = program_ancestors(schedule_step(profile, plan))
+    size, tasks = len(profile.layers), chain.tasks
+    counted = np.zeros((2, 2 * size), dtype=int)
+    programs = [i for i, task in enumerate(tasks) if task.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    for index, task in enumerate(tasks):
+        if task.kind in (Kind.LOAD, Kind.RELOAD):
+            users = [tasks[i] for i in programs if tasks[i].copy == index]
+            last = max(place_of(user, size) + 2 * size * user.step for user in users)
+            counted[task.step, min(ready[index], 2 * size) : min(last + 1, 2 * size)] += task.start_bytes
+    held, _ = step_demand(profile, plan)
+    now, _, following = copy_bytes(held, copy_spans(held, plan.loads == "bulk", plan.updates == "after-all"))
+    assert now[: 2 * size, 0].tolist() == counted[0].tolist()
+    assert following[: 2 * size, 0].tolist() == counted[1].tolist()
+
+
+@deterministic
+@given(planned(programs=True))
+def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
+    profile, plan = case
+    held, needs = step_demand(profile, plan)
+    limit = max(int(needs.natural[0]), plan.memory_bytes or 0)
+    found = waits(held, needs, plan.memory_bytes or 0)[:, 0]
+    plan = effective(profile, plan)
+
+    def fits(layer, rest):
+        beside = sum(profile.layers[x].grad_bytes for x in rest)
+        few = sum(profile.layers[x].grad_bytes for x in rest if x < needs.beside_below[0])
+        return needs.backward[layer, 0] + beside <= limit and needs.backward_after[layer, 0] + few <= limit
+
+    outstanding = []
+    for layer in reversed(range(len(profile.layers))):
+        if not profile.layers[layer].has_backward:
+            assert found[layer] == NO_WAIT
+            continue
+        adds = [x for x in profile.groups[profile.group_of[layer]] if x in outstanding]
+        adds = min(adds) if adds and plan.gradients[layer] is GradientPlace.HOST else None
+        rest, waited = list(outstanding), None
+        while rest and (not fits(layer, rest) or adds in rest):
+            waited = rest.pop(0)
+        assert found[layer] == (NO_WAIT if waited is None else waited)
+        outstanding = rest
+        if held.offloads[layer, 0]:
+            outstanding.append(layer)
+
+
+def two_slot_waits(step):
+    """The rule before: a backward waits for all gradients but the last two before it."""
+    offloads, tasks = [], []
+    for index, task in enumerate(step.tasks):
+        if task.kind is Kind.BACKWARD:
+            room = {i for i in task.after if step.tasks[i].kind is Kind.OFFLOAD}
+            task = dataclasses.replace(task, after=tuple(sorted({*task.after} - room | {*offloads[:-2]})))
+        if task.kind is Kind.OFFLOAD:
+            offloads.append(index)
+        tasks.append(task)
+    return dataclasses.replace(step, tasks=tuple(tasks))
+
+
+def worst_peak_bytes(profile, step, needs):
+    """The most that the step can hold: what each backward needs, beside all gradients that it has not waited for."""
+    most, outstanding = int(needs.natural[0]), []
+    ended = -1
+    for index, task in enumerate(step.tasks):
+        if task.kind is Kind.BACKWARD:
+            ended = max([ended, *(i for i in task.after if step.tasks[i].kind is Kind.OFFLOAD)])
+            beside = sum(size for i, size in outstanding if i > ended)
+            few = sum(size for i, size in outstanding if i > ended and step.tasks[i].layer < needs.beside_below[0])
+            most = max(most, beside + int(needs.backward[task.layer, 0]))
+            most = max(most, few + int(needs.backward_after[task.layer, 0]))
+        if task.kind is Kind.OFFLOAD:
+            outstanding.append((index, profile.layers[task.layer].grad_bytes))
+    return most
+
+
+@many
+@given(planned(programs=True))
+def test_the_worst_peak_is_never_higher_than_with_two_slots(case):
+    profile, plan = case
+    plan = dataclasses.replace(plan, memory_bytes=None)
+    step = schedule_step(profile, plan)
+    _, needs = step_demand(profile, plan)
+    two_slots = worst_peak_bytes(profile, two_slot_waits(step), needs)
+    assert worst_peak_bytes(profile, step, needs) == int(needs.natural[0]) <= two_slots
+
+
+@pytest.mark.parametrize("name", policies())
+@pytest.mark.parametrize("activation_bytes", [0, 8_000_000])
+def test_dependencies_grow_linearly_with_the_layers(name, activation_bytes):
+    """Without activations every backward waits for room. The searches' modes are those of a short model, stretched."""
+    short = make_plan(transformer(9), name)
+    counts = []
+    for size in (33, 65, 129):
+        layers = [dataclasses.replace(layer, activation_bytes=activation_bytes) for layer in transformer(size).layers]
+        profile = dataclasses.replace(transformer(size), layers=tuple(layers))
+        chosen = [short.layers[index * 9 // size] for index in range(size)]
+        stretched = with_modes(profile, [x.mode for x in chosen], [x.gradient for x in chosen])
+        plan = dataclasses.replace(short, layers=stretched.layers, memory_bytes=None, predicted=None)
+        tasks = schedule_step(profile, plan).tasks
+        counts.append(sum(len(task.after) for task in tasks))
+        assert max(len(task.after) for task in tasks) <= 4
+    assert counts[2] - counts[1] <= 2.1 * (counts[1] - counts[0])
+
+
+@deterministic
+@given(planned())
+def test_more_memory_is_never_slower_in_backward_order(case):
+    profile, plan = case
+    plan = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
+    before = np.inf
+    for memory_bytes in (None, 50, 100, 200, 400, UNLIMITED_BYTES):
+        step = schedule_step(profile, dataclasses.replace(plan, memory_bytes=memory_bytes))
+        assert machine.steady_step_s(step) <= before * (1 + 1e-12)
+        before = machine.steady_step_s(step)
+        assert memory_bytes is None or peak_bytes(step) <= max(memory_bytes, step_demand(profile, plan)[1].natural[0])
+
+
+def test_gradients_take_the_place_of_activations():
+    """Once a backward has freed its activations, a gradient of that size may stay; no slot limits their number."""
+    profile = transformer(6)
+    layers = [
+        dataclasses.replace(layer, activation_bytes=100, grad_bytes=100, param_bytes=0, offload_s=100.0)
+        for layer in profile.layers
+    ]
+    profile = dataclasses.replace(profile, layers=tuple(layers))
+    step = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 6))
+    assert not any(
+        step.tasks[i].kind is Kind.OFFLOAD for task in step.tasks if task.kind is Kind.BACKWARD for i in task.after
+    )
+    full = [dataclasses.replace(layer, activation_bytes=0) for layer in layers]
+    profile = dataclasses.replace(profile, layers=tuple(full))
+    step = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 6))
+    offload_of = {task.layer: i for i, task in enumerate(step.tasks) if task.kind is Kind.OFFLOAD}
+    for task in step.tasks:
+        if task.kind is Kind.BACKWARD and task.layer < 5:
+            assert offload_of[task.layer + 1] in task.after
+
+
+def test_a_backward_that_adds_to_a_gradient_in_host_memory_waits_for_that():
+    profile = transformer(5, tied=True)
+    places = [GradientPlace.HOST, *[GradientPlace.DEVICE] * 4]
+    plan = dataclasses.replace(with_modes(profile, [Mode.GFGB] * 5, places), memory_bytes=UNLIMITED_BYTES)
+    step = schedule_step(profile, plan)
+    (lookup,) = [task for task in step.tasks if task.kind is Kind.BACKWARD and task.layer == 0]
+    assert [step.tasks[i].layer for i in lookup.after if step.tasks[i].kind is Kind.OFFLOAD] == [4]
