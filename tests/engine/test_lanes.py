@@ -217,7 +217,7 @@ def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
 
 
 def test_no_sleeping_task_ends_before_the_simulator_says():
-    """In a fixed order of updates, other processes can only make tasks later. How much is for the benchmark of overlap."""
+    """In a fixed order of updates, other processes can only make tasks later. How much: `benchmarks/overlap.py`."""
     profile, num_steps = transformer(16), 4
     schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 16), order=UpdateOrder.BACKWARD)
     scale = 0.6 / machine.steady_step_s(schedule)

@@ -1,0 +1,130 @@
+"""The plan shown is the plan that runs: one lowering for the command line, the simulator and the engine."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.cli import main
+from jaxferry.engine.memory import peak_bytes
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.records import Profile
+from jaxferry.simulate import machine
+from jaxferry.simulate.report import simulate
+
+POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memferry", "go-memferry", "exact", "auto")
+
+
+def frozen_lookup():
+    """A table that is looked up and not trained: rows, a frozen group, and a layer without a backward."""
+    generator = np.random.default_rng(0)
+    params = {f"l{i}": {"w": generator.normal(size=(16, 16)).astype(np.float32) * 0.1} for i in range(3)}
+    params["table"] = {"w": generator.normal(size=(32, 16)).astype(np.float32)}
+
+    def loss_fn(params, tokens):
+        x = params["table"]["w"][tokens]
+        for i in range(3):
+            x = jnp.tanh(x @ params[f"l{i}"]["w"])
+        return jnp.mean(x**2)
+
+    return types.SimpleNamespace(loss_fn=loss_fn, params=params, batch=np.arange(8) % 32)
+
+
+MODELS = {
+    "gpt": (models.gpt, {}),
+    "gpt that offloads activations": (lambda: models.gpt(depth=4), {"remat": "full", "offload_activations": True}),
+    "frozen table": (frozen_lookup, {"trainable": lambda path: "table" not in path}),
+    "lookup": (frozen_lookup, {}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def measured(request, tmp_path_factory):
+    """A model, the options of its step, and the file of its measured profile."""
+    make, options = MODELS[request.param]
+    task, path = make(), tmp_path_factory.mktemp("profile") / "p.json"
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
+    step.measure(task.params, task.batch).save(path)
+    return task, options, path
+
+
+def shown(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, arguments), "--json"])
+    assert ended.value.code in (0, None)
+    return json.loads(capsys.readouterr().out)
+
+
+def prepared(task, options, path, **more):
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), profile=path, **options, **more)
+    step.init(task.params)
+    return step.prepare(task.batch)
+
+
+def check(made, plan, path):
+    """The plan's prediction is the simulation of the schedule that runs, to the bit."""
+    run = machine.run(made.schedule)
+    predicted = plan["predicted"]
+    assert machine.step_s(run) == predicted["step_s"]
+    assert machine.forward_s(run) == predicted["forward_s"]
+    assert machine.steady_step_s(made.schedule) == predicted["steady_step_s"]
+    again = simulate(Profile.load(path), Plan.from_json(plan))
+    assert again.run.schedule == made.schedule
+    assert max(held for _, held in machine.device_bytes(run)) <= made.peak.held
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("factor", [None, pytest.param(0.5, marks=pytest.mark.slow)])
+def test_what_plan_prints_is_the_simulation_of_the_schedule_that_runs(measured, policy, factor, capsys):
+    task, options, path = measured
+    flags = [] if factor is None else ["--reserve-factor", factor]
+    plan = shown(capsys, "plan", path, "--policy", policy, *flags)
+    made = prepared(task, options, path, policy=policy, reserve_factor=factor)
+    assert made.plan.to_json()["layers"] == plan["layers"]
+    check(made, plan, path)
+
+
+@pytest.mark.parametrize("policy", ["auto", "memferry", "l2l"])
+@pytest.mark.parametrize("share", [1.0, 1.3])
+def test_so_it_is_within_a_budget_that_the_plan_fits(measured, policy, share, capsys):
+    task, options, path = measured
+    free = prepared(task, options, path, policy=policy)
+    budget = int(max(free.peak.total, free.plan.predicted.peak_device_bytes) * share)
+    plan = shown(capsys, "plan", path, "--policy", policy, "--memory-budget", budget)
+    made = prepared(task, options, path, policy=policy, memory_budget=budget)
+    assert made.peak.total <= budget
+    if made.plan.to_json()["layers"] == plan["layers"] and made.plan.memory_bytes == plan.get("memory_bytes"):
+        check(made, plan, path)
+    else:
+        # Temporaries, which a profile does not know, have changed the plan. What runs is the plan that it says.
+        assert policy == "auto" or share == 1.0
+        plan = simulate(Profile.load(path), made.plan)
+        assert plan.run.schedule == made.schedule
+
+
+def test_a_budget_that_turns_layers_into_reload_is_in_the_plan_that_runs(capsys, tmp_path):
+    task = models.gpt()
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3))
+    step.measure(task.params, task.batch).save(tmp_path / "p.json")
+    free = prepared(task, {}, tmp_path / "p.json", policy="native-overlapped")
+    made = prepared(task, {}, tmp_path / "p.json", policy="native-overlapped", memory_budget=int(0.9 * free.peak.total))
+    assert "RELOAD" in made.plan.modes and made.modes == made.plan.modes
+    (tmp_path / "plan.json").write_text(json.dumps(made.plan.to_json()))
+    found = shown(capsys, "simulate", tmp_path / "p.json", tmp_path / "plan.json")
+    assert found["step_s"] == machine.step_s(machine.run(made.schedule))
+
+
+def test_without_a_profile_the_engine_still_runs_the_schedule_of_its_plan():
+    task = models.gpt()
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3))
+    step.init(task.params)
+    made = step.prepare(task.batch)
+    assert not any(task.duration_s for task in made.schedule.tasks)
+    assert peak_bytes(made.program, {}).held <= made.peak.held
+    assert jax.tree.structure(made.plan.to_json()) is not None
