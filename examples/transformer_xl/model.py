@@ -106,8 +106,8 @@ def waves(K, C):
 def shift(scores):
     """Moves scores by distance, [B, H, T, K], to the keys at that distance (appendix B of the paper).
 
-    score(query, key) = (q + u) k + (q + v) W r(distance); u weights the content and v the distance of every query.
-    that enter from the right are not past keys.
+    Column j holds the distance K - 1 - j. Query i is at position K - T + i, so its row shifts left by T - 1 - i; those
+    columns that enter from the right are not past keys.
     """
     B, H, T, K = scores.shape
     padded = jnp.pad(scores, ((0, 0), (0, 0), (0, 0), (1, 0)))
