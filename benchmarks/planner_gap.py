@@ -108,7 +108,7 @@ def planning_times(most_layers: int, num_seeds: int) -> dict[str, dict[str, dict
         seconds: dict[str, list[float]] = {}
         for seed in range(num_seeds):
             profile = transformer(num_layers, seed)
-            for title, name, request in _asked(profile):
+            for title, name, request in _timed_requests(profile):
                 start = time.process_time()
                 _policy(name).plan(profile, request)
                 seconds.setdefault(title, []).append(time.process_time() - start)
@@ -118,7 +118,7 @@ def planning_times(most_layers: int, num_seeds: int) -> dict[str, dict[str, dict
     return times
 
 
-def _asked(profile: Profile) -> list[tuple[str, str, Request]]:
+def _timed_requests(profile: Profile) -> list[tuple[str, str, Request]]:
     """Returns titles, policies and requests to time."""
     budget = sum(layer.param_bytes + layer.activation_bytes for layer in profile.layers)
     asked = [(name, name, Request()) for name in ("memferry", "memferry-printed", "exact")]
