@@ -1,4 +1,4 @@
-# Every target sets up what it needs in $(VENV) first; what is there already is not installed again.
+# Every target first installs what it needs into $(VENV). Existing installations are reused.
 #
 #   make train ARGS="--size 124m --steps 5"     make test ARGS="-k partition"
 #   make train EXAMPLE=bert
@@ -9,19 +9,19 @@
 PYTHON ?= $(shell tools/pythons | head -n 1)
 VENV ?= .venv
 ARGS ?=
-# What to install for the tests; with `models` those of third-party models run too.
+# Extras to install for the tests; `models` adds the tests of third-party models.
 TEST_EXTRAS ?= test
-# With any value here the tests marked as slow run too: trainings of the examples, and repetitions in other dtypes.
+# Any value also runs the tests marked as slow: training runs of the examples, and repetitions in other dtypes.
 SLOW ?=
-# Which of examples/ `make train` trains.
+# The example that `make train` trains.
 EXAMPLE ?= gpt2
-# Processes that share the tests; each takes some 2 GB of memory.
+# Number of test processes; each takes about 2 GB of memory.
 JOBS ?= 2
 
-# On a machine with an NVIDIA GPU the example runs there.
+# On a machine with an NVIDIA GPU, the example runs on it.
 TRAIN_EXTRAS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo examples,cuda13 || echo examples)
 
-# An editable installation follows the Python sources by itself, but not these.
+# Changes to these need a new installation, even an editable one.
 NATIVE_SOURCES := $(shell find xla_ffi -type f)
 
 .DELETE_ON_ERROR:
@@ -55,7 +55,7 @@ install-train: $(VENV)/installed-train
 install-test: $(VENV)/installed-test $(VENV)/gpu-packages
 install-dev: $(VENV)/installed-dev
 
-# For what runs lint, types and tests in one environment: one installation, one build, in place of two.
+# Installs everything for lint, types and tests into one environment, with one build instead of two.
 install-all: | $(VENV)/bin/python
 	@echo "Installing jaxferry[dev,$(TEST_EXTRAS)] into $(VENV): the first time takes a few minutes"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$(TEST_EXTRAS)]"
@@ -65,19 +65,19 @@ $(VENV)/installed-train: EXTRAS = $(TRAIN_EXTRAS)
 $(VENV)/installed-test: EXTRAS = $(TEST_EXTRAS)
 $(VENV)/installed-dev: EXTRAS = dev
 
-# The stamps are newer than pyproject.toml and the native sources for as long as the environment holds what they make.
+# A stamp is newer than pyproject.toml and the native sources as long as the installation is up to date.
 $(VENV)/installed-%: pyproject.toml $(NATIVE_SOURCES) | $(VENV)/bin/python
 	@echo "Installing jaxferry[$(EXTRAS)] into $(VENV): the first time takes a few minutes"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
 	@touch $@
 
-# What compiles for a GPU on any machine, for the tests of what is compiled.
+# Compilers for a GPU that run on any machine, for tests of compiled programs.
 $(VENV)/gpu-packages: $(VENV)/installed-test tools/gpu-packages
 	@tools/gpu-packages $(VENV)
 	@touch $@
 
 $(VENV)/bin/python:
-	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or later that can make a virtual environment was found;" \
+	@test -n "$(PYTHON)" || { echo "error: found no Python 3.11 or later that can make a virtual environment;" \
 	  "install python3 and python3-venv, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "Creating $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv "$(VENV)"

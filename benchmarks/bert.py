@@ -22,7 +22,7 @@ class Config:
 
 
 class Block(nn.Module):
-    """One encoder block: x [B, T, C] goes in and comes out."""
+    """One encoder block: maps x [B, T, C] to the same shape."""
 
     config: Config
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Bert(nn.Module):
-    """Tokens [B, T] to logits [B, T, vocab_size]."""
+    """Maps tokens [B, T] to logits [B, T, vocab_size]."""
 
     config: Config
 
@@ -56,7 +56,7 @@ class Bert(nn.Module):
 
 
 def make_loss(config):
-    """Mean cross entropy of the masked tokens; the batch: `tokens` and `labels` [B, T], -1 where nothing is masked."""
+    """Returns the mean cross entropy of masked tokens; batch: `tokens`, `labels` [B, T] (-1: not masked)."""
     model = Bert(config)
 
     def loss_fn(params, batch):
@@ -70,5 +70,5 @@ def make_loss(config):
 
 
 def make_init(config):
-    """The function that makes fresh parameters from a key."""
+    """Returns the function that initialises parameters from a key."""
     return lambda rng: Bert(config).init(rng, jnp.zeros((1, 1), jnp.int32))["params"]

@@ -1,22 +1,22 @@
-"""Peak device memory of a training step on an H200, computed without one: each program is compiled for it, and what a
-step holds between programs is added up (`jaxferry.engine.peak_bytes`).
+"""Computes the peak device memory of a training step on an H200, without having one: compiles each program for it and
+adds the memory that a step holds between programs (`jaxferry.engine.peak_bytes`).
 
     python benchmarks/device_memory.py
 
 Expected, from MemFerry's Figure 12 (averages over its models at small batches): MemFerry 25 % below ZeRO-Offload,
 GO-MemFerry 42 % below. The sequence lengths behind those figures are not published; two are shown.
 
-The base of those figures is DeepSpeed, where the gradients of the whole model gather on the device before they leave:
-`deepspeed_bytes` is what that holds, the parameters and activations of `zero-offload` and all gradients. In this engine
-gradients leave layer by layer under every policy, so `zero-offload` itself is below DeepSpeed by just that.
+The baseline of those figures is DeepSpeed, which gathers the whole model's gradients on the device before it offloads
+them. `deepspeed_bytes` models that: the parameters and activations of `zero-offload` plus all gradients. In this
+engine, every policy offloads gradients layer by layer, so `zero-offload` is below DeepSpeed by that difference.
 
-Found at 128 tokens: MemFerry 28 % (GPT-2-medium) and 22 % (BERT-base) below DeepSpeed, GO-MemFerry 30 % and 23 %.
-Against `zero-offload` in this engine MemFerry saves 1 % of GPT-2-medium (the paper: 1.4 %), as its plan leaves out just
-what is slow to load: lookups, whose table the tied head needs on the device all the same, and vectors. GO-MemFerry
-saves 4 %: the head's gradient is written by panels, but the logits' gradient, an operand of that product, is then kept
-whole (in another form it is never made: where XLA may tune its products, which it cannot without a GPU, GO-MemFerry
-needed 7 % less for GPT-2-medium). 42 % would need more gradients on the device to begin with. At full length
-activations are nearly all that there is.
+Results at 128 tokens: MemFerry is 28 % (GPT-2-medium) and 22 % (BERT-base) below DeepSpeed, GO-MemFerry 30 % and 23 %.
+Compared with `zero-offload` in this engine, MemFerry saves 1 % on GPT-2-medium (the paper: 1.4 %), because its plan
+keeps off the device only what is slow to load: vectors, and lookups, whose table the tied head needs on the device
+anyway. GO-MemFerry saves 4 %: the head's gradient is written by panels, but then the logits' gradient, an operand of
+that product, is kept whole. (If XLA can tune its products, which needs a GPU, it never makes that operand whole, and
+GO-MemFerry needed 7 % less for GPT-2-medium.) Saving 42 % is only possible if more gradients are on the device in the
+first place. At full length, activations dominate.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-# `make test` puts what compiles for a GPU there.
+# `make test` installs the GPU compilers there.
 sys.path.append(str(Path(sys.prefix) / "gpu-packages"))
 import bert
 
@@ -62,7 +62,7 @@ DEVICE_KIND = "NVIDIA H200"
 
 
 def models():
-    """Name, loss function, parameters and batch, all but the function as shapes."""
+    """Returns name, loss function, and shapes of parameters and batch."""
     key = jax.random.key(0)
     config = gpt2.SIZES["medium"]
     for length in (128, 1024):
@@ -75,7 +75,7 @@ def models():
 
 
 def measure_policy(parts, derivatives, policy, reserve_factor, temporary_bytes):
-    """The row of one policy; `temporary_bytes` remembers what programs were found to need."""
+    """Returns the row of one policy; `temporary_bytes` caches the programs' temporary memory."""
     plan, profile = choose_plan(
         parts,
         plan=None,
@@ -106,7 +106,7 @@ def measure_policy(parts, derivatives, policy, reserve_factor, temporary_bytes):
 
 
 def measure_model(name, length, loss_fn, params, batch):
-    """The rows of one model."""
+    """Returns the rows of one model."""
     parts = partition(loss_fn, params, (batch,), compute_dtype=jnp.bfloat16)
     derivatives, temporary_bytes = derivatives_of(parts, "none"), {}
     model_bytes = sum(layer.num_bytes for layer in parts.layers)

@@ -1,7 +1,7 @@
-"""What JaxFerry's step costs where nothing needs to be offloaded: against one plain jitted Optax step, on the CPU.
+"""Measures JaxFerry's overhead on the CPU, where offloading gains nothing, against one plain jitted Optax step.
 
-GPT-2 124m, batch 4, sequence 128, AdamW, all layers GFGB. Every parameter and every gradient is copied between two
-kinds of memory, which on a CPU are the same memory; plain JAX copies nothing. Expected at most 1.05 of the plain step.
+GPT-2 124m, batch 4, sequence 128, AdamW, all layers GFGB. JaxFerry copies every parameter and gradient between two
+memory kinds, which on a CPU are the same memory; plain JAX copies nothing. Expected: at most 1.05 of the plain step.
 
     python benchmarks/engine_overhead.py [--size 124m] [--repetitions 9]
 """
@@ -50,7 +50,7 @@ class Plain:
 
 
 class Ferry:
-    """The same step by JaxFerry."""
+    """The same step in JaxFerry."""
 
     def __init__(self, loss_fn, optimizer, params, batch):
         self.batch = batch

@@ -1,26 +1,28 @@
-"""The fused AdamW step on host memory, against what memory allows and against other ways to do the same.
+"""Compares the fused AdamW step on host memory with a memory-bandwidth baseline and with other implementations.
 
     python benchmarks/host_step.py [--sizes 1e4 1e6 1e8] [--threads 1 2] [--repetitions 7] [--memory-share 0.5]
                                    [--name host_step]
 
 One step takes a bf16 gradient, a loss scale and a clip factor, updates fp32 master and both moments, and writes a bf16
-compute copy. In turn, in one process, on the same number of CPUs and threads:
+compute copy. These run in turn, in one process, on the same number of CPUs and threads:
 
-- fused: `jaxferry.adamw`'s native operation in a jitted, donated program, as the engine calls it;
-- (a) memory: a plain loop that reads and writes the same bytes (read_write.cc), on the very same arrays;
-- (b) optax: `optax.adamw`, casts and scale in one jitted, donated program;
-- (c) deepspeed: what ZeRO-Offload does on the host, scale, `DeepSpeedCPUAdam.step` and cast, three passes; where
-  deepspeed and CPU torch can be imported (optional).
+- fused: `jaxferry.adamw`'s native operation in a jitted program with donated arguments, as the engine calls it;
+- (a) memory: a memory-bandwidth baseline, a loop that reads and writes the same bytes (read_write.cc) of the same
+  arrays;
+- (b) optax: `optax.adamw`, casts and scale in one jitted program with donated arguments;
+- (c) deepspeed: ZeRO-Offload's three passes on the host: scale, `DeepSpeedCPUAdam.step`, cast; needs deepspeed and CPU
+  torch (optional).
 
-Expected, for 1e7 parameters and more: at least 0.9 of (a), at least 1.5 times (b) and (c). Fewer differ for these
-reasons: a call of a jitted program takes some 15 microseconds, longer than the arithmetic of 1e4 parameters, while (a)
-is called once for all passes; with a thread for each CPU the one that calls takes its share of a CPU too; and while all
-arrays lie in a cache, a root and a quotient for each parameter take longer than its bytes do. (b) has the same calls,
-and (c) two thirds more bytes at any size. Where one thread takes all that memory gives (host_step_epyc.json), the
-arithmetic of (b) and (c) hides behind their bytes with two, and the fused step is 1.46 to 1.5 times as fast.
+Expected for at least 1e7 parameters: at least 0.9 of the speed of (a), at least 1.5 times that of (b) and (c). Smaller
+sizes deviate for three reasons. A call of a jitted program takes about 15 microseconds, longer than the arithmetic of
+1e4 parameters, while (a) is called once for all passes. With one thread per CPU, the calling thread needs a share of a
+CPU too. And while all arrays fit into a cache, a root and a quotient per parameter take longer than its bytes. (b) has
+the same calls, and (c) moves two thirds more bytes at any size. Where one thread saturates memory
+(host_step_epyc.json), two threads hide the arithmetic of (b) and (c) behind their bytes, and the fused step is 1.46 to
+1.5 times as fast.
 
-One-CPU runs bind all threads of the process to one CPU. Other load on the machine shows most with all threads, in which
-a step ends when the last of them does.
+One-CPU runs bind all threads of the process to one CPU. Other load on the machine matters most with all threads,
+because a step ends with its last thread.
 """
 
 import argparse
@@ -33,7 +35,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else DeepSpeed's threads wait at full speed, on others' time
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # otherwise DeepSpeed's waiting threads spin and slow the others
 
 import jax
 import jax.numpy as jnp
@@ -56,13 +58,13 @@ except ImportError:
 
 SETTINGS = {"learning_rate": 1e-3, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 SIZES = (1e4, 1e5, 1e6, 1e7, 1e8, 1e9)
-BYTES = {"fused": 16, "memory": 0, "optax": 16, "deepspeed": 18}  # a parameter; (a) borrows those of the fused step
+BYTES = {"fused": 16, "memory": 0, "optax": 16, "deepspeed": 18}  # per parameter; (a) uses the fused step's arrays
 EXPECTED = {"memory": 0.9, "optax": 1.5, "deepspeed": 1.5}
-PASS_PARAMETERS = 2e7  # a measurement takes as many steps as go through so many parameters
+PASS_PARAMETERS = 2e7  # each measurement runs steps until it has updated this many
 
 
 class Fused:
-    """The native operation, called as the engine calls it."""
+    """The native operation, called as in the engine."""
 
     def __init__(self, size):
         optimizer = jaxferry.adamw(**SETTINGS)
@@ -86,14 +88,14 @@ class Fused:
         jax.block_until_ready(self.arrays)
 
     def pointers(self):
-        """Those of master, moments, gradient and copy."""
+        """Returns the pointers of master, moments, gradient and copy."""
         params, state, copy = jax.block_until_ready(self.arrays)
         arrays = (params, state[0].mu, state[0].nu, self.gradient, copy)
         return [array.unsafe_buffer_pointer() for array in arrays]
 
 
 class Memory:
-    """The plain loop over the arrays of the fused step."""
+    """The memory-bandwidth baseline on the fused step's arrays."""
 
     def __init__(self, function, fused, size, num_threads):
         self.function, self.fused, self.size, self.num_threads = function, fused, size, num_threads
@@ -104,7 +106,7 @@ class Memory:
 
 
 class Optax:
-    """The same step by XLA."""
+    """The same step in XLA."""
 
     def __init__(self, size):
         optimizer = optax.adamw(**SETTINGS)
@@ -127,7 +129,7 @@ class Optax:
 
 
 class DeepSpeed:
-    """Scale, Adam and cast, as ZeRO-Offload does them one after another."""
+    """ZeRO-Offload's sequence of scale, Adam and cast."""
 
     def __init__(self, size):
         self.parameter = torch.nn.Parameter(torch.ones(size))
@@ -150,7 +152,7 @@ class DeepSpeed:
 
 @contextlib.contextmanager
 def threads(count):
-    """Gives everything this many threads, and all threads of the process no more CPUs than that."""
+    """Sets the number of threads everywhere, and binds the process to as many CPUs."""
     cpus = sorted(os.sched_getaffinity(0))
     library("cpu").set_host_threads(count)
     if torch is not None:
@@ -186,7 +188,7 @@ def available_bytes():
 
 
 def run_size(size, num_threads, repetitions, read_write, limit_bytes):
-    """Seconds a step of each that fits into memory."""
+    """Returns the seconds per step of each implementation that fits into memory."""
     fused = Fused(size)
     sides = {"fused": fused, "memory": Memory(read_write, fused, size, num_threads)}
     free_bytes = limit_bytes - size * BYTES["fused"]
@@ -195,7 +197,7 @@ def run_size(size, num_threads, repetitions, read_write, limit_bytes):
         if free_bytes >= 0 and not (make is DeepSpeed and torch is None):
             sides[name] = make(size)
     num_steps = max(1, round(PASS_PARAMETERS / size))
-    # Each finds in the caches what a step of its own left there, not what the one before it did.
+    # Each measurement starts with caches warmed by its own step, not by the previous implementation.
     calls = {}
     for name, side in sides.items():
         calls |= {f"{name} before": lambda side=side: side(1), name: lambda side=side: side(num_steps)}
@@ -204,7 +206,7 @@ def run_size(size, num_threads, repetitions, read_write, limit_bytes):
 
 
 def run(sizes, thread_counts, repetitions, memory_share):
-    machine = measure.machine()  # and XLA's threads start, one for each CPU, before any CPU is taken away
+    machine = measure.machine()  # also starts XLA's threads, one per CPU, before CPUs are restricted
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         read_write = load_read_write(folder)
@@ -238,11 +240,13 @@ def row_of(size, count, seconds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--sizes", type=float, nargs="+", default=SIZES, help="parameters, as memory allows")
+    parser.add_argument(
+        "--sizes", type=float, nargs="+", default=SIZES, help="parameters; sizes that do not fit are skipped"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, 2, os.cpu_count()}))
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--memory-share", type=float, default=0.5, help="of the memory that is free, at most so much")
-    parser.add_argument("--name", default="host_step", help="of the file under results/")
+    parser.add_argument("--memory-share", type=float, default=0.5, help="maximum share of free memory to use")
+    parser.add_argument("--name", default="host_step", help="name of the file under results/")
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.sizes]
     result = run(sizes, arguments.threads, arguments.repetitions, arguments.memory_share)

@@ -1,4 +1,4 @@
-"""What benchmarks share: the machine's facts, interleaved timing, and the JSON that they leave."""
+"""Shared by the benchmarks: facts about the machine, interleaved timing, and JSON output."""
 
 import json
 import os
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine():
-    """Facts that a figure means nothing without."""
+    """Returns the facts about the machine that results depend on."""
     model = "unknown"
     if Path("/proc/cpuinfo").exists():
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -28,7 +28,7 @@ def machine():
 
 
 def interleaved(functions, repetitions, warm_up=2):
-    """Runs the functions in turn and returns the seconds of each by name; a shared machine's mood hits all alike."""
+    """Runs the functions in turn and returns each one's seconds by name; other load then affects all alike."""
     seconds = {name: [] for name in functions}
     for repetition in range(warm_up + repetitions):
         for name, function in functions.items():
@@ -40,7 +40,7 @@ def interleaved(functions, repetitions, warm_up=2):
 
 
 def median_ratio(numerators, denominators):
-    """The median of the ratios of neighbours in time."""
+    """Returns the median ratio of measurements that are adjacent in time."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 

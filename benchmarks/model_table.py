@@ -101,8 +101,8 @@ def page(result: dict) -> str:
 def main() -> None:
     """Trains the requested models and writes JSON and page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--missing", action="store_true", help="train only what the JSON does not have")
-    parser.add_argument("--page", action="store_true", help="train nothing")
+    parser.add_argument("--missing", action="store_true", help="train only models that the JSON lacks")
+    parser.add_argument("--page", action="store_true", help="write the page from the JSON; train nothing")
     arguments = parser.parse_args()
     path = measure.RESULTS / "models.json"
     rows = {}

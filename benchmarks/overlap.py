@@ -1,35 +1,34 @@
-"""How well a step overlaps: measured against predicted, and against the busiest lane, for every policy, on a CPU.
+"""Measures how well a step overlaps on a CPU: every policy's step against its prediction and against the busiest lane.
 
-A GPT-2 is trained over an emulated link to an emulated host: both directions and the memory that updates work in are as
-fast as is needed for upload, download and host update to take SHARE of the time of compute each. All of it is done in
-earnest, and then waits until its time is over: compute on one core, copies and updates on the other. The two share
-memory and more, so the model has few parameters for its compute. SHARE is below 1 for a reason: gradients leave in
-backward order, so those that the next forward waits for are the last, and arrive only after the forward and then the
-whole download. Were download and compute equally long, a step would take 4/3 of either. Figures for each policy:
+A GPT-2 is trained over an emulated link to an emulated host. The speeds of both directions and of the updates' memory
+are set so that upload, download and host update each take SHARE of the compute time. All work is really done and then
+waits for its emulated time: compute on one core, copies and updates on the other. The cores share memory bandwidth, so
+the model has few parameters for its compute. SHARE is below 1 because gradients leave in backward order: those that the
+next forward needs first arrive last, after the forward and the whole download. If download and compute took equally
+long, a step would take 4/3 of either. Figures for each policy:
 
-- measured / predicted: the time of a step in a run, over what the simulator says of the same tasks with the times that
-  the profiler measured. Expected between 0.9 and 1.1.
+- measured / predicted: the measured step over the simulated step of the same tasks with profiled times. Expected
+  between 0.9 and 1.1.
 - measured / bound: over the longest of compute, upload, download and host update, each alone. Expected at most 1.15 for
   the best policy.
-- measured / own bound: over the work of the busiest lane under the policy's plan (where layers that are read in host
-  memory compute for longer, and others are loaded twice).
+- measured / own bound: over the work of the busiest lane under the policy's plan (in which some layers compute longer
+  in host memory, and others are loaded twice).
 
-A machine that others use computes now faster, now slower, by more than these figures allow for. So a plain jitted
-gradient, with nothing of JaxFerry, is timed before and after each profile and each round of steps; programs count as so
-much slower in a round as it was slower there than at the time of the profile, in prediction and bounds alike. Ratios
-are medians over the rounds in which other machines on the same hardware took no more of this one's cycles than in the
-median round (where Linux tells: "steal" of /proc/stat); the JSON has each round.
+On a shared machine, compute speed varies by more than these tolerances. So a plain jitted gradient, without JaxFerry,
+is timed before and after each profile and each round of steps. Its slowdown since the profile scales the programs'
+times in prediction and bounds. Ratios are medians over the quieter rounds: those in which other virtual machines took
+no more of this one's cycles than in the median round ("steal" in Linux's /proc/stat). The JSON holds every round.
 
-XLA's CPU client takes the memory of each result from the C library, which gives what is freed back to Linux and is
-given it anew, page by page: 20 to 80 thousand page faults a step, up to a tenth of its time. A profile, which repeats
-one call, sees none, and a GPU's memory stays in JAX's pool. So here the C library is told to keep what is freed.
+XLA's CPU client allocates each result from the C library, which returns freed memory to Linux and gets it back page by
+page: 20 to 80 thousand page faults per step, up to a tenth of its time. A profile, which repeats one call, has none of
+these, and on a GPU memory stays in JAX's pool. So this benchmark makes the C library keep freed memory.
 
-What the machine adds (memory bandwidth and cores that lanes share) cannot be told there from what the executor adds.
-So the executor is also run dry: tasks wait for their profiled time and compute nothing, for 16 and 96 layers. Expected
-within 3 % of what is predicted, in the quickest DRY_ROW steps in a row, as a busy machine wakes threads up late, by
-milliseconds; a run of which more than DRY_STOLEN of the processors' time was taken away is repeated, up to
-MOST_DRY_RUNS times, and the quietest counts. On a machine that is never quiet, measured / slept tells the executor from
-late sleepers: over what the simulator says with the time for which each task really slept, in all steps.
+These figures cannot separate the executor's overhead from the machine's (memory bandwidth and cores shared by lanes).
+So the executor also runs dry, for 16 and 96 layers: tasks wait for their profiled time and compute nothing. Expected:
+within 3 % of the prediction, in the fastest DRY_ROW consecutive steps, because a busy machine wakes threads late by
+milliseconds. A run that lost more than DRY_STOLEN of the processors' time is repeated, up to MOST_DRY_RUNS times, and
+the quietest counts. On a machine that is never quiet, measured / slept separates the executor from late wake-ups: all
+steps over the simulation with each task's actual sleep.
 
     python benchmarks/overlap.py [--only dry|trained] [--steps 4] [--rounds 6]
 """
@@ -49,10 +48,10 @@ from pathlib import Path
 
 # One core for XLA, one for the host's updates.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["NPROC"] = "1"  # so many threads has XLA's CPU client; its own flags leave each program two
+os.environ["NPROC"] = "1"  # the number of threads of XLA's CPU client; its own flags leave two per program
 os.environ["JAXFERRY_HOST_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # products in host memory are part of XLA's programs
-os.environ["JAXFERRY_CACHE_DIR"] = "off"  # what was measured while the machine was busy is measured again
+os.environ["JAXFERRY_CACHE_DIR"] = "off"  # do not reuse measurements from a busy machine
 sys.path.append(str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -76,7 +75,7 @@ from jaxferry.simulate import machine
 from profiles import transformer
 
 POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memferry", "exact", "auto")
-MOVING_DATA = POLICIES[:4]  # and nothing else
+MOVING_DATA = POLICIES[:4]  # policies that only move data
 CONFIG = model.Config(num_layers=48, num_heads=4, channels=192, max_length=128, vocab_size=2048)
 BATCH, LENGTH = 6, 128
 SHARE = 0.7
@@ -93,14 +92,14 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
 
 def keep_freed_memory():
-    """Has the C library keep what is freed."""
-    with contextlib.suppress(AttributeError):  # only GNU's can be told
+    """Makes the C library keep freed memory."""
+    with contextlib.suppress(AttributeError):  # only GNU's has mallopt
         for option, num_bytes in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**28), (M_MMAP_THRESHOLD, 2**25)):
             ctypes.CDLL(None).mallopt(option, num_bytes)
 
 
 def last_as_long_as(duration_s):
-    """Waits; the last bit awake, as a thread that sleeps is woken up some tenths of a millisecond late."""
+    """Waits, spinning at the end, because a sleeping thread wakes some tenths of a millisecond late."""
     end_s = time.perf_counter() + duration_s
     time.sleep(max(0.0, duration_s - AWAKE_S))
     while time.perf_counter() < end_s:
@@ -108,7 +107,7 @@ def last_as_long_as(duration_s):
 
 
 def dry_steps_s(schedule, num_steps):
-    """Seconds of each step in a chain whose tasks sleep, once it is steady; and with how long they slept, predicted."""
+    """Returns the steady steps' seconds in a chain of sleeping tasks, and those predicted with their actual sleeps."""
     tasks, lanes, works, slept_s = TaskList(schedule), Lanes(), [], []
 
     def next_action():
@@ -141,12 +140,12 @@ def dry_steps_s(schedule, num_steps):
 
 
 def lengths_s(ends_s):
-    """Seconds of each step from when it is steady, given when steps end."""
+    """Returns the seconds of each steady step, given the ends of all steps."""
     return [after - before for before, after in itertools.pairwise(ends_s[2:])]
 
 
 def quietest_dry_run(schedule, num_steps):
-    """The share of the processors' time that was taken away meanwhile, and what `dry_steps_s` says."""
+    """Returns the stolen share of the processors' time in the quietest run, and the result of `dry_steps_s`."""
     runs = []
     while len(runs) < MOST_DRY_RUNS and min(runs, default=(1.0,))[0] > DRY_STOLEN:
         before_s, start_s = stolen_s(), time.perf_counter()
@@ -156,7 +155,7 @@ def quietest_dry_run(schedule, num_steps):
 
 
 def stolen_s():
-    """Seconds of its processors that this machine wanted and another one had, so far; 0 where that is not known."""
+    """Returns the processor seconds stolen from this machine so far; 0 if unknown."""
     try:
         ticks = int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8])
     except (OSError, IndexError):
@@ -174,7 +173,7 @@ def scaled(profile, factor):
 
 
 def dry_rows(num_layers, step_s, num_steps=8):
-    """The executor alone, for one size of model."""
+    """Measures the executor alone, for one size of model."""
     profile = transformer(num_layers)
     rows = []
     for policy in POLICIES:
@@ -200,19 +199,19 @@ def dry_rows(num_layers, step_s, num_steps=8):
 
 
 def speeds_for(profile, slowness):
-    """Bytes a second at which transfers and updates take SHARE of the time of a step's programs.
+    """Returns the bytes per second at which transfers and updates each take SHARE of a step's compute time.
 
-    `slowness` is how much slower the machine was when these were measured than it is when it has nothing else to do.
+    `slowness` is the machine's slowdown at the time of the profile, compared with an idle machine.
     """
     each_s = SHARE * works_s(profile)["compute"] / slowness
     sent = sum(profile.layers[group[0]].param_bytes for group in profile.groups)
     received = sum(layer.grad_bytes for layer in profile.layers)
-    # Of each parameter: master and two moments both ways, the gradient, the compute copy, all in fp32.
+    # Per parameter, in fp32: read and write master and two moments, read the gradient, write the compute copy.
     return {"load": sent / each_s, "store": received / each_s, "host": 8 * sent / each_s}
 
 
 class Model:
-    """What is trained, and how fast the machine computes it at the moment."""
+    """The trained model, and the machine's current speed on it."""
 
     def __init__(self):
         self.loss_fn = model.make_loss(CONFIG)
@@ -225,7 +224,7 @@ class Model:
             self.plain_s()
 
     def plain_s(self):
-        """Seconds of a plain jitted gradient, several times."""
+        """Returns several timings of a plain jitted gradient, in seconds."""
         times_s = []
         for _ in range(NUM_PLAIN):
             start_s = time.perf_counter()
@@ -235,7 +234,7 @@ class Model:
         return times_s
 
     def profile(self):
-        """The middle one of several profiles by compute over plain gradient, and that gradient's seconds beside it."""
+        """Returns the median of several profiles by compute over plain gradient, and that gradient's seconds."""
         step = jaxferry.train_step(self.loss_fn, jaxferry.adamw(1e-4), profile="measure")
         measured = []
         for _ in range(NUM_PROFILES):
@@ -248,7 +247,7 @@ class Model:
 
 
 def set_speeds(of):
-    """Sets the emulator's speeds, and once more where a first profile was off; these, and the profile under them."""
+    """Sets the emulator's speeds, again if the first profile was off; returns them and the profile at these speeds."""
     emulator, speeds = library("cpu"), {}
     profile, plain_s = of.profile()
     for _ in range(MOST_SETTINGS):
@@ -263,7 +262,7 @@ def set_speeds(of):
 
 
 def slowed(schedule, factor):
-    """The schedule with programs that take so many times as long."""
+    """Returns the schedule with the programs' times multiplied by `factor`."""
     tasks = (
         dataclasses.replace(task, duration_s=task.duration_s * factor) if task.lane is Lane.GPU else task
         for task in schedule.tasks
@@ -272,9 +271,9 @@ def slowed(schedule, factor):
 
 
 def round_of(schedule, work_s, step_s, slowness, stolen):
-    """One round of a policy: its median step, what was predicted and the bounds, with programs so much slower.
+    """Returns one round of a policy: its median step, prediction and bounds, with programs slower by `slowness`.
 
-    `stolen` are the seconds of processor time that were taken from this machine meanwhile.
+    `stolen` is the processor time in seconds that was stolen from this machine meanwhile.
     """
     slow = slowed(schedule, slowness)
     return {
@@ -288,7 +287,7 @@ def round_of(schedule, work_s, step_s, slowness, stolen):
 
 
 def row_of(row, rounds):
-    """The medians over a policy's quieter rounds, which are all where nothing was taken from this machine."""
+    """Returns the medians over a policy's quieter rounds; these are all rounds if no time was stolen."""
     stolen_s = statistics.median(one["stolen_s"] for one in rounds)
     quiet = [one for one in rounds if one["stolen_s"] <= stolen_s]
     medians = {key: statistics.median(one[key] for one in quiet) for key in quiet[0]}
@@ -307,7 +306,7 @@ def trained(num_steps, num_rounds):
     steps, marks = {}, []
 
     def mark(*_):
-        """How fast the machine is, and what was taken from it since the mark before."""
+        """Records the machine's speed and the time stolen since the previous mark."""
         marks.append((of.plain_s(), stolen_s()))
 
     def make_step(policy):
@@ -338,14 +337,14 @@ def trained(num_steps, num_rounds):
             slowness, stolen = statistics.median(before_s + after_s) / plain_s, stolen_after_s - stolen_before_s
             rounds.append(round_of(schedule, compared.work_s, of_round, slowness, stolen))
         rows.append(row_of(row, rounds))
-        # What is seen is the last round, on a machine as fast as it was then.
+        # The figure shows the last round, with predictions scaled to the machine's speed then.
         of_last = machine.run(repeat(slowed(schedule, rounds[-1]["slowness"]), num_steps))
         shown.append(dataclasses.replace(row, predicted=steps_in_the_middle(of_last)))
     return dataclasses.replace(compared, rows=tuple(shown)), rows, profile, speeds
 
 
 def recording_share(rows, profile):
-    """The share of a step that reading the clock for every task takes."""
+    """Returns the share of a step spent on reading the clock for every task."""
     start_s = time.perf_counter()
     for _ in range(100_000):
         time.perf_counter()
@@ -355,7 +354,7 @@ def recording_share(rows, profile):
 
 
 def print_rows(rows, title, *ratios):
-    """Seconds and ratios, a line for each policy."""
+    """Prints seconds and ratios, one line per policy."""
     table = Table("policy", "measured [s]", "predicted [s]", *(f"/ {name}" for name in ratios), title=title)
     for row in rows:
         numbers = [row["measured_s"], row["predicted_s"], *(row[f"measured_over_{name}"] for name in ratios)]
@@ -364,7 +363,7 @@ def print_rows(rows, title, *ratios):
 
 
 def report_trained(num_steps, num_rounds):
-    """Trains, shows what came of it, and gives back what is written down."""
+    """Trains, prints the results, and returns those to write."""
     compared, rows, profile, speeds = trained(num_steps, num_rounds)
     print_rows(rows, "trained", "predicted", "own_bound", "bound")
     print(", ".join(f"{name} {seconds:.3f} s" for name, seconds in compared.work_s.items()))
@@ -384,8 +383,8 @@ def report_trained(num_steps, num_rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("dry", "trained"), help="measure one part anew")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each policy in a row, the first not timed")
+    parser.add_argument("--only", choices=("dry", "trained"), help="measure only this part again")
+    parser.add_argument("--steps", type=int, default=4, help="consecutive steps per policy; the first is not timed")
     parser.add_argument("--rounds", type=int, default=6)
     arguments = parser.parse_args()
     keep_freed_memory()

@@ -1,12 +1,12 @@
-"""How far each policy is from `exact`, and how long planning takes: on profiles shaped like transformers.
+"""Measures each policy's gap to `exact`, and planning times, on profiles shaped like transformers.
 
     python benchmarks/planner_gap.py [--models 30] [--most-layers 512] [--seeds 3]
 
-Prints two tables and writes `benchmarks/results/planner_gap.json`. Every model is another seed: machine, batch, width
-and the spread of its layers' times. Gaps are ratios of simulated times on the same profile, each policy with its own
-default reserve factor, so they do not depend on the machine that plans. Planning times do: they are processor time,
-median and worst over several seeds. `auto` may hold layers on the device for good, which `exact` may not: its gap is
-below 0 where that pays.
+Prints two tables and writes `benchmarks/results/planner_gap.json`. Every model has its own seed, which draws machine,
+batch, width and the spread of its layers' times. Gaps are ratios of simulated times on the same profile, each policy
+with its default reserve factor, so they do not depend on the machine that plans. Planning times do: they are processor
+time, median and worst over several seeds. `auto` may keep layers resident on the device, which `exact` may not: its gap
+is negative where that pays.
 """
 
 import argparse
@@ -39,7 +39,7 @@ MOST_LAYERS_OF_AUTO = 128
 
 
 def transformer(num_layers: int, seed: int) -> Profile:
-    """Embedding, then norm, attention, norm, MLP in turn, and a head, on a random machine with a random batch."""
+    """Makes a random machine's profile: embedding, repeated norm, attention, norm, MLP, and a head."""
     draw = random.Random(seed)
     link_bytes_per_s = draw.choice([6e9, 12e9, 25e9, 55e9])
     flops_per_s = draw.choice([60e12, 120e12, 300e12])
@@ -78,12 +78,12 @@ def transformer(num_layers: int, seed: int) -> Profile:
 
 
 def _policy(name: str) -> Policy:
-    """A policy of the registry, or MemFerry's algorithm to the letter, which only studies use."""
+    """Returns a policy of the registry, or MemFerry's algorithm as printed, which only studies use."""
     return MemFerryPrinted() if name == MemFerryPrinted.name else make_policy(name)
 
 
 def gaps(num_models: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Per objective and policy the mean, worst and best gap to `exact`; for `exact` that to its proven bound."""
+    """Returns per objective and policy the mean, worst and best gap to `exact`; for `exact`, to its proven bound."""
     found: dict[str, dict[str, list[float]]] = {objective: {} for objective in Objective}
     for seed in track(range(num_models), description="gaps", console=Console(stderr=True)):
         profile = transformer(random.Random(seed).choice([18, 34, 50, 98]), seed)
@@ -101,14 +101,14 @@ def gaps(num_models: int) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def planning_times(most_layers: int, num_seeds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Per number of layers and way to plan the median and the worst seconds over the seeds."""
+    """Returns the median and worst planning seconds over the seeds, per number of layers and policy."""
     times: dict[str, dict[str, dict[str, float]]] = {}
     sizes = [num_layers for num_layers in LAYERS if num_layers <= most_layers]
     for num_layers in track(sizes, description="times", console=Console(stderr=True)):
         seconds: dict[str, list[float]] = {}
         for seed in range(num_seeds):
             profile = transformer(num_layers, seed)
-            for title, name, request in _asked(profile):
+            for title, name, request in _timed_requests(profile):
                 start = time.process_time()
                 _policy(name).plan(profile, request)
                 seconds.setdefault(title, []).append(time.process_time() - start)
@@ -118,8 +118,8 @@ def planning_times(most_layers: int, num_seeds: int) -> dict[str, dict[str, dict
     return times
 
 
-def _asked(profile: Profile) -> list[tuple[str, str, Request]]:
-    """Titles, policies and requests to time."""
+def _timed_requests(profile: Profile) -> list[tuple[str, str, Request]]:
+    """Returns titles, policies and requests to time."""
     budget = sum(layer.param_bytes + layer.activation_bytes for layer in profile.layers)
     asked = [(name, name, Request()) for name in ("memferry", "memferry-printed", "exact")]
     asked.append(("exact, factor 1", "exact", Request(1.0)))

@@ -1,6 +1,6 @@
-// The memory's limit for a host step: a plain loop that reads and writes what AdamW must, and computes nothing of note.
-// For each parameter it reads and writes three fp32 arrays, reads one of 16 bits and writes another: 28 bytes, and 2
-// more as the cache fetches what is only written.
+// The memory-bandwidth baseline of a host step: a loop with AdamW's reads and writes but hardly any arithmetic. Per
+// parameter it reads and writes three fp32 arrays, reads one 16-bit array and writes another: 28 bytes, and 2 more
+// because the cache also fetches the array that is only written.
 //
 // host_step.py compiles and loads it.
 #include <algorithm>
@@ -33,7 +33,7 @@ void ReadAndWrite(const Arrays& arrays, int64_t start, int64_t end) {
 
 }  // namespace
 
-// Seconds of one of `repetitions` passes, each thread over a stretch of its own.
+// Returns the seconds of one of `repetitions` passes; each thread has its own range.
 extern "C" double read_write(const Arrays* arrays, int64_t size, int64_t num_threads, int64_t repetitions) {
   const int64_t stretch = (size / num_threads + 63) / 64 * 64;
   const auto run = [&](int64_t thread) {

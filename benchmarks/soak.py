@@ -1,14 +1,14 @@
-"""Whether long training leaks: host memory, live arrays and threads over thousands of steps, on the CPU.
+"""Checks long training for leaks of host memory, live arrays and threads over thousands of steps, on the CPU.
 
-A tiny GPT-2 whose steps take milliseconds, under `native-overlapped`, with the fused AdamW. After a warm-up of 200
-steps and from then on every 100, once the updates under way have ended: the process's resident memory, the number and
+Trains a tiny GPT-2, whose steps take milliseconds, under `native-overlapped` with the fused AdamW. After a warm-up of
+200 steps, every 100 steps, it waits for updates in flight and records the process's resident memory, the number and
 bytes of JAX's live arrays, and the number of threads. Memory is flat if
 
-- live arrays, their bytes and Python's threads are just the same at all these times,
-- the process has at most two threads more at the end (XLA's pools start theirs when they are first needed), and
-- resident memory, the median of the last quarter over that of the first one after the warm-up, has grown by no more
-  than the tolerance. Allocators keep what was freed, so it moves without a leak; a leak of one small array a step
-  (1 KiB) shows as 2 MiB in 2,000 steps, and as arrays.
+- live arrays, their bytes and Python's threads are equal in all samples,
+- the process ends with at most two more threads (XLA's pools start theirs on first use), and
+- the median resident memory of the last quarter exceeds that of the first quarter after the warm-up by at most the
+  tolerance. It varies without a leak, because allocators keep freed memory; a leak of one small array per step (1 KiB)
+  shows as 2 MiB in 2,000 steps, and as live arrays.
 
     python benchmarks/soak.py [--steps 2000] [--tolerance-mib 4]
 """
@@ -39,7 +39,7 @@ THREAD_TOLERANCE = 2
 
 
 def status_of_process():
-    """Resident bytes and threads, as the kernel counts them."""
+    """Returns the kernel's counts of resident bytes and threads."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields["VmRSS"].split()[0]) * 1024, int(fields["Threads"])
@@ -60,7 +60,7 @@ def sample(step):
 
 
 def judge(samples, tolerance_bytes):
-    """What grew: each name with by how much, and whether that is flat."""
+    """Returns each quantity's growth, and whether it is flat."""
     quarter = max(1, len(samples) // 4)
     first, last = (
         statistics.median(each["resident_bytes"] for each in part) for part in (samples[:quarter], samples[-quarter:])
@@ -75,7 +75,7 @@ def judge(samples, tolerance_bytes):
 
 
 def run(num_steps):
-    """Trains; samples after the warm-up, and seconds a step."""
+    """Trains; returns the samples after the warm-up, and the seconds per step."""
     step = jaxferry.train_step(model.make_loss(CONFIG), jaxferry.adamw(1e-3), policy="native-overlapped", clip_norm=1.0)
     state = step.init(jax.jit(model.make_init(CONFIG))(jax.random.key(0)))
     batch = {"tokens": jax.random.randint(jax.random.key(1), (BATCH, LENGTH + 1), 0, CONFIG.vocab_size)}

@@ -142,25 +142,25 @@ def compare_policies(
     """
     if num_steps < 4 or num_rounds < 1:
         raise InputError(f"there must be at least 4 steps and 1 round, got {num_steps} and {num_rounds}")
-    told = report or (lambda part, done, total: None)
+    notify = report or (lambda part, done, total: None)
     count = itertools.count()
     total = len(policies) * (num_rounds + 1)
 
     def begin(policy: str) -> _Trained:
-        told(policy, next(count), total)
+        notify(policy, next(count), total)
         trained = _Trained(policy, make_step(policy), new_state, batch)
-        trained.take(num_steps)
-        trained.forget()
+        trained.run_steps(num_steps)
+        trained.discard_times()
         return trained
 
-    def go_on(trained: _Trained) -> None:
-        told(trained.policy, next(count), total)
-        trained.take(num_steps)
+    def next_round(trained: _Trained) -> None:
+        notify(trained.policy, next(count), total)
+        trained.run_steps(num_steps)
 
     def alone(policy: str) -> PolicyRun:
         trained = begin(policy)
         for _ in range(num_rounds):
-            go_on(trained)
+            next_round(trained)
         return trained.row()
 
     if one_at_a_time:
@@ -168,7 +168,7 @@ def compare_policies(
     else:
         every = [begin(policy) for policy in policies]
         for _, trained in itertools.product(range(num_rounds), every):
-            go_on(trained)
+            next_round(trained)
         rows = [trained.row() for trained in every]
     return Comparison(works_s(profile), tuple(rows))
 
@@ -185,7 +185,7 @@ class _Trained:
         self._losses: list[float] = []
         self._run: Run | None = None
 
-    def take(self, num_steps: int) -> None:
+    def run_steps(self, num_steps: int) -> None:
         """Runs steps and stores the duration of each except the first."""
         for _ in range(num_steps):
             self._state, metrics = self._step(self._state, self._batch)
@@ -197,7 +197,7 @@ class _Trained:
         ends = ends_of_steps(self._run)[-num_steps:]
         self._seconds += [after - before for before, after in itertools.pairwise(ends)]
 
-    def forget(self) -> None:
+    def discard_times(self) -> None:
         """Discards the times so far."""
         self._seconds.clear()
 

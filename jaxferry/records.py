@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jaxferry.errors import InputError
-from jaxferry.units import MOST_BYTES
+from jaxferry.units import MAX_BYTES
 
 Record = TypeVar("Record")
 
-_MOST_SECONDS = 1e12
+_MAX_SECONDS = 1e12
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -116,14 +116,14 @@ def check_keys(fields: Mapping[str, Any], known: tuple[str, ...], where: str) ->
 
 def check_seconds(value: Any, key: str, where: str) -> float:
     """Returns the value as a float if it is a number of seconds in [0, 1e12], so that sums stay finite."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value < 0 or not value <= _MOST_SECONDS:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value < 0 or not value <= _MAX_SECONDS:
         raise InputError(f"{where}: {key} must be a number of seconds, 0 to 1e12, got {_show(value)}")
     return float(value)
 
 
 def check_bytes(value: Any, key: str, where: str) -> int:
     """Returns the value as an int if it is a whole number of bytes in [0, 2**53], so that sums fit a machine word."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) <= MOST_BYTES:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) <= MAX_BYTES:
         raise InputError(f"{where}: {key} must be a whole number of bytes, 0 to 2**53, got {_show(value)}")
     return int(value)
 

@@ -7,7 +7,7 @@ from jaxferry.errors import InputError
 
 _BINARY = {"": 1, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-MOST_BYTES = 2**53
+MAX_BYTES = 2**53
 """The largest size: sums of such sizes fit into a machine word, and each is exact as a float."""
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]I?)?B?\s*", re.IGNORECASE)
@@ -37,7 +37,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
 
 
 def _at_most(num_bytes: int, size: int | str, name: str) -> int:
-    if num_bytes > MOST_BYTES:
+    if num_bytes > MAX_BYTES:
         raise InputError(f"{name} must be at most 8 PiB (2**53 bytes), got {str(size)[:40]}")
     return num_bytes
 

@@ -1,6 +1,6 @@
 """Builds the CUDA library on a machine without a network. Usage: build.py FOLDER; prints the library's path.
 
-By CMake, or where there is none or it fails by nvcc alone, for the GPU that is there.
+Uses CMake; if that is missing or fails, uses nvcc alone. Builds for the machine's GPU.
 """
 
 import pathlib
@@ -15,13 +15,13 @@ HEADERS = pathlib.Path(jaxlib.version.__file__).parent / "include"
 
 
 def find_tool(name):
-    """A program on the PATH, beside this Python, or where CUDA is usually installed; None without."""
+    """Finds a program on the PATH, beside this Python, or in CUDA's usual folder; None if missing."""
     beside = pathlib.Path(sys.executable).parent
     return shutil.which(name) or shutil.which(name, path=f"{beside}:/usr/local/cuda/bin")
 
 
 def cmake_commands(cmake, ninja, folder, architecture):
-    """Configures and builds by CMake, for one architecture such as "90", or the usual ones if None."""
+    """Returns the CMake commands that build for one architecture such as "90", or for the default ones if None."""
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
     settings = {
         "Python_EXECUTABLE": sys.executable,
@@ -36,7 +36,7 @@ def cmake_commands(cmake, ninja, folder, architecture):
 
 
 def nvcc_commands(nvcc, folder, architecture):
-    """Builds by nvcc alone."""
+    """Returns the nvcc commands that build without CMake."""
     defines = [
         f'-DJAXFERRY_JAXLIB_VERSION="{jaxlib.version.__version__}"',
         '-DJAXFERRY_NVCC_VERSION="unknown"',
@@ -58,7 +58,7 @@ def nvcc_commands(nvcc, folder, architecture):
 
 
 def gpu_architecture():
-    """The compute capability of the first GPU, such as "90"; None where nvidia-smi does not say."""
+    """Returns the compute capability of the first GPU, such as "90"; None if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -69,7 +69,7 @@ def gpu_architecture():
 
 
 def ways(folder):
-    """The ways to build here, the best one first: a list of commands each."""
+    """Returns the possible builds, best first, as lists of commands."""
     architecture = gpu_architecture()
     cmake, nvcc = find_tool("cmake"), find_tool("nvcc")
     found = []
@@ -81,7 +81,7 @@ def ways(folder):
 
 
 def run_all(commands):
-    """Runs commands until one fails; whether none did."""
+    """Runs commands until one fails; returns whether all succeeded."""
     for command in commands:
         status = subprocess.run([str(part) for part in command], stdout=sys.stderr).returncode
         if status != 0:
@@ -95,7 +95,7 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     found = ways(folder)
     if not found:
-        sys.exit("build.py: there is neither cmake nor nvcc; install the CUDA toolkit")
+        sys.exit("build.py: found neither cmake nor nvcc; install the CUDA toolkit")
     if not any(run_all(commands) for commands in found):
         sys.exit("build.py: the CUDA library cannot be built")
     print(folder / "libjaxferry_cuda.so")

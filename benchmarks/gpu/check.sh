@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds the CUDA library on a machine with a GPU, runs the tests that need one, and measures what only one can show.
+# Builds the CUDA library on a machine with a GPU, and runs the tests and measurements that need one.
 #
-#   benchmarks/gpu/check.sh [OUTPUT_DIR]          PYTHON=python3: one with JAX for CUDA, pytest and hypothesis
+#   benchmarks/gpu/check.sh [OUTPUT_DIR]          PYTHON=python3: a Python with JAX for CUDA, pytest and hypothesis
 #
-# Needs no network and takes less than nine minutes: each stage has its own limit, and one that fails stops no other but
-# those that need what it makes. Exit status 0 if all passed.
+# Needs no network and takes less than nine minutes. Each stage has its own limit, and a failed stage stops only those
+# that depend on it. The exit status is 0 if all passed.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -12,9 +12,9 @@ output=${1:-benchmarks/results/gpu}
 mkdir -p "$output" || exit 1
 output=$(cd "$output" && pwd)
 export JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1 PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/support"
-# All stages together end before nine minutes are over.
+# All stages together take less than nine minutes.
 deadline=$((SECONDS + 525))
-# With fewer seconds left, training steps are not begun.
+# With fewer seconds left, training steps are not started.
 least=40
 stages=""
 
@@ -23,7 +23,7 @@ fail() {
   exit 1
 }
 
-# stage NAME LIMIT_S COMMAND...: runs the command with its output shown and kept in NAME.log.
+# stage NAME LIMIT_S COMMAND...: runs the command, shows its output and stores it in NAME.log.
 stage() {
   local name=$1 limit=$2 start=$SECONDS status
   shift 2
@@ -40,7 +40,7 @@ stage() {
   return "$status"
 }
 
-# steps SIZE LIMIT_S EACH_S: times training steps, or says that there is no time left for it.
+# steps SIZE LIMIT_S EACH_S: times training steps, or records that no time is left.
 steps() {
   local limit=$2 left=$((deadline - SECONDS))
   if [ "$left" -lt "$limit" ]; then limit=$left; fi
@@ -48,7 +48,7 @@ steps() {
     stages+="steps_$1"$'\tleft out\t0\n'
     return
   fi
-  # It ends by itself, with all that it has, before it would be ended.
+  # Its own limit is earlier than the stage's, so that it ends by itself with all results.
   stage "steps_$1" "$limit" "$python" benchmarks/gpu/steps.py "$output" --size "$1" \
     --limit $((limit - 8)) --each "$3" --least 25
 }
@@ -71,7 +71,7 @@ if stage build 120 "$python" benchmarks/gpu/build.py "$build"; then
   stage link_rates 120 "$python" benchmarks/gpu/link_rates.py "$library" "$output/link_rates.json"
   stage overlap 45 "$python" benchmarks/gpu/overlap.py "$library" "$output/overlap.json"
   stage criteria 90 "$python" -m pytest -q -p no:cacheprovider tests/gpu/test_link_rates.py
-  # Whole training steps need both libraries in one folder: the host's update is the CPU's.
+  # Whole training steps need both libraries in one folder, because the CPU library runs the host's updates.
   export JAXFERRY_NATIVE_DIR=$build
   stage host_library 60 "$python" -m jaxferry build-native --platform cpu ||
     cp jaxferry/native/libjaxferry_cpu.so "$build" 2>/dev/null

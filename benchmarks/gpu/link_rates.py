@@ -1,4 +1,4 @@
-"""Link rates of the operations against a plain copy of pinned memory. Usage: link_rates.py LIBRARY OUTPUT.json [MIB]"""
+"""Compares the operations' link rates with plain copies. Usage: link_rates.py LIBRARY OUTPUT.json [MIB]"""
 
 import json
 import pathlib
@@ -19,7 +19,7 @@ SCRATCH_BYTES = 64 << 20
 
 
 class Bench:
-    """Arrays of a few hundred MiB in both memories, and what is measured with them."""
+    """Arrays of a few hundred MiB in both memories, and the measurements on them."""
 
     def __init__(self, operations, mib=DEFAULT_MIB, k=8192):
         self.operations = operations
@@ -48,17 +48,17 @@ class Bench:
         return lambda array, vector: wait(store(array, vector))[0]
 
     def run_load(self):
-        """A plain copy of the weight to the device: one cudaMemcpyAsync on a stream."""
+        """Copies the weight to the device: one cudaMemcpyAsync on a stream."""
         self.loaded = list(self._load(*self.loaded))
         jax.block_until_ready(self.loaded)
 
     def run_store(self):
-        """A plain copy of as many bytes to the host."""
+        """Copies the same number of bytes to the host."""
         self._stored = self._store(self.loaded[0], self._stored)
         jax.block_until_ready(self._stored)
 
     def matmul(self, rows, transpose, method=0):
-        """x @ w, or x @ w.T, with the weight in host memory."""
+        """Measures x @ w, or x @ w.T, with the weight in host memory."""
         like = jax.ShapeDtypeStruct((rows, self.n), jnp.bfloat16)
         attributes = {"offset": 0, "k": self.k, "n": self.n, "transpose": int(transpose), "method": method}
         run = self.operations.compile("dha_matmul", like, **attributes)
@@ -77,7 +77,7 @@ class Bench:
         return Rate(name, self.num_bytes, seconds["operation"], seconds["plain"], seconds["compute"])
 
     def store(self, dtype, destination_dtype, accumulate=False):
-        """A gradient of the dtype into a host vector of another; the destination's bytes cross the link."""
+        """Measures storing a gradient in a host vector of another dtype; the destination's bytes cross the link."""
         item_size = jnp.dtype(DTYPES[destination_dtype]).itemsize
         shape = (self.num_bytes // item_size,)
         destination = self.make(shape, "pinned_host", DTYPES[destination_dtype])
@@ -96,7 +96,7 @@ class Bench:
         return Rate(name, self.num_bytes, seconds["operation"], seconds["plain"])
 
     def matmul_gradient(self, rows):
-        """x.T @ dy into a host vector of bfloat16."""
+        """Measures x.T @ dy into a bfloat16 host vector."""
         attributes = {"offset": 0, "k": self.k, "n": self.n, "transpose": 0, "accumulate": 0, "round_to": 1}
         run = self.operations.compile("dha_matmul_gradient", self.weight, "pinned_host", {0: 0}, **attributes)
         x, dy = self.make((rows, self.k), "device"), self.make((rows, self.n), "device")
@@ -113,7 +113,7 @@ class Bench:
         return Rate(name, self.num_bytes, seconds["operation"], seconds["plain"], seconds["compute"])
 
     def device_put(self):
-        """JAX's own eager copy of the weight to the device."""
+        """Measures JAX's eager copy of the weight to the device."""
         to_device = self.operations.memories["device"]
         functions = {
             "operation": lambda: jax.device_put(self.weight, to_device).block_until_ready(),
@@ -123,7 +123,7 @@ class Bench:
         return Rate("eager device_put to the device", self.num_bytes, seconds["operation"], seconds["plain"])
 
     def gather(self, rows=4096):
-        """That many rows of the weight, taken for a table of as many columns as it has."""
+        """Measures a lookup of rows in the weight, treated as a table with `k` columns."""
         indices = self.operations.device(jnp.arange(rows, dtype=jnp.int32) * 7 % self.n)
         like = jax.ShapeDtypeStruct((rows, self.k), jnp.bfloat16)
         run = self.operations.compile("dha_gather", like, offset=0, rows=self.n, columns=self.k)
@@ -141,7 +141,7 @@ def measure_all(bench):
     for rows in ROWS:
         for transpose in (False, True):
             yield bench.matmul(rows, transpose)
-    # Which method is the better one, and up to how many rows.
+    # Shows which method is better up to how many rows.
     for rows in (1, 4, 16):
         for method in (1, 2):
             yield bench.matmul(rows, False, method)
@@ -159,7 +159,7 @@ def main():
     for rate in measure_all(Bench(gpu_library.register(library), mib)):
         rates.append(rate.to_json())
         print(f"{rate.name:60} {rate.bytes_per_s / 1e9:8.2f} GB/s  {rate.share:5.2f} of what is possible", flush=True)
-        # After each, so that a stage that runs out of time leaves what it has.
+        # Written after each rate, so that results survive a timeout.
         output.write_text(json.dumps({"machine": machine(), "rates": rates}, indent=2) + "\n")
 
 

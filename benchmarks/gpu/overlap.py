@@ -1,4 +1,4 @@
-"""Whether transfers hide behind products: the ferry's, and JAX's eager ones. Usage: overlap.py LIBRARY OUTPUT.json"""
+"""Measures whether the ferry's and JAX's transfers hide behind products. Usage: overlap.py LIBRARY OUTPUT.json"""
 
 import json
 import pathlib
@@ -19,9 +19,9 @@ def _chain(num_steps):
 
 
 def _measure(name, bench, start, finish, is_first):
-    """Times a transfer, products that take somewhat longer, and both: given first if `is_first`.
+    """Times a transfer, slightly longer products, and both together, with the transfer issued first if `is_first`.
 
-    `start()` gives the transfer to the device, `finish(started)` returns what is ready when it has ended.
+    `start()` issues the transfer; `finish(started)` returns arrays that are ready when it has ended.
     """
     x = bench.make((SIDE, SIDE), "device")
     nothing, one_step = jax.jit(lambda x: x[0] * 2), _chain(1)
@@ -41,7 +41,7 @@ def _measure(name, bench, start, finish, is_first):
 
 
 def of_ferry(bench):
-    """A load is queued, products are given to the device, then the load is waited for."""
+    """Queues a load, issues products, then waits for the load."""
     like = tuple(bench.loaded)
     load = bench.operations.compile("ferry_load", like, aliases={1: 0}, vectors=[0], offsets=[0])
     wait = bench.operations.compile("ferry_wait", like, aliases={0: 0})
@@ -58,7 +58,7 @@ def of_ferry(bench):
 
 
 def of_device_put(bench, is_first):
-    """JAX's eager copy, given before or after the products."""
+    """Issues JAX's eager copy before or after the products."""
     to_device = bench.operations.memories["device"]
     name = f"eager device_put {'before' if is_first else 'after'} the products"
     return _measure(name, bench, lambda: jax.device_put(bench.weight, to_device), lambda array: array, is_first)

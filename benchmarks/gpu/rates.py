@@ -1,4 +1,4 @@
-"""What a measured time says of a link, apart from how it is measured."""
+"""Link rates and overlaps computed from measured times."""
 
 import dataclasses
 import statistics
@@ -14,8 +14,8 @@ class Rate:
       name: the operation and its sizes.
       num_bytes: bytes that crossed the link.
       seconds: the operation's time.
-      plain_s: that of a plain copy of as many bytes of pinned memory, in the same direction.
-      compute_s: that of what the operation computes, all operands being on the device; 0 for nothing.
+      plain_s: time of a plain copy of the same bytes of pinned memory, in the same direction.
+      compute_s: time of the operation's computation with all operands on the device; 0 for none.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Rate:
 
     @property
     def share(self):
-        """Of the speed that link and device allow, whichever is slower."""
+        """The share of the possible speed, that of the slower of link and device."""
         return max(self.plain_s, self.compute_s) / self.seconds
 
     def to_json(self):
@@ -43,7 +43,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """How far a transfer hid behind a computation that was given to the device at the same time."""
+    """How far a transfer hid behind a concurrent computation."""
 
     name: str
     load_s: float
@@ -52,7 +52,7 @@ class Overlap:
 
     @property
     def hidden(self):
-        """1 where the two took no longer than the longer one, 0 where they took as long as one after the other."""
+        """1 if both together took as long as the longer one, 0 if they took as long as one after the other."""
         return (self.load_s + self.compute_s - self.both_s) / min(self.load_s, self.compute_s)
 
     def to_json(self):
@@ -60,5 +60,5 @@ class Overlap:
 
 
 def median_seconds(functions, repetitions=5):
-    """The median time of each function, called in turn; each must end when its work has."""
+    """Returns the median time of each function, called in turn; each must return only when its work has ended."""
     return {name: statistics.median(times) for name, times in interleaved(functions, repetitions).items()}

@@ -1,21 +1,21 @@
-"""Sums up what check.sh ran. Usage: summary.py OUTPUT_DIR; its standard input has lines STAGE<TAB>STATUS<TAB>SECONDS.
+"""Summarises a run of check.sh. Usage: summary.py OUTPUT_DIR; reads lines STAGE<TAB>STATUS<TAB>SECONDS from stdin.
 
-A STATUS may be "left out". Writes summary.json and prints a table. Exit status 0 if every stage passed: what was
-measured and is not as expected fails nothing, but is named.
+A STATUS may be "left out". Writes summary.json and prints a table. The exit status is 0 if every stage passed;
+unexpected measurements are listed but fail nothing.
 """
 
 import json
 import pathlib
 import sys
 
-# What the shell's `timeout` ends with.
+# Exit statuses of the shell's `timeout`.
 TIMED_OUT = (124, 137)
-# What check.sh says of a stage that it had no time to begin; it fails nothing.
+# The status of a stage that check.sh had no time to start; it is not a failure.
 LEFT_OUT = "left out"
 
 
 def read_stages(lines):
-    """Each stage's name, outcome and seconds, in the order in which they ran."""
+    """Returns each stage's name, outcome and seconds, in order of execution."""
     stages = []
     for line in lines:
         name, status, seconds = line.rstrip("\n").split("\t")
@@ -32,7 +32,7 @@ def _outcome(status):
 
 
 def steps_lines(found):
-    """One line for each contender of steps.py: its step and its memory, or why there are none."""
+    """Returns one line per contender of steps.py: its step time and memory, or why there are none."""
     lines = []
     for row in found.get("rows", ()):
         line = f"  {row['contender']:18} {row['outcome']}"
@@ -46,7 +46,7 @@ def steps_lines(found):
 
 
 def surprises(found):
-    """What steps.py has measured and is not as it expects, a line each."""
+    """Returns one line for each result of steps.py outside its expectations."""
     rows, expected = [row for row in found.get("rows", ()) if "measured_over_predicted" in row], found.get("expected")
     if not rows:
         return []
@@ -64,7 +64,7 @@ def surprises(found):
 
 
 def collect(folder, stages):
-    """The JSON files that stages left, by their names; one that was cut short says so."""
+    """Returns the stages' JSON results by name; an incomplete file becomes an error entry."""
     found = {}
     for name in stages:
         path = folder / f"{name}.json"

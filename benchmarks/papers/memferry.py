@@ -1,12 +1,12 @@
-"""Figures 9, 11, 12 and 13 of MemFerry, by simulation with estimated profiles.
+"""Reproduces Figures 9, 11, 12 and 13 of MemFerry by simulation with estimated profiles.
 
     python benchmarks/papers/memferry.py
 
-Prints the tables, writes `memferry.json` and three PNGs to `benchmarks/results/papers/`. Takes some minutes.
+Prints the tables, and writes `memferry.json` and three PNGs to `benchmarks/results/papers/`. Takes a few minutes.
 
-The text gives the figures' values only in part, as ranges and averages; those stand beside ours. It does not give
-precision, batch sizes and lengths (but for batch 8 in Figure 13 and 1 in Figure 11): `paper_models.py` says what is
-assumed.
+The paper's text gives only some of the figures' values, as ranges and averages; the tables show them beside ours. It
+does not give precision, batch sizes and lengths (except batch 8 in Figure 13 and 1 in Figure 11); `paper_models.py`
+states the assumptions.
 """
 
 import argparse
@@ -47,9 +47,9 @@ V100_BYTES = 32e9
 
 
 def buffer_bytes(profile: Profile, plan: Plan) -> int:
-    """Device memory where nothing is freed within a step: copies, gradients on the device and activations together.
+    """Returns the device memory if nothing is freed within a step: parameter copies, gradients and activations.
 
-    So MemFerry does it: its gradient buffers outlive their use (section V-A).
+    MemFerry works this way: its gradient buffers outlive their use (section V-A).
     """
     copied = {profile.group_of[index] for index, planned in enumerate(plan.layers) if planned.mode is not Mode.DHA}
     weights = sum(profile.layers[profile.groups[group][0]].param_bytes for group in copied)
@@ -61,11 +61,11 @@ def buffer_bytes(profile: Profile, plan: Plan) -> int:
 
 
 def measure(model: Model, machine: str) -> list[dict]:
-    """One row for each system."""
+    """Returns one row per system."""
     profile = estimate_profile(model.layers(), find_machine(machine))
     rows = []
     for name, (label, _) in SYSTEMS.items():
-        # with its own choice of gradients, exact would be GO-MemFerry's rival, no longer MemFerry's
+        # With its own choice of gradients, exact would compare with GO-MemFerry, not with MemFerry.
         reserve_factor = 1.0 if name == "exact" else None
         plan = make_policy(name).plan(profile, Request(reserve_factor, objective=Objective.STEP))
         simulation = simulate(profile, plan)
@@ -89,17 +89,17 @@ def measure(model: Model, machine: str) -> list[dict]:
 
 
 def pick(rows: Sequence[dict], policy: str, key: str) -> list[float]:
-    """One value a model, in order."""
+    """Returns one value per model, in order."""
     return [row[key] for row in rows if row["policy"] == policy]
 
 
 def ratios(rows: Sequence[dict], key: str, of: str, over: str) -> list[float]:
-    """`over` divided by `of`, one a model: above 1 where `of` needs less."""
+    """Returns `over` divided by `of` for each model: above 1 where `of` needs less."""
     return [b / a for a, b in zip(pick(rows, of, key), pick(rows, over, key), strict=True)]
 
 
 def largest(rows: Sequence[dict], policy: str) -> float:
-    """The largest model whose buffers fit into the V100, in billions of parameters; interpolated between sizes."""
+    """Returns the largest model whose buffers fit into the V100, in billions of parameters, by interpolation."""
     mine = [row for row in rows if row["policy"] == policy]
     for small, big in itertools.pairwise(mine):
         if small["buffer_bytes"] <= V100_BYTES < big["buffer_bytes"]:
@@ -109,7 +109,7 @@ def largest(rows: Sequence[dict], policy: str) -> float:
 
 
 def claims(known: Sequence[dict], v100: Sequence[dict], a100: Sequence[dict]) -> list[tuple[str, str, str]]:
-    """What the text says of each figure, and the same by simulation."""
+    """Returns the text's statements about each figure, and the simulated counterparts."""
     small = [row for row in known if row["model"] in ("BERT-base", "RoBERTa")]
     large = [row for row in known if row["model"] in ("BERT-large", "GPT-2-medium")]
     gpt = [row for row in known if row["model"] == "GPT-2-medium"]
@@ -175,7 +175,7 @@ def print_rows(title: str, rows: Sequence[dict], console: rich.console.Console) 
 
 
 def plot_known(rows: Sequence[dict], path: pathlib.Path) -> None:
-    """Figures 9 and 12: bars, relative to DeepSpeed, since the models differ widely in size."""
+    """Draws Figures 9 and 12: bars relative to DeepSpeed, since the models differ widely in size."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = new_figure(1, 2, figsize=(13, 4.8))
     panels = (("step_s", "iteration time"), ("buffer_bytes", "device memory, all buffers of a step"))
@@ -198,7 +198,7 @@ def plot_known(rows: Sequence[dict], path: pathlib.Path) -> None:
 
 
 def _line(policy: str) -> dict:
-    """Lines that lie upon one another must all be seen."""
+    """Returns line styles that keep overlapping lines visible."""
     if policy == "exact":
         return {"linestyle": (0, (2, 3)), "linewidth": 2.2, "zorder": 4}
     if policy == "native-overlapped":
@@ -211,7 +211,7 @@ def _absolute(model: str, key: str, value: float) -> str:
 
 
 def plot_sizes(rows: Sequence[dict], path: pathlib.Path, title: str, limit_bytes: float | None = None) -> None:
-    """Figures 11 and 13: time and memory over the model's size; above `limit_bytes` a system runs out of memory."""
+    """Draws Figures 11 and 13: time and memory by model size; above `limit_bytes` a system runs out of memory."""
     figure, axes = new_figure(1, 2, figsize=(13, 4.8))
     for policy, (label, colour) in SYSTEMS.items():
         mine = [row for row in rows if row["policy"] == policy]

@@ -1,4 +1,4 @@
-"""MemFerry's Algorithm 1 to the letter, for comparison in studies only: see `plan/memferry.py` for what it means.
+"""MemFerry's Algorithm 1 exactly as printed, only for studies; `plan/memferry.py` has the intended reading.
 
 Line numbers are the paper's. `tag = -1` means that there is nothing to backtrack to.
 """
@@ -12,13 +12,13 @@ from jaxferry.profiling.records import Profile
 
 
 class MemFerryPrinted(ModePolicy):
-    """GFGB and DHA by the literal reading of Algorithm 1, then the DFGB greedy."""
+    """Chooses GFGB and DHA by Algorithm 1 as printed, then DFGB greedily."""
 
     name = "memferry-printed"
     summary = "MemFerry's Algorithm 1 to the letter, for comparison"
 
     def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
-        """Algorithm 1 to the letter, then the greedy."""
+        """Runs Algorithm 1 as printed, then the greedy."""
         return with_dfgb(profile, _Printed(profile).run(), to_host)
 
 

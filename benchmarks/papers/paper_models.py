@@ -1,6 +1,6 @@
-"""The models of MemFerry's evaluation, described at its granularity: one layer is one module.
+"""The models of MemFerry's evaluation, at its granularity: one layer is one module.
 
-Every figure follows from shapes: parameters, products, bytes of activations in single precision. What has no parameters
+All numbers follow from shapes: parameters, products, bytes of activations in single precision. Parameterless compute
 (attention scores, activation functions, residuals, the loss) counts as compute between layers, T_FP(A) and T_BP(A).
 """
 
@@ -19,11 +19,11 @@ class Model:
     """A transformer and its batch.
 
     Attributes:
-      name: as the paper has it.
+      name: the paper's name.
       vocabulary, hidden, blocks, heads: sizes; the feed-forward width is 4 times `hidden`.
-      batch, length: sequences in a batch, tokens in a sequence.
+      batch, length: sequences per batch, tokens per sequence.
       family: "bert" (three embeddings, a classifier for a head), "gpt" (two, the head shares the table) or "xl" (one,
-        relative positions: one more product in each block; the head shares the table).
+        relative positions: one more product per block; the head shares the table).
     """
 
     name: str
@@ -41,7 +41,7 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        """Each parameter group once."""
+        """The number of parameters, counting each parameter group once."""
         return sum({layer.parameters or layer.name: layer.num_parameters for layer in self.layers()}.values())
 
     def layers(self) -> tuple[LayerCosts, ...]:
@@ -71,7 +71,7 @@ def _block(model: Model, name: str) -> Iterator[LayerCosts]:
         yield _linear(model, f"{name}.{part}", hidden, hidden)
     if model.family == "xl":
         yield _linear(model, f"{name}.relative", hidden, hidden, rows=model.length)
-    # Scores and the weighted sum: two products; softmax and dropout go over the scores a few times.
+    # Scores and the weighted sum are two products; softmax and dropout read the scores a few times.
     scores = model.batch * model.heads * model.length**2
     last = f"{name}.attention_output"
     attention = _linear(model, last, hidden, hidden)
@@ -94,7 +94,7 @@ def _block(model: Model, name: str) -> Iterator[LayerCosts]:
 
 
 def _linear(model: Model, name: str, inputs: int, outputs: int, rows: int | None = None) -> LayerCosts:
-    """A product with weights and a bias; its input is kept. By DHA the weights are read once a tile of rows."""
+    """A product with weights and bias, which keeps its input. DHA reads the weights once per tile of rows."""
     rows = model.tokens if rows is None else rows
     parameters = inputs * outputs + outputs
     flops, moved = 2 * rows * inputs * outputs, ITEM * (rows * (inputs + outputs) + parameters)
@@ -117,7 +117,7 @@ def _linear(model: Model, name: str, inputs: int, outputs: int, rows: int | None
 
 
 def _norm(model: Model, name: str) -> LayerCosts:
-    """A layer norm: two vectors, bound by its activations; the residual's addition counts here as well."""
+    """A layer norm: two vectors, bound by its activations; includes the residual's addition."""
     elements, parameters = model.tokens * model.hidden, 2 * model.hidden
     return LayerCosts(
         name=name,
@@ -138,7 +138,7 @@ def _norm(model: Model, name: str) -> LayerCosts:
 
 
 def _embedding(model: Model, name: str, rows: int) -> LayerCosts:
-    """A lookup: by DHA it touches the rows used; its backward reads no parameters but writes a dense gradient."""
+    """A lookup: DHA touches only the rows used; its backward reads no parameters but writes a dense gradient."""
     parameters, elements = rows * model.hidden, model.tokens * model.hidden
     return LayerCosts(
         name=name,
@@ -175,7 +175,7 @@ def _head(model: Model) -> LayerCosts:
 
 
 def known_models() -> tuple[Model, ...]:
-    """The four models of Figures 9 and 12; batch sizes and lengths are ours, the text does not give them."""
+    """Returns the four models of Figures 9 and 12; batch sizes and lengths are our assumptions."""
     return (
         Model("BERT-base", 30522, 768, 12, 12, 8, 128, "bert"),
         Model("RoBERTa", 50265, 768, 12, 12, 8, 128, "bert"),
@@ -185,7 +185,7 @@ def known_models() -> tuple[Model, ...]:
 
 
 def transformer_xl(billions: float, batch: int, length: int) -> Model:
-    """A Transformer-XL of about that many parameters; vocabulary and width grow as far as the text says."""
+    """Returns a Transformer-XL of about that many parameters; vocabulary and width span the paper's ranges."""
     share = (billions - 0.7) / (6.7 - 0.7)
     hidden = 256 * round((2048 + share * (4096 - 2048)) / 256)
     vocabulary = 32 * round((32768 + share * (130528 - 32768)) / 32)

@@ -1,4 +1,4 @@
-"""The look that all figures here share."""
+"""The common style of all figures here."""
 
 import pathlib
 from typing import Any
@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 
 
 def new_figure(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
-    """A figure with a grid of axes, always two-dimensional, without frames."""
+    """Returns a figure and its frameless axes, always as a two-dimensional grid."""
     figure, axes = plt.subplots(rows, columns, squeeze=False, **options)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
@@ -21,7 +21,7 @@ def new_figure(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
 
 
 def save(figure: Any, path: pathlib.Path, bottom: float = 0.0) -> None:
-    """Lays the figure out, leaving the share `bottom` for a legend, and writes it."""
+    """Lays out the figure, reserving the share `bottom` for a legend, and writes it."""
     figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -1,14 +1,14 @@
-"""Table 1 and Figure 4 of "Weight Offloading Strategies for Training Large DNN Models" (Beaumont et al., 2022).
+"""Reproduces Table 1 and Figure 4 of "Weight Offloading Strategies for Training Large DNN Models" (Beaumont 2022).
 
     python benchmarks/papers/weight_offloading.py [--again]
 
-Prints the tables, writes `weight_offloading.json` and two PNGs to `benchmarks/results/papers/`. Takes some minutes;
-`--again` draws what is in the JSON, without solving anything.
+Prints the tables, and writes `weight_offloading.json` and two PNGs to `benchmarks/results/papers/`. Takes a few
+minutes; `--again` draws the results in the JSON without solving anything.
 
-What the paper says: GPT-2 and BERT of Megatron-LM, hidden size 3072; at batch size 16 about 20 MB of activations kept
-and 1 to 2 GB recomputed for each layer; a V100 of 16 GB; 12 GB/s. The sums of the operations' times are those of the
-table. What it does not say: the memory left for weights (`memory_bytes` below is our guess), how forward and backward
-share the time (1 to 3 here, as the backward recomputes the forward), and BERT's sizes (taken from its L2L column here).
+The paper gives: GPT-2 and BERT of Megatron-LM, hidden size 3072; at batch size 16 about 20 MB of activations kept and 1
+to 2 GB recomputed per layer; a 16 GB V100; 12 GB/s; and, in the table, the sums of the operations' times. It does not
+give: the memory left for weights (`memory_bytes` below is our guess), the ratio of forward to backward time (1 to 3
+here, as the backward recomputes the forward), and BERT's sizes (derived here from its L2L column).
 """
 
 import argparse
@@ -40,7 +40,7 @@ BANDWIDTHS_GB = (0.5, 1, 2, 4, 8, 12)
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of Table 1, milliseconds; `l2l` to `greedy_star` are durations."""
+    """A row of Table 1, in milliseconds; `l2l` to `greedy_star` are durations."""
 
     network: str
     depth: int
@@ -76,7 +76,7 @@ TABLE_1 = [
 
 
 def weights_of(row: Row) -> tuple[int, ...]:
-    """Bytes of each layer: GPT-2 by formula; BERT from the L2L column, all layers equal, the rest in the embedding."""
+    """Returns each layer's bytes: GPT-2 by formula; BERT from the L2L column, as equal layers and an embedding."""
     if row.network == "GPT-2":
         return (GPT2_EMBEDDING, *[GPT2_BLOCK] * (row.depth - 2), 0)
     column = {r.depth: (r.l2l - r.compute) / 1000 for r in TABLE_1 if r.network == "Bert"}
@@ -86,7 +86,7 @@ def weights_of(row: Row) -> tuple[int, ...]:
 
 
 def instance_of(row: Row, memory_bytes: float, bandwidth: float = BANDWIDTH) -> Instance:
-    """The row's instance: equal blocks, a quarter of their time forward."""
+    """Returns the row's instance: equal blocks, with a quarter of their time in the forward."""
     weights = weights_of(row)
     blocks = len(weights) - 2
     share_s = row.compute / 1000 / (4 * blocks)
@@ -102,18 +102,18 @@ def instance_of(row: Row, memory_bytes: float, bandwidth: float = BANDWIDTH) -> 
 
 
 def guessed_memory(row: Row) -> float:
-    """16 GB less what one layer recomputes, which grows with the batch size."""
+    """Returns 16 GB minus one layer's recomputed activations, which grow with the batch size."""
     return DEVICE_BYTES - RECOMPUTED_BYTES_AT_16 * row.batch / 16
 
 
 def idle_ms(row: Row, policy: str, memory_bytes: float, bandwidth: float = BANDWIDTH) -> float:
-    """Milliseconds beyond the computation."""
+    """Returns the milliseconds beyond the computation."""
     instance = instance_of(row, memory_bytes, bandwidth)
     return 1000 * (solve(instance, policy).duration_s - instance.compute_s)
 
 
 def table_1(progress: rich.progress.Progress) -> list[dict]:
-    """Each row with the guessed memory, and with every memory from the smallest to 16 GB in steps of 0.2 GB."""
+    """Solves each row with the guessed memory, and with all memories up to 16 GB in steps of 0.2 GB."""
     rows = []
     for row in progress.track(TABLE_1, description="Table 1"):
         memory = max(guessed_memory(row), instance_of(row, 0).smallest_memory_bytes)
@@ -144,7 +144,7 @@ def _sweep(row: Row) -> Iterable[dict[str, float]]:
 
 
 def _agreeing(swept: Sequence[dict[str, float]], published: tuple[int, int]) -> list[float]:
-    """Memories with which both greedy columns come out within 2 ms of the published ones, rounding on both sides."""
+    """Returns memories with which both greedy columns match the published ones within 2 ms (rounding on both sides)."""
     names = ("greedy", "greedy-no-discount")
     return [
         entry["memory_bytes"]
@@ -174,7 +174,7 @@ def print_table_1(rows: Sequence[dict], console: rich.console.Console) -> None:
 
 
 def figure_4(progress: rich.progress.Progress) -> list[dict]:
-    """Throughput relative to no idle time, for batch sizes 32 and 64 and six bandwidths."""
+    """Returns the throughput relative to no idle time, for batch sizes 32 and 64 and six bandwidths."""
     points = []
     chosen = [row for row in TABLE_1 if row.batch in (32, 64)]
     for row in progress.track(chosen, description="Figure 4"):
@@ -185,7 +185,7 @@ def figure_4(progress: rich.progress.Progress) -> list[dict]:
                 name: solve(instance, name).duration_s
                 for name in ("greedy", "greedy-no-discount", "greedy-best", "l2l")
             }
-            # HiGHS is not asked for BERT's 96 and 144 layers on slow links: it took more than a minute there.
+            # Skips BERT's 96 and 144 layers on slow links, where HiGHS took more than a minute.
             if row.network == "GPT-2" or gigabytes >= 4:
                 durations["bound"] = bound(instance, time_limit_s=20).duration_s
             points.append({"row": row.title, "gb_per_s": gigabytes, "compute_s": instance.compute_s} | durations)
@@ -193,7 +193,7 @@ def figure_4(progress: rich.progress.Progress) -> list[dict]:
 
 
 def add_transfer_bounds(points: Iterable[dict]) -> None:
-    """Adds the bound by transfers alone, which needs no solver, to each point."""
+    """Adds the bound from transfers alone, which needs no solver, to each point."""
     rows = {row.title: row for row in TABLE_1}
     for point in points:
         row = rows[point["row"]]
@@ -226,7 +226,7 @@ def print_figure_4(points: Sequence[dict], console: rich.console.Console) -> Non
     missing = sum("bound" not in point for point in points)
     console.print(
         f"-: not computed ({missing} of {len(points)}); HiGHS took more than a minute on such links. The bound by "
-        "transfers alone holds everywhere.",
+        "transfers alone is shown for all points.",
         soft_wrap=True,
     )
 
@@ -271,7 +271,7 @@ COLUMNS = (("l2l", "l2l"), ("bound", "ilp"), ("greedy", "greedy"), ("greedy-no-d
 
 
 def plot_table_1(rows: Sequence[dict], path: pathlib.Path) -> None:
-    """All columns: published, ours with the guessed memory, and for the greedies the range over all memories."""
+    """Draws all columns: published, ours with the guessed memory, and the greedies' range over all memories."""
     figure, axes = new_figure(1, 1, figsize=(15, 6.2))
     axis = axes[0][0]
     for number, (name, key) in enumerate((*COLUMNS, ("greedy-best", None))):
@@ -300,7 +300,7 @@ def plot_table_1(rows: Sequence[dict], path: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--again", action="store_true", help="draw the results that are there already")
+    parser.add_argument("--again", action="store_true", help="draw the existing results")
     arguments = parser.parse_args()
     output = arguments.output
     console = rich.console.Console(width=170)

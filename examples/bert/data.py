@@ -1,7 +1,7 @@
-"""Text to batches for BERT: WordPiece tokens, rows of two spans, of which some tokens are masked.
+"""Text to batches for BERT: WordPiece tokens, rows of two spans with some masked tokens.
 
-A row is [CLS] A [SEP] B [SEP]. A span is any stretch of text, as in the paper; B follows A in the text, or for half of
-the rows stands anywhere.
+A row is [CLS] A [SEP] B [SEP]. As in the paper, a span is any piece of text. In half of the rows B follows A in the
+text; in the other half it comes from a random position.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ PAD, UNK, CLS, SEP, MASK = range(len(SPECIAL_TOKENS))
 
 
 def load(path, vocab_size):
-    """The text under `path`, or Python's own library for None, as tokens below `vocab_size` of an uncased WordPiece."""
+    """Reads the text under `path` (None: Python's standard library) as uncased WordPiece tokens below `vocab_size`."""
     return text.load(path, vocab_size, train_tokenizer, "bert")
 
 
@@ -40,10 +40,10 @@ def train_tokenizer(texts, vocab_size):
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Draws rows of two spans, `length` tokens with the special ones.
+    """Draws rows of two spans, `length` tokens including the special ones.
 
     Raises:
-      InputError: if the text is shorter than one row, or a row has no room for two spans.
+      InputError: if the text is shorter than one row, or a row is too short for two spans.
     """
 
     tokens: np.ndarray
@@ -58,13 +58,13 @@ class Pairs:
         check_length(self.tokens, self.length)
 
     def __call__(self, step):
-        """The batch of a step: what `mask_tokens` returns, with `types`, int32 [B, T], and `follows`, int32 [B]."""
+        """Returns a step's batch: that of `mask_tokens` plus `types`, int32 [B, T], and `follows`, int32 [B]."""
         rng = np.random.default_rng((self.seed, step))
         B, T = self.batch_size, self.length
         num_tokens = T - 3
         first, other = (draw_rows(rng, self.tokens, B, num_tokens) for _ in range(2))
         follows = rng.integers(2, size=B, dtype=np.int32)
-        # A has at least a quarter of the row, and so has B.
+        # A and B each have at least a quarter of the row.
         num_first = rng.integers(num_tokens // 4, num_tokens - num_tokens // 4 + 1, size=B)[:, None]
         tokens, types = join(first, np.where(follows[:, None] == 1, first, other), num_first)
         return {
@@ -75,9 +75,10 @@ class Pairs:
 
 
 def join(first, second, num_first):
-    """[CLS] A [SEP] B [SEP] and the types of its tokens, 0 up to the first [SEP] and then 1.
+    """Returns rows [CLS] A [SEP] B [SEP] and their token types, 0 up to the first [SEP] and then 1.
 
-    A is the first `num_first` tokens of a row of `first`, B the rest of the row of `second`: int32 [B, T - 3], [B, 1].
+    A is the first `num_first` tokens of a row of `first`, B the rest of the row of `second`. `first` and `second` are
+    int32 [B, T - 3], `num_first` is [B, 1].
     """
     num_tokens = first.shape[1]
     at = np.arange(num_tokens + 3)

@@ -1,4 +1,4 @@
-"""Masked tokens filled in by a model, on the host's processor."""
+"""Fills in masked tokens by a model, on the CPU."""
 
 import functools
 
@@ -13,9 +13,9 @@ CONTEXT_TOKENS = 6
 
 
 def fill_in(config, params, batch):
-    """The likeliest tokens at a batch's `positions`, and how likely they are: two arrays [B, P].
+    """Returns the most likely tokens at a batch's `positions` and their probabilities: two arrays [B, P].
 
-    The parameters are read on the CPU, where the master copies are.
+    The parameters are read on the CPU, where the masters are.
     """
     cpu = jax.local_devices(backend="cpu")[0]
     with jax.default_device(cpu):
@@ -33,7 +33,7 @@ def predict(config, params, batch):
 
 
 def make_table(config, params, batch, tokenizer, mask, num_tokens):
-    """The first few hidden tokens of a batch's first row, where they stand, what the model makes of them."""
+    """Returns a table of the first few hidden tokens of a batch's first row: context, prediction, truth."""
     filled, likely = fill_in(config, params, {name: batch[name][:1] for name in INPUTS})
     tokens, positions = batch["tokens"][0], batch["positions"][0]
     hidden = [i for i in positions.argsort() if batch["weights"][0, i] and tokens[positions[i]] == mask]
@@ -43,6 +43,6 @@ def make_table(config, params, batch, tokenizer, mask, num_tokens):
         before, after = tokens[max(0, at - CONTEXT_TOKENS) : at], tokens[at + 1 : at + 1 + CONTEXT_TOKENS]
         around = " ____ ".join(tokenizer.decode(part.tolist()) for part in (before, after))
         guess, truth = (repr(tokenizer.decode([int(token)])) for token in (filled[0, i], batch["labels"][0, i]))
-        # As Text, so that brackets are no markup.
+        # As Text, so that brackets are not markup.
         table.add_row(*map(Text, (repr(around)[1:-1], guess, f"{likely[0, i]:.2f}", truth)))
     return table

@@ -1,4 +1,4 @@
-"""The training of a masked language model, as a command line: BERT's and RoBERTa's."""
+"""The command line that trains a masked language model, for BERT and RoBERTa."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,15 +19,15 @@ WARMUP_STEPS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """What one masked language model has of its own.
+    """The settings of one masked language model.
 
     Attributes:
-      name: as it is printed.
-      sizes, learning_rates: by the names that --size takes.
+      name: the printed name.
+      sizes, learning_rates: configurations and learning rates by --size.
       adam: further arguments of `optax.adamw`.
-      load: the text of `(path, vocab_size)` as a Corpus.
-      make_batches: batches of `(tokens, batch_size, length, seed, tokenizer)`.
-      mask: the token that hides others.
+      load: makes a Corpus from `(path, vocab_size)`.
+      make_batches: makes batches from `(tokens, batch_size, length, seed, tokenizer)`.
+      mask: the mask token.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Example:
     mask: int
 
     def make_optimizer(self, learning_rate):
-        """Adam with decay for all but biases and LayerNorms, the learning rate constant after a warm-up."""
+        """Makes Adam with weight decay except on biases and LayerNorms, and a constant rate after a warm-up."""
         schedule = optax.linear_schedule(0.0, learning_rate, WARMUP_STEPS)
         return optax.adamw(schedule, weight_decay=0.01, mask=is_decayed, **self.adam)
 
@@ -49,10 +49,10 @@ def is_decayed(params):
 
 
 def make_app(example):
-    """The command line of an example."""
+    """Returns the command line of an example."""
     app = command_line.make_app()
 
-    @app.command(help=f"Trains {example.name} on text, its parameters and optimizer state in host memory.")
+    @app.command(help=f"Trains {example.name} on text, with parameters and optimizer state in host memory.")
     def train(
         size: Annotated[str, typer.Option(help=f"The model: {', '.join(example.sizes)}.")] = "tiny",
         steps: command_line.Steps = 800,
@@ -86,7 +86,7 @@ def make_app(example):
         init_fn = model.make_init(config)
         run.start(init_fn, seed, resume)
         headline = f"{example.name} {size} with {count_parameters(init_fn):,} parameters"
-        console.print(f"{headline}, {len(corpus.train):,} tokens of text to train on")
+        console.print(f"{headline}, {len(corpus.train):,} training tokens")
         status = run.finish(steps, metrics, save)
         if status == 0 and sample_tokens:
             console.rule("masked tokens filled in")

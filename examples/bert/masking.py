@@ -7,7 +7,7 @@ HIDDEN_SHARE, REPLACED_SHARE = 0.8, 0.1
 
 
 def count_masked(length):
-    """The most masked tokens of a row of `length` tokens: P."""
+    """Returns P, the maximum number of masked tokens in a row of `length` tokens."""
     return max(1, round(MASKED_SHARE * length))
 
 
@@ -15,20 +15,20 @@ def mask_tokens(rng, tokens, num_special, mask, vocab_size):
     """Chooses tokens to predict and hides them.
 
     Args:
-      rng: NumPy's generator.
+      rng: a NumPy generator.
       tokens: int32 [B, T].
-      num_special: tokens below this number are never chosen and never put in another's place.
-      mask: the token that hides others.
+      num_special: tokens below this number are never chosen and never replace others.
+      mask: the mask token.
       vocab_size: replacements are below it.
 
     Returns:
-      A dictionary: `tokens` [B, T] with the chosen ones hidden, replaced or left as they are; `positions` and `labels`,
-      int32 [B, P], in any order; `weights`, float32 [B, P]: 0 behind the last chosen one of a row.
+      A dictionary: `tokens` [B, T] with the chosen ones hidden, replaced or unchanged; `positions` and `labels`, int32
+      [B, P], in any order; `weights`, float32 [B, P]: 0 after a row's last chosen token.
     """
     B, T = tokens.shape
     P = count_masked(T)
     is_ordinary = tokens >= num_special
-    # The P ordinary tokens of a row with the lowest lots; ordinary ones come before all others.
+    # Chooses the P ordinary tokens of a row with the lowest random numbers; special tokens sort last.
     positions = np.argsort(np.where(is_ordinary, rng.random((B, T)), 2.0), axis=1)[:, :P]
     counts = np.minimum(is_ordinary.sum(1), np.maximum(1, np.rint(MASKED_SHARE * is_ordinary.sum(1))))
     weights = np.arange(P) < counts[:, None]

@@ -1,10 +1,11 @@
-"""BERT in Flax linen: post-LN encoder, and two heads: masked tokens (on the token table), and whether B follows A.
+"""BERT in Flax linen: a post-LN encoder with two heads, for masked tokens (tied to the token table) and whether B
+follows A.
 
-B: batch, T: positions, C: channels, P: masked tokens of a row. The model knows nothing of JaxFerry and of where its
+B: batch, T: positions, C: channels, P: masked tokens per row. The model does not depend on JaxFerry or on where its
 parameters live. RoBERTa is a configuration of it.
 
-Activations have the dtype of the parameters: bfloat16 parameters make a bfloat16 model. LayerNorm, softmax and the
-losses compute in float32 all the same.
+Activations have the parameters' dtype: bfloat16 parameters make a bfloat16 model. LayerNorm, softmax and the losses
+always compute in float32.
 """
 
 import dataclasses
@@ -23,13 +24,13 @@ class Config:
     """The shape of a BERT; the defaults are those of BERT-base, uncased (Devlin et al. 2019).
 
     Attributes:
-      max_length: positions of a row.
-      num_types: segments that a row may consist of, each with an embedding.
-      first_position: the row of the position table that a row's first token takes.
-      predicts_next: whether there is the second head, with its pooler.
-      pad: the token that fills rows up and that no other attends to.
-      epsilon: of all LayerNorms.
-      dropout: acts on the embeddings and on what attention and feed-forward add to the residual stream.
+      max_length: maximum length of a row.
+      num_types: number of segment types, each with an embedding.
+      first_position: the position-table row of a row's first token.
+      predicts_next: whether the model has the second head and its pooler.
+      pad: the padding token, which no token attends to.
+      epsilon: epsilon of all LayerNorms.
+      dropout: acts on the embeddings and on the outputs of attention and feed-forward.
     """
 
     num_layers: int = 12
@@ -56,9 +57,9 @@ Dense = functools.partial(nn.Dense, kernel_init=normal)
 
 
 class Block(nn.Module):
-    """One encoder block: x [B, T, C] and the dropout key, or None, go in and come out.
+    """One encoder block: maps x [B, T, C] and the dropout key, or None, to the same.
 
-    `is_token`, bool [B, T], says which positions are no padding.
+    `is_token`, bool [B, T], is False at padding.
     """
 
     config: Config
@@ -78,9 +79,9 @@ class Block(nn.Module):
 
 
 class Bert(nn.Module):
-    """Tokens and types [B, T] to logits of the tokens at `positions` [B, P]: [B, P, vocab_size].
+    """Maps tokens and types [B, T] to logits of the tokens at `positions` [B, P]: [B, P, vocab_size].
 
-    With them come, if the model predicts the next sentence, the logits [B, 2] that B does not, or does, follow A.
+    A model that predicts the next sentence also returns the logits [B, 2] that B does not, or does, follow A.
     """
 
     config: Config
@@ -102,21 +103,21 @@ class Bert(nn.Module):
             follows = Dense(2, name="next")(nn.tanh(Dense(cfg.channels, name="pooler")(x[:, 0])))
         x = nn.gelu(Dense(cfg.channels, name="transform")(x), approximate=False)
         x = nn.LayerNorm(cfg.epsilon, name="transform_ln")(x)
-        # Picked only here, as a selection right behind the last block would become a part of it: another program.
+        # Selected only here: a selection right after the last block would become part of it and change its program.
         x = jnp.take_along_axis(x, positions[..., None], axis=1)
         bias = self.param("bias", nn.initializers.zeros, (cfg.vocab_size,))
         return table.attend(x) + bias, follows
 
 
 def make_loss(config):
-    """The function to minimise: the sum of both heads' mean cross entropies, in nats, as a float32 scalar.
+    """Returns the loss function: the sum of both heads' mean cross entropies, in nats, as a float32 scalar.
 
-    Beside it comes a dictionary of what is told: `masked_accuracy` and, with the second head, `masked_loss`,
-    `next_loss`, `next_accuracy`.
+    It also returns a dictionary to report: `masked_accuracy` and, with the second head, `masked_loss`, `next_loss`,
+    `next_accuracy`.
 
-    Its batch holds `tokens` and `types`, int32 [B, T]; `positions`, `labels`, int32 [B, P], and `weights`, float32
-    [B, P], of the masked tokens, weight 0 where there are fewer than P; `follows`, int32 [B], for the second head; and
-    may hold `key`, a key of `jax.random`, for dropout.
+    Its batch holds `tokens` and `types`, int32 [B, T]; `positions` and `labels`, int32 [B, P], and `weights`, float32
+    [B, P], of the masked tokens, with weight 0 beyond the last; `follows`, int32 [B], for the second head; and
+    optionally `key`, a `jax.random` key for dropout.
     """
     model = Bert(config)
 
@@ -134,14 +135,14 @@ def make_loss(config):
 
 
 def cross_entropy(logits, labels, weights):
-    """The weighted mean of -log p(label), and the share of labels that are the likeliest."""
+    """Returns the weighted mean of -log p(label) and the accuracy."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
     hits = logits.argmax(-1) == labels
     return (losses * weights).sum() / weights.sum(), (hits * weights).sum() / weights.sum()
 
 
 def make_init(config):
-    """The function that makes fresh float32 parameters from a key."""
+    """Returns the function that initialises float32 parameters from a key."""
     model = Bert(config)
 
     def init_fn(rng):

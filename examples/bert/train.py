@@ -1,4 +1,4 @@
-"""Trains BERT on text, its parameters in host memory: python examples/bert/train.py --help"""
+"""Trains BERT on text with its parameters in host memory: python examples/bert/train.py --help"""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from examples.common import command_line
 BERT = masked_training.Example(
     name="BERT",
     sizes=model.SIZES,
-    # The published one (Devlin et al. 2019, appendix A.2), but for the tiny model.
+    # The published one (Devlin et al. 2019, appendix A.2), except for the tiny model.
     learning_rates={"tiny": 1e-3, "base": 1e-4, "large": 1e-4},
     adam={"b2": 0.999, "eps": 1e-6},
     load=data.load,
@@ -23,7 +23,7 @@ app = masked_training.make_app(BERT)
 
 
 def main(args=None):
-    """Runs the command line; returns its exit status: 0, 2 for bad input, 130 for an interrupt."""
+    """Runs the command line; returns its exit status: 0, 2 for bad input, or 130 for an interrupt."""
     return command_line.run(app, args)
 
 

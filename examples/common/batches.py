@@ -1,7 +1,7 @@
-"""Batches named by a step's number: `batches(step)` is the same for the same seed and step, whatever came before.
+"""Batches addressed by step number: `batches(step)` depends only on the seed and the step.
 
-A class of batches is a frozen dataclass with `__call__(step)`, which returns a dictionary of NumPy arrays; equal shapes
-for all steps, so that a step is compiled once.
+A class of batches is a frozen dataclass with `__call__(step)`, which returns a dictionary of NumPy arrays. Shapes are
+equal for all steps, so that a step is compiled once.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jaxferry.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Draws rows of `length` tokens and the one after, for a causal language model.
+    """Draws rows of `length` tokens plus the next one, for a causal language model.
 
     Raises:
       InputError: if the text is shorter than one row.
@@ -28,7 +28,7 @@ class Batches:
         check_length(self.tokens, self.length)
 
     def __call__(self, step):
-        """The batch of a step: `tokens`, int32 [batch_size, length + 1]."""
+        """Returns the batch of a step: `tokens`, int32 [batch_size, length + 1]."""
         rng = np.random.default_rng((self.seed, step))
         return {"tokens": draw_rows(rng, self.tokens, self.batch_size, self.length + 1)}
 
@@ -39,6 +39,6 @@ def check_length(tokens, length):
 
 
 def draw_rows(rng, tokens, num_rows, length):
-    """Rows of consecutive tokens from anywhere in a vector: int32 [num_rows, length]."""
+    """Draws rows of consecutive tokens from random positions: int32 [num_rows, length]."""
     starts = rng.integers(len(tokens) - length + 1, size=num_rows)
     return tokens[starts[:, None] + np.arange(length)].astype(np.int32)

@@ -1,4 +1,4 @@
-"""What the command lines of all examples have in common: their options, checks of what was given, the exit status."""
+"""Options, argument checks and exit status shared by all examples' command lines."""
 
 import sys
 from pathlib import Path
@@ -11,27 +11,27 @@ from jaxferry.errors import InputError, JaxFerryError
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
-# A command takes those that it knows: `def train(steps: command_line.Steps = 800, ...)`.
-Steps = Annotated[int, typer.Option(min=0, help="Train up to this step; a resumed run counts on.")]
-Batch = Annotated[int, typer.Option(min=1, help="Rows of a batch.")]
-Seq = Annotated[int, typer.Option(min=1, help="Tokens of a row.")]
-Policy = Annotated[str | None, typer.Option(help="Says where each layer lives; by default JaxFerry's own.")]
+# A command picks its options: `def train(steps: command_line.Steps = 800, ...)`.
+Steps = Annotated[int, typer.Option(min=0, help="Train up to this step, counting steps before a resume.")]
+Batch = Annotated[int, typer.Option(min=1, help="Rows per batch.")]
+Seq = Annotated[int, typer.Option(min=1, help="Tokens per row.")]
+Policy = Annotated[str | None, typer.Option(help="Decides where each layer lives; default: JaxFerry's choice.")]
 MemoryBudget = Annotated[str | None, typer.Option(help='Device memory for training, such as "8GiB".')]
 ReserveFactor = Annotated[float, typer.Option(help="Share of gradient bytes that may stay on the device.")]
 ComputeDtype = Annotated[
-    str | None, typer.Option(help=f"{', '.join(COMPUTE_DTYPES)}; by default bfloat16, on a CPU float32.")
+    str | None, typer.Option(help=f"{', '.join(COMPUTE_DTYPES)}; default: bfloat16, or float32 on a CPU.")
 ]
-Data = Annotated[Path | None, typer.Option(help="A text file or folder; by default Python's own library.")]
-Seed = Annotated[int, typer.Option(min=0, help="Names the first parameters and the order of the data.")]
-LearningRate = Annotated[float | None, typer.Option(help="Learning rate after the warm-up; by default the size's.")]
-Metrics = Annotated[Path | None, typer.Option(help="Write one JSON object a step to this file.")]
+Data = Annotated[Path | None, typer.Option(help="A text file or folder; default: Python's standard library.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the initial parameters and the order of the data.")]
+LearningRate = Annotated[float | None, typer.Option(help="Learning rate after the warm-up; default: that of the size.")]
+Metrics = Annotated[Path | None, typer.Option(help="Write one JSON object per step to this file.")]
 Save = Annotated[Path | None, typer.Option(help="Save the state here at the end.")]
 Resume = Annotated[Path | None, typer.Option(help="Continue from a saved state.")]
 Weights = Annotated[
     Path | None,
     typer.Option(help="A folder with pretrained weights in .safetensors, and tokenizer.json."),
 ]
-SampleTokens = Annotated[int, typer.Option(min=0, help="Length of the text written at the end.")]
+SampleTokens = Annotated[int, typer.Option(min=0, help="Length of the text generated at the end.")]
 FillTokens = Annotated[int, typer.Option(min=0, help="Number of masked tokens filled in at the end.")]
 
 
@@ -40,14 +40,14 @@ def make_app():
 
 
 def read_choice(option, choices, value):
-    """The member of `choices`, a dictionary, that an option names."""
+    """Returns the member of the dictionary `choices` that an option names."""
     if value not in choices:
         raise InputError(f"{option} must be one of {', '.join(choices)}, got {value}")
     return choices[value]
 
 
 def read_size(sizes, size, seq):
-    """The configuration of a size whose positions suffice for rows of `seq` tokens."""
+    """Returns the configuration of a size; checks that its positions suffice for rows of `seq` tokens."""
     config = read_choice("--size", sizes, size)
     if seq > config.max_length:
         raise InputError(f"--seq must be at most the {config.max_length} positions of size {size}, got {seq}")

@@ -1,6 +1,6 @@
-"""Images to batches: the handwritten digits that scikit-learn ships, 1797 of 8 by 8 pixels.
+"""Images to batches: the 1797 handwritten digits that scikit-learn ships, 8 by 8 pixels each.
 
-They are put in a fixed order once; the last ones are for validation. Larger models get them enlarged.
+They are shuffled once with a fixed seed; the last ones are for validation. Larger models receive enlarged images.
 """
 
 import dataclasses
@@ -18,14 +18,14 @@ NUM_CLASSES = 10
 
 @dataclasses.dataclass(frozen=True)
 class Digits:
-    """Images, float32 [N, 8, 8] in [-1, 1], and which digit each shows, int32 [N]."""
+    """Images, float32 [N, 8, 8] in [-1, 1], and their labels, int32 [N]."""
 
     images: np.ndarray
     labels: np.ndarray
 
 
 def load():
-    """The digits to train on, and those to validate with."""
+    """Returns the digits for training and for validation."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = (digits.images[order] / 8 - 1).astype(np.float32)
@@ -35,7 +35,7 @@ def load():
 
 
 def enlarge(images, size, num_colours):
-    """Images [N, 8, 8] as [N, size, size, num_colours]: every pixel becomes a square, every colour is the same."""
+    """Enlarges images [N, 8, 8] to [N, size, size, num_colours]; pixels become squares, all channels are equal."""
     if size % PIXELS:
         raise InputError(f"an image's size must be a multiple of {PIXELS}, got {size}")
     scale = size // PIXELS
@@ -54,16 +54,16 @@ class Batches:
     num_colours: int = 1
 
     def __call__(self, step):
-        """The batch of a step: `images`, float32 [B, size, size, num_colours], and `labels`, int32 [B]."""
+        """Returns the batch of a step: `images`, float32 [B, size, size, num_colours], and `labels`, int32 [B]."""
         chosen = np.random.default_rng((self.seed, step)).integers(len(self.digits.labels), size=self.batch_size)
         images = enlarge(self.digits.images[chosen], self.size, self.num_colours)
         return {"images": np.ascontiguousarray(images), "labels": self.digits.labels[chosen]}
 
 
 def accuracy_of(step, state, predict, digits, config, batch_size, *args):
-    """The share of all images that are recognised: `predict(params, images, *args)` returns logits [B, classes].
+    """Returns the accuracy over all images; `predict(params, images, *args)` returns logits [B, classes].
 
-    The parameters stay in host memory: the forward is run layer by layer, under the step's memory budget.
+    The parameters stay in host memory: the forward runs layer by layer, within the step's memory budget.
     """
     num_hits = 0
     for start in range(0, len(digits.labels), batch_size):

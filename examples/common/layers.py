@@ -1,13 +1,13 @@
-"""What the models share beside Flax's own layers."""
+"""Layers that the models share, in addition to Flax's own."""
 
 import jax
 import jax.numpy as jnp
 
 
 def dropout(x, rate, key):
-    """Drops a share of x and scales up the rest; gives back the key for the next one. Does nothing without a key.
+    """Applies dropout to x and returns it with the key for the next dropout. Without a key, x is unchanged.
 
-    The key travels with the residual stream, so that no block holds a number of its own: all are the same program.
+    The key travels with the residual stream, so that blocks hold no constant of their own and are all the same program.
     """
     if key is None or rate == 0:
         return x, key

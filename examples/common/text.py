@@ -1,4 +1,4 @@
-"""Text to tokens: a tokenizer trained once on the corpus, its tokens cached.
+"""Text to tokens: trains a tokenizer once on the corpus and caches the tokens.
 
 files -> texts -> tokenizer (cached) -> tokens (cached) -> train | validation
 """
@@ -20,7 +20,7 @@ PIECE_CHARS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A tokenizer, and the text in its tokens: unsigned vectors, the validation part from the end of the text."""
+    """A tokenizer and its tokens of the text, as unsigned vectors; the end of the text is for validation."""
 
     tokenizer: Tokenizer
     train: np.ndarray
@@ -28,14 +28,14 @@ class Corpus:
 
 
 def load(path, vocab_size, train_tokenizer, name, separator=None):
-    """Reads the text under `path`, or Python's own library for None, as tokens below `vocab_size`.
+    """Reads the text under `path` as tokens below `vocab_size`.
 
     Args:
-      path: a text file or a folder of them, or None.
-      vocab_size: the most tokens that the tokenizer may have.
-      train_tokenizer: makes a Tokenizer of `(texts, vocab_size)`; `train_byte_bpe`, for instance.
-      name: of the folder in the cache; two kinds of tokenizers need two names.
-      separator: a token of the tokenizer that follows each text, or None.
+      path: a text file or a folder of text files; None for Python's standard library.
+      vocab_size: maximum size of the tokenizer's vocabulary.
+      train_tokenizer: makes a Tokenizer from `(texts, vocab_size)`, for example `train_byte_bpe`.
+      name: the folder's name in the cache; each kind of tokenizer needs its own.
+      separator: a token to append to each text, or None.
 
     Raises:
       InputError: if there is no UTF-8 text under the path.
@@ -57,11 +57,11 @@ def load(path, vocab_size, train_tokenizer, name, separator=None):
 
 
 def load_pretrained(path, vocab_size, weights):
-    """As `load`, in the tokens of pretrained weights: of the `tokenizer.json` beside them.
+    """Like `load`, but with the tokenizer of pretrained weights, `tokenizer.json` beside them.
 
     Args:
-      path: as for `load`.
-      vocab_size: the model's.
+      path: as in `load`.
+      vocab_size: the model's vocabulary size.
       weights: the folder of the weights, or a file in it.
 
     Raises:
@@ -69,16 +69,16 @@ def load_pretrained(path, vocab_size, weights):
     """
     file = (weights if weights.is_dir() else weights.parent) / "tokenizer.json"
     if not file.exists():
-        raise InputError(f"--weights needs the tokenizer of the weights beside them: there is no {file}")
+        raise InputError(f"--weights needs the weights' tokenizer in the same folder: there is no {file}")
     tokenizer = Tokenizer.from_file(str(file))
     if tokenizer.get_vocab_size() > vocab_size:
-        raise InputError(f"{file} has {tokenizer.get_vocab_size()} tokens, the model only {vocab_size}")
+        raise InputError(f"{file} has {tokenizer.get_vocab_size()} tokens, but the model has only {vocab_size}")
     name = f"pretrained-{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
     return load(path, vocab_size, lambda texts, size: tokenizer, name)
 
 
 def read_library():
-    """The sources of Python's standard library, without its tests and what was installed beside it."""
+    """Reads the sources of Python's standard library, without its tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     other = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = (file for file in sorted(root.rglob("*.py")) if not other.intersection(file.relative_to(root).parts))
@@ -86,7 +86,7 @@ def read_library():
 
 
 def read_texts(path):
-    """The text of a file, or of every text file below a folder in the order of their names, hidden ones left out."""
+    """Reads a text file, or all text files below a folder except hidden ones, ordered by name."""
     if not path.exists():
         raise InputError(f"--data must name a text file or a folder, got {path}, which does not exist")
     files = [path]
@@ -95,12 +95,12 @@ def read_texts(path):
         files = [f for f in found if f.is_file() and not any(p.startswith(".") for p in f.relative_to(path).parts)]
     texts = [text for file in files if (text := read_text(file))]
     if not texts:
-        raise InputError(f"--data must name a text file or a folder that holds some, got {path} without UTF-8 text")
+        raise InputError(f"--data must name a text file or a folder with text files; {path} holds no UTF-8 text")
     return texts
 
 
 def read_text(file):
-    """The file's text; None where it is not UTF-8, as a picture among the texts is not."""
+    """Returns the file's text, or None if it is not UTF-8, for example an image among the texts."""
     try:
         return file.read_bytes().decode()
     except UnicodeDecodeError:
@@ -112,7 +112,7 @@ def cache_folder():
 
 
 def replace_file(file, write):
-    """Writes a file so that no other process ever sees half of it."""
+    """Writes a file atomically: no other process ever reads a partial one."""
     part = file.with_name(f"{file.name}.{os.getpid()}")
     with open(part, "wb") as stream:
         write(stream)
@@ -120,7 +120,7 @@ def replace_file(file, write):
 
 
 def train_byte_bpe(texts, vocab_size, special_tokens=()):
-    """A byte-level BPE, GPT-2's and RoBERTa's: it can spell any text. Special tokens have the first ids."""
+    """Trains a byte-level BPE, as in GPT-2 and RoBERTa, which can encode any text. Special tokens get the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -135,7 +135,7 @@ def train_byte_bpe(texts, vocab_size, special_tokens=()):
 
 
 def encode(tokenizer, texts, separator=None):
-    """All texts as one vector; in pieces, so that a long file does not wait for one core."""
+    """Encodes all texts as one vector, in pieces, so that several cores share a long file."""
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     end = [] if separator is None else [np.array([tokenizer.token_to_id(separator)], dtype)]
     pieces = [[text[i : i + PIECE_CHARS] for i in range(0, len(text), PIECE_CHARS)] for text in texts]

@@ -1,10 +1,10 @@
-"""A training run: progress, validation, metrics, Ctrl-C, saving and going on, for any model.
+"""A training run for any model: progress, validation, metrics, Ctrl-C, saving and resuming.
 
 start (init or resume) -> validate -> train -> save -> validate
 
-The loss function returns a scalar, or a scalar and a dictionary. Of the dictionary's entries those named in `carried`
-go into the next batch (recurrence memory, batch statistics); all others are scalars to be told (an accuracy, a second
-loss): they are written with the metrics, and their means with the validation loss.
+The loss function returns a scalar, or a scalar and a dictionary. The dictionary's entries named in `carried` go into
+the next batch (recurrence memory, batch statistics). All others are scalars to report (an accuracy, a second loss):
+they are written with the metrics, and their means are printed with the validation loss.
 """
 
 import contextlib
@@ -32,15 +32,15 @@ console = Console(highlight=False)
 
 @dataclasses.dataclass
 class Run:
-    """A training under way: `state` is always one that can be saved.
+    """A training run; its `state` can be saved at any time.
 
     Attributes:
-      step: JaxFerry's.
-      train_batches: the batch of a step by its number.
-      valid_batches: likewise; the first few are validated with.
-      items_per_batch: what a step's speed is counted in; `unit` is their name.
-      carried: trees of arrays that go into the first batch; what the loss function's dictionary has by the same names
-        goes into the next one. Validation begins with these too.
+      step: JaxFerry's training step.
+      train_batches: returns the batch of a step's number.
+      valid_batches: likewise; the first few are used for validation.
+      items_per_batch: number of items per batch, for the speed; `unit` is their name.
+      carried: trees of arrays for the first batch; the loss function's dictionary replaces them for the next one.
+        Validation also starts with these.
       state: set by `start`.
     """
 
@@ -56,11 +56,11 @@ class Run:
         self.first_carried, self.is_resumed = self.carried, False
 
     def start(self, init_fn, seed, resume=None, params=None):
-        """Makes fresh parameters, layer by layer, takes those that are given, or reads a saved state."""
+        """Initialises parameters layer by layer, uses the given ones, or reads a saved state."""
         key = jax.random.key(seed)
         self.is_resumed = resume is not None
         if self.is_resumed and params is not None:
-            raise InputError("--resume and --weights both name the parameters to begin with: give one of them")
+            raise InputError("--resume and --weights both set the initial parameters: give only one of them")
         if not self.is_resumed:
             self.state = self.step.init_from(init_fn, key) if params is None else self.step.init(params)
             return
@@ -69,7 +69,7 @@ class Run:
             self.carried = load_carried(resume, self.state.step, self.carried)
 
     def finish(self, steps, metrics_file=None, save=None):
-        """Validates, trains up to a step, saves, validates; returns the exit status: 130 after Ctrl-C, else 0."""
+        """Validates, trains up to a step, saves and validates; returns the exit status: 130 after Ctrl-C, else 0."""
         self.validate()
         interrupted = self.train(steps, metrics_file, append=self.is_resumed)
         if save:
@@ -82,7 +82,7 @@ class Run:
         return 0
 
     def train(self, steps, metrics_file, append):
-        """Trains up to a step and shows its progress; true if Ctrl-C ended it earlier."""
+        """Trains up to a step and shows the progress; returns whether Ctrl-C interrupted it."""
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(open(metrics_file, "a" if append else "w")) if metrics_file else None
             progress = stack.enter_context(make_progress())
@@ -102,11 +102,12 @@ class Run:
         return False
 
     def train_one(self, out, is_compiled):
-        """One step; returns what --metrics writes of it, to the file if there is one."""
+        """Runs one step; returns its record for --metrics and writes it to the file, if any."""
         start_s = time.perf_counter()
         index = self.state.step
         batch = {**self.train_batches(index), **self.carried}
-        # An interrupt must not part a step from its record, nor what is carried from its state; compiling takes long.
+        # An interrupt must not separate a step from its record, nor carried arrays from their state. It may interrupt
+        # the first step, which compiles for long.
         with deferred_interrupts() if is_compiled or self.carried else contextlib.nullcontext():
             self.state, metrics = self.step(self.state, batch)
             self.carried, told = self.split(metrics.get("aux", {}))
@@ -125,12 +126,12 @@ class Run:
         return record
 
     def split(self, aux):
-        """What goes into the next batch, and what is told."""
+        """Splits the auxiliary outputs into arrays for the next batch and scalars to report."""
         carried = {name: aux[name] for name in self.first_carried}
         return carried, {name: value for name, value in aux.items() if name not in carried}
 
     def validate(self):
-        """Prints the mean loss over the same few batches of the validation data."""
+        """Prints the mean loss over a fixed set of validation batches."""
         carried, records = self.first_carried, []
         for i in range(NUM_VALIDATION_BATCHES):
             result = self.step.evaluate(self.state, {**self.valid_batches(i), **carried})
@@ -148,20 +149,20 @@ class Run:
 
 
 def save_carried(path, step, carried):
-    """Writes arrays into the folder of a checkpoint; the step's number tells whether they belong to it."""
+    """Writes arrays into a checkpoint's folder, with the step's number to match them with the state."""
     leaves = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(carried))}
     np.savez(Path(path) / CARRIED_FILE, step=step, **leaves)
 
 
 def load_carried(path, step, like):
-    """Reads what `save_carried` wrote for a step, as a tree like `like`.
+    """Reads the output of `save_carried` for a step, as a tree like `like`.
 
     Raises:
-      InputError: if there is nothing, or it belongs to another step or other shapes.
+      InputError: if the file is missing, or belongs to another step or other shapes.
     """
     file = Path(path) / CARRIED_FILE
     if not file.exists():
-        raise InputError(f"{path} holds no {CARRIED_FILE}: it was not saved completely, or by another example")
+        raise InputError(f"{path} holds no {CARRIED_FILE}: it is incomplete, or saved by another example")
     with np.load(file) as arrays:
         saved = [arrays[f"leaf_{i}"] for i in range(len(arrays) - 1)]
         saved_step = int(arrays["step"])
@@ -169,7 +170,7 @@ def load_carried(path, step, like):
     if saved_step != step:
         raise InputError(f"{file} belongs to step {saved_step}, the state beside it to step {step}: save it again")
     dtypes = [jax.dtypes.result_type(leaf) for leaf in wanted]
-    # NumPy reads what is not its own, as bfloat16, as bytes.
+    # NumPy reads foreign dtypes such as bfloat16 as bytes.
     saved = [leaf.view(dtype) if leaf.dtype.kind == "V" else leaf for leaf, dtype in zip(saved, dtypes)]
     kinds = [[(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves] for leaves in (saved, wanted)]
     if kinds[0] != kinds[1]:
@@ -189,5 +190,5 @@ def make_progress():
 
 
 def count_parameters(init_fn):
-    """How many numbers training changes; nothing is computed or stored for it."""
+    """Counts the parameters without computing them."""
     return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(init_fn, jax.random.key(0))))

@@ -1,4 +1,4 @@
-"""Text to batches for a causal language model: what all examples share, with GPT-2's tokenizer."""
+"""Text to batches for a causal language model, with GPT-2's tokenizer."""
 
 from examples.common import text
 from examples.common.batches import Batches
@@ -9,9 +9,9 @@ __all__ = ["VALIDATION_SHARE", "Batches", "load", "read_library", "read_texts", 
 
 
 def load(path, vocab_size, weights=None):
-    """The text under `path`, or Python's own library for None, as tokens below `vocab_size` of a byte-level BPE.
+    """Reads the text under `path` (None: Python's standard library) as tokens below `vocab_size` of a byte-level BPE.
 
-    With pretrained weights it is their own, else one that is trained on the text.
+    Pretrained weights bring their own tokenizer; otherwise one is trained on the text.
     """
     if weights is not None:
         return text.load_pretrained(path, vocab_size, weights)

@@ -1,11 +1,11 @@
 """GPT-2 in Flax linen: pre-LN blocks, GELU, learned positions, the head tied to the token table.
 
-B: batch, T: positions, C: channels. The model knows nothing of JaxFerry and of where its parameters live. Two things
-help whoever takes it apart: every block is the same program, its causal mask made inside it, and dropout keys travel
-with the residual stream, so that no block holds a number of its own.
+B: batch, T: positions, C: channels. The model does not depend on JaxFerry or on where its parameters live. Two choices
+help partitioning: every block makes its own causal mask, and dropout keys travel with the residual stream. So blocks
+hold no constants of their own and are all the same program.
 
-Activations have the dtype of the parameters: bfloat16 parameters make a bfloat16 model. LayerNorm, softmax and the loss
-compute in float32 all the same.
+Activations have the parameters' dtype: bfloat16 parameters make a bfloat16 model. LayerNorm, softmax and the loss
+always compute in float32.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from examples.common.layers import dropout
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a GPT-2; `dropout` acts on the embeddings and on what each block adds to the residual stream."""
+    """The shape of a GPT-2; `dropout` acts on the embeddings and on each block's additions to the residual stream."""
 
     num_layers: int
     num_heads: int
@@ -42,7 +42,7 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """One residual block: x [B, T, C] and the dropout key, or None, go in and come out."""
+    """One residual block: maps x [B, T, C] and the dropout key, or None, to the same."""
 
     config: Config
 
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Tokens [B, T] to logits [B, T, vocab_size]; without a key nothing is dropped."""
+    """Maps tokens [B, T] to logits [B, T, vocab_size]; without a key there is no dropout."""
 
     config: Config
 
@@ -84,9 +84,9 @@ class GPT2(nn.Module):
 
 
 def make_loss(config):
-    """The function to minimise: mean cross entropy of each next token, in nats, as a float32 scalar.
+    """Returns the loss function: mean cross entropy of each next token, in nats, as a float32 scalar.
 
-    Its batch holds `tokens`, int32 [B, T + 1], and may hold `key`, a key of `jax.random`, for dropout.
+    Its batch holds `tokens`, int32 [B, T + 1], and optionally `key`, a `jax.random` key for dropout.
     """
     model = GPT2(config)
 
@@ -100,7 +100,7 @@ def make_loss(config):
 
 
 def make_init(config):
-    """The function that makes fresh float32 parameters from a key."""
+    """Returns the function that initialises float32 parameters from a key."""
     model = GPT2(config)
 
     def init_fn(rng):
@@ -110,6 +110,6 @@ def make_init(config):
 
 
 def count_parameters(config):
-    """How many numbers training changes; nothing is computed or stored for it."""
+    """Counts the parameters without computing them."""
     shapes = jax.eval_shape(make_init(config), jax.random.key(0))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -1,4 +1,4 @@
-"""Text from a model: each next token drawn from the logits of everything before it, layer by layer as in training."""
+"""Samples text: draws each next token from the logits of all previous ones, layer by layer as in training."""
 
 import functools
 
@@ -10,10 +10,10 @@ from model import GPT2
 
 
 def generate(step, state, config, prompt, num_tokens, temperature=0.8, seed=0):
-    """Continues `prompt`, a list of tokens, by `num_tokens`, or by fewer where the model's positions end.
+    """Continues `prompt`, a list of tokens, by `num_tokens`, or up to the model's last position.
 
-    Temperature 0 always takes the likeliest token. The parameters stay in host memory, as they do for a training step,
-    and the step's memory budget holds.
+    Temperature 0 always takes the most likely token. The parameters stay in host memory, as in a training step, and the
+    step's memory budget applies.
     """
     length = min(len(prompt) + num_tokens, config.max_length)
     extend, key = make_extend(config), jax.random.key(seed)
@@ -25,7 +25,7 @@ def generate(step, state, config, prompt, num_tokens, temperature=0.8, seed=0):
 
 @functools.cache
 def make_extend(config):
-    """Sets the token at a position; what stands after it is not seen by a causal model."""
+    """Returns a function that sets the token at a position; a causal model ignores later ones."""
     model = GPT2(config)
 
     def extend(params, tokens, position, temperature, key):

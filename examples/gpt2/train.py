@@ -1,4 +1,4 @@
-"""Trains GPT-2 on text, its parameters in host memory: python examples/gpt2/train.py --help"""
+"""Trains GPT-2 on text with its parameters in host memory: python examples/gpt2/train.py --help"""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ from examples.common import command_line
 from examples.common.sampling import print_sample
 from examples.common.training import Run, console
 
-# GPT-3's (Brown et al. 2020, table 2.1), but for the tiny model.
+# GPT-3's (Brown et al. 2020, table 2.1), except for the tiny model.
 LEARNING_RATES = {"tiny": 1e-3, "124m": 6e-4, "medium": 3e-4, "xl": 2e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
 WARMUP_STEPS = 20
 PROMPT_TOKENS = 16
@@ -26,7 +26,7 @@ PROMPT_TOKENS = 16
 app = command_line.make_app()
 
 
-@app.command(help="Trains GPT-2 on text, its parameters and optimizer state in host memory.")
+@app.command(help="Trains GPT-2 on text, with parameters and optimizer state in host memory.")
 def train(
     size: Annotated[str, typer.Option(help=f"The model: {', '.join(model.SIZES)}.")] = "tiny",
     steps: command_line.Steps = 800,
@@ -61,7 +61,7 @@ def train(
     params = None if weights is None else published.load(config, weights)
     run.start(model.make_init(config), seed, resume, params)
     num_parameters = model.count_parameters(config)
-    console.print(f"GPT-2 {size} with {num_parameters:,} parameters, {len(corpus.train):,} tokens of text to train on")
+    console.print(f"GPT-2 {size} with {num_parameters:,} parameters, {len(corpus.train):,} training tokens")
     status = run.finish(steps, metrics, save)
     if status == 0 and sample_tokens:
         prompt = corpus.validation[:PROMPT_TOKENS].tolist()
@@ -70,7 +70,7 @@ def train(
 
 
 def main(args=None):
-    """Runs the command line; returns its exit status: 0, 2 for bad input, 130 for an interrupt."""
+    """Runs the command line; returns its exit status: 0, 2 for bad input, or 130 for an interrupt."""
     return command_line.run(app, args)
 
 

@@ -1,6 +1,6 @@
-"""GPT-2's published weights: what Hugging Face calls them, and what they are called here.
+"""Maps the names of GPT-2's published weights on Hugging Face to this model's parameters.
 
-Its linear layers (`Conv1D`) keep their weights as Flax keeps kernels, and query, key and value in one as here.
+Its linear layers (`Conv1D`) store weights in the layout of Flax kernels, with query, key and value in one, as here.
 """
 
 import jax
@@ -20,15 +20,15 @@ MODULES = {
     "ln_f": "ln_f",
 }
 LEAVES = {"embedding": "weight", "kernel": "weight", "scale": "weight", "bias": "bias"}
-# Causal masks, and the head that is tied to the table.
+# Causal masks, and the head, which is tied to the table.
 IGNORED = [r"h\.\d+\.attn\.(masked_)?bias", r"lm_head\.weight"]
 
 
 def load(config, path):
-    """The tree of a model's parameters, of tensors that are read when they are needed.
+    """Returns the tree of a model's parameters, with tensors that are read on demand.
 
     Raises:
-      InputError: if there is no checkpoint, or its tensors are not the model's.
+      InputError: if there is no checkpoint, or its tensors do not fit the model.
     """
     tensors = {name.removeprefix("transformer."): t for name, t in pretrained.open_safetensors(path).items()}
     shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
@@ -36,7 +36,7 @@ def load(config, path):
 
 
 def source_of(path):
-    """The tensor's name for a parameter's path, such as ("h_0", "qkv", "kernel")."""
+    """Returns the tensor's name for a parameter's path, such as ("h_0", "qkv", "kernel")."""
     *block, module, leaf = path
     above = [part.replace("_", ".") for part in block]
     return ".".join([*above, MODULES[module], LEAVES[leaf]])

@@ -1,10 +1,10 @@
-"""Llama in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU; LoRA adapters if they are asked for.
+"""Llama in Flax NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU, optional LoRA adapters.
 
-B: batch, T: positions, C: channels, H: heads, K: heads of keys and values, D: channels of a head, S: length of a cache.
-The model knows nothing of JaxFerry and of where its parameters live. Every block makes its rotations and its mask
-itself, so that all blocks are the same program.
+B: batch, T: positions, C: channels, H: heads, K: key and value heads, D: channels per head, S: cache length. The model
+does not depend on JaxFerry or on where its parameters live. Every block makes its own rotations and mask, so that all
+blocks are the same program.
 
-Activations have the dtype of the parameters. RMSNorm, softmax, rotations and the loss compute in float32 all the same.
+Activations have the parameters' dtype. RMSNorm, softmax, rotations and the loss always compute in float32.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ INIT = nnx.initializers.normal(0.02)
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretched rotations: slow ones turn `factor` times slower, fast ones as before, others in between.
+    """Llama 3.1's scaled rotations: slow ones turn `factor` times slower, fast ones are unchanged, others in between.
 
-    Slow ones turn fewer than `low` times within the `length` that was trained first, fast ones more than `high` times.
+    Slow ones turn fewer than `low` times within the original training `length`, fast ones more than `high` times.
     """
 
     factor: float
@@ -32,7 +32,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a Llama. `lora_rank` is that of the adapters of all linear layers; with 0 there are none."""
+    """The shape of a Llama. `lora_rank` is the rank of all linear layers' adapters; 0 for no adapters."""
 
     num_layers: int
     num_heads: int
@@ -69,13 +69,13 @@ SIZES = {
 
 
 class Linear(nnx.Module):
-    """x [..., inner] to [..., outer]; with a rank, the product of two thin matrices is added to the kernel's."""
+    """Maps x [..., inner] to [..., outer]; with a rank, adds the product with two thin matrices."""
 
     def __init__(self, inner, outer, config, rngs):
         self.kernel = nnx.Param(INIT(rngs.params(), (inner, outer)))
         self.rank, self.scale = config.lora_rank, config.lora_alpha / max(1, config.lora_rank)
         if self.rank:
-            # The second one begins with zeros: at first nothing is added.
+            # The second matrix starts as zeros, so that the adapter initially adds nothing.
             self.lora_a = nnx.LoRAParam(nnx.initializers.he_uniform()(rngs.params(), (inner, self.rank)))
             self.lora_b = nnx.LoRAParam(jnp.zeros((self.rank, outer)))
 
@@ -85,7 +85,7 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """x [B, T, C] to [B, T, C], and the cache of keys and values [2, B, S, K, D] with those of x, if there is one."""
+    """Maps x [B, T, C] to [B, T, C]; returns the cache of keys and values [2, B, S, K, D], if any, with those of x."""
 
     def __init__(self, config, rngs):
         self.config, self.width = config, config.channels // config.num_heads
@@ -132,17 +132,17 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Tokens [B, T] to logits [B, T, vocab_size], float32 or as the parameters are.
+    """Maps tokens [B, T] to logits [B, T, vocab_size], in the parameters' dtype.
 
-    With caches, one for each block, the tokens follow those that are there already, `position` of them: only the last
-    position's logits [B, 1, vocab_size] are computed, and the caches come back with the tokens' keys and values.
+    With caches, one per block, the tokens follow `position` cached ones. Only the last position's logits
+    [B, 1, vocab_size] are computed, and the caches are returned with the tokens' keys and values.
     """
 
     def __init__(self, config, rngs):
         self.embed = nnx.Embed(config.vocab_size, config.channels, embedding_init=INIT, rngs=rngs)
         self.layers = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
         self.norm = make_norm(config, rngs)
-        # Adapters stay out of the head, as they do out of the table.
+        # Neither the head nor the table has adapters.
         plain = dataclasses.replace(config, lora_rank=0)
         self.head = None if config.is_tied else Linear(config.channels, config.vocab_size, plain, rngs)
 
@@ -161,9 +161,9 @@ def make_norm(config, rngs):
 
 
 def rotate(x, positions, config):
-    """Turns pairs of channels of x [B, T, heads, D] by angles that grow with the position.
+    """Rotates pairs of channels of x [B, T, heads, D] by angles proportional to the position.
 
-    A pair is a channel of the first half and the one at the same place of the second, as in Hugging Face's checkpoints.
+    Channel i of the first half is paired with channel i of the second half, as in Hugging Face's checkpoints.
     """
     half = x.shape[-1] // 2
     frequencies = config.rope_base ** -(jnp.arange(half, dtype=jnp.float32) / half)
@@ -182,12 +182,12 @@ def stretched(frequencies, scaling):
 
 
 def make_graph(config):
-    """The model's structure without its parameters, to be merged with them."""
+    """Returns the model's structure without its parameters, for `nnx.merge`."""
     return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))), nnx.Param)[0]
 
 
 def make_loss(config):
-    """The function to minimise: mean cross entropy of each next token, in nats, as a float32 scalar.
+    """Returns the loss function: mean cross entropy of each next token, in nats, as a float32 scalar.
 
     Its batch holds `tokens`, int32 [B, T + 1].
     """
@@ -203,7 +203,7 @@ def make_loss(config):
 
 
 def make_init(config):
-    """The function that makes fresh float32 parameters from a key."""
+    """Returns the function that initialises float32 parameters from a key."""
 
     def init_fn(rng):
         return nnx.split(Llama(config, nnx.Rngs(rng)), nnx.Param)[1]
@@ -212,7 +212,7 @@ def make_init(config):
 
 
 def make_caches(config, batch_size, length, dtype):
-    """Empty caches for so many rows and positions."""
+    """Returns empty caches for `batch_size` rows and `length` positions."""
     width = config.channels // config.num_heads
     shape = (2, batch_size, length, config.num_kv_heads, width)
     return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]

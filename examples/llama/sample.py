@@ -1,4 +1,4 @@
-"""Text from a model, token by token with a cache of keys and values, layer by layer as in training."""
+"""Samples text token by token with a cache of keys and values, layer by layer as in training."""
 
 import functools
 
@@ -11,10 +11,10 @@ from examples.llama.model import make_caches, make_graph
 
 
 def generate(step, state, config, prompt, num_tokens, temperature=0.8, seed=0, cache_dtype=jnp.float32):
-    """Continues `prompt`, a list of tokens, by `num_tokens`, or by fewer where the model's positions end.
+    """Continues `prompt`, a list of tokens, by `num_tokens`, or up to the model's last position.
 
-    Temperature 0 always takes the likeliest token. The parameters stay in host memory, as they do for a training step,
-    and the step's memory budget holds, caches included.
+    Temperature 0 always takes the most likely token. The parameters stay in host memory, as in a training step, and the
+    step's memory budget applies, including the caches.
     """
     length = min(len(prompt) + num_tokens, config.max_length)
     decode, key = make_decode(config), jax.random.key(seed)
@@ -31,7 +31,7 @@ def generate(step, state, config, prompt, num_tokens, temperature=0.8, seed=0, c
 
 @functools.cache
 def make_decode(config):
-    """Draws the token that follows the given ones; the cache has those before."""
+    """Returns a function that draws the token after the given ones; the cache holds the earlier ones."""
     graph = make_graph(config)
 
     def decode(params, tokens, caches, position, temperature, key):

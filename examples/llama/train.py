@@ -1,4 +1,4 @@
-"""Trains Llama on text, or adapters of one, its parameters in host memory: python examples/llama/train.py --help"""
+"""Trains a Llama or its adapters on text with parameters in host memory: python examples/llama/train.py --help"""
 
 import dataclasses
 import sys
@@ -19,7 +19,7 @@ from examples.common.training import Run, console, count_parameters
 from examples.llama import model, sample
 from examples.llama import weights as published
 
-# The published ones of pretraining, but for the tiny model.
+# The published ones of pretraining, except for the tiny model.
 LEARNING_RATES = {"tiny": 1e-3, "3.2-1b": 3e-4, "2-7b": 3e-4, "3-8b": 3e-4}
 WARMUP_STEPS = 20
 PROMPT_TOKENS = 16
@@ -27,13 +27,15 @@ PROMPT_TOKENS = 16
 app = command_line.make_app()
 
 
-@app.command(help="Trains Llama on text, or only adapters of it, parameters and optimizer state in host memory.")
+@app.command(help="Trains a Llama or its adapters on text, with parameters and optimizer state in host memory.")
 def train(
     size: Annotated[str, typer.Option(help=f"The model: {', '.join(model.SIZES)}.")] = "tiny",
     steps: command_line.Steps = 800,
     batch: command_line.Batch = 8,
     seq: command_line.Seq = 128,
-    lora_rank: Annotated[int, typer.Option(min=0, help="Train adapters of this rank alone; 0 trains all.")] = 0,
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Train only adapters of this rank; 0 trains all parameters.")
+    ] = 0,
     policy: command_line.Policy = None,
     memory_budget: command_line.MemoryBudget = None,
     reserve_factor: command_line.ReserveFactor = 1.0,
@@ -65,7 +67,7 @@ def train(
     run.start(init_fn, seed, resume, None if weights is None else published.load(config, weights, seed))
     console.print(
         f"Llama {size} with {count_parameters(init_fn):,} parameters, {count_trained(init_fn, lora_rank):,} of them "
-        f"trained, {len(corpus.train):,} tokens of text to train on"
+        f"trained, {len(corpus.train):,} training tokens"
     )
     status = run.finish(steps, metrics, save)
     if status == 0 and sample_tokens:
@@ -82,7 +84,7 @@ def load_text(path, vocab_size, weights):
 
 
 def make_optimizer(learning_rate, lora_rank):
-    """AdamW with the learning rate constant after a warm-up; of adapters alone if there are some."""
+    """Makes AdamW with a constant learning rate after a warm-up; with a rank, it trains only the adapters."""
     adamw = optax.adamw(optax.linear_schedule(0.0, learning_rate, WARMUP_STEPS), b2=0.95, weight_decay=0.1)
     if not lora_rank:
         return adamw
@@ -90,7 +92,7 @@ def make_optimizer(learning_rate, lora_rank):
 
 
 def label(params):
-    """Which parameters are adapters: a tree of words like that of the parameters."""
+    """Labels each parameter as adapter or not, as a tree of strings."""
 
     def word(path, leaf):
         return "adapter" if "lora" in jax.tree_util.keystr(path) else "base"
@@ -106,7 +108,7 @@ def count_trained(init_fn, lora_rank):
 
 
 def main(args=None):
-    """Runs the command line; returns its exit status: 0, 2 for bad input, 130 for an interrupt."""
+    """Runs the command line; returns its exit status: 0, 2 for bad input, or 130 for an interrupt."""
     return command_line.run(app, args)
 
 

@@ -1,6 +1,6 @@
-"""Llama's published weights: what Hugging Face calls them, and what they are called here.
+"""Maps the names of Llama's published weights on Hugging Face to this model's parameters.
 
-PyTorch's linear layers keep the transpose of what Flax calls a kernel. Adapters are in no checkpoint; they are made.
+PyTorch's linear layers store the transpose of a Flax kernel. Checkpoints contain no adapters; these are initialised.
 """
 
 import jax
@@ -26,15 +26,15 @@ ROTATIONS = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
 def load(config, path, seed=0):
-    """The tree of a model's parameters, of tensors that are read when they are needed, and of fresh adapters.
+    """Returns the tree of a model's parameters: tensors that are read on demand, and newly initialised adapters.
 
     Raises:
-      InputError: if there is no checkpoint, or its tensors are not the model's.
+      InputError: if there is no checkpoint, or its tensors do not fit the model.
     """
     init_fn, key = model.make_init(config), jax.random.key(seed)
     params = jax.eval_shape(init_fn, key)
     if config.lora_rank:
-        # What is not returned is not computed.
+        # Under jit, parameters that are not returned are not computed.
         adapters = jax.jit(lambda key: nnx.split_state(init_fn(key), nnx.LoRAParam, ...)[0])(key)
         params = nnx.merge_state(params, adapters)
     ignored = [ROTATIONS, r"lm_head\.weight"] if config.is_tied else [ROTATIONS]
@@ -42,7 +42,7 @@ def load(config, path, seed=0):
 
 
 def source_of(path):
-    """The tensor for a parameter's path, such as ("layers", "0", "attn", "q", "kernel"); None for an adapter's."""
+    """Returns the tensor for a parameter's path, such as ("layers", "0", "attn", "q", "kernel"); None for adapters."""
     *modules, leaf = path
     if leaf.startswith("lora"):
         return None

@@ -1,8 +1,8 @@
-"""A residual network in Flax linen, with batch normalisation: running averages come back beside the loss.
+"""A residual network in Flax linen with batch normalisation; the loss function also returns running averages.
 
-B: batch. The model knows nothing of JaxFerry and of where its parameters live. Training takes means and variances from
-the batch, and moves running averages towards them; those are no parameters: they go into the next step with its batch.
-Activations have the dtype of the parameters; statistics and the loss are computed in float32 all the same.
+B: batch. The model does not depend on JaxFerry or on where its parameters live. Training uses the batch's means and
+variances and moves the running averages towards them. Running averages are not parameters: they enter the next step
+with its batch. Activations have the parameters' dtype; statistics and the loss are always computed in float32.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a ResNet: blocks of each stage, channels of the first; `is_small` is for images of a few pixels."""
+    """The shape of a ResNet: blocks per stage, channels of the first stage; `is_small` is for very small images."""
 
     stages: tuple[int, ...]
     width: int = 64
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images [B, image_size, image_size, num_colours] to logits [B, num_classes]."""
+    """Maps images [B, image_size, image_size, num_colours] to logits [B, num_classes]."""
 
     config: Config
 
@@ -81,7 +81,7 @@ class ResNet(nn.Module):
 
 
 def make_predict(config):
-    """The function `(params, images, batch_stats) -> logits`, which normalises with the running averages."""
+    """Returns the function `(params, images, batch_stats) -> logits`, which normalises with the running averages."""
     model = ResNet(config)
 
     def predict(params, images, batch_stats):
@@ -92,10 +92,10 @@ def make_predict(config):
 
 
 def make_loss(config):
-    """The function to minimise: mean cross entropy, in nats, as a float32 scalar, and what it leaves beside.
+    """Returns the loss function: mean cross entropy, in nats, as a float32 scalar, with auxiliary outputs.
 
     Its batch holds `images`, float32 [B, image_size, image_size, num_colours], `labels`, int32 [B], and `batch_stats`,
-    the running averages. It returns the new ones by that name, and the `accuracy`, the share of hits.
+    the running averages. The auxiliary outputs are the new `batch_stats` and the `accuracy`.
     """
     model = ResNet(config)
 
@@ -111,7 +111,7 @@ def make_loss(config):
 
 
 def make_init(config):
-    """The function that makes fresh float32 parameters from a key."""
+    """Returns the function that initialises float32 parameters from a key."""
 
     def init_fn(rng):
         return make_variables(config, rng)["params"]
@@ -120,8 +120,8 @@ def make_init(config):
 
 
 def make_batch_stats(config):
-    """The running averages to begin with: means 0, variances 1."""
-    # What is not returned is not computed.
+    """Returns the initial running averages: means 0, variances 1."""
+    # Under jit, parameters that are not returned are not computed.
     return jax.jit(lambda: make_variables(config, jax.random.key(0))["batch_stats"])()
 
 

@@ -1,4 +1,4 @@
-"""Trains a residual network on digits, its parameters in host memory: python examples/resnet/train.py --help"""
+"""Trains a residual network on digits with parameters in host memory: python examples/resnet/train.py --help"""
 
 import sys
 from pathlib import Path
@@ -14,18 +14,18 @@ from examples.common import command_line, digits
 from examples.common.training import Run, console, count_parameters
 from examples.resnet import model
 
-# The published one (He et al. 2016, section 3.4), but for the tiny model.
+# The published one (He et al. 2016, section 3.4), except for the tiny model.
 LEARNING_RATES = {"tiny": 0.05, "18": 0.1, "50": 0.1}
 WARMUP_STEPS = 20
 
 app = command_line.make_app()
 
 
-@app.command(help="Trains a residual network on handwritten digits, parameters and optimizer state in host memory.")
+@app.command(help="Trains a residual network on digits, with parameters and optimizer state in host memory.")
 def train(
     size: Annotated[str, typer.Option(help=f"The model: {', '.join(model.SIZES)}.")] = "tiny",
     steps: command_line.Steps = 300,
-    batch: Annotated[int, typer.Option(min=1, help="Images of a batch.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 64,
     policy: command_line.Policy = None,
     memory_budget: command_line.MemoryBudget = None,
     reserve_factor: command_line.ReserveFactor = 1.0,
@@ -49,30 +49,28 @@ def train(
     train_batches, valid_batches = (
         digits.Batches(images, batch, seed, config.image_size, config.num_colours) for images in (seen, unseen)
     )
-    # Running averages are no parameters: what one step returns, the next is given.
+    # Running averages are not parameters: each step returns them for the next batch.
     carried = {"batch_stats": model.make_batch_stats(config)}
     run = Run(step, train_batches, valid_batches, batch, "images", carried)
     init_fn = model.make_init(config)
     run.start(init_fn, seed, resume)
-    console.print(
-        f"ResNet {size} with {count_parameters(init_fn):,} parameters, {len(seen.labels):,} images to train on"
-    )
+    console.print(f"ResNet {size} with {count_parameters(init_fn):,} parameters, {len(seen.labels):,} training images")
     status = run.finish(steps, metrics, save)
     if status == 0:
         predict = model.make_predict(config)
         accuracy = digits.accuracy_of(step, run.state, predict, unseen, config, batch, run.carried["batch_stats"])
-        console.print(f"{accuracy:.1%} of {len(unseen.labels)} other images recognised, with the running averages")
+        console.print(f"{accuracy:.1%} of {len(unseen.labels)} unseen images recognised, with the running averages")
     return status
 
 
 def make_optimizer(learning_rate):
-    """SGD with momentum and weight decay, the learning rate constant after a warm-up."""
+    """Makes SGD with momentum, weight decay and a constant learning rate after a warm-up."""
     schedule = optax.linear_schedule(0.0, learning_rate, WARMUP_STEPS)
     return optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(schedule, momentum=0.9))
 
 
 def main(args=None):
-    """Runs the command line; returns its exit status: 0, 2 for bad input, 130 for an interrupt."""
+    """Runs the command line; returns its exit status: 0, 2 for bad input, or 130 for an interrupt."""
     return command_line.run(app, args)
 
 

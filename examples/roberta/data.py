@@ -1,7 +1,7 @@
-"""Text to batches for RoBERTa: byte-level BPE, rows of full sentences, masked anew each time they are drawn.
+"""Text to batches for RoBERTa: byte-level BPE, rows of full sentences, masked anew whenever they are drawn.
 
-A row is <s> sentences </s> and padding. In a text of lines a sentence is a line. A row holds as many whole ones as have
-room, also from more than one text; </s> stands between texts.
+A row is <s> sentences </s> and padding. A sentence is a line. A row holds as many whole sentences as fit, possibly from
+several texts, which </s> separates.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ LINE_BREAK = "Ċ"  # as a byte-level BPE writes it
 
 
 def load(path, vocab_size):
-    """The text under `path`, or Python's own library for None, as tokens below `vocab_size` of a byte-level BPE."""
+    """Reads the text under `path` (None: Python's standard library) as byte-level BPE tokens below `vocab_size`."""
     return text.load(path, vocab_size, train_tokenizer, "roberta", separator=SPECIAL_TOKENS[END])
 
 
@@ -31,10 +31,10 @@ def train_tokenizer(texts, vocab_size):
 
 @dataclasses.dataclass(frozen=True)
 class FullSentences:
-    """Draws rows of whole sentences, `length` tokens with the special ones.
+    """Draws rows of whole sentences, `length` tokens including the special ones.
 
     Raises:
-      InputError: if the text is shorter than one row, or a row has no room for a token.
+      InputError: if the text is shorter than one row, or a row is too short for a token.
     """
 
     tokens: np.ndarray
@@ -49,7 +49,7 @@ class FullSentences:
         check_length(self.tokens, self.length)
 
     def __call__(self, step):
-        """The batch of a step: what `mask_tokens` returns, with `types`, int32 [B, T], all 0."""
+        """Returns the batch of a step: that of `mask_tokens` plus `types`, int32 [B, T], all 0."""
         rng = np.random.default_rng((self.seed, step))
         tokens = self.draw(rng)
         vocab_size = self.tokenizer.get_vocab_size()
@@ -57,12 +57,12 @@ class FullSentences:
         return {**masked, "types": np.zeros_like(tokens)}
 
     def draw(self, rng):
-        """Rows of sentences, unmasked: int32 [B, T]."""
+        """Draws unmasked rows of sentences: int32 [B, T]."""
         room = self.length - 2
         first = self.bounds[: np.searchsorted(self.bounds, len(self.tokens) - room, side="right")]
         starts = rng.choice(first, size=self.batch_size)
         ends = self.bounds[np.searchsorted(self.bounds, starts + room, side="right") - 1]
-        # A sentence that has no room is cut.
+        # A sentence longer than a row is cut.
         counts = np.where(ends > starts, ends - starts, room)[:, None]
         at = np.arange(room)
         rows = np.full((self.batch_size, self.length), PAD, np.int32)
@@ -73,7 +73,7 @@ class FullSentences:
 
     @functools.cached_property
     def bounds(self):
-        """Where sentences start, and the end of the text: behind each line break and each text's end."""
+        """The starts of sentences (after each line break and each text's end), and the end of the text."""
         vocabulary = self.tokenizer.get_vocab()
         enders = [number for token, number in vocabulary.items() if LINE_BREAK in token] + [END]
         behind = np.flatnonzero(np.isin(self.tokens, enders)) + 1

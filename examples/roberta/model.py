@@ -1,6 +1,6 @@
-"""RoBERTa: BERT's encoder and head for masked tokens, without the head for the next sentence (Liu et al. 2019).
+"""RoBERTa: BERT's encoder and masked-token head, without the next-sentence head (Liu et al. 2019).
 
-Its rows are of one type, and its first position is 2: the published model counts positions from its padding token on.
+Its rows have one type, and its first position is 2: the published model counts positions from its padding token.
 """
 
 from examples.bert.model import Config, make_init, make_loss

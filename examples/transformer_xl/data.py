@@ -1,4 +1,4 @@
-"""Text to batches for Transformer-XL: each row of a batch goes on where the same row of the batch before ended."""
+"""Text to batches for Transformer-XL: each row continues where the same row of the previous batch ended."""
 
 import dataclasses
 
@@ -9,15 +9,15 @@ from jaxferry.errors import InputError
 
 
 def load(path, vocab_size):
-    """The text under `path`, or Python's own library for None, as tokens below `vocab_size` of GPT-2's kind."""
+    """Reads the text under `path` (None: Python's standard library) as byte-level BPE tokens below `vocab_size`."""
     return text.load(path, vocab_size, text.train_byte_bpe, "gpt2")
 
 
 @dataclasses.dataclass(frozen=True)
 class Streams:
-    """Cuts the text into `batch_size` streams, one a row, and these into segments of `length` tokens, one a step.
+    """Cuts the text into `batch_size` streams, one per row, and these into segments of `length` tokens, one per step.
 
-    The seed says where in the text the first stream starts; behind the text's end comes its beginning.
+    The seed chooses where in the text the first stream starts; the text wraps around at its end.
 
     Raises:
       InputError: if the text is too short for one segment of each stream.
@@ -37,11 +37,11 @@ class Streams:
 
     @property
     def num_segments(self):
-        """Of each stream, before it starts again."""
+        """The number of segments in each stream before it starts again."""
         return (len(self.tokens) // self.batch_size - 1) // self.length
 
     def __call__(self, step):
-        """The batch of a step: `tokens`, int32 [batch_size, length + 1]; `is_start`, whether the streams start."""
+        """Returns the batch of a step: `tokens`, int32 [batch_size, length + 1]; `is_start`: the streams start here."""
         segment = step % self.num_segments
         first = np.random.default_rng(self.seed).integers(len(self.tokens)) + segment * self.length
         rows = np.arange(self.batch_size)[:, None] * (len(self.tokens) // self.batch_size)

@@ -1,11 +1,11 @@
-"""Transformer-XL in Flax linen (Dai et al. 2019): relative positions, and a memory of what was before the segment.
+"""Transformer-XL in Flax linen (Dai et al. 2019): relative positions, and a memory of earlier segments.
 
-B: batch, T: positions of the segment, M: of the memory before it, K = M + T, H: heads, C: channels. The model knows
-nothing of JaxFerry and of where its parameters live. Blocks are post-LN, the head is tied to the token table.
+B: batch, T: positions of the segment, M: positions of its memory, K = M + T, H: heads, C: channels. The model does not
+depend on JaxFerry or on where its parameters live. Blocks are post-LN; the head is tied to the token table.
 
-Each block's memory is a batch's leaf of its own, and so is each new one among the outputs: no memory travels through
-the other blocks. Activations, memory included, have the dtype of the parameters; LayerNorm, softmax and the loss
-compute in float32 all the same.
+Each block's memory is a separate leaf of the batch, and each new memory a separate output, so that no memory travels
+through other blocks. Activations and memory have the parameters' dtype; LayerNorm, softmax and the loss always compute
+in float32.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from examples.common.layers import dropout
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a Transformer-XL; `dropout` acts on the embeddings and on what is added to the residual stream."""
+    """The shape of a Transformer-XL; `dropout` acts on the embeddings and on additions to the residual stream."""
 
     num_layers: int
     num_heads: int
@@ -31,8 +31,8 @@ class Config:
     dropout: float = 0.0
 
 
-# MemFerry's (section V-A): it names the ends of the range and the range of width and vocabulary; the rest lies between,
-# as in benchmarks/papers/paper_models.py.
+# MemFerry's sizes (section V-A). The paper gives the ends of the range and the ranges of width and vocabulary; the rest
+# is interpolated as in benchmarks/papers/paper_models.py.
 SIZES = {
     "tiny": Config(num_layers=4, num_heads=4, channels=128, vocab_size=1024),
     "0.7b": Config(num_layers=12, num_heads=16, channels=2048, vocab_size=32768),
@@ -51,9 +51,9 @@ Projection = functools.partial(Dense, use_bias=False)
 
 
 class Block(nn.Module):
-    """One block: x [B, T, C], the memory [B, M, C] of its inputs before, and the dropout key, or None, go in.
+    """One block: takes x [B, T, C], the memory [B, M, C] of its earlier inputs, and the dropout key or None.
 
-    Out come x and the key, and between them the new memory: the last M inputs, without a gradient.
+    Returns x, the new memory (the last M inputs, without a gradient), and the key.
     """
 
     config: Config
@@ -71,9 +71,9 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """From x [B, T, C] to itself and what was before, `past` [B, K, C], by content and by distance (equation in 3.3).
+    """Attends from x [B, T, C] to `past` [B, K, C], which ends with x, by content and distance (equation in 3.3).
 
-    score(query, key) = (q + u) k + (q + v) W r(distance): u and v weigh content and distance for all queries alike.
+    score(query, key) = (q + u) k + (q + v) W r(distance): u and v weight content and distance, alike for all queries.
     """
 
     config: Config
@@ -97,7 +97,7 @@ class Attention(nn.Module):
 
 
 def waves(K, C):
-    """Sines and cosines of the distances K - 1 to 0: float32 [K, C]."""
+    """Returns sines and cosines of the distances K - 1 to 0: float32 [K, C]."""
     distances = np.arange(K - 1, -1, -1)
     angles = distances[:, None] / 10000 ** (np.arange(0, C, 2) / C)
     return jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=1), jnp.float32)
@@ -106,8 +106,8 @@ def waves(K, C):
 def shift(scores):
     """Moves scores by distance, [B, H, T, K], to the keys at that distance (appendix B of the paper).
 
-    Column j holds the distance K - 1 - j. Query i stands at K - T + i, so its row has to move T - 1 - i to the left;
-    what comes in from the right is no key of the past.
+    Column j holds the distance K - 1 - j. Query i is at position K - T + i, so its row shifts left by T - 1 - i; those
+    columns that enter from the right are not past keys.
     """
     B, H, T, K = scores.shape
     padded = jnp.pad(scores, ((0, 0), (0, 0), (0, 0), (1, 0)))
@@ -115,7 +115,7 @@ def shift(scores):
 
 
 class TransformerXL(nn.Module):
-    """Tokens [B, T] and a memory [B, M, C] for each block to logits [B, T, vocab_size] and the new memories."""
+    """Maps tokens [B, T] and one memory [B, M, C] per block to logits [B, T, vocab_size] and the new memories."""
 
     config: Config
 
@@ -133,16 +133,16 @@ class TransformerXL(nn.Module):
 
 
 def empty_memory(config, batch_size, length, dtype):
-    """The memory before the first segment: zeros, which are attended to like any other."""
+    """Returns the memory before the first segment: zeros, attended to like any other memory."""
     return [np.zeros((batch_size, length, config.channels), dtype) for _ in range(config.num_layers)]
 
 
 def make_loss(config):
-    """The function to minimise: mean cross entropy of each next token, in nats, as a float32 scalar.
+    """Returns the loss function: mean cross entropy of each next token, in nats, as a float32 scalar.
 
-    Beside it comes a dictionary with the new `memory`. Its batch holds `tokens`, int32 [B, T + 1]; `memory`, a list of
-    [B, M, C] for each block; `is_start`, a bool that says that the segment follows nothing, so that the memory counts
-    as empty; and may hold `key`, a key of `jax.random`, for dropout.
+    It also returns a dictionary with the new `memory`. Its batch holds `tokens`, int32 [B, T + 1]; `memory`, one
+    [B, M, C] per block; `is_start`, a bool: the segment has no predecessor and the memory counts as empty; and
+    optionally `key`, a `jax.random` key for dropout.
     """
     model = TransformerXL(config)
 
@@ -157,7 +157,7 @@ def make_loss(config):
 
 
 def make_init(config):
-    """The function that makes fresh float32 parameters from a key."""
+    """Returns the function that initialises float32 parameters from a key."""
     model = TransformerXL(config)
 
     def init_fn(rng):

@@ -1,4 +1,4 @@
-"""Text from a model, token by token: what was before is in the memory, on the host's processor."""
+"""Samples text token by token on the CPU; the memory holds the earlier tokens."""
 
 import functools
 
@@ -9,9 +9,9 @@ from examples.transformer_xl.model import TransformerXL, empty_memory
 
 
 def generate(config, params, prompt, num_tokens, memory_length, temperature=0.8, seed=0):
-    """Continues `prompt`, a list of tokens, by `num_tokens`; how far the model looks back is its memory's length.
+    """Continues `prompt`, a list of tokens, by `num_tokens`; the model looks back `memory_length` tokens.
 
-    Temperature 0 always takes the likeliest token. The parameters are read on the CPU, where the master copies are.
+    Temperature 0 always takes the most likely token. The parameters are read on the CPU, where the masters are.
     """
     cpu = jax.local_devices(backend="cpu")[0]
     params = jax.device_put(params, cpu)
@@ -27,7 +27,7 @@ def generate(config, params, prompt, num_tokens, memory_length, temperature=0.8,
 
 @functools.partial(jax.jit, static_argnums=0)
 def advance(config, params, token, memory, temperature, key):
-    """Reads one token; draws the next one and gives back the memory with the one read."""
+    """Reads one token; returns the next one and the updated memory."""
     logits, memory = TransformerXL(config).apply({"params": params}, jnp.full((1, 1), token), memory)
     logits = logits[0, 0].astype(jnp.float32)
     drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))

@@ -1,4 +1,4 @@
-"""Trains Transformer-XL on text, its parameters in host memory: python examples/transformer_xl/train.py --help"""
+"""Trains Transformer-XL on text with its parameters in host memory: python examples/transformer_xl/train.py --help"""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from examples.common.training import Run, console, count_parameters
 from examples.transformer_xl import data as text_data
 from examples.transformer_xl import model, sample
 
-# Those of GPT-3 models of the same size (Brown et al. 2020, table 2.1), but for the tiny model.
+# Those of GPT-3 models of the same size (Brown et al. 2020, table 2.1), except for the tiny model.
 LEARNING_RATES = {
     "tiny": 1e-3,
     "0.7b": 2.5e-4,
@@ -35,15 +35,13 @@ PROMPT_TOKENS = 16
 app = command_line.make_app()
 
 
-@app.command(help="Trains Transformer-XL on text, its parameters and optimizer state in host memory.")
+@app.command(help="Trains Transformer-XL on text, with parameters and optimizer state in host memory.")
 def train(
     size: Annotated[str, typer.Option(help=f"The model: {', '.join(model.SIZES)}.")] = "tiny",
     steps: command_line.Steps = 800,
     batch: command_line.Batch = 8,
     seq: command_line.Seq = 128,
-    memory: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the memory; by default as many as --seq.")
-    ] = None,
+    memory: Annotated[int | None, typer.Option(min=1, help="Tokens of the memory; default: --seq.")] = None,
     policy: command_line.Policy = None,
     memory_budget: command_line.MemoryBudget = None,
     reserve_factor: command_line.ReserveFactor = 1.0,
@@ -77,7 +75,7 @@ def train(
     init_fn = model.make_init(config)
     run.start(init_fn, seed, resume)
     headline = f"Transformer-XL {size} with {count_parameters(init_fn):,} parameters"
-    console.print(f"{headline}, {len(corpus.train):,} tokens of text to train on")
+    console.print(f"{headline}, {len(corpus.train):,} training tokens")
     status = run.finish(steps, metrics, save)
     if status == 0 and sample_tokens:
         print_sample(config, run.state.params, corpus, sample_tokens, memory)
@@ -85,12 +83,12 @@ def train(
 
 
 def make_optimizer(learning_rate):
-    """Adam as published, the learning rate constant after a warm-up."""
+    """Makes Adam as published, with a constant learning rate after a warm-up."""
     return optax.adam(optax.linear_schedule(0.0, learning_rate, WARMUP_STEPS))
 
 
 def print_sample(config, params, corpus, num_tokens, memory):
-    """Lets the model continue the first words of the validation text."""
+    """Prints the model's continuation of the first words of the validation text."""
     prompt = corpus.validation[:PROMPT_TOKENS].tolist()
     tokens = sample.generate(config, params, prompt, num_tokens, memory)
     text = Text(corpus.tokenizer.decode(prompt), style="dim")
@@ -99,7 +97,7 @@ def print_sample(config, params, corpus, num_tokens, memory):
 
 
 def main(args=None):
-    """Runs the command line; returns its exit status: 0, 2 for bad input, 130 for an interrupt."""
+    """Runs the command line; returns its exit status: 0, 2 for bad input, or 130 for an interrupt."""
     return command_line.run(app, args)
 
 

@@ -1,7 +1,7 @@
 """A vision transformer in Flax linen: patches, a class token, pre-LN blocks, GELU, a head on the class token.
 
-B: batch, N: patches, C: channels. The model knows nothing of JaxFerry and of where its parameters live. Activations
-have the dtype of the parameters; LayerNorm, softmax and the loss compute in float32 all the same.
+B: batch, N: patches, C: channels. The model does not depend on JaxFerry or on where its parameters live. Activations
+have the parameters' dtype; LayerNorm, softmax and the loss always compute in float32.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape of a ViT for images of `image_size` squared, cut into squares of `patch` pixels."""
+    """The shape of a ViT for square images of `image_size`, cut into squares of `patch` pixels."""
 
     num_layers: int
     num_heads: int
@@ -34,7 +34,7 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """One residual block: x [B, N, C] goes in and comes out."""
+    """One residual block: maps x [B, N, C] to the same shape."""
 
     config: Config
 
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Images [B, image_size, image_size, num_colours] to logits [B, num_classes]."""
+    """Maps images [B, image_size, image_size, num_colours] to logits [B, num_classes]."""
 
     config: Config
 
@@ -76,7 +76,7 @@ class ViT(nn.Module):
 
 
 def make_predict(config):
-    """The function `(params, images) -> logits`."""
+    """Returns the function `(params, images) -> logits`."""
     model = ViT(config)
 
     def predict(params, images):
@@ -86,7 +86,7 @@ def make_predict(config):
 
 
 def make_loss(config):
-    """The function to minimise: mean cross entropy, in nats, as a float32 scalar, with the share of hits.
+    """Returns the loss function: mean cross entropy, in nats, as a float32 scalar, with the accuracy.
 
     Its batch holds `images`, float32 [B, image_size, image_size, num_colours], and `labels`, int32 [B].
     """
@@ -101,7 +101,7 @@ def make_loss(config):
 
 
 def make_init(config):
-    """The function that makes fresh float32 parameters from a key."""
+    """Returns the function that initialises float32 parameters from a key."""
     model = ViT(config)
 
     def init_fn(rng):

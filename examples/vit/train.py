@@ -1,4 +1,4 @@
-"""Trains a vision transformer on digits, its parameters in host memory: python examples/vit/train.py --help"""
+"""Trains a vision transformer on digits with parameters in host memory: python examples/vit/train.py --help"""
 
 import sys
 from pathlib import Path
@@ -20,11 +20,11 @@ WARMUP_STEPS = 50
 app = command_line.make_app()
 
 
-@app.command(help="Trains a vision transformer on handwritten digits, parameters and optimizer state in host memory.")
+@app.command(help="Trains a vision transformer on digits, with parameters and optimizer state in host memory.")
 def train(
     size: Annotated[str, typer.Option(help=f"The model: {', '.join(model.SIZES)}.")] = "tiny",
     steps: command_line.Steps = 600,
-    batch: Annotated[int, typer.Option(min=1, help="Images of a batch.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 64,
     policy: command_line.Policy = None,
     memory_budget: command_line.MemoryBudget = None,
     reserve_factor: command_line.ReserveFactor = 1.0,
@@ -51,22 +51,22 @@ def train(
     run = Run(step, train_batches, valid_batches, batch, "images")
     init_fn = model.make_init(config)
     run.start(init_fn, seed, resume)
-    console.print(f"ViT {size} with {count_parameters(init_fn):,} parameters, {len(seen.labels):,} images to train on")
+    console.print(f"ViT {size} with {count_parameters(init_fn):,} parameters, {len(seen.labels):,} training images")
     status = run.finish(steps, metrics, save)
     if status == 0:
         predict = model.make_predict(config)
         accuracy = digits.accuracy_of(step, run.state, predict, unseen, config, batch)
-        console.print(f"{accuracy:.1%} of {len(unseen.labels)} other images recognised")
+        console.print(f"{accuracy:.1%} of {len(unseen.labels)} unseen images recognised")
     return status
 
 
 def make_optimizer(learning_rate):
-    """AdamW with the learning rate constant after a warm-up."""
+    """Makes AdamW with a constant learning rate after a warm-up."""
     return optax.adamw(optax.linear_schedule(0.0, learning_rate, WARMUP_STEPS), weight_decay=0.1)
 
 
 def main(args=None):
-    """Runs the command line; returns its exit status: 0, 2 for bad input, 130 for an interrupt."""
+    """Runs the command line; returns its exit status: 0, 2 for bad input, or 130 for an interrupt."""
     return command_line.run(app, args)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, read_budget
-from jaxferry.cli.model import OPTIMIZERS, ModelName, UserModel, call_model, code_of_a_user, make_optimizer, read_dtype
+from jaxferry.cli.model import OPTIMIZERS, ModelName, UserModel, call_model, make_optimizer, read_dtype, user_code
 from jaxferry.compare import Comparison, compare_policies
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.profiling.progress import progress_bar
@@ -17,7 +17,7 @@ from jaxferry.report.tables import bench_lines, bench_table
 from jaxferry.report.timelines import plot_timelines
 from jaxferry.train_step import TrainStep, train_step
 
-_BY_DEFAULT = ("zero-offload", "native-overlapped", "memferry", "exact", "auto")
+_DEFAULT_POLICIES = ("zero-offload", "native-overlapped", "memferry", "exact", "auto")
 
 
 def register(app: typer.Typer) -> None:
@@ -68,12 +68,12 @@ def bench(
         "offload_activations": offload_activations,
         "record_steps": steps,
     }
-    names = policy or _BY_DEFAULT
+    names = policy or _DEFAULT_POLICIES
     for name in names:
         make_policy(name)  # rejects unknown policies before anything is measured
     update = make_optimizer(optimizer)
     known = None if profile is None else Profile.load(profile)
-    with code_of_a_user(model):
+    with user_code(model):
         user = call_model(model)
         user.check_is_whole()
     batch = user.batch_of(0)
@@ -81,7 +81,7 @@ def bench(
     def make_step(policy: str | None, planned: Profile | str = "measure") -> TrainStep:
         return train_step(user.loss_fn, update, policy=policy, profile=planned, **options)
 
-    with code_of_a_user(model):
+    with user_code(model):
         measured = make_step(None).measure(user.shapes(), batch) if known is None else known
         with progress_bar("training") as report, naming(*(() if profile is None else (profile,))):
             compared = compare_policies(
@@ -95,10 +95,10 @@ def bench(
                 one_at_a_time=one_at_a_time,
                 report=report,
             )
-    _give(compared, user, optimizer, plot, output, as_json)
+    _report_results(compared, user, optimizer, plot, output, as_json)
 
 
-def _give(
+def _report_results(
     compared: Comparison, user: UserModel, optimizer: str, plot: Path | None, output: Path | None, as_json: bool
 ) -> None:
     document: dict[str, Any] = {**compared.to_json(), "model": user.name, "optimizer": optimizer}

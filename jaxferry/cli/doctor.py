@@ -22,7 +22,7 @@ PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 _DEFAULT_PINNED_LIMIT_GB = 64
 _PACKAGES = ("jaxferry", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
-_MOST_REPETITIONS = 3
+_NUM_REPETITIONS = 3
 
 
 def register(app: typer.Typer) -> None:
@@ -120,7 +120,7 @@ def _measure_link(device: jax.Device, num_bytes: int) -> dict[str, Any]:
 def _shortest(move: Callable[[], jax.Array]) -> float:
     times_s = []
     move().block_until_ready()
-    for _ in range(_MOST_REPETITIONS):
+    for _ in range(_NUM_REPETITIONS):
         start = time.perf_counter()
         move().block_until_ready()
         times_s.append(time.perf_counter() - start)

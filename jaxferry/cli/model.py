@@ -114,7 +114,7 @@ def find_function(name: str) -> Callable[[], Any]:
         raise InputError(f'--model must be given as "module:function", got {name!r}')
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with code_of_a_user(name):
+    with user_code(name):
         module = _import(name, module_name)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -132,7 +132,7 @@ def _import(name: str, module_name: str) -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def code_of_a_user(model: str) -> Iterator[None]:
+def user_code(model: str) -> Iterator[None]:
     """Turns errors of the user's own code into one line with their location; this package's errors pass unchanged."""
     try:
         yield

@@ -8,7 +8,7 @@ import rich.table
 import typer
 
 from jaxferry.cli.common import AsJson, print_json, print_report
-from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, code_of_a_user, make_optimizer, read_dtype
+from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, make_optimizer, read_dtype, user_code
 from jaxferry.engine import TRANSPORTS, derivatives_of
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import InputError
@@ -81,7 +81,7 @@ def estimate_model(model: str, machine: str, compute_dtype: str | None = None, r
     """
     figures = find_machine(machine)
     dtype = read_dtype(compute_dtype)
-    with code_of_a_user(model):
+    with user_code(model):
         known = call_model(model)
         parts = partition(known.loss_fn, known.shapes(), (known.batch_of(0),), compute_dtype=dtype)
     profile = estimate_profile(partition_costs(parts, remat), figures, {"model": model, "remat": remat})
@@ -101,7 +101,7 @@ def measure_model(
       InputError: if the function, optimizer or transport is unknown, or the function returns something else.
     """
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)  # times do not depend on the learning rate
-    with code_of_a_user(model):
+    with user_code(model):
         known = call_model(model)
         step = train_step(known.loss_fn, update, compute_dtype=dtype, remat=remat, transport=transport)
         made = step.measure(known.shapes(), known.batch_of(0))

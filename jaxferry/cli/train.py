@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
-from jaxferry.cli.model import OPTIMIZERS, ModelName, UserModel, call_model, code_of_a_user, make_optimizer, read_dtype
+from jaxferry.cli.model import OPTIMIZERS, ModelName, UserModel, call_model, make_optimizer, read_dtype, user_code
 from jaxferry.compare import plan_counts
 from jaxferry.engine import TrainState
 from jaxferry.engine.host.checkpoint import check_target
@@ -64,7 +64,7 @@ def train(
         check_target(save)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise InputError(f"cannot write {trace}: {trace.parent} is not a folder")
-    with code_of_a_user(model):
+    with user_code(model):
         user = call_model(model)
         user.check_is_whole()
         step = train_step(

@@ -19,7 +19,7 @@ from jaxferry.report.plots import plot_format, plot_sweep
 from jaxferry.report.tables import sweep_table
 from jaxferry.units import format_bytes, format_seconds, parse_bytes
 
-_MOST_POINTS = 1000
+_MAX_POINTS = 1000
 
 Number = TypeVar("Number", int, decimal.Decimal)
 
@@ -87,8 +87,8 @@ def read_range(text: str, read: Callable[[str], Number]) -> list[Number]:
     if step <= 0 or stop < start:
         raise InputError(f"a range needs a step above 0 and a stop not below its start, got {text!r}")
     count = int((stop - start) / step) + 1
-    if count > _MOST_POINTS:
-        raise InputError(f"a range may have at most {_MOST_POINTS} values, {text!r} has {count}; raise its step")
+    if count > _MAX_POINTS:
+        raise InputError(f"a range may have at most {_MAX_POINTS} values, {text!r} has {count}; raise its step")
     return [start + number * step for number in range(count)]
 
 

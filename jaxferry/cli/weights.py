@@ -19,7 +19,7 @@ from jaxferry.weights.instance import Instance
 from jaxferry.weights.policies import POLICIES, check_policy, solve
 from jaxferry.weights.records import Event, Outcome
 
-_MOST_ROWS = 60
+_MAX_ROWS = 60
 """The table of a schedule shows at most this many events; `--json` prints longer schedules."""
 
 
@@ -98,7 +98,7 @@ def _print(instance: Instance, outcome: Outcome) -> None:
     if outcome.note:
         facts.add_row("note", outcome.note)
     events = () if outcome.schedule is None else outcome.schedule.events
-    if len(events) > _MOST_ROWS:
+    if len(events) > _MAX_ROWS:
         print_report(facts, f"\nschedule: {len(events)} events, printed by --json")
     elif events:
         print_report(facts, "", _event_table(events))

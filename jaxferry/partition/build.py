@@ -60,7 +60,7 @@ def partition(
     """
     traced = _trace(loss_fn, params, args, kwargs, compute_dtype, layers, frozen)
     loss, aux_tree = _check_outputs(traced.graph)
-    parts = _segmented(traced, layers)
+    parts = _cut_into_segments(traced, layers)
     if not any(loss in {*segment.outputs, *segment.nondiff_outputs} for segment in parts.segments):
         raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
     if not any(loss in segment.outputs for segment in parts.segments):
@@ -93,8 +93,8 @@ def partition_forward(
       InputError: if a parameter is not real floating point, or if there is no parameter.
       PartitionError: if the function reads no parameter.
     """
-    traced = _trace(_without_parameters(function), params, args, kwargs, compute_dtype, layers, frozen)
-    parts = _segmented(traced, layers, is_differentiated=False)
+    traced = _trace(_copying_parameters(function), params, args, kwargs, compute_dtype, layers, frozen)
+    parts = _cut_into_segments(traced, layers, is_differentiated=False)
     if not parts.segments:
         raise PartitionError("the function reads no parameter: does it use its first argument?")
     return parts
@@ -130,12 +130,12 @@ def _trace(
 ) -> _Traced:
     keys = leaf_paths(params)
     abstract, dtypes = _abstract_params(params, ["/".join(path) for path in keys], dtype, frozen)
-    graph, stored, notes = _by_iteration(trace(function, abstract, args, kwargs or {}), keys, layers)
+    graph, stored, notes = _unroll_scans(trace(function, abstract, args, kwargs or {}), keys, layers)
     frozen = frozenset(index for index, leaf in enumerate(stored) if leaf.source in frozen)
     return _Traced(graph, stored, [dtypes[leaf.source] for leaf in stored], frozen, notes)
 
 
-def _without_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+def _copying_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function so that it returns copies of parameters, never the parameters themselves."""
 
     def copied(params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,9 @@ def _without_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     return copied
 
 
-def _segmented(traced: _Traced, layers: Sequence[Layer] | None, is_differentiated: bool = True) -> ForwardPartition:
+def _cut_into_segments(
+    traced: _Traced, layers: Sequence[Layer] | None, is_differentiated: bool = True
+) -> ForwardPartition:
     """Finds layers, or uses the given ones, and cuts between them."""
     graph, stored = traced.graph, traced.stored
     if layers is None:
@@ -198,7 +200,7 @@ def layers_by_path(params: Any, compute_dtype: Any = None, frozen: Collection[in
     return tuple(make_layer(g.name, g.leaves, paths, avals, master_dtypes, frozen) for g in group_leaves(parts))
 
 
-def _by_iteration(
+def _unroll_scans(
     graph: Graph, keys: Sequence[Path], layers: Sequence[Layer] | None
 ) -> tuple[Graph, list[Stored], tuple[str, ...]]:
     """Unrolls scans over layers. Returns the new graph, its parameters, and notes on scans that stay.

@@ -97,12 +97,12 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
       InputError: if the policy returns anything but True (keep) or False (recompute).
     """
     if not segment.runs_back:
-        return _without_backward(segment)
+        return _forward_only(segment)
     remat = segment.remat if remat is None else remat
     if remat == "full":
-        made = _recomputing(segment)
+        made = _recomputing_forward(segment)
     else:
-        made = _keeping(segment, _linearise(graph, segment), None if remat in ("none", AUTO) else remat)
+        made = _saving_residuals(segment, _linearise(graph, segment), None if remat in ("none", AUTO) else remat)
     sparse = keep_rows(made.backward, made.backward_arguments(graph), len(segment.trained))
     return made if sparse is None else dataclasses.replace(made, _backward=sparse, has_rows=True)
 
@@ -115,7 +115,7 @@ def _pullback(segment: Segment, weights: Any, inputs: Any, nondiff_inputs: Any) 
     return jax.vjp(run, [weights[i] for i in segment.trained], inputs, has_aux=True)
 
 
-def _without_backward(segment: Segment) -> Derivative:
+def _forward_only(segment: Segment) -> Derivative:
     def forward(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
         return (*segment.forward(weights, inputs, nondiff_inputs), [])
 
@@ -125,7 +125,7 @@ def _without_backward(segment: Segment) -> Derivative:
     return Derivative(segment, (), False, (), (), (), forward, backward)
 
 
-def _recomputing(segment: Segment) -> Derivative:
+def _recomputing_forward(segment: Segment) -> Derivative:
     def forward(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
         return (*segment.forward(weights, inputs, nondiff_inputs), [])
 
@@ -186,7 +186,7 @@ def _linearise(graph: Graph, segment: Segment) -> _Linearised:
     return _Linearised(linear, outputs, rest[:num_extras], rest[num_extras:], trees[-1])
 
 
-def _keeping(segment: Segment, lin: _Linearised, policy: Callable[..., Any] | None = None) -> Derivative:
+def _saving_residuals(segment: Segment, lin: _Linearised, policy: Callable[..., Any] | None = None) -> Derivative:
     graph, num_inputs = lin.graph, len(segment.inputs)
     from_weights = _made_from(graph, set(graph.parameters))
     nondiff_inputs = graph.batch[num_inputs:]
@@ -217,7 +217,7 @@ def _keeping(segment: Segment, lin: _Linearised, policy: Callable[..., Any] | No
         values: dict[Any, Any] = dict(graph.constants)
         values |= zip(graph.parameters, weights, strict=True)
         if policy is not None:
-            inputs = jax.lax.optimization_barrier(inputs)  # as in `_recomputing`
+            inputs = jax.lax.optimization_barrier(inputs)  # as in `_recomputing_forward`
         for atoms, places, arrays in zip(numbers, read, (inputs, nondiff_inputs, outputs), strict=True):
             values |= {atoms[i]: array for i, array in zip(places, arrays, strict=True)}
         values |= zip(saved, residues, strict=True)

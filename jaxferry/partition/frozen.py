@@ -39,5 +39,5 @@ def _spread(tree: Any, params: Any) -> list[Any]:
     try:
         spread = jax.tree.map(lambda value, part: [value] * len(jax.tree.leaves(part)), tree, params)
     except ValueError as error:
-        raise InputError(f"trainable is no tree of booleans that fits the parameters: {error}") from error
+        raise InputError(f"trainable is not a tree of booleans that matches the parameters: {error}") from error
     return [value for values in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, list)) for value in values]

@@ -74,7 +74,7 @@ class _Search:
                 self._readers.setdefault(value, []).append(equation)
         scans = [Scan(e) for e in graph.equations if e.primitive.name == "scan" and e.outputs]
         self._scans = {id(scan.equation): scan for scan in scans if scan.length > 1 and self._is_over_layers(scan)}
-        self._others = [scan for scan in scans if scan.length > 1 and id(scan.equation) not in self._scans]
+        self._other_scans = [scan for scan in scans if scan.length > 1 and id(scan.equation) not in self._scans]
         self._refused: dict[int, str | None] = {}
         if known is not None:
             self._refused = {leaf: None for leaf in self._leaf_of.values() if leaf not in known}
@@ -113,7 +113,7 @@ class _Search:
         family = _components(axes, together)
         stacks = {leaf: Stack(self._length(leaf, axis), axis, family[leaf]) for leaf, axis in axes.items()}
         reasons: dict[str, list[int]] = {}
-        for leaf, reason in sorted({**self._left_alone(), **self._refused}.items()):
+        for leaf, reason in sorted({**self._scanned_elsewhere(), **self._refused}.items()):
             if reason is not None and leaf not in stacks:
                 reasons.setdefault(reason, []).append(leaf)
         notes = tuple((reason, tuple(leaves)) for reason, leaves in reasons.items())
@@ -191,10 +191,10 @@ class _Search:
         for leaf in self._roots_of(value):
             self._refused.setdefault(leaf, reason)
 
-    def _left_alone(self) -> dict[int, str]:
+    def _scanned_elsewhere(self) -> dict[int, str]:
         """Returns the leaves read by scans that are not unrolled, and why."""
         found: dict[int, str] = {}
-        for scan in self._others:
+        for scan in self._other_scans:
             for operand in scan.xs:
                 reason = "the scan's iterations share more parameters than each has of its own"
                 found |= dict.fromkeys(self._roots_of(operand), reason)

@@ -27,7 +27,7 @@ class Effort:
     """Limits on the repetitions for one median.
 
     Attributes:
-      min_repetitions: minimum number, whatever they take.
+      min_repetitions: minimum number, regardless of their duration.
       max_repetitions: maximum number.
       min_total_s: repeat until this much time was measured,
       budget_s: or until this much time has passed, including the making of arguments.

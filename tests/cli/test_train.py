@@ -108,7 +108,7 @@ def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkey
         ("arrays", ("--resume", "nowhere"), "nowhere is no JaxFerry checkpoint"),
         ("arrays", ("--memory-budget", "1KiB"), "memory"),
         ("arrays", ("--compute-dtype", "int8"), "--compute-dtype must be a floating dtype"),
-        ("arrays", ("--steps", 0, "--trace", "t.json"), "--trace needs steps to show"),
+        ("arrays", ("--steps", 0, "--trace", "t.json"), "--trace needs at least one step"),
     ],
 )
 def test_bad_input_is_one_line(refused, user_model, function, options, message):

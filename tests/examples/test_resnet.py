@@ -93,7 +93,7 @@ def test_training_learns_to_tell_digits_apart(small, tmp_path, capsys):
     assert run("--steps", 100, "--metrics", metrics) == 0
     assert read_metrics(metrics)[0].keys() >= {"loss", "accuracy", "images_per_s"}
     printed = capsys.readouterr().out.splitlines()[-1]
-    assert printed.endswith("of 359 other images recognised, with the running averages")
+    assert printed.endswith("of 359 unseen images recognised, with the running averages")
     assert float(printed.split("%")[0]) > 80
 
 

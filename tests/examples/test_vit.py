@@ -153,7 +153,7 @@ def test_training_learns_to_tell_digits_apart(small, tmp_path, capsys):
     assert run("--steps", 300, "--lr", "0.005", "--metrics", metrics, "--memory-budget", "8MiB") == 0
     assert read_metrics(metrics)[0].keys() >= {"loss", "accuracy", "images_per_s"}
     printed = capsys.readouterr().out.splitlines()[-1]
-    assert printed.endswith("of 359 other images recognised")
+    assert printed.endswith("of 359 unseen images recognised")
     assert float(printed.split("%")[0]) > 60
 
 

@@ -1,15 +1,15 @@
 # Finds a CUDA compiler, its headers and its static runtime. Sets:
-#   JAXFERRY_NVCC            the compiler: this variable's value, the system's, or that of the PyPI package
+#   JAXFERRY_NVCC            the compiler: this variable's value, the system's compiler, or that of the PyPI package
 #                            nvidia-cuda-nvcc (with nvidia-nvvm, nvidia-cuda-crt and nvidia-cuda-runtime)
-#   JAXFERRY_NVCC_VERSION    13.0.88, say
+#   JAXFERRY_NVCC_VERSION    for example 13.0.88
 #   JAXFERRY_CUDA_INCLUDE    the folder of cuda_runtime_api.h
 #   JAXFERRY_CUDART          libcudart_static.a
-#   JAXFERRY_CUDA_ARCHITECTURES  numbers to compile for: by default those of the environment variable of that name, or
-#                                of 80, 90, 120 that the compiler knows
+#   JAXFERRY_CUDA_ARCHITECTURES  numbers to compile for; default: the environment variable of that name, or those of
+#                                80, 90, 120 that the compiler supports
 set(JAXFERRY_NVCC "" CACHE FILEPATH "The CUDA compiler; by default the system's, else the PyPI package's")
 set(JAXFERRY_CUDA_ARCHITECTURES "$ENV{JAXFERRY_CUDA_ARCHITECTURES}" CACHE STRING "Architectures to compile for, such as 80;90; by default 80;90;120")
 
-# Folders of packages: the Python's that builds, and the one that holds the FFI headers' jaxlib.
+# Package folders: that of the building Python, and the one that holds the FFI headers' jaxlib.
 function(jaxferry_find_site_packages result)
   set(folders "")
   if(Python_EXECUTABLE)
@@ -55,7 +55,7 @@ if(JAXFERRY_NVCC_VERSION VERSION_LESS 12)
   message(FATAL_ERROR "${JAXFERRY_NVCC} is version ${JAXFERRY_NVCC_VERSION}; 12 or later is needed")
 endif()
 
-# A wrapper's own folder says nothing: the compiler knows where its parts are.
+# Asks the compiler for its parts, since a wrapper's own folder does not contain them.
 file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/empty.cu" "")
 execute_process(
   COMMAND "${JAXFERRY_NVCC}" --dryrun -c "${CMAKE_CURRENT_BINARY_DIR}/empty.cu" -o "${CMAKE_CURRENT_BINARY_DIR}/empty.o"
@@ -65,7 +65,7 @@ if(NOT output MATCHES "TOP=([^\n]+)")
 endif()
 string(STRIP "${CMAKE_MATCH_1}" top)
 get_filename_component(top "${top}" REALPATH)
-# Older packages have a folder for each part, side by side.
+# Older packages have one folder per part, side by side.
 find_path(JAXFERRY_CUDA_INCLUDE cuda_runtime_api.h
           PATHS "${top}" "${top}/../cuda_runtime" PATH_SUFFIXES include NO_DEFAULT_PATH NO_CACHE)
 find_library(JAXFERRY_CUDART libcudart_static.a

@@ -1,9 +1,9 @@
-# Finds XLA's FFI headers and the version of the jaxlib that they belong to.
+# Finds XLA's FFI headers and the version of their jaxlib.
 if(NOT JAXFERRY_FFI_INCLUDE OR NOT JAXFERRY_JAXLIB)
   if(NOT Python_EXECUTABLE)
     find_package(Python REQUIRED COMPONENTS Interpreter)
   endif()
-  # jaxlib alone: jax need not be there to build.
+  # Uses jaxlib only: the build does not need jax.
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c
             "import os, jaxlib.version as v; print(os.path.join(os.path.dirname(v.__file__), 'include'), v.__version__, sep=';', end='')"
