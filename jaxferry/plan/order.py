@@ -22,8 +22,8 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
     Where no times are known, the order is by need unless a layer is RESIDENT.
 
     More `memory_bytes` never makes the result slower. In backward order, fewer waits never do. By need they could,
-    since a greedy order has no such guarantee. So by need the plan is tried without `memory_bytes`, unless these end all
-    waits for room.
+    since a greedy order has no such guarantee. So by need the plan is tried without `memory_bytes`, unless these end
+    all waits for room.
 
     Raises:
       InputError: if the plan is for another profile.
