@@ -1,14 +1,20 @@
-"""A proven lower bound on every plan, of any modes, RELOAD and RESIDENT too, and with any gradients.
+"""A proven lower bound on every plan: any modes, RELOAD and RESIDENT too, any gradients, both orders of updates.
 
-It is what plans of different policies can be held against together; for plans of GFGB, DHA and DFGB with known
-gradients `plan/bounds.py` proves more. Three things hold for an endless chain whatever the plan.
+Plans of different policies can be compared to it. For plans of GFGB, DHA and DFGB with known gradients `plan/bounds.py`
+proves more. Three things hold for an endless chain whatever the plan.
 
 - The host's updates of a step fit into one period.
-- So does each link's work, and the GPU's. A layer takes the link up at least once a step, by a load or a refresh, or
-  its forward and backward read host memory; its gradient takes the link down, or the backward writes host memory. Which
-  detours of the GPU cost least for what the links have time for are two knapsacks, bounded by cutting the last item.
-- The first layer's forward waits for its own update of the step before, the last one of that step. So a period is no
-  shorter than the loop from this forward by way of all forwards, backwards and that update to the next such forward.
+- So does each link's work, and the GPU's. A trained layer takes the link up at least once a step, by a load or a
+  refresh, or else its forward and backward read host memory. Its gradient takes the link down, or else the backward
+  writes host memory. Which detours of the GPU cost least for the time that the links have are two knapsacks, bounded by
+  cutting the last item.
+- Layer k's forward waits for its own update of the step before. So a period is no shorter than the loop from this
+  forward by way of the forwards and backwards of all layers from k on, k's gradient and k's update to the next such
+  forward.
+
+No update of layers 1..k starts before the backward of layer k has ended. The last of them, in whatever order, is that
+of a layer up to k, whose next forward waits for it. So the loop also holds with the updates of all layers up to k in
+place of k's own.
 """
 
 import dataclasses
@@ -16,20 +22,19 @@ import dataclasses
 import numpy as np
 
 from jaxferry.plan.bounds import Penalty, group_loads, least_time
-from jaxferry.plan.whole_step import StepCosts
+from jaxferry.plan.whole_step import StepCosts, first_trained
 from jaxferry.profiling.records import Profile
 
 
 def any_plan_lower_bound_s(profile: Profile) -> float:
-    """No plan has a smaller `steady_step_s`, whatever its modes, gradients, loads and updates."""
+    """No plan has a smaller `steady_step_s`, whatever its modes, gradients, loads, updates and their order."""
     work = _Work.of(profile)
-    forward_s = work.first_forward_s() + float(work.forward_s[1:].sum())
-    loop_s = work.first_layer_s() + profile.group_update_s[profile.group_of[0]]
+    first = first_trained(profile)
     return max(
         sum(profile.group_update_s),
         work.period_s(0, 0.0),
-        work.period_s(1, loop_s),
-        forward_s + work.tail_s(),
+        work.period_s(first + 1, work.loop_s(first)),
+        work.loops_s(),
     )
 
 
@@ -48,7 +53,8 @@ class _Work:
         costs = StepCosts.of(profile, np.zeros(len(profile.layers), dtype=bool))
         offload_s = np.array([layer.offload_s for layer in profile.layers])
         go_s = np.array([layer.backward_go_s - layer.backward_s for layer in profile.layers])
-        return cls(profile, costs, group_loads(profile, costs), offload_s, go_s)
+        trained = np.array([layer.has_gradient for layer in profile.layers])
+        return cls(profile, costs, np.where(trained, group_loads(profile, costs), 0.0), offload_s, go_s)
 
     @property
     def forward_s(self) -> np.ndarray:
@@ -65,24 +71,28 @@ class _Work:
         least_s = np.minimum(loaded, unloaded).sum() + np.minimum(self.go_s[these], 0.0).sum()
         return least_time(float(least_s) + more_s, lambda time_s: loads(time_s) + gradients(time_s), 0.0)
 
-    def first_forward_s(self) -> float:
-        """From the first layer's update to the end of its forward: loaded or refreshed first, or by DHA."""
-        return float(min(self.profile.layers[0].load_s + self.costs.forward[0], self.costs.forward_dha[0]))
+    def loop_s(self, layer: int) -> float:
+        """One layer's own part of the loop: loaded forward or forward by DHA, backward, gradient and update."""
+        group = self.profile.group_of[layer]
+        load_s = min(self.profile.layers[index].load_s for index in self.profile.groups[group])
+        forward_s = min(load_s + self.costs.forward[layer], self.costs.forward_dha[layer])
+        backward_s = min(self.costs.backward[layer], self.costs.backward_dha[layer])
+        gradient_s = min(self.offload_s[layer], self.go_s[layer])
+        return float(forward_s + backward_s + gradient_s + self.profile.group_update_s[group])
 
-    def first_layer_s(self) -> float:
-        """The first layer's own part of the loop, without its update."""
-        backward_s = min(self.costs.backward[0], self.costs.backward_dha[0])
-        return self.first_forward_s() + float(backward_s + min(self.offload_s[0], self.go_s[0]))
-
-    def tail_s(self) -> float:
-        """From the GPU's arrival at the backward of the last layer to the last update's end, at the least."""
-        backward = np.minimum(self.costs.backward, self.costs.backward_dha)
-        updated, updates_s, tail = set[int](), 0.0, 0.0
-        for index, group in enumerate(self.profile.group_of):
-            if group not in updated:
-                updated.add(group)
+    def loops_s(self) -> float:
+        """The longest loop, each with the updates of all layers up to the one that it starts with."""
+        backward_s = np.minimum(self.costs.backward, self.costs.backward_dha) + np.minimum(self.go_s, 0.0)
+        gpu_s = np.cumsum((self.forward_s + backward_s)[::-1])[::-1]
+        arrival_s = np.minimum(self.offload_s, np.maximum(self.go_s, 0.0))
+        longest, updates_s, until_arrival_s = 0.0, 0.0, np.inf
+        for index, layer in enumerate(self.profile.layers):
+            until_arrival_s += float(backward_s[index - 1]) if index else 0.0
+            if not layer.has_gradient:
+                continue
+            until_arrival_s = min(until_arrival_s, float(arrival_s[index]))
+            group = self.profile.group_of[index]
+            if self.profile.groups[group][0] == index:
                 updates_s += self.profile.group_update_s[group]
-            stays = max(tail, self.offload_s[index] + updates_s)
-            goes = self.go_s[index] + max(tail, updates_s)
-            tail = float(backward[index]) + min(stays, goes)
-        return tail
+            longest = max(longest, float(gpu_s[index]) + until_arrival_s + updates_s)
+        return longest

@@ -1,20 +1,20 @@
 """One memory budget as the knob: modes, gradients, recomputation, so that the peak fits and a step is fast.
 
-A pool of plans that knows no budget is made for the profile: the plans of all policies, `exact`'s among them, with
+The search makes a pool of plans without looking at the budget: the plans of all policies, `exact`'s among them, with
 several reserve factors; families of plans that make layer after layer DHA, RELOAD or RESIDENT; and neighbours of the
-plans that are best for their memory. The budget only picks the fastest one in the steady state that fits. So more
-memory is never slower, and no policy that fits is faster. For up to `MOST_ENUMERATED` layers the pool has every plan
-there is.
+plans that are best for their memory. The budget then picks the fastest plan in the steady state that fits, in either
+order of updates (`plan/search.py`). So more memory is never slower, and no policy that fits is faster. For up to
+`MOST_ENUMERATED` layers the pool has every plan there is.
 
-Where the profile says what recomputation costs, a second part of the pool starts from the best plans of the first:
-families of plans that recompute layer after layer, and neighbours. The first part is what it is without them, so that
-the choice makes no plan slower; and a plan recomputes only where no other that fits is as fast.
+Where the profile says what recomputation costs, a second pool starts from the best plans of the first: families of
+plans that recompute layer after layer, and neighbours. The first pool does not depend on the second, so the choice
+makes no plan slower. A plan recomputes only where no other that fits is as fast.
 
-All layers DHA and all gradients GO hold nothing but activations: with GO allowed that is the smallest feasible budget.
-Without a budget the fastest plan of the pool is taken whatever it holds: no budget is like one that everything fits
-into. So copies may stay on the device; whoever plans for a device gives its memory.
+All layers DHA and all gradients GO hold nothing but activations. With GO allowed that is the smallest feasible budget.
+No budget is like one that everything fits into: the fastest plan of the pool is taken whatever it holds, and copies and
+gradients may stay on the device. Whoever plans for a device gives its memory.
 
-A given reserve factor below 1 is an upper bound here: fewer gradients may stay than the factor allows, where that saves
+A given reserve factor below 1 is an upper bound: fewer gradients may stay than the factor allows, where that saves
 memory or time. With 1 none is GO.
 """
 
@@ -25,14 +25,14 @@ import itertools
 import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
-from jaxferry.plan.base import Objective, Policy, Request, check_budget, make_plan
+from jaxferry.plan.base import Objective, Policy, Request, check_budget
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gradients_to_host
-from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, Pool, prefix_family
+from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
 from jaxferry.profiling.records import Profile
+from jaxferry.schedule import schedule_step
 
 MOST_ENUMERATED = 4
 """Layers up to which all plans are tried."""
@@ -43,6 +43,7 @@ _POINTS = 24
 _WORK = 500_000
 _EXPANDED_AT_ONCE = 6
 _ROUNDING = 1e-12
+_UNLIMITED_BYTES = 2**53
 
 
 class Auto(Policy):
@@ -67,15 +68,16 @@ class AutoSearch:
 
     def __init__(self, profile: Profile, request: Request):
         self.profile, self.request = profile, request
-        self.pool = Pool(profile)
+        self.pool = Pool(profile, by_need_on_frontier=True)
+        self.recomputing = Pool(profile, by_need_on_frontier=True)
+        self.of_exact: list[Pool] = []
+        self.recomputes = False
         self.saved_bytes = np.array([x.activation_bytes - x.kept_bytes(x.can_recompute) for x in profile.layers])
         self.gains = np.array([layer.backward_go_s - layer.backward_s for layer in profile.layers])
         self.sizes = [layer.grad_bytes for layer in profile.layers]
         self._fill()
-        self.without = self.frontier = self.pool.frontier()
         if (self.saved_bytes > 0).any():
             self._recompute()
-            self.frontier = self.pool.frontier()
 
     def plan(self, budget_bytes: int | None) -> Plan:
         """The fastest plan within the budget, and the leanest of such; None is no limit.
@@ -83,19 +85,14 @@ class AutoSearch:
         Raises:
           BudgetError: if there is none.
         """
-        unlimited, leanest = self.frontier[0], self.frontier[-1]
-        fastest = self._fastest(self.frontier, budget_bytes)
-        if not fastest:
+        best = self._best(_UNLIMITED_BYTES if budget_bytes is None else budget_bytes)
+        unlimited = self._best(_UNLIMITED_BYTES)
+        assert unlimited is not None
+        if best is None:
+            leanest = self._frontier()[-1]
             check_budget(Auto.name, budget_bytes or 0, leanest.peak_bytes, int(leanest.recomputes.sum()))
-        without = self._fastest(self.without, budget_bytes)
-        if without and without[0].objective_s <= fastest[0].objective_s * (1 + _ROUNDING):
-            fastest = without
-        best = fastest[-1]
-        reserve_factor = self._used_reserve_factor(best.to_host)
-        kind = (best.loads, best.updates)
-        plan = make_plan(
-            Auto.name, reserve_factor, self.profile, best.modes, best.to_host, *kind, recomputes=best.recomputes
-        )
+        assert best is not None
+        plan = plan_of(Auto.name, self._used_reserve_factor(best.to_host), self.profile, best)
         limited = best.objective_s > unlimited.objective_s * (1 + _ROUNDING)
         details = {
             "objective": Objective.STEADY.value,
@@ -104,13 +101,21 @@ class AutoSearch:
             "unlimited_steady_step_s": unlimited.objective_s,
             "unlimited_peak_device_bytes": unlimited.peak_bytes,
         }
-        plan = with_update_order(self.profile, dataclasses.replace(plan, memory_bytes=budget_bytes))
-        return dataclasses.replace(plan, details=details)
+        plan = dataclasses.replace(plan, details=details)
+        return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
 
-    def _fastest(self, frontier: list[Best], budget_bytes: int | None) -> list[Best]:
-        """Of the plans that fit those that are as fast as the fastest up to rounding, the leanest last."""
-        fits = [best for best in frontier if budget_bytes is None or best.peak_bytes <= budget_bytes]
-        return [best for best in fits if best.objective_s <= fits[0].objective_s * (1 + _ROUNDING)]
+    def _best(self, budget_bytes: int | None) -> Best | None:
+        """The fastest plan that fits, and the leanest of such; it recomputes only if no other is as fast."""
+        found: Best | None = None
+        for pool in (self.pool, *self.of_exact, self.recomputing):
+            rival = pool.best(Objective.STEADY, budget_bytes, leanest=True) if pool.evaluated else None
+            if rival is None:
+                continue
+            if found is None or rival.objective_s < found.objective_s * (1 - _ROUNDING):
+                found = rival
+            elif pool is not self.recomputing and rival.objective_s <= found.objective_s * (1 + _ROUNDING):
+                found = min(found, rival, key=lambda best: best.peak_bytes)
+        return found
 
     def _fill(self) -> None:
         size = len(self.profile.layers)
@@ -121,7 +126,13 @@ class AutoSearch:
         explored = [gradients_to_host(self.profile, factor) for factor in reserve_factors(self.request)]
         for to_host in np.unique([*explored, flags[-1]], axis=0):
             known = known_plans(self.profile, to_host, optimum)
-            explore(self.pool, to_host, self.request, known, optimum)
+            pool = Pool(self.profile)
+            explore(pool, to_host, self.request, known, optimum)
+            for kind, parts in pool.parts.items():
+                for part in parts:
+                    self.pool.parts.setdefault(kind, []).append(part)
+            pool.run(peak=True)
+            self.of_exact.append(pool)
         self.request.report("memory of all these plans")
         self.pool.run(peak=True)
         fastest = self.pool.best(Objective.STEADY, None)
@@ -133,11 +144,12 @@ class AutoSearch:
         self._refine()
 
     def _recompute(self) -> None:
-        """Adds plans that recompute layers, to the others' best ones."""
+        """Fills the other pool with plans that recompute layers, and with neighbours of the best plans."""
+        self.recomputes = True
         size = len(self.profile.layers)
         if size <= MOST_ENUMERATED:
             self._enumerate(size, self.saved_bytes > 0)
-        fronts = self.without
+        fronts = self.pool.frontier()
         spread = np.unique(np.linspace(0, len(fronts) - 1, _EXPANDED_AT_ONCE).astype(int))
         starts = [(best.modes, best.to_host) for best in (fronts[number] for number in spread) if _is_layerwise(best)]
         to_host = self._gradient_choices()[-1]
@@ -146,7 +158,7 @@ class AutoSearch:
         for modes, to_host in starts:
             self._add(np.repeat(modes[None], len(family), axis=0), np.broadcast_to(to_host, family.shape), family)
         self.request.report("plans that recompute activations")
-        self.pool.run(peak=True)
+        self.recomputing.run(peak=True)
         self._refine(recomputes=True)
 
     def _recomputing_family(self) -> np.ndarray:
@@ -189,9 +201,14 @@ class AutoSearch:
             if any(again):
                 self._add(modes, to_host, np.broadcast_to(np.array(again), modes.shape))
 
-    def _add(self, modes: np.ndarray, to_host: np.ndarray, recomputes: np.ndarray | None = None) -> None:
-        """Adds those plans whose gradients are allowed to stay."""
-        recomputes = np.zeros(modes.shape, dtype=bool) if recomputes is None else recomputes
+    def _add(
+        self, modes: np.ndarray, to_host: np.ndarray, recomputes: np.ndarray | None = None, marked: bool = False
+    ) -> None:
+        """Adds those plans whose gradients are allowed to stay; `marked` as in `Pool.add`."""
+        to_host = np.broadcast_to(to_host, modes.shape)
+        recomputes = (
+            np.zeros(modes.shape, dtype=bool) if recomputes is None else np.broadcast_to(recomputes, modes.shape)
+        )
         factor = self.request.reserve_factor
         if factor is not None:
             if factor >= 1:
@@ -201,7 +218,8 @@ class AutoSearch:
                 allowed = (used <= capacity_bytes(self.profile, factor)) & ~(~to_host & (self.gains <= 0)).any(axis=1)
             modes, to_host, recomputes = modes[allowed], to_host[allowed], recomputes[allowed]
         if len(modes):
-            self.pool.add(modes, to_host, recomputes=recomputes)
+            pool = self.recomputing if self.recomputes else self.pool
+            pool.add(modes, to_host, recomputes=recomputes, marked=marked)
 
     def _families(self, fastest: np.ndarray, to_host: np.ndarray) -> None:
         size = len(self.profile.layers)
@@ -213,13 +231,23 @@ class AutoSearch:
         points = max(4, _POINTS * 128 // max(size, 128))
         modes = np.concatenate([plans, *(prefix_family(self.profile, start, mode, points) for start, mode in starts)])
         self._add(modes, np.broadcast_to(to_host, modes.shape))
+        self._add(np.array(whole), np.broadcast_to(to_host, (len(whole), size)), marked=True)
+
+    def _frontier(self) -> list[Best]:
+        """The plans of both pools that none beats in steady time and peak memory, fastest first."""
+        pools = [pool for pool in (self.pool, self.recomputing) if pool.evaluated]
+        found: list[Best] = []
+        for best in sorted((x for pool in pools for x in pool.frontier()), key=lambda x: (x.objective_s, x.peak_bytes)):
+            if not found or best.peak_bytes < found[-1].peak_bytes:
+                found.append(best)
+        return found
 
     def _refine(self, recomputes: bool = False) -> None:
         """Adds neighbours of the plans on the frontier of time against memory, spread over it, while work is left."""
         expanded: set[bytes] = set()
         work, once = 0, (len(_ALL) + 1 + recomputes) * len(self.sizes) ** 2
         while work + once <= _WORK:
-            fresh = [best for best in self.pool.frontier() if _key(best) not in expanded and _is_layerwise(best)]
+            fresh = [best for best in self._frontier() if _key(best) not in expanded and _is_layerwise(best)]
             if not fresh:
                 return
             self.request.report("neighbours of the best plans for their memory")
@@ -230,7 +258,7 @@ class AutoSearch:
                 modes, to_host, again = _neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
                 self._add(modes, to_host, again)
                 work += modes.size
-            self.pool.run(peak=True)
+            (self.recomputing if self.recomputes else self.pool).run(peak=True)
 
     def _used_reserve_factor(self, to_host: np.ndarray) -> float:
         """The request's, or the smallest of six digits that the plan keeps to."""
@@ -256,6 +284,12 @@ class AutoSearch:
             busy["H2D"] += layer.load_s * {DHA: 0, RELOAD: 2}.get(int(mode), 1)
             busy["D2H"] += 0.0 if host else layer.offload_s
         return max(busy, key=lambda lane: busy[lane])
+
+
+def _without_needless_memory(profile: Profile, plan: Plan) -> Plan:
+    """The plan without `memory_bytes`, if no backward waits for room then either."""
+    without = dataclasses.replace(plan, memory_bytes=None)
+    return without if schedule_step(profile, without) == schedule_step(profile, plan) else plan
 
 
 def _key(best: Best) -> bytes:

@@ -1,25 +1,37 @@
-"""Proven lower bounds on every plan of GFGB, DHA and DFGB with given gradients: how far one may be from the optimum.
+"""Proven lower bounds on every plan of GFGB, DHA and DFGB with given gradients, in either order of updates.
 
-Three things take time whatever the plan. First, the forward ends no earlier than its optimum F (`plan/frontier.py`),
-and from there to the step's end it takes at least the tail a with every backward at its least. Second, layers that
-are not loaded pay for it on the GPU, by `backward_dha_s - backward_s` after F, or by that and the forward's
-difference over the step; and all loads must end inside the window, so they take no longer than the forward and the
-last backward together. How little must be paid for a given link time is a knapsack, bounded by cutting its last item
-(Dantzig). After the GPU the first layer's gradient still has to travel and be applied. Third, in an endless chain
-each lane's work of one step has to fit into one period.
+Waits for room and for saved values only delay tasks, so what is proven without them holds with them.
 
-In a chain, a first layer that is loaded starts only after the last update, so that a period takes as long as a step
-alone. Else let g be the first layer that is loaded for its forward: layers before it run by DHA, and loads lead the
-step's start by at most the time between the update of g and the last one, which the tails of the backward limit. For
-each g the first two bounds hold with that lead; the least of them over all g is the bound.
+**A step** takes three things whatever the plan. First, the forward ends no earlier than its optimum F
+(`plan/frontier.py`), and from there to the step's end it takes at least the tail a with every backward at its least.
+The tail counts updates in no particular order (`whole_step.gradient_tails`). Second, layers that are not loaded pay for
+it on the GPU, by `backward_dha_s - backward_s` after F, or by that and the forward's difference over the step. All
+loads must end inside the window, so they take no longer than the forward and the last backward together. How little
+must be paid for a given link time is a knapsack, bounded by cutting its last item (Dantzig). Third, after the last
+backward of a trained layer its gradient still has to travel and be applied.
+
+**In an endless chain** each lane's work of one step has to fit into one period. Layer k's forward waits for its own
+update of the step before. So a period is no shorter than any of these loops:
+
+- From the update of k by way of the forwards and backwards of all layers from k on, and k's gradient, to k's next
+  update. All updates of layers up to k may stand in place of k's own: none of them starts before k's backward has
+  ended, and the last of them, whichever it is, is awaited by a forward of a layer up to k.
+- Let g be the first layer that is loaded for its forward. Its load follows its update, and all other loads follow that.
+  So the forward of the layers from g on takes at least its optimum without any lead, after g's update.
+- If g is not the first layer, then the layers before it run their forward by DHA, which the GPU's work of a step
+  includes.
+
+For each g the largest of these holds. The least of them over all g is the bound. None of this depends on the order in
+which the host takes its updates.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 
 from jaxferry.plan.frontier import optimal_forward
-from jaxferry.plan.whole_step import StepCosts
+from jaxferry.plan.whole_step import StepCosts, first_trained
 from jaxferry.profiling.records import Profile
 
 _BISECTIONS = 60
@@ -55,7 +67,7 @@ def step_lower_bound_s(profile: Profile, to_host: np.ndarray, optimal_forward_s:
     load_s = group_loads(profile, costs)
     least_backward = float(np.minimum(costs.backward, costs.backward_dha).sum())
     last_backward = max(costs.backward[-1], costs.backward_dha[-1])
-    after_gpu = float(costs.tails[0])
+    after_gpu = float(costs.tails[first_trained(profile)])
     backward_penalty = Penalty(load_s, costs.backward_dha - costs.backward)
     forward_s = max(optimal_forward_s, backward_penalty.worth_it_s - last_backward)
     by_backward = forward_s + least_backward + backward_penalty(forward_s + last_backward)
@@ -72,64 +84,74 @@ def steady_lower_bound_s(
     `known_s` is that of a known plan; a higher bound is not looked for.
     """
     costs = StepCosts.of(profile, to_host)
-    best = min(known_s, step_lower_bound_s(profile, to_host, optimal_forward_s))
-    leads_s = _most_leads(profile, costs, to_host)
-    size = len(profile.layers)
-    for first in range(1, size + 1):
-        quick = _unloaded_bound(profile, costs, first)
+    base_s = max(_lanes_s(profile, costs), _loops_s(profile, costs))
+    best = known_s
+    for first in range(len(profile.layers) + 1):
+        quick = max(base_s, _unloaded_bound(profile, costs, first))
         if quick >= best:
             break
-        if np.isfinite(leads_s[first]) and first <= _MOST_EXACT:
-            quick = max(quick, _bound_with_lead(profile, costs, first, float(leads_s[first]), best))
+        if first < min(len(profile.layers), _MOST_EXACT) and profile.layers[first].has_gradient:
+            quick = max(quick, _loaded_loop_s(profile, to_host, costs, first, optimal_forward_s, best))
         best = min(best, quick)
-    offloads = sum(x.offload_s for x, host in zip(profile.layers, to_host, strict=True) if not host)
-    return float(max(best, offloads, sum(profile.group_update_s)))
+    return float(best)
+
+
+def _lanes_s(profile: Profile, costs: StepCosts) -> float:
+    """The work of the link down and of the host, each in a row."""
+    return max(float(costs.offload.sum()), sum(profile.group_update_s))
+
+
+def _own_tail_s(profile: Profile, costs: StepCosts, layer: int) -> float:
+    """From the end of a layer's backward to the end of its own update; 0 without a gradient."""
+    if not profile.layers[layer].has_gradient:
+        return 0.0
+    return float(costs.offload[layer]) + profile.group_update_s[profile.group_of[layer]]
+
+
+def _loops_s(profile: Profile, costs: StepCosts) -> float:
+    """The longest loop through a forward, a backward and the updates of all layers up to it."""
+    backward = np.minimum(costs.backward, costs.backward_dha)
+    gpu_s = np.cumsum((np.minimum(costs.forward, costs.forward_dha) + backward)[::-1])[::-1]
+    longest, updates_s, until_arrival_s = 0.0, 0.0, np.inf
+    for index, layer in enumerate(profile.layers):
+        until_arrival_s += float(backward[index - 1]) if index else 0.0
+        if not layer.has_gradient:
+            continue
+        until_arrival_s = min(until_arrival_s, float(costs.offload[index]))
+        group = profile.group_of[index]
+        if profile.groups[group][0] == index:
+            updates_s += profile.group_update_s[group]
+        longest = max(longest, float(gpu_s[index]) + until_arrival_s + updates_s)
+    return longest
 
 
 def _unloaded_bound(profile: Profile, costs: StepCosts, first: int) -> float:
-    """The bound by compute if the first layers run their forward by DHA, whatever the others do; grows with `first`."""
-    load_s, after_gpu = group_loads(profile, costs), float(costs.tails[0])
+    """The GPU's work if the layers before `first` run their forward by DHA; it grows with `first`.
+
+    Where the first layer of all has a gradient, its travel and update belong to the loop through the GPU's work.
+    """
+    load_s, after_gpu = group_loads(profile, costs), _own_tail_s(profile, costs, 0)
     forward = np.minimum(costs.forward, costs.forward_dha)
     forward[:first] = costs.forward_dha[:first]
     least, penalty = _compute(costs, load_s, forward)
-    by_compute = least_time(least, penalty, after_gpu) + after_gpu
-    return max(by_compute, float(forward.sum()) + costs.least_tail())
+    return least_time(least, penalty, after_gpu) + after_gpu
 
 
-def _bound_with_lead(profile: Profile, costs: StepCosts, first: int, lead_s: float, best: float) -> float:
-    """The bound by the forward's optimum if loads begin with layer `first` and at most the lead before the step.
-
-    Only bounds below `best` matter; a result above it says no more than that.
-    """
-    optimum_s = optimal_forward(profile, first, lead_s, best - costs.least_tail()).bound_s
-    last_backward = max(costs.backward[-1], costs.backward_dha[-1])
-    penalty = Penalty(group_loads(profile, costs), costs.backward_dha - costs.backward)
-    forward_s = max(optimum_s, penalty.worth_it_s - last_backward - lead_s)
-    least_backward = float(np.minimum(costs.backward, costs.backward_dha).sum())
-    by_backward = forward_s + least_backward + penalty(forward_s + last_backward + lead_s)
-    return max(optimum_s + costs.least_tail(), by_backward + float(costs.tails[0]))
-
-
-def _most_leads(profile: Profile, costs: StepCosts, to_host: np.ndarray) -> np.ndarray:
-    """The most that the last update can end after layer g's, for g = 0..L; infinite where groups have several layers.
-
-    From the end of g's update, the last one ends after the updates below g, or what the link back or the GPU still had
-    to do when g's gradient had left them, which was before g's update.
-    """
-    size = len(profile.layers)
-    if len(profile.groups) < size:
-        return np.full(size + 1, np.inf)
-    updates, back_tail, gpu_tail = 0.0, 0.0, 0.0
-    leads_s = np.zeros(size + 1)
-    slowest = np.maximum(costs.backward, costs.backward_dha)
-    for index, layer in enumerate(profile.layers):
-        own_offload = 0.0 if to_host[index] else layer.offload_s
-        behind = max(back_tail - layer.update_s, gpu_tail - layer.update_s - own_offload)
-        leads_s[index] = max(leads_s[max(index - 1, 0)], updates, behind)
-        updates += layer.update_s
-        back_tail = back_tail if to_host[index] else float(costs.tails[index])
-        gpu_tail = slowest[index] + max(gpu_tail, costs.tails[index])
-    return leads_s
+def _loaded_loop_s(
+    profile: Profile, to_host: np.ndarray, costs: StepCosts, first: int, optimal_forward_s: float, best: float
+) -> float:
+    """The loop through the first loaded layer. Only bounds below `best` matter; one above it says no more than that."""
+    own_s = _own_tail_s(profile, costs, first)
+    rest = dataclasses.replace(profile, layers=profile.layers[first:])
+    of_rest = StepCosts.of(rest, to_host[first:])
+    least_backward = float(np.minimum(of_rest.backward, of_rest.backward_dha).sum())
+    forward_s = optimal_forward_s
+    if first > 0:
+        forward_s = optimal_forward(rest, limit_s=best - least_backward - own_s).bound_s
+    last_backward = max(of_rest.backward[-1], of_rest.backward_dha[-1])
+    penalty = Penalty(group_loads(rest, of_rest), of_rest.backward_dha - of_rest.backward)
+    forward_s = max(forward_s, penalty.worth_it_s - last_backward)
+    return forward_s + least_backward + penalty(forward_s + last_backward) + own_s
 
 
 def group_loads(profile: Profile, costs: StepCosts) -> np.ndarray:

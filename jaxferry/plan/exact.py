@@ -1,11 +1,12 @@
 """The best plan under the machine model: the default of this package.
 
 - Objective `forward`: the optimum over GFGB and DHA by dynamic programming (`plan/frontier.py`), always.
-- Objectives `step` and `steady`, over GFGB, DHA and DFGB: by enumeration for up to `MOST_ENUMERATED` layers, always
-  optimal. Beyond that the best of: the forward optimum with the optimal DFGB for it; the dynamic programme over whole
-  steps with a beam (`plan/whole_step.py`), from loads that begin with the step and, for chains, before it; all other
-  policies' plans; and a local search from these. A plan states its `gap` to the proven `lower_bound_s`
-  (`plan/bounds.py`).
+- Objectives `step` and `steady`, over GFGB, DHA and DFGB: by enumeration for up to `MOST_ENUMERATED` layers. That is
+  optimal for updates in backward order, and for up to `MOST_PROVEN` layers for both orders. For more layers it is the
+  best of four sources: the forward optimum with the optimal DFGB for it; the dynamic programme over whole steps with a
+  beam (`plan/whole_step.py`), from loads that begin with the step and, for chains, before it; all other policies'
+  plans; and a local search from these. Updates by need are tried for the best of them. A plan states its `gap` to the
+  proven `lower_bound_s` (`plan/bounds.py`), which holds for both orders.
 
 The reserve factor decides the gradients, as for any policy: with 1 no gradient is GO, with less those that stay are
 GO-MemFerry's choice (`plan/gradients.py`). Where none is given, the policies of the list have two defaults: 1, and 0
@@ -23,7 +24,7 @@ import math
 import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB
-from jaxferry.plan.base import Objective, Policy, Request, check_budget, make_plan
+from jaxferry.plan.base import Objective, Policy, Request, check_budget
 from jaxferry.plan.bounds import steady_lower_bound_s, step_lower_bound_s
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.frontier import optimal_forward
@@ -32,12 +33,15 @@ from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.memferry import MemFerry
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, LocalSearch, Pool, objective_values, prefix_family
+from jaxferry.plan.search import Best, LocalSearch, Pool, objective_values, plan_of, prefix_family
 from jaxferry.plan.whole_step import StepSearch
 from jaxferry.profiling.records import Profile
 
 MOST_ENUMERATED = 10
 """Layers up to which all plans of GFGB, DHA and DFGB are tried."""
+
+MOST_PROVEN = 6
+"""Layers up to which all of these are tried in both orders of updates, so that the best one is the optimum."""
 
 _ALLOWED = (GFGB, DHA, DFGB)
 _BEAM = 64
@@ -65,9 +69,9 @@ class Exact(Policy):
             check_budget(self.name, request.memory_budget_bytes or 0, search.smallest_bytes)
         assert search.best is not None and search.choice is not None
         best, choice = search.best, search.choice
-        plan = make_plan(self.name, choice.factor, profile, best.modes, best.to_host, best.loads, best.updates)
-        plan = dataclasses.replace(plan, memory_bytes=request.memory_budget_bytes)
-        plan = with_update_order(profile, plan)
+        plan = plan_of(self.name, choice.factor, profile, best)
+        if request.objective is Objective.FORWARD:
+            plan = with_update_order(profile, plan)
         return dataclasses.replace(plan, details=_gap(request.objective, best.objective_s, search.bound_s))
 
 
@@ -146,7 +150,7 @@ class _Search:
         forward_s = self.optimum.bound_s
         if self.request.objective is Objective.FORWARD:
             return forward_s
-        if self.enumerates:
+        if len(self.profile.layers) <= MOST_PROVEN:
             return known_s
         if self.request.objective is Objective.STEP:
             return step_lower_bound_s(self.profile, choice.to_host, forward_s)
@@ -171,10 +175,10 @@ def explore(pool: Pool, to_host: np.ndarray, request: Request, known: np.ndarray
     """
     profile = pool.profile
     request.report("plans of all policies")
-    pool.add(known, to_host)
+    pool.add(known, to_host, marked=True)
     gfgb = np.full(len(profile.layers), GFGB)
-    pool.add(gfgb, to_host, Loads.LAYERWISE, Updates.AFTER_ALL)
-    pool.add(gfgb, to_host, Loads.BULK, Updates.AFTER_ALL)
+    pool.add(gfgb, to_host, Loads.LAYERWISE, Updates.AFTER_ALL, marked=True)
+    pool.add(gfgb, to_host, Loads.BULK, Updates.AFTER_ALL, marked=True)
     if len(profile.layers) <= MOST_ENUMERATED:
         pool.add(_all_modes(len(profile.layers)), to_host)
         return

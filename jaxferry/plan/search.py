@@ -1,23 +1,38 @@
 """What the searching policies share: pools of plans, families of plans that need less and less memory, local search.
 
-Nothing here looks at a memory budget. A pool depends on the profile and the gradients alone, and a budget only picks
-from it; so a larger budget never makes a plan slower. Nor does anything look at a clock.
+A pool depends on the profile and the gradients alone, and a budget only picks from it. So a larger budget never makes a
+plan slower: a plan that fits still fits, and with a larger budget it waits for fewer gradient transfers. Nothing looks
+at a clock.
+
+Plans are searched for with updates in backward order. Updates by need are tried for the best plans of the pool and for
+those that are marked. Which these are does not depend on the budget. A greedy order gives no guarantee that fewer waits
+are no slower, so by need a plan counts without any budget's room, or without any waits where the budget ends them all.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from jaxferry.holdings import DHA
-from jaxferry.plan.base import Objective
+from jaxferry.plan.base import Objective, make_plan
 from jaxferry.plan.evaluate import Outcomes, PlanEvaluator
-from jaxferry.plan.records import Loads, Updates
+from jaxferry.plan.order import with_update_order
+from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.profiling.records import Profile
+from jaxferry.room import UNLIMITED
 
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """A plan picked from a pool: mode codes, gradient flags, flags of recomputation, (layers,); its times and bytes."""
+    """A plan picked from a pool.
+
+    Attributes:
+      modes, to_host, recomputes: mode codes, gradient flags and flags of recomputation, (layers,).
+      loads, updates, update_order, memory_bytes: as in `Plan`.
+      objective_s: the objective in seconds.
+      peak_bytes: its peak device memory.
+    """
 
     modes: np.ndarray
     to_host: np.ndarray
@@ -26,15 +41,50 @@ class Best:
     updates: Updates
     objective_s: float
     peak_bytes: int
+    update_order: UpdateOrder = UpdateOrder.BACKWARD
+    memory_bytes: int | None = None
+
+
+_Kind = tuple[Loads, Updates]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluated:
+    """Plans of one kind, (plans, 2, layers) codes, and what they take in backward order without a budget."""
+
+    kind: _Kind
+    plans: np.ndarray
+    outcomes: Outcomes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """Rows of an `_Evaluated` in one order of updates, with one room for gradients."""
+
+    number: int
+    rows: np.ndarray
+    outcomes: Outcomes
+    order: UpdateOrder
+    memory_bytes: int | None
 
 
 class Pool:
-    """Plans for one profile; DFGB outside MemFerry's window is never picked."""
+    """Plans for one profile; DFGB outside MemFerry's window is never picked.
 
-    def __init__(self, profile: Profile):
+    Args:
+      profile: the layers.
+      by_need_on_frontier: whether updates by need are tried for plans over the whole frontier of time against memory,
+        not only for the fastest ones.
+    """
+
+    def __init__(self, profile: Profile, by_need_on_frontier: bool = False):
         self.profile, self.evaluate = profile, PlanEvaluator(profile)
-        self.parts: dict[tuple[Loads, Updates], list[np.ndarray]] = {}
-        self.evaluated: list[tuple[tuple[Loads, Updates], np.ndarray, Outcomes]] = []
+        self.by_need_on_frontier = by_need_on_frontier
+        self.parts: dict[_Kind, list[np.ndarray]] = {}
+        self.marked: dict[_Kind, set[bytes]] = {}
+        self.evaluated: list[_Evaluated] = []
+        self._by_need: dict[tuple[int, Objective], list[_Option]] = {}
+        self._unlimited: dict[int, tuple[np.ndarray, Outcomes]] = {}
 
     def add(
         self,
@@ -43,58 +93,178 @@ class Pool:
         loads: Loads = Loads.LAYERWISE,
         updates: Updates = Updates.OVERLAPPED,
         recomputes: np.ndarray | bool = False,
+        marked: bool = False,
     ) -> None:
-        """Adds plans: (plans, layers) or (layers,) mode codes; flags of gradients and of recomputation likewise."""
+        """Adds plans: (plans, layers) or (layers,) mode codes; flags of gradients and of recomputation likewise.
+
+        With `marked`, updates by need are tried for all of them.
+        """
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         codes = np.asarray(to_host, dtype=np.int8) + _RECOMPUTES * np.asarray(recomputes, dtype=np.int8)
-        self.parts.setdefault((loads, updates), []).append(
-            np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1)
-        )
+        plans = np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1)
+        self.parts.setdefault((loads, updates), []).append(plans)
+        if marked:
+            self.marked.setdefault((loads, updates), set()).update(plan.tobytes() for plan in plans)
 
     def run(self, peak: bool) -> None:
-        """Evaluates all plans that were added, each once."""
+        """Evaluates all plans that were added, each once, in backward order and without a budget."""
         for kind, parts in self.parts.items():
             unique = np.unique(np.concatenate(parts), axis=0)
-            bulk, after_all = kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
-            to_host, recomputes = _flags(unique[:, 1])
-            outcomes = self.evaluate(unique[:, 0], to_host, recomputes, bulk=bulk, after_all=after_all, peak=peak)
-            self.evaluated.append((kind, unique, outcomes))
+            outcomes = self._outcomes(kind, unique, peak=peak)
+            self.evaluated.append(_Evaluated(kind, unique, outcomes))
         self.parts = {}
 
-    def best(self, objective: Objective, budget_bytes: int | None) -> Best | None:
-        """The plan with the least objective that fits into the budget; ties go to steady time, step, memory."""
+    def _outcomes(self, kind: _Kind, plans: np.ndarray, **more: Any) -> Outcomes:
+        bulk, after_all = kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
+        return self.evaluate(plans[:, 0], *_flags(plans[:, 1]), bulk=bulk, after_all=after_all, **more)
+
+    def best(self, objective: Objective, budget_bytes: int | None, leanest: bool = False) -> Best | None:
+        """The plan with the least objective that fits into the budget; ties go to steady time, step, memory.
+
+        Updates come in backward order unless those by need are faster.
+
+        Args:
+          objective: what is made least.
+          budget_bytes: device memory, which gradients may fill; None for no limit.
+          leanest: whether plans that are as fast up to rounding are told apart by their memory alone.
+        """
+        found = self._pick(self._in_backward_order(objective, budget_bytes), objective, budget_bytes, leanest)
+        if objective is Objective.FORWARD:
+            return found
+        rival = self._pick(self._by_need_options(objective, budget_bytes), objective, budget_bytes, leanest)
+        if rival is None or (found is not None and rival.objective_s >= found.objective_s * (1 - _ROUNDING)):
+            return found
+        return rival
+
+    def _in_backward_order(self, objective: Objective, budget_bytes: int | None) -> list[_Option]:
+        options = []
+        for number, each in enumerate(self.evaluated):
+            rows = np.arange(len(each.plans))
+            outcomes = each.outcomes
+            if budget_bytes is not None and outcomes.room_matters.any():
+                outcomes = self._with_room(number, objective, budget_bytes)
+            options.append(_Option(number, rows, outcomes, UpdateOrder.BACKWARD, budget_bytes))
+        return options
+
+    def _with_room(self, number: int, objective: Objective, budget_bytes: int) -> Outcomes:
+        """The outcomes with the budget's room, for those plans that it can make the best ones."""
+        each = self.evaluated[number]
+        if number not in self._unlimited:
+            rows = np.flatnonzero(each.outcomes.room_matters & each.outcomes.in_window)
+            self._unlimited[number] = (
+                rows,
+                self._outcomes(each.kind, each.plans[rows], memory_bytes=UNLIMITED, peak=False),
+            )
+        rows, unlimited = self._unlimited[number]
+        fits = each.outcomes.in_window & (each.outcomes.peak_bytes <= budget_bytes)
+        known_s = float(_keys(each.outcomes, objective)[0][fits].min(initial=np.inf))
+        rows = rows[fits[rows] & (_keys(unlimited, objective)[0] < known_s)]
+        if len(rows) == 0:
+            return each.outcomes
+        better = self._outcomes(each.kind, each.plans[rows], memory_bytes=budget_bytes)
+        fields = {field.name: getattr(each.outcomes, field.name).copy() for field in dataclasses.fields(Outcomes)}
+        for name, values in fields.items():
+            values[rows] = getattr(better, name)
+        return Outcomes(**fields)
+
+    def _by_need_options(self, objective: Objective, budget_bytes: int | None) -> list[_Option]:
+        options = []
+        for number, each in enumerate(self.evaluated):
+            if (number, objective) not in self._by_need:
+                rows = self._rows_by_need(each, objective)
+                self._by_need[number, objective] = [
+                    _Option(
+                        number, rows, self._outcomes(each.kind, each.plans[rows], by_need=True), UpdateOrder.NEED, None
+                    )
+                ]
+                waits = rows[each.outcomes.room_matters[rows]]
+                if len(waits):
+                    outcomes = self._outcomes(each.kind, each.plans[waits], by_need=True, memory_bytes=UNLIMITED)
+                    option = _Option(number, waits, outcomes, UpdateOrder.NEED, UNLIMITED)
+                    self._by_need[number, objective].append(option)
+            own, *unlimited = self._by_need[number, objective]
+            options.append(own)
+            for option in unlimited if budget_bytes is not None else ():
+                plans = each.plans[option.rows]
+                waits_still = self._outcomes(each.kind, plans, memory_bytes=budget_bytes, steady=False, peak=False)
+                never = dataclasses.replace(
+                    option.outcomes, in_window=option.outcomes.in_window & ~waits_still.room_matters
+                )
+                options.append(dataclasses.replace(option, outcomes=never, memory_bytes=budget_bytes))
+        return options
+
+    def _rows_by_need(self, each: _Evaluated, objective: Objective) -> np.ndarray:
+        """The plans of one kind that are tried with updates by need; they do not depend on a budget."""
+        candidates = np.flatnonzero(each.outcomes.in_window)
+        if each.plans.shape[0] * each.plans.shape[2] <= _ALL_BY_NEED:
+            return candidates
+        keys = [values[candidates] for values in _keys(each.outcomes, objective)]
+        order = candidates[np.lexsort(keys[::-1])]
+        chosen = list(order[:_FASTEST_BY_NEED])
+        if self.by_need_on_frontier:
+            peaks = each.outcomes.peak_bytes[order]
+            smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], peaks]))[:-1]
+            frontier = order[peaks < smallest_before]
+            chosen += list(frontier[np.unique(np.linspace(0, len(frontier) - 1, _FRONTIER_BY_NEED).astype(int))])
+        marked = self.marked.get(each.kind, set())
+        chosen += [row for row in candidates if each.plans[row].tobytes() in marked] if marked else []
+        return np.unique(np.array(chosen, dtype=np.int64))
+
+    def _pick(
+        self, options: list[_Option], objective: Objective, budget_bytes: int | None, leanest: bool
+    ) -> Best | None:
+        def fits(option: _Option) -> np.ndarray:
+            inside = option.outcomes.in_window
+            return inside if budget_bytes is None else inside & (option.outcomes.peak_bytes <= budget_bytes)
+
+        allowed = [fits(option) for option in options]
+        if leanest:
+            times = [_keys(option.outcomes, objective)[0] for option in options]
+            pairs = list(zip(times, allowed, strict=True))
+            fastest = min((float(x[which].min(initial=np.inf)) for x, which in pairs), default=np.inf)
+            allowed = [which & (x <= fastest * (1 + _ROUNDING)) for x, which in pairs]
         found, least = None, None
-        for number, (_, _, outcomes) in enumerate(self.evaluated):
-            fits = outcomes.in_window.copy()
-            if budget_bytes is not None:
-                fits &= outcomes.peak_bytes <= budget_bytes
-            index = _least(outcomes, objective, fits)
+        for option, which in zip(options, allowed, strict=True):
+            index = _least(option.outcomes, objective, which, leanest)
             if index is None:
                 continue
-            key = [float(values[index]) for values in _keys(outcomes, objective)]
+            keys = _keys(option.outcomes, objective)
+            key = [float(values[index]) for values in ([keys[-1], *keys] if leanest else keys)]
             if least is None or key < least:
-                least, found = key, self._picked(number, index, key[0])
+                least, found = key, self._picked(option, index, float(keys[0][index]), budget_bytes)
         return found
 
     def frontier(self) -> list[Best]:
         """The plans that no other plan of the pool beats in both steady time and peak memory, fastest first."""
-        rows = [np.flatnonzero(outcomes.in_window) for _, _, outcomes in self.evaluated]
+        options = self._in_backward_order(Objective.STEADY, None)
+        rows = [np.flatnonzero(option.outcomes.in_window) for option in options]
         source = [(number, int(row)) for number, found in enumerate(rows) for row in found]
-        steady_s = np.concatenate([x[2].steady_step_s[found] for x, found in zip(self.evaluated, rows, strict=True)])
-        peaks = np.concatenate([x[2].peak_bytes[found] for x, found in zip(self.evaluated, rows, strict=True)])
+        pairs = list(zip(options, rows, strict=True))
+        steady_s = np.concatenate([option.outcomes.steady_step_s[found] for option, found in pairs])
+        peaks = np.concatenate([option.outcomes.peak_bytes[found] for option, found in pairs])
         order = np.lexsort((peaks, steady_s))
         smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], peaks[order]]))[:-1]
         picks = [(source[index], float(steady_s[index])) for index in order[peaks[order] < smallest_before]]
-        return [self._picked(number, row, objective_s) for (number, row), objective_s in picks]
+        return [self._picked(options[number], row, objective_s, None) for (number, row), objective_s in picks]
 
-    def _picked(self, number: int, row: int, objective_s: float) -> Best:
-        kind, plans, outcomes = self.evaluated[number]
-        peak_bytes = int(outcomes.peak_bytes[row])
-        return Best(plans[row, 0], *_flags(plans[row, 1]), *kind, objective_s, peak_bytes)
+    def _picked(self, option: _Option, index: int, objective_s: float, budget_bytes: int | None) -> Best:
+        each, row = self.evaluated[option.number], int(option.rows[index])
+        to_host, recomputes = _flags(each.plans[row, 1])
+        return Best(
+            each.plans[row, 0],
+            to_host,
+            recomputes,
+            *each.kind,
+            objective_s=objective_s,
+            peak_bytes=int(option.outcomes.peak_bytes[index]),
+            update_order=option.order,
+            memory_bytes=option.memory_bytes if each.outcomes.room_matters[row] else budget_bytes,
+        )
 
     def smallest_peak_bytes(self) -> int:
-        """The smallest peak of all plans of the pool."""
-        return min(int(out.peak_bytes[out.in_window].min()) for _, _, out in self.evaluated if out.in_window.any())
+        """The smallest peak of all plans of the pool, in backward order."""
+        inside = [each.outcomes.peak_bytes[each.outcomes.in_window] for each in self.evaluated]
+        return min(int(peaks.min()) for peaks in inside if len(peaks))
 
 
 def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -108,11 +278,12 @@ def _keys(outcomes: Outcomes, objective: Objective) -> list[np.ndarray]:
     return [first, steady, step, peak]
 
 
-def _least(outcomes: Outcomes, objective: Objective, among: np.ndarray) -> int | None:
+def _least(outcomes: Outcomes, objective: Objective, among: np.ndarray, leanest: bool = False) -> int | None:
     candidates = np.flatnonzero(among)
     if len(candidates) == 0:
         return None
     keys = [values[candidates] for values in _keys(outcomes, objective)]
+    keys = [keys[-1], *keys] if leanest else keys
     return int(candidates[np.lexsort(keys[::-1])[0]])
 
 
@@ -145,6 +316,14 @@ def prefix_family(profile: Profile, modes: np.ndarray, mode: int = DHA, points: 
             if number % stride == 0 or number == len(changes):
                 family.append(current.copy())
     return np.array(family, dtype=np.int8).reshape(len(family), len(layers))
+
+
+def plan_of(policy: str, reserve_factor: float, profile: Profile, best: Best) -> Plan:
+    """The plan that was picked from a pool."""
+    kind = (best.loads, best.updates)
+    plan = make_plan(policy, reserve_factor, profile, best.modes, best.to_host, *kind, recomputes=best.recomputes)
+    plan = dataclasses.replace(plan, update_order=best.update_order, memory_bytes=best.memory_bytes)
+    return plan if best.objective_s > 0 else with_update_order(profile, plan)
 
 
 class LocalSearch:
@@ -202,5 +381,9 @@ class LocalSearch:
 
 
 _RECOMPUTES = 2
+_ROUNDING = 1e-12
+_ALL_BY_NEED = 5000
+_FASTEST_BY_NEED = 16
+_FRONTIER_BY_NEED = 48
 _SWAP_DISTANCE = 4
 _MOST_TOGETHER = 24

@@ -1,41 +1,63 @@
 """The whole step over GFGB, DHA and DFGB: forward and backward decided together, by one dynamic programme.
 
 The backward goes through the layers in the other direction, so what it costs is carried as a tail: `a` is the longest
-way from the GPU's arrival at the backward of the last layer so far to the end of the step. It follows from the layers
-so far alone, as do the tails t of each layer's gradient, which modes do not change:
+way from the GPU's arrival at the backward of the last layer so far to the end of the step. It depends on the layers so
+far alone. So do the tails t of each layer's gradient, which modes do not change:
 
     a_l = inter_backward_s + backward_s(mode) + max(a_{l-1}, t_l)            step_s = C_L + a_L
 
 Names: a state is (X, C, a, S, Y): the link's and the GPU's end, the tail, and for the DFGB loads their sum S and
 their end Y if no GFGB load were before them; they end at max(X_L + S, Y), which must lie inside MemFerry's window.
 
-Exact as long as nothing but provably worse states was dropped; a beam keeps the states few, so that on long models it
-is a good guess whose distance to the optimum `plan/bounds.py` limits.
+The formula leaves out waits for room and for saved values, so it is at most the step's time. It is exact where there
+are none and all gradients leave by the link. The search is exact while it drops only provably worse states. A beam
+limits the number of states, so on long models the result is a guess. `plan/bounds.py` limits its distance to the
+optimum.
 """
 
 import dataclasses
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, GFGB
+from jaxferry.holdings import DFGB, DHA, GFGB, effective_codes
 from jaxferry.plan.copies import SharedCopies, holds_as_much
 from jaxferry.profiling.records import Profile
 
 _MOST_FOUND = 32
 
 
+def first_trained(profile: Profile) -> int:
+    """The first layer that has a gradient."""
+    return next(index for index, layer in enumerate(profile.layers) if layer.has_gradient)
+
+
 def gradient_tails(profile: Profile, to_host: np.ndarray) -> np.ndarray:
-    """Seconds from the end of each backward to the end of the step along its own gradient, (layers,)."""
-    host_tail, back_tail = 0.0, 0.0
-    arrival_tails: dict[int, float] = {}
+    """Seconds from the end of each backward to the end of the step, at least, in either order of updates; (layers,).
+
+    No update of this layer or a lower one starts before this backward has ended, so all of them follow it. If the
+    gradient leaves by the link, then all gradients of lower layers on the link follow it, and so do their updates.
+
+    Args:
+      profile: the layers.
+      to_host: effective flags of the gradients that are written to the host, (layers,).
+    """
+    updates_s, after_link_s, link_tail_s = 0.0, 0.0, 0.0
+    updated, after_link = set[int](), set[int]()
     tails = np.zeros(len(profile.layers))
     for index, layer in enumerate(profile.layers):
+        if not layer.has_gradient:
+            continue
         group = profile.group_of[index]
-        if group not in arrival_tails:
-            host_tail = arrival_tails[group] = profile.group_update_s[group] + host_tail
-        tails[index] = arrival_tails[group]
+        if group not in updated:
+            updated.add(group)
+            updates_s += profile.group_update_s[group]
+        tails[index] = updates_s
         if not to_host[index]:
-            tails[index] = back_tail = layer.offload_s + max(back_tail, arrival_tails[group])
+            if group not in after_link:
+                after_link.add(group)
+                after_link_s += profile.group_update_s[group]
+            link_tail_s = layer.offload_s + max(link_tail_s, after_link_s)
+            tails[index] = max(updates_s, link_tail_s)
     return tails
 
 
@@ -49,11 +71,14 @@ class StepCosts:
     inter_forward: np.ndarray
     backward: np.ndarray
     backward_dha: np.ndarray
+    offload: np.ndarray
     tails: np.ndarray
 
     @classmethod
     def of(cls, profile: Profile, to_host: np.ndarray) -> "StepCosts":
         """The costs of a profile's layers, given which gradients are written to the host, (layers,)."""
+        none = np.zeros((len(profile.layers), 1), dtype=np.int8)
+        to_host = effective_codes(profile, none, np.asarray(to_host, dtype=bool)[:, None])[1][:, 0]
 
         def column(key: str) -> np.ndarray:
             return np.array([getattr(layer, key) for layer in profile.layers])
@@ -63,14 +88,17 @@ class StepCosts:
                 [x.backward_for(by_dha, bool(host)) for x, host in zip(profile.layers, to_host, strict=True)]
             )
 
+        # A step ends with its last update, so backwards below the first trained layer do not count.
+        counts = np.arange(len(profile.layers)) >= first_trained(profile)
         inter_forward, inter_backward = column("inter_forward_s"), column("inter_backward_s")
         return cls(
             load=column("load_s"),
             forward=column("forward_s") + inter_forward,
             forward_dha=column("forward_dha_s") + inter_forward,
             inter_forward=inter_forward,
-            backward=backward(False) + inter_backward,
-            backward_dha=backward(True) + inter_backward,
+            backward=np.where(counts, backward(False) + inter_backward, 0.0),
+            backward_dha=np.where(counts, backward(True) + inter_backward, 0.0),
+            offload=np.where(to_host, 0.0, column("offload_s")),
             tails=gradient_tails(profile, to_host),
         )
 

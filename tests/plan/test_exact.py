@@ -25,23 +25,23 @@ from jaxferry.plan.whole_step import StepCosts, StepSearch
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
 from oracle import Oracle
-from profiles import deterministic, profiles, transformer, with_modes
+from profiles import UNLIMITED_BYTES, deterministic, profiles, transformer, with_modes
 
 few = hypothesis.settings(derandomize=True, deadline=None, max_examples=25)
-many = hypothesis.settings(derandomize=True, deadline=None, max_examples=150)
+many = hypothesis.settings(derandomize=True, deadline=None, max_examples=60)
 GFGB_OR_DHA = ("GFGB", "DHA")
 RIVALS = tuple(name for name in policies() if name not in ("exact", "auto"))
 
 
-def brute_force(profile, to_host):
-    """The least forward, step and steady time of all plans of GFGB, DHA and DFGB within the window."""
+def brute_force(profile, to_host, **more):
+    """The least forward, step and steady time of all plans of GFGB, DHA and DFGB, within the window, in both orders."""
     modes = np.array(list(itertools.product(range(3), repeat=len(profile.layers))))
-    outcomes = PlanEvaluator(profile)(modes, to_host, peak=False)
-    fits = outcomes.in_window & (modes[:, -1] != DFGB)
+    found = [PlanEvaluator(profile)(modes, to_host, peak=False, by_need=order, **more) for order in (False, True)]
+    fits = found[0].in_window & (modes[:, -1] != DFGB)
     return {
-        Objective.FORWARD: outcomes.forward_s.min(),
-        Objective.STEP: outcomes.step_s[fits].min(),
-        Objective.STEADY: outcomes.steady_step_s[fits].min(),
+        Objective.FORWARD: found[0].forward_s.min(),
+        Objective.STEP: min(outcomes.step_s[fits].min() for outcomes in found),
+        Objective.STEADY: min(outcomes.steady_step_s[fits].min() for outcomes in found),
     }
 
 
@@ -90,11 +90,11 @@ def test_few_layers_are_optimal_and_say_so(objective, profile):
 
 @pytest.mark.parametrize("factor", [0.0, 0.5, 1.0])
 @many
-@given(profiles(max_layers=5))
-def test_bounds_are_below_every_plan(factor, profile):
+@given(st.booleans().flatmap(lambda programs: profiles(max_layers=4, programs=programs)))
+def test_bounds_are_below_every_plan_in_both_orders(factor, profile):
     to_host = gradients_to_host(profile, factor)
     optimum_s = optimal_forward(profile).bound_s
-    least = brute_force(profile, to_host)
+    least = brute_force(profile, to_host, memory_bytes=UNLIMITED_BYTES)
     assert step_lower_bound_s(profile, to_host, optimum_s) <= least[Objective.STEP] * (1 + 1e-12)
     assert steady_lower_bound_s(profile, to_host, optimum_s) <= least[Objective.STEADY] * (1 + 1e-12)
 
@@ -121,9 +121,9 @@ def test_the_whole_step_programme_is_optimal_while_it_drops_nothing(profile):
     search = StepSearch(profile, to_host, beam=5000)
     found = search.best(np.inf)
     assert search.complete
-    outcomes = PlanEvaluator(profile)(found[:1], to_host, steady=False, peak=False)
+    outcomes = PlanEvaluator(profile)(found[:1], to_host, memory_bytes=UNLIMITED_BYTES, steady=False, peak=False)
     assert outcomes.in_window[0]
-    assert outcomes.step_s[0] == brute_force(profile, to_host)[Objective.STEP]
+    assert outcomes.step_s[0] == brute_force(profile, to_host, memory_bytes=UNLIMITED_BYTES)[Objective.STEP]
 
 
 @deterministic
@@ -198,7 +198,7 @@ def test_a_budget_too_small_for_gradients_on_the_device_is_met_without():
 @given(profiles(max_layers=5))
 def test_a_larger_budget_is_never_slower(objective, profile):
     before = np.inf
-    for budget in (0, 20, 60, 100, 200, 400, 10_000, None):
+    for budget in (0, 20, 60, 100, 200, 400, 10_000):
         try:
             plan = make_plan(profile, "exact", objective=objective, memory_budget_bytes=budget)
         except BudgetError:
