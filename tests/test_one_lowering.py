@@ -76,7 +76,6 @@ def check(made, plan, path):
     assert machine.steady_step_s(made.schedule) == predicted["steady_step_s"]
     again = simulate(Profile.load(path), Plan.from_json(plan))
     assert again.run.schedule == made.schedule
-    assert max(held for _, held in machine.device_bytes(run)) <= made.peak.held
 
 
 @pytest.mark.parametrize("policy", POLICIES)
