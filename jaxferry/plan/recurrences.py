@@ -60,9 +60,10 @@ class Batch:
         self.any_resident = self.held.on_resident.any(axis=1)
         self.updated_groups = [g for g, members in enumerate(profile.groups) if self.layers[members[0]].has_gradient]
         self.load_order = [int(layer) for layer in load_order(profile, bulk)]
-        self.save_s = [layer.save_bytes * save_seconds_a_byte(profile) for layer in self.layers]
-        self.fetch_s = [layer.fetch_bytes * fetch_seconds_a_byte(profile) for layer in self.layers]
         self.has_crossings = any(layer.save_bytes or layer.fetch_bytes for layer in self.layers)
+        save_s, fetch_s = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
+        self.save_s = [layer.save_bytes * save_s for layer in self.layers]
+        self.fetch_s = [layer.fetch_bytes * fetch_s for layer in self.layers]
         self._room(memory_bytes)
 
     @property
@@ -71,11 +72,15 @@ class Batch:
         return not self.has_crossings and len(self.updated_groups) == len(self.profile.groups)
 
     def _room(self, memory_bytes: int) -> None:
+        self.room: np.ndarray | None = None
+        self.room_matters = np.zeros(self.num_plans, dtype=bool)
+        if memory_bytes >= UNLIMITED and len(self.profile.groups) == self.num_layers:
+            self.any_room = np.zeros(self.num_layers, dtype=bool)
+            return
         spans = copy_spans(self.held, self.bulk, self.after_all)
         needs = demand(self.held, self.activation_bytes(), self.bulk, self.after_all, spans)
         self.room = waits(self.held, needs, memory_bytes)
         self.any_room = (self.room != NO_WAIT).any(axis=1)
-        self.room_matters = np.zeros(self.num_plans, dtype=bool)
         if self.any_room.any():
             without = waits(self.held, needs, UNLIMITED)
             self.room_matters = (self.room != without).any(axis=0)
@@ -256,7 +261,7 @@ class Step:
         if batch.waits_between_any[layer]:
             arrival = self.between_arrival[batch.profile.group_of[layer]]
             start = np.where(held.waits_between[layer], np.maximum(start, arrival), start)
-        if batch.any_room[layer]:
+        if batch.room is not None and batch.any_room[layer]:
             room = batch.room[layer]
             arrival = np.where(room == NO_WAIT, -np.inf, self.arrivals[room, np.arange(batch.num_plans)])
             start = np.maximum(start, arrival)

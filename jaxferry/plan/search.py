@@ -333,9 +333,10 @@ class LocalSearch:
         self.evaluate, self.to_host, self.objective, self.allowed = evaluate, to_host, objective, allowed
 
     def values(self, modes: np.ndarray) -> np.ndarray:
-        """The objective of each of (plans, layers) modes in seconds, infinite outside the window."""
+        """Seconds of each of (plans, layers) modes without waits for room; infinite outside the window."""
         steady = self.objective is Objective.STEADY
-        return objective_values(self.evaluate(modes, self.to_host, steady=steady, peak=False), self.objective)
+        options: dict[str, Any] = {"steady": steady, "peak": False, "memory_bytes": UNLIMITED}
+        return objective_values(self.evaluate(modes, self.to_host, **options), self.objective)
 
     def improve(self, modes: np.ndarray, most_work: int) -> np.ndarray:
         """A local optimum, or what `most_work` evaluations of a layer lead to."""
