@@ -369,7 +369,7 @@ class _StepBuilder:
     def free_copies(self) -> None:
         for copy in self.copies:
             if copy.last_use is not None:
-                self.add_bytes(copy.last_use, end_bytes=self.layers[self.tasks[copy.load].layer].param_bytes)
+                self.add_bytes(copy.last_use, end_bytes=self.layers[self.tasks[copy.load].segment].param_bytes)
 
     def wait_for_previous(self) -> None:
         last_uses = {copy.load: copy.last_use for copy in self.copies}

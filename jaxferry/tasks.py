@@ -42,7 +42,8 @@ class Task:
 
     Attributes:
       name: kind and layer, for people.
-      layer: index of the layer; for updates and refreshes, of the first layer of the group.
+      segment: index of the segment, which is a layer of the profile; for updates and refreshes, of the first one of the
+        group.
       kind: what it does.
       lane: what it occupies; tasks of a lane run in the order of the list.
       duration_key: the profile's key of its duration. `backward_dha_go_s` stands for a backward that reads its
@@ -62,7 +63,7 @@ class Task:
     """
 
     name: str
-    layer: int
+    segment: int
     kind: Kind
     lane: Lane
     duration_key: str
@@ -80,7 +81,7 @@ class Task:
     @property
     def need(self) -> tuple[int, int]:
         """Of an update: the smaller, the sooner a forward needs the parameters."""
-        return self.step, self.layer
+        return self.step, self.segment
 
 
 @dataclasses.dataclass(frozen=True)

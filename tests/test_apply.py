@@ -263,7 +263,7 @@ def test_at_most_two_layers_are_on_the_device(gpt):
     state = step.init(gpt.params)
     step.apply(state, logits_fn, gpt.batch)
     evaluator = step._evaluator(logits_fn, (gpt.batch,), {})
-    sizes = [state.layers[segment.layer].num_bytes for segment in evaluator.partition.segments]
+    sizes = [state.layers[segment.group].num_bytes for segment in evaluator.partition.segments]
     most = max(a + b for a, b in itertools.pairwise(sizes))
     assert evaluator._transfers.peak_device_bytes == most < sum(layer.num_bytes for layer in state.layers)
     assert evaluator._transfers.device_bytes == 0

@@ -57,7 +57,7 @@ def program_ancestors(step):
 
 
 def place_of(task, size):
-    return task.layer if task.kind is Kind.FORWARD else 2 * size - 1 - task.layer
+    return task.segment if task.kind is Kind.FORWARD else 2 * size - 1 - task.segment
 
 
 @deterministic
@@ -132,11 +132,11 @@ def worst_peak_bytes(profile, step, needs):
         if task.kind is Kind.BACKWARD:
             ended = max([ended, *(i for i in task.after if step.tasks[i].kind is Kind.OFFLOAD)])
             beside = sum(size for i, size in outstanding if i > ended)
-            few = sum(size for i, size in outstanding if i > ended and step.tasks[i].layer < needs.beside_below[0])
-            most = max(most, beside + int(needs.backward[task.layer, 0]))
-            most = max(most, few + int(needs.backward_after[task.layer, 0]))
+            few = sum(size for i, size in outstanding if i > ended and step.tasks[i].segment < needs.beside_below[0])
+            most = max(most, beside + int(needs.backward[task.segment, 0]))
+            most = max(most, few + int(needs.backward_after[task.segment, 0]))
         if task.kind is Kind.OFFLOAD:
-            outstanding.append((index, profile.layers[task.layer].grad_bytes))
+            outstanding.append((index, profile.layers[task.segment].grad_bytes))
     return most
 
 
@@ -197,10 +197,10 @@ def test_gradients_take_the_place_of_activations():
     full = [dataclasses.replace(layer, activation_bytes=0) for layer in layers]
     profile = dataclasses.replace(profile, layers=tuple(full))
     step = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 6))
-    offload_of = {task.layer: i for i, task in enumerate(step.tasks) if task.kind is Kind.OFFLOAD}
+    offload_of = {task.segment: i for i, task in enumerate(step.tasks) if task.kind is Kind.OFFLOAD}
     for task in step.tasks:
-        if task.kind is Kind.BACKWARD and task.layer < 5:
-            assert offload_of[task.layer + 1] in task.after
+        if task.kind is Kind.BACKWARD and task.segment < 5:
+            assert offload_of[task.segment + 1] in task.after
 
 
 def test_a_backward_that_adds_to_a_gradient_in_host_memory_waits_for_that():
@@ -208,5 +208,5 @@ def test_a_backward_that_adds_to_a_gradient_in_host_memory_waits_for_that():
     places = [GradientPlace.HOST, *[GradientPlace.DEVICE] * 4]
     plan = dataclasses.replace(with_modes(profile, [Mode.GFGB] * 5, places), memory_bytes=UNLIMITED_BYTES)
     step = schedule_step(profile, plan)
-    (lookup,) = [task for task in step.tasks if task.kind is Kind.BACKWARD and task.layer == 0]
-    assert [step.tasks[i].layer for i in lookup.after if step.tasks[i].kind is Kind.OFFLOAD] == [4]
+    (lookup,) = [task for task in step.tasks if task.kind is Kind.BACKWARD and task.segment == 0]
+    assert [step.tasks[i].segment for i in lookup.after if step.tasks[i].kind is Kind.OFFLOAD] == [4]

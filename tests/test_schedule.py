@@ -27,7 +27,7 @@ def test_every_task_follows_what_it_waits_for(case):
 @given(planned())
 def test_the_gpu_runs_every_forward_up_and_every_backward_down(case):
     profile, plan = case
-    order = [(task.kind, task.layer) for task in schedule_step(profile, plan).tasks if task.lane is Lane.GPU]
+    order = [(task.kind, task.segment) for task in schedule_step(profile, plan).tasks if task.lane is Lane.GPU]
     size = len(profile.layers)
     assert [layer for kind, layer in order if kind is Kind.FORWARD] == list(range(size))
     assert [layer for kind, layer in order if kind is Kind.BACKWARD] == list(reversed(range(size)))
@@ -39,7 +39,7 @@ def test_the_gpu_runs_every_forward_up_and_every_backward_down(case):
 def test_each_gradient_leaves_once_and_each_group_is_updated_once(case):
     profile, plan = case
     schedule = schedule_step(profile, plan)
-    leaving = [task.layer for task in tasks_of(schedule, Kind.OFFLOAD)]
+    leaving = [task.segment for task in tasks_of(schedule, Kind.OFFLOAD)]
     places = plan.gradients
     assert leaving == [i for i in reversed(range(len(places))) if places[i] is GradientPlace.DEVICE]
     assert len(tasks_of(schedule, Kind.UPDATE)) == len(profile.groups)
@@ -64,7 +64,7 @@ def test_dfgb_loads_follow_the_last_gfgb_load_in_layer_order():
     profile = transformer(8)
     modes = [Mode.DFGB, Mode.GFGB, Mode.DFGB, Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.GFGB, Mode.DHA]
     loads = tasks_of(schedule_step(profile, with_modes(profile, modes)), Kind.LOAD)
-    assert [task.layer for task in loads] == [1, 3, 6, 0, 2, 5]
+    assert [task.segment for task in loads] == [1, 3, 6, 0, 2, 5]
 
 
 def test_resident_layers_load_nothing_but_their_refresh_after_the_update():
@@ -75,7 +75,7 @@ def test_resident_layers_load_nothing_but_their_refresh_after_the_update():
     assert [task.kind for task in link] == [Kind.REFRESH] * 6
     for task in link:
         (update,) = task.after
-        assert schedule.tasks[update].kind is Kind.UPDATE and schedule.tasks[update].layer == task.layer
+        assert schedule.tasks[update].kind is Kind.UPDATE and schedule.tasks[update].segment == task.segment
     forwards = tasks_of(schedule, Kind.FORWARD)
     assert [schedule.tasks[task.after_previous[0]].kind for task in forwards] == [Kind.REFRESH] * 6
 
@@ -83,10 +83,10 @@ def test_resident_layers_load_nothing_but_their_refresh_after_the_update():
 def test_a_tied_table_that_both_entries_hold_is_loaded_once_and_updated_once_at_the_end():
     profile = transformer(6, tied=True)
     schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 6))
-    assert [task.layer for task in tasks_of(schedule, Kind.LOAD)] == [0, 1, 2, 3, 4]
+    assert [task.segment for task in tasks_of(schedule, Kind.LOAD)] == [0, 1, 2, 3, 4]
     updates = tasks_of(schedule, Kind.UPDATE)
-    assert [task.layer for task in updates] == [4, 3, 2, 1, 0]
-    arrivals = [schedule.tasks[index].layer for index in updates[-1].after]
+    assert [task.segment for task in updates] == [4, 3, 2, 1, 0]
+    arrivals = [schedule.tasks[index].segment for index in updates[-1].after]
     assert arrivals == [5, 0]
 
 
@@ -95,15 +95,15 @@ def test_a_tied_table_held_for_the_head_alone_is_loaded_at_the_head(lookup):
     profile = transformer(6, tied=True)
     schedule = schedule_step(profile, with_modes(profile, [lookup, *[Mode.DHA] * 4, Mode.GFGB]))
     (load,) = tasks_of(schedule, Kind.LOAD)
-    assert load.layer == 5
+    assert load.segment == 5
     last = [task for task in tasks_of(schedule, Kind.BACKWARD) if task.end_bytes >= load.start_bytes]
-    assert [task.layer for task in last] == [5 if lookup is Mode.DHA else 0]
+    assert [task.segment for task in last] == [5 if lookup is Mode.DHA else 0]
 
 
 def test_a_tied_table_reloaded_by_both_entries_is_loaded_four_times():
     profile = transformer(6, tied=True)
     schedule = schedule_step(profile, with_modes(profile, [Mode.RELOAD, *[Mode.DHA] * 4, Mode.RELOAD]))
-    assert [task.layer for task in tasks_of(schedule, Kind.LOAD, Kind.RELOAD)] == [0, 5, 5, 0]
+    assert [task.segment for task in tasks_of(schedule, Kind.LOAD, Kind.RELOAD)] == [0, 5, 5, 0]
 
 
 def test_bulk_and_after_all_are_waits():
@@ -114,7 +114,7 @@ def test_bulk_and_after_all_are_waits():
     offloads = [index for index, task in enumerate(schedule.tasks) if task.kind is Kind.OFFLOAD]
     assert all(loads[-1] in task.after for task in tasks_of(schedule, Kind.FORWARD))
     assert all(task.after == (offloads[-1],) for task in tasks_of(schedule, Kind.UPDATE))
-    assert [schedule.tasks[index].layer for index in loads] == [4, 3, 2, 1, 0]
+    assert [schedule.tasks[index].segment for index in loads] == [4, 3, 2, 1, 0]
 
 
 @deterministic
@@ -125,10 +125,10 @@ def test_in_a_chain_nothing_reads_parameters_before_their_update(case):
     updated = {}
     for task, end in zip(run.schedule.tasks, run.ends_s, strict=True):
         if task.kind is Kind.UPDATE:
-            updated[task.step, profile.group_of[task.layer]] = end
+            updated[task.step, profile.group_of[task.segment]] = end
     for task, start in zip(run.schedule.tasks, run.starts_s, strict=True):
         if task.step and task.kind in (Kind.LOAD, Kind.FORWARD):
-            assert start >= updated[task.step - 1, profile.group_of[task.layer]]
+            assert start >= updated[task.step - 1, profile.group_of[task.segment]]
 
 
 @deterministic
@@ -149,12 +149,12 @@ def test_a_layer_that_recomputes_has_a_longer_backward_and_holds_less_until_then
     layers = [dataclasses.replace(layer, remat=Remat.FULL) for layer in plain.layers[:2]]
     again = dataclasses.replace(plain, layers=(*layers, *plain.layers[2:]))
     for before, after in zip(schedule_step(profile, plain).tasks, schedule_step(profile, again).tasks, strict=True):
-        layer = profile.layers[before.layer]
-        changes = before.layer < 2 and before.kind in (Kind.FORWARD, Kind.BACKWARD)
+        layer = profile.layers[before.segment]
+        changes = before.segment < 2 and before.kind in (Kind.FORWARD, Kind.BACKWARD)
         saved = layer.activation_bytes - layer.recompute_activation_bytes if changes else 0
         more_s = 0.0
         if changes and before.kind is Kind.BACKWARD:
-            more_s = layer.recompute_s + (layer.forward_dha_s - layer.forward_s if before.layer == 1 else 0.0)
+            more_s = layer.recompute_s + (layer.forward_dha_s - layer.forward_s if before.segment == 1 else 0.0)
         assert after.duration_s == pytest.approx(before.duration_s + more_s, rel=1e-12)
         assert before.start_bytes - after.start_bytes == (saved if before.kind is Kind.FORWARD else 0)
         assert before.end_bytes - after.end_bytes == (saved if before.kind is Kind.BACKWARD else 0)

@@ -537,12 +537,12 @@ def test_a_policy_plans_with_the_given_profile_and_checks_that_it_fits_the_model
     layers = tuple(
         LayerProfile(
             name=segment.name,
-            param_bytes=parts.layers[segment.layer].num_bytes,
-            grad_bytes=parts.layers[segment.layer].num_bytes,
+            param_bytes=parts.layers[segment.group].num_bytes,
+            grad_bytes=parts.layers[segment.group].num_bytes,
             load_s=9.0,
             forward_dha_s=1.0 if segment.name == "h_0" else 99.0,
             backward_dha_s=99.0,
-            parameters=parts.layers[segment.layer].name,
+            parameters=parts.layers[segment.group].name,
             **times,
         )
         for segment in parts.segments

@@ -131,7 +131,7 @@ class Evaluator:
         segment, key = self.partition.segments[place], self._keys[place]
         by_dha = key.reads is Source.HOST
         outputs, nondiff_outputs = self._programs[key](
-            list(state.vectors[segment.layer]) if by_dha else held[segment.layer].parameters(),
+            list(state.vectors[segment.group]) if by_dha else held[segment.group].parameters(),
             [values[v] for v in segment.inputs],
             [values[v] for v in segment.nondiff_inputs],
         )

@@ -47,7 +47,7 @@ def without_times(partition: Partition) -> Profile:
     facts["recompute_activation_bytes"] = 0
     layers = []
     for segment in partition.segments:
-        layer = partition.layers[segment.layer]
+        layer = partition.layers[segment.group]
         facts |= {"param_bytes": layer.num_bytes, "grad_bytes": layer.trained.num_bytes}
         layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
     return Profile({}, tuple(layers))

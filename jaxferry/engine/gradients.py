@@ -48,7 +48,7 @@ class StepGradients:
         self._pending: dict[int, Any] = {}
         self._inflight: collections.deque[tuple[Instruction, int]] = collections.deque()
         self._num_arrived: collections.Counter[int] = collections.Counter()
-        self._num_uses = collections.Counter(segment.layer for segment in program.partition.segments)
+        self._num_uses = collections.Counter(segment.group for segment in program.partition.segments)
         self._device_norms: dict[int, jax.Array | None] = {}
         self._taken_norms: dict[int, Future[jax.Array]] = {}
         self.sums: dict[int, list[jax.Array]] = dict(accumulated.on_device)

@@ -123,7 +123,7 @@ class StepProgram:
     def resident(self) -> frozenset[int]:
         """Groups whose device copy outlives the step."""
         segments = zip(self.partition.segments, self.plan.modes, strict=True)
-        return frozenset(segment.layer for segment, mode in segments if mode is Mode.RESIDENT)
+        return frozenset(segment.group for segment, mode in segments if mode is Mode.RESIDENT)
 
     def with_sums_of(self, groups: frozenset[int]) -> StepProgram:
         """The same step, with the gradients of these groups added up on the device."""

@@ -85,17 +85,17 @@ class _Lowering:
         return tuple(self._instruction(index, task) for index, task in enumerate(self._tasks))
 
     def _instruction(self, index: int, task: Task) -> Instruction:
-        group = self._partition.segments[task.layer].layer
-        made = Instruction(_OPERATIONS[task.kind], index, task, task.layer, group)
+        group = self._partition.segments[task.segment].group
+        made = Instruction(_OPERATIONS[task.kind], index, task, task.segment, group)
         if index in self._places:
             return self._program(made)
         if task.kind is Kind.BACKWARD:  # the last segment's: it is part of the LOSS program
             return dataclasses.replace(made, operation=Operation.NOTHING)
         if task.kind is Kind.SAVE:
-            values = [value for value, (last_forward, _) in self._offloaded.items() if last_forward == task.layer]
-            return dataclasses.replace(made, place=task.layer, values=tuple(values))
+            values = [value for value, (last_forward, _) in self._offloaded.items() if last_forward == task.segment]
+            return dataclasses.replace(made, place=task.segment, values=tuple(values))
         if task.kind is Kind.FETCH:
-            place = self._backward_place(task.layer)
+            place = self._backward_place(task.segment)
             values = [value for value, (_, until) in self._offloaded.items() if until == place]
             return dataclasses.replace(made, place=place, values=tuple(values))
         return made
@@ -149,7 +149,7 @@ class _Lowering:
         return {(earlier, self._layout(load)) for load in loads for earlier in self._tasks[load].after}
 
     def _layout(self, load: int) -> Any:
-        return self._partition.layers[self._partition.segments[self._tasks[load].layer].layer].layout
+        return self._partition.layers[self._partition.segments[self._tasks[load].segment].group].layout
 
 
 def summable_groups(
@@ -159,12 +159,12 @@ def summable_groups(
 
     Gradients of a group with several uses are added up on the host under every plan, so that all have the same bits.
     """
-    uses = collections.Counter(segment.layer for segment in partition.segments)
+    uses = collections.Counter(segment.group for segment in partition.segments)
     return [
-        segment.layer
+        segment.group
         for segment, place in zip(partition.segments, gradients, strict=True)
         if place is GradientPlace.DEVICE
-        and uses[segment.layer] == 1
+        and uses[segment.group] == 1
         and segment.trained
         and not derivatives[segment.program].has_rows
     ]

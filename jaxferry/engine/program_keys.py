@@ -97,8 +97,8 @@ def program_keys(partition: Partition, derivatives: Mapping[int, Derivative], pl
         writes = Target.DEVICE
         if kind is not ProgramKind.FORWARD and segment.trained:
             if plan.layers[number].gradient is GradientPlace.HOST and not derivative.has_rows:
-                writes = Target.HOST_SUM if segment.layer in written else Target.HOST
-            written.add(segment.layer)
+                writes = Target.HOST_SUM if segment.group in written else Target.HOST
+            written.add(segment.group)
         keys.append(ProgramKey(kind, segment.program, reads, writes))
     return keys
 

@@ -193,7 +193,7 @@ class _Maker:
     def trace(self, key: ProgramKey) -> Any:
         if key.kind is ProgramKind.EVALUATION:
             segment = next(s for s in self._partition.segments if s.program == key.program)
-            layer = self._partition.layers[segment.layer]
+            layer = self._partition.layers[segment.group]
             function, arguments = self._sourced(key, layer, segment.forward, self._arguments(segment))
             return self._traced(function, *arguments)
         derivative = self._derivatives[key.program]
@@ -206,7 +206,7 @@ class _Maker:
         else:
             function = derivative.backward
             arguments = [self._placed(avals) for avals in derivative.backward_arguments(self._partition.graph)]
-        layer = self._partition.layers[segment.layer]
+        layer = self._partition.layers[segment.group]
         function, arguments = self._sourced(key, layer, function, arguments)
         if key.kind is ProgramKind.FORWARD:
             return self._traced(function, *arguments)

@@ -64,7 +64,7 @@ class StepRunner:
 
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
-        read = {segment.layer for segment in self.runnable.program.partition.segments}
+        read = {segment.group for segment in self.runnable.program.partition.segments}
         is_read = [group in read for group in range(len(state.layers))]
         self._resources.optimizer.compile_updates(state.units, state.layers, is_read)
 

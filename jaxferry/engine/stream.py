@@ -38,10 +38,10 @@ class Stream:
 
     def layers_at(self, partition: ForwardPartition, place: int) -> tuple[int, ...]:
         """The layers that have a device copy while a segment runs, in the order of their loads."""
-        layers = [partition.segments[place].layer] if self.reads[place] is Source.DEVICE else []
+        layers = [partition.segments[place].group] if self.reads[place] is Source.DEVICE else []
         following = place + 1
         if following < len(self.reads) and self.ahead[following] and self.reads[following] is Source.DEVICE:
-            layers.append(partition.segments[following].layer)
+            layers.append(partition.segments[following].group)
         return tuple(dict.fromkeys(layers))
 
 

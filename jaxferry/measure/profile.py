@@ -139,8 +139,8 @@ class _Measured:
         self._recomputations: dict[int, ProgramKey] = {}
         last = len(partition.segments) - 1
         for number, segment in enumerate(partition.segments):
-            derivative, layer = programs.derivatives[segment.program], partition.layers[segment.layer]
-            is_sum = segment.layer in {later.layer for later in partition.segments[number + 1 :]}
+            derivative, layer = programs.derivatives[segment.program], partition.layers[segment.group]
+            is_sum = segment.group in {later.group for later in partition.segments[number + 1 :]}
             self.keys.append(keys_of(segment.program, derivative, number == last, is_sum))
             again = recomputing.segments[number].program
             if again != segment.program:
@@ -161,7 +161,7 @@ class _Measured:
 
     def _add_updates(self, optimizer: HostOptimizer, placement: Placement) -> None:
         layers = self._partition.layers
-        used = {segment.layer for segment in self._partition.segments}
+        used = {segment.group for segment in self._partition.segments}
         is_read = [layer in used for layer in range(len(layers))]
         # Where layers have one update together, a profile has one for each all the same: they share it by their bytes.
         self._updates: dict[int, tuple[Any, float]] = {}
@@ -187,14 +187,14 @@ class _Measured:
             again_s = seconds[self._recomputations[number]]
             times["recompute_s"] = max(again_s - times["backward_s"], 0.0)
             times["recompute_activation_bytes"] = costs.recomputation.activation_bytes
-        update, share = self._updates.get(segment.layer, (None, 0.0))
+        update, share = self._updates.get(segment.group, (None, 0.0))
         return LayerProfile(
             name=costs.name,
             parameters=costs.parameters,
             param_bytes=costs.param_bytes,
             grad_bytes=costs.grad_bytes,
             activation_bytes=costs.activation_bytes,
-            load_s=seconds["load", self._partition.layers[segment.layer].layout],
+            load_s=seconds["load", self._partition.layers[segment.group].layout],
             offload_s=seconds[self._stores[number]] if segment.trained else 0.0,
             update_s=seconds[update] * share if segment.trained else 0.0,
             **times,

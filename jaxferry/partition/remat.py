@@ -44,7 +44,7 @@ def remat_of(partition: Partition, remat: Any) -> tuple[Any, ...]:
     Raises:
       InputError: if a mapping names an unknown segment, or a function returns something other than a choice.
     """
-    layers = [partition.layers[segment.layer].name for segment in partition.segments]
+    layers = [partition.layers[segment.group].name for segment in partition.segments]
     names = [segment.name for segment in partition.segments]
     if isinstance(remat, Mapping):
         unknown = [name for name in remat if name not in names and name not in layers]

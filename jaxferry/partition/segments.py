@@ -22,9 +22,9 @@ class Segment:
 
     Attributes:
       name: the layer's name, with `#2`, `#3`, ... appended for the layer's second, third, ... segment.
-      layer: index of the layer whose parameters it reads.
+      group: index of the parameter group (a `Layer`) that it reads.
       equations: the equations, including views.
-      weights: the layer's parameter leaves.
+      weights: the group's parameter leaves.
       inputs: differentiable values from earlier segments.
       nondiff_inputs: all other values that it reads: batch, constants, prelude outputs, non-differentiable values.
       outputs: differentiable values that later segments read, or the loss.
@@ -36,7 +36,7 @@ class Segment:
     """
 
     name: str
-    layer: int
+    group: int
     equations: tuple[Equation, ...]
     weights: tuple[int, ...]
     inputs: tuple[int, ...]
@@ -162,7 +162,7 @@ def build_segments(
         segments.append(
             Segment(
                 name=layers[layer].name + suffix,
-                layer=layer,
+                group=layer,
                 equations=body,
                 weights=weights,
                 inputs=inputs,

@@ -21,7 +21,7 @@ def table(partition: Partition) -> rich.table.Table:
     for column in ("parameters", "bytes", "alive at its end", "program"):
         rows.add_column(column, justify="right")
     for segment in partition.segments:
-        layer = partition.layers[segment.layer]
+        layer = partition.layers[segment.group]
         rows.add_row(
             segment.name,
             f"{layer.num_parameters:,}",

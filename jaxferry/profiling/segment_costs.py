@@ -71,7 +71,7 @@ class _ProgramCosts:
         return read | {segment.outputs[index] for index in self.derivative.outputs_read}
 
     def of(self, partition: Partition, segment: Segment, activation_bytes: int) -> LayerCosts:
-        layer = partition.layers[segment.layer]
+        layer = partition.layers[segment.group]
         return LayerCosts(
             name=segment.name,
             parameters=layer.name,

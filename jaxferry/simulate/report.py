@@ -108,7 +108,7 @@ def _lane_uses(of: machine.Run) -> dict[Lane, LaneUse]:
 def _link_bytes(profile: Profile, step: Schedule) -> int:
     total = 0
     for task in step.tasks:
-        layer = profile.layers[task.layer]
+        layer = profile.layers[task.segment]
         if task.kind in (Kind.SAVE, Kind.FETCH):
             total += task.start_bytes + task.end_bytes
         elif task.lane is Lane.H2D:

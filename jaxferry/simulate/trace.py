@@ -29,7 +29,7 @@ def chrome_trace(of: Run) -> dict[str, Any]:
                 "dur": (end - start) * _MICROSECONDS,
                 "pid": _PROCESS,
                 "tid": rows[task.lane],
-                "args": {"layer": task.layer, "step": task.step, "duration_key": task.duration_key},
+                "args": {"layer": task.segment, "step": task.step, "duration_key": task.duration_key},
             }
         )
     for time, held in device_bytes(of):

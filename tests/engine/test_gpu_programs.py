@@ -46,7 +46,7 @@ class Model:
         return compile_lowered(lower_traced(traced, "cuda"))
 
     def layer(self, use):
-        return self.parts.layers[self.derivatives[use.program].segment.layer]
+        return self.parts.layers[self.derivatives[use.program].segment.group]
 
 
 def make_model(config):

@@ -74,10 +74,10 @@ def test_the_host_takes_the_update_that_is_needed_first():
         if task.kind is Kind.UPDATE:
             has_begun.set()
             all_landed.wait()
-            order.append(task.layer)
-        if task.kind is Kind.OFFLOAD and task.layer == 4:
+            order.append(task.segment)
+        if task.kind is Kind.OFFLOAD and task.segment == 4:
             has_begun.wait()
-        if task.kind is Kind.OFFLOAD and task.layer == 0:
+        if task.kind is Kind.OFFLOAD and task.segment == 0:
             threading.Timer(0.05, all_landed.set).start()
         return True
 
@@ -154,7 +154,7 @@ def test_a_failure_stops_what_follows(kind, threads):
     profile = transformer(6)
     schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
     lanes, tasks, done = Lanes(threads), TaskList(schedule), []
-    victim = next(i for i, task in enumerate(schedule.tasks) if task.kind is kind and task.layer == 3)
+    victim = next(i for i, task in enumerate(schedule.tasks) if task.kind is kind and task.segment == 3)
 
     def action(index):
         if index == victim:
@@ -268,4 +268,4 @@ def test_simulated_by_need_no_task_waits_without_a_reason(case):
     for place, index in enumerate(updates):
         for later in updates[place + 1 :]:
             could = max(run.ends_s[i] for i in schedule.tasks[later].after) < run.starts_s[index]
-            assert not could or schedule.tasks[index].layer < schedule.tasks[later].layer
+            assert not could or schedule.tasks[index].segment < schedule.tasks[later].segment

@@ -24,7 +24,7 @@ def gpt():
 
 def test_with_reload_no_more_than_two_layers_are_on_the_device(gpt, monkeypatch):
     watch, metrics, prepared, _ = watched_steps(gpt, monkeypatch, plan=plan_of(gpt, [Mode.RELOAD]))
-    sizes = [prepared.partition.layers[s.layer].num_bytes for s in prepared.partition.segments]
+    sizes = [prepared.partition.layers[s.group].num_bytes for s in prepared.partition.segments]
     assert 0 < watch.most_parameters <= max(a + b for a, b in itertools.pairwise(sizes))
     assert metrics["device_param_bytes_peak"] == watch.most_parameters
 

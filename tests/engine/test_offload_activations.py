@@ -312,7 +312,7 @@ def test_programs_wait_for_saves_two_before_them_and_fetches_for_the_program_two
     profile = transformer(size)
     sizes = (100,) * 6 + (0, 0)
     tasks = moving(profile, with_modes(profile, [Mode.GFGB] * size), sizes).tasks
-    index_of = {(task.kind, task.layer): index for index, task in enumerate(tasks)}
+    index_of = {(task.kind, task.segment): index for index, task in enumerate(tasks)}
     for layer in range(6):
         save, fetch = index_of[Kind.SAVE, layer], index_of[Kind.FETCH, layer]
         assert tasks[save].lane is Lane.D2H and tasks[fetch].lane is Lane.H2D

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import random
 
 import pytest
 
@@ -11,7 +12,7 @@ from jaxferry.engine import Operation, derivatives_of, loads_ahead, lower, peak_
 from jaxferry.engine.facts import with_program_facts, without_times
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
-from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.plan.records import LayerPlan, Plan, Updates
 from jaxferry.schedule import Kind
 
 PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
@@ -75,7 +76,7 @@ def test_every_value_is_freed_once_behind_its_last_reader(parts, derivatives):
 
 
 def test_parameters_count_from_the_load_to_the_last_use(parts, derivatives):
-    sizes = [parts.layers[segment.layer].num_bytes for segment in parts.segments]
+    sizes = [parts.layers[segment.group].num_bytes for segment in parts.segments]
     whole = sum(layer.num_bytes for layer in parts.layers)
     peaks = {mode: peak_bytes(program_of(parts, derivatives, [mode]), {}).parameters for mode in Mode}
     assert peaks[Mode.GFGB] == peaks[Mode.RESIDENT] == whole
@@ -109,7 +110,7 @@ def test_memory_is_a_fold_that_an_independent_walk_over_values_confirms(parts, d
         if place >= last:
             added = sum(2 * size(v) for v in segment.inputs if v in cotangents)
             cotangents |= {v: size(v) for v in segment.inputs}
-        rows = parts.layers[segment.layer].trained.num_bytes if derivatives[segment.program].has_rows else 0
+        rows = parts.layers[segment.group].trained.num_bytes if derivatives[segment.program].has_rows else 0
         held = sum(alive.values()) + sum(residuals.values()) + sum(cotangents.values()) + added
         most = max(most, held + 8 * (place + 1) + (rows if place >= last else 0))
         alive = {v: n for v, n in alive.items() if v not in instruction.frees}
@@ -143,3 +144,43 @@ def test_sums_on_the_device_change_nothing_but_which_groups_are_summed(parts, de
     summed = program.with_sums_of(frozenset({1, 2}))
     assert dataclasses.replace(summed, summed=frozenset()).instructions == program.instructions
     assert summed.summed == {1, 2}
+
+
+def test_a_first_step_that_updates_after_all_gradients_needs_no_more_memory(parts, derivatives):
+    draw, profile = random.Random(0), profile_of(parts, derivatives)
+    for _ in range(60):
+        layers = tuple(
+            LayerPlan(segment.name, draw.choice(list(Mode)), draw.choice(list(GradientPlace)))
+            for segment in parts.segments
+        )
+        plan = Plan("any", 1.0, layers, memory_bytes=draw.choice([None, 300_000, 10**9]))
+        first = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
+        peaks = [peak_bytes(lower(parts, derivatives, each, profile), {}) for each in (first, plan)]
+        assert peaks[0].total <= peaks[1].total and peaks[0].parameters <= peaks[1].parameters
+
+
+def test_gradients_fill_only_room_that_the_step_has_anyway_or_is_given(parts, derivatives):
+    """Against the rule of two slots: a backward that waits for all but the last two gradients before it."""
+    profile = profile_of(parts, derivatives)
+    for mode in Mode:
+        layers = tuple(LayerPlan(segment.name, mode) for segment in parts.segments)
+        program = lower(parts, derivatives, Plan("any", 1.0, layers), profile)
+        offloads: list[int] = []
+        tasks = []
+        for index, task in enumerate(program.schedule.tasks):
+            if task.kind is Kind.OFFLOAD:
+                offloads.append(index)
+            if task.kind is Kind.BACKWARD:
+                others = [i for i in task.after if program.schedule.tasks[i].kind is not Kind.OFFLOAD]
+                task = dataclasses.replace(task, after=(*others, *offloads[:-2]))
+            tasks.append(task)
+        instructions = tuple(
+            dataclasses.replace(instruction, task=task)
+            for instruction, task in zip(program.instructions, tasks, strict=True)
+        )
+        two_slots = dataclasses.replace(
+            program,
+            schedule=dataclasses.replace(program.schedule, tasks=tuple(tasks)),
+            instructions=instructions,
+        )
+        assert peak_bytes(program, {}).held <= peak_bytes(two_slots, {}).held, mode

@@ -62,7 +62,7 @@ def test_tasks_take_as_long_as_they_take_alone():
         found = [
             end - start
             for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)
-            if task.kind is kind and 0 < task.layer < NUM_LAYERS - 1
+            if task.kind is kind and 0 < task.segment < NUM_LAYERS - 1
         ]
         assert alone_s / FACTOR <= statistics.median(found) <= alone_s * FACTOR, kind
 

@@ -66,7 +66,7 @@ def cases_of(loss_fn, params, batch):
         results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
         values |= zip(equation.outputs, results if equation.primitive.multiple_results else [results], strict=True)
     for segment in made.segments:
-        layer = made.layers[segment.layer]
+        layer = made.layers[segment.group]
         weights = [leaves[leaf.index] for leaf in layer.leaves]
         others = ([values[v] for v in segment.inputs], [values[v] for v in segment.nondiff_inputs])
         yield Case(layer, differentiate(graph, segment), weights, layer.pack(weights), others)

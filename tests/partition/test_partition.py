@@ -69,7 +69,7 @@ def test_twelve_blocks_are_16_segments_of_5_programs_and_a_tied_table_is_one_lay
     blocks = [f"h_{i}" for i in range(12)]
     assert [s.name for s in parts.segments] == ["wte", "wpe", *blocks, "ln_f", "wte#2"]
     assert [layer.name for layer in parts.layers] == ["wte", "wpe", *blocks, "ln_f"]
-    assert parts.segments[0].layer == parts.segments[-1].layer
+    assert parts.segments[0].group == parts.segments[-1].group
     assert parts.num_programs == 5
     assert len({s.program for s in parts.segments if s.name in blocks}) == 1
 
@@ -163,7 +163,7 @@ def test_parameters_cast_all_at_once_are_still_cut_by_layer():
     parts = partition(loss_fn, task.params, (task.batch,))
     assert [s.name for s in parts.segments] == [s.name for s in parts_of(task).segments]
     for segment in parts.segments:
-        shapes = {leaf.shape for leaf in parts.layers[segment.layer].leaves if len(leaf.shape) == 2}
+        shapes = {leaf.shape for leaf in parts.layers[segment.group].leaves if len(leaf.shape) == 2}
         saved = {tuple(aval.shape) for aval in differentiate(parts.graph, segment).saved}
         assert not shapes & saved, "a copy of a weight would stay on the device"
 
@@ -259,7 +259,7 @@ def test_the_table_shows_every_segment():
     print_table(parts, console)
     text = console.export_text()
     for segment in parts.segments:
-        layer = parts.layers[segment.layer]
+        layer = parts.layers[segment.group]
         assert any(
             segment.name in line
             and f"{layer.num_parameters:,}" in line
@@ -313,7 +313,7 @@ def test_a_later_partition_keeps_the_layers_of_an_earlier_one():
     first = parts_of(task)
     other = partition(task.loss_fn, task.params, (task.batch[:1, :5],), layers=first.layers)
     assert other.layers == first.layers
-    assert all(a.layer <= b.layer for a, b in itertools.pairwise(other.segments[:-1]))
+    assert all(a.group <= b.group for a, b in itertools.pairwise(other.segments[:-1]))
 
 
 def test_the_gradient_of_a_lookup_is_its_rows_and_adds_repeated_ones():

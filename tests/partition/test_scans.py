@@ -147,7 +147,7 @@ def test_layers_that_are_run_twice_are_segments_that_share_a_layer():
         return jnp.mean(jax.lax.scan(step, x, params["blocks"], reverse=True)[0])
 
     parts = assert_same_derivative(loss, stacked(), X)
-    assert [s.layer for s in parts.segments] == [0, 1, 2, 2, 1, 0]
+    assert [s.group for s in parts.segments] == [0, 1, 2, 2, 1, 0]
 
 
 def test_a_scan_of_one_iteration_and_scans_within_scans_are_left_in_place():
