@@ -144,11 +144,11 @@ def test_dfgb_loads_end_before_the_first_gradient_leaves():
 
 @pytest.mark.parametrize("larger", [0, 1])
 def test_the_largest_gain_takes_the_window_first(larger):
-    """Both first layers are DHA. The window closes at 5, and has room for one load of 1.5 after the last one ends."""
+    """Both first layers are DHA. The window is open from 1 to 4, which is long enough for one load of 1.75."""
     gains = [20.0, 20.0]
     gains[larger] = 50.0
     layers = [
-        dataclasses.replace(layer(name, 1.75, 1, 1.5), backward_dha_s=gain)
+        dataclasses.replace(layer(name, 1.75, 1, 1.0), backward_dha_s=gain)
         for name, gain in zip(("a", "b"), gains, strict=True)
     ]
     profile = Profile({}, (*layers, layer("c", 1, 1, 9)))
