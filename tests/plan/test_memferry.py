@@ -142,6 +142,20 @@ def test_dfgb_loads_end_before_the_first_gradient_leaves():
         assert PlanEvaluator(window_profile(load_s))(modes, False).in_window[0] == (mode is Mode.DFGB)
 
 
+@pytest.mark.parametrize("larger", [0, 1])
+def test_the_largest_gain_takes_the_window_first(larger):
+    """Both first layers are DHA. The window is open from 1 to 4, which is long enough for one load of 1.75."""
+    gains = [20.0, 20.0]
+    gains[larger] = 50.0
+    layers = [
+        dataclasses.replace(layer(name, 1.75, 1, 1.0), backward_dha_s=gain)
+        for name, gain in zip(("a", "b"), gains, strict=True)
+    ]
+    profile = Profile({}, (*layers, layer("c", 1, 1, 9)))
+    modes = make_plan(profile, "memferry").modes
+    assert modes[larger] is Mode.DFGB and modes[1 - larger] is Mode.DHA
+
+
 @pytest.mark.parametrize("objective", ["step", "steady"])
 def test_no_search_breaks_the_window(objective, monkeypatch):
     """Outside the window, DFGB would be the fastest mode for the first layer."""
