@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxferry.choice import choose_plan, needs_times
 from jaxferry.engine import (
@@ -41,7 +40,6 @@ from jaxferry.engine import (
     with_sums,
 )
 from jaxferry.engine.facts import with_program_facts, without_times
-from jaxferry.errors import InputError
 from jaxferry.measure.profile import measure_profile
 from jaxferry.model import Model
 from jaxferry.modes import Mode
@@ -52,6 +50,7 @@ from jaxferry.planning import with_update_order
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Schedule
+from jaxferry.structure import split_flags, structure_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,31 +373,3 @@ def rules_of(options: Options) -> Rules:
     scale = options.loss_scale
     is_adapted = scale is not None and scale.is_dynamic
     return Rules(options.clip_norm is not None, options.skip_nonfinite, is_adapted, options.accumulate)
-
-
-def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments that are traced, and those that Python code decides by: booleans, strings and None."""
-    flags = {name: value for name, value in kwargs.items() if value is None or isinstance(value, bool | str)}
-    return {name: value for name, value in kwargs.items() if name not in flags}, flags
-
-
-def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a partition depends on: the tree, the shapes and dtypes (weak or not) of its leaves, and the flags.
-
-    Raises:
-      InputError: if a leaf is traced.
-    """
-    arrays, flags = split_flags(kwargs)
-    leaves, structure = jax.tree.flatten((args, arrays))
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        raise InputError(
-            "a step moves layers between host and device by itself and compiles what it computes: it cannot be called "
-            "under jax.jit, jax.grad or another transformation; give it arrays"
-        )
-    kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf), _is_weak(leaf)) for leaf in leaves)
-    return structure, kinds, tuple(sorted(flags.items(), key=repr))
-
-
-def _is_weak(leaf: Any) -> bool:
-    """Whether a leaf takes the dtype of what it is combined with, as Python's numbers do."""
-    return isinstance(leaf, int | float | complex) or bool(getattr(leaf, "weak_type", False))

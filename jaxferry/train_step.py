@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxferry.compile import Compiler, Prepared, Shared, split_flags
+from jaxferry.compile import Compiler, Prepared, Shared
 from jaxferry.engine import (
     LossScale,
     StepResult,
@@ -33,6 +33,7 @@ from jaxferry.partition import Partition, Trainable
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Run
+from jaxferry.structure import split_flags
 
 __all__ = ["Prepared", "TrainStep", "train_step"]
 

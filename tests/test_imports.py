@@ -35,7 +35,7 @@ LAYERS = (
     ("measure",),
     ("choice",),
     ("options",),
-    ("model",),
+    ("model", "structure"),
     ("compile",),
     ("train_step",),
     ("compare",),
