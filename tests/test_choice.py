@@ -76,7 +76,7 @@ def busy_profile(compute_s=1.0, load_s=0.9, offload_s=0.7, update_s=0.9):
     return Profile({}, tuple(layers))
 
 
-@pytest.mark.parametrize(("policy", "is_by_need"), [("native-overlapped", True), ("memferry", True), ("auto", False)])
+@pytest.mark.parametrize(("policy", "is_by_need"), [("native-overlapped", True), ("auto", False)])
 def test_the_host_updates_in_the_order_that_makes_steps_shorter(policy, is_by_need):
     profile = busy_profile()
     plan = make_plan(profile, policy)

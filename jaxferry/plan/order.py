@@ -13,6 +13,7 @@ from jaxferry.schedule import schedule_step
 from jaxferry.simulate.machine import steady_step_s
 from jaxferry.simulate.report import simulate_schedule
 
+_ROUNDING = 1e-12
 _UNLIMITED_BYTES = 2**53
 
 
@@ -38,7 +39,7 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
         by_need = dataclasses.replace(by_need, memory_bytes=None)
     found = simulate_schedule(profile, schedule_step(profile, by_need))
     fits = plan.memory_bytes is None or found.peak_device_bytes <= plan.memory_bytes
-    if fits and found.steady_step_s < steady_step_s(schedule_step(profile, backward)):
+    if fits and found.steady_step_s < steady_step_s(schedule_step(profile, backward)) * (1 - _ROUNDING):
         return by_need
     return backward
 
