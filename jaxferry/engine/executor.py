@@ -98,10 +98,14 @@ def backward(step: StepContext, instruction: Instruction) -> bool:
 
 
 def offload(step: StepContext, instruction: Instruction) -> bool:
-    """Offloads a gradient; on an accelerator the wait for it is issued behind the next program."""
+    """Offloads a gradient.
+
+    On an accelerator the wait for it is issued behind the next program, or at once where that program needs its memory.
+    """
     mark = step.mark(instruction.index)
     has_ended = step.gradients.offload(instruction, mark, step.work.commit, waits=step.does_what_it_issues)
-    if not has_ended and step.num_programs == len(step.program.programs):
+    is_last = step.num_programs == len(step.program.programs)
+    if not has_ended and (instruction.is_awaited or is_last):
         step.wait_for_offloads()
     return has_ended
 

@@ -74,6 +74,7 @@ class Instruction:
       saves_awaited: SAVE instructions that must have ended on the device before the program may take more memory.
       frees: values that no later program reads.
       drops: device copies that no later instruction reads.
+      is_awaited: of an OFFLOAD, whether the next program waits for it.
     """
 
     operation: Operation
@@ -87,6 +88,7 @@ class Instruction:
     saves_awaited: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     drops: tuple[Drop, ...] = ()
+    is_awaited: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -98,7 +98,13 @@ class _Lowering:
             place = self._backward_place(task.segment)
             values = [value for value, (_, until) in self._offloaded.items() if until == place]
             return dataclasses.replace(made, place=place, values=tuple(values))
+        if task.kind is Kind.OFFLOAD:
+            return dataclasses.replace(made, is_awaited=self._is_awaited(index))
         return made
+
+    def _is_awaited(self, offload: int) -> bool:
+        following = min((i for i in self._places if i > offload), default=None)
+        return following is not None and offload in self._tasks[following].after
 
     def _program(self, made: Instruction) -> Instruction:
         place = self._places[made.index]

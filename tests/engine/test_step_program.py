@@ -10,10 +10,11 @@ import pytest
 import models
 from jaxferry.engine import Operation, derivatives_of, loads_ahead, lower, peak_bytes
 from jaxferry.engine.facts import with_program_facts, without_times
+from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan, Updates
-from jaxferry.schedule import Kind
+from jaxferry.schedule import Kind, Lane
 
 PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
 
@@ -50,6 +51,28 @@ def test_every_task_has_one_instruction_and_every_program_one_place(parts, deriv
     assert all((i.key is not None) == (i.operation in PROGRAMS) for i in program.instructions)
     [loss] = [i for i in of_programs if i.operation is Operation.LOSS]
     assert loss.place == loss.segment == len(parts.segments) - 1
+
+
+@pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
+@pytest.mark.parametrize("places", [[GradientPlace.DEVICE], list(GradientPlace)], ids=str)
+def test_one_thread_that_issues_for_the_device_always_has_a_task_to_issue(parts, derivatives, modes, places):
+    """On an accelerator an offload ends behind the next program, or at once where that program waits for it."""
+    program = program_of(parts, derivatives, modes, places)
+    ready, inflight, num_left = ReadyTasks(TaskList(program.schedule), None), [], len(program.programs)
+    for _ in program.instructions:
+        index = ready.take((Lane.H2D, Lane.D2H, Lane.GPU, Lane.HOST))
+        assert index is not None
+        instruction = program.instructions[index]
+        num_left -= instruction.key is not None
+        is_offload = instruction.operation is Operation.OFFLOAD
+        if is_offload:
+            inflight.append(index)
+        else:
+            ready.end(index)
+        if instruction.key is not None or (is_offload and (instruction.is_awaited or not num_left)):
+            while inflight:
+                ready.end(inflight.pop(0))
+    assert ready.is_over(tuple(Lane))
 
 
 @pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
