@@ -35,6 +35,7 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 # `make test` installs the GPU compilers there.
 sys.path.append(str(Path(sys.prefix) / "gpu-packages"))
 import bert
@@ -42,16 +43,7 @@ import bert
 import measure
 import model as gpt2
 from jaxferry.choice import choose_plan
-from jaxferry.engine import (
-    derivatives_of,
-    lower,
-    lower_plan,
-    make_placement,
-    make_script,
-    peak_bytes,
-    shadow_model,
-    trace_program,
-)
+from jaxferry.engine import derivatives_of, lower, lower_traced, make_placement, peak_bytes, trace_program
 from jaxferry.partition import partition
 from native.compile_for_gpu import compile_lowered
 from native.cuda_library import cuda_library
@@ -78,6 +70,7 @@ def measure_policy(parts, derivatives, policy, reserve_factor, temporary_bytes):
     """Returns the row of one policy; `temporary_bytes` caches the programs' temporary memory."""
     plan, profile = choose_plan(
         parts,
+        derivatives,
         plan=None,
         policy=policy,
         profile=None,
@@ -86,21 +79,19 @@ def measure_policy(parts, derivatives, policy, reserve_factor, temporary_bytes):
         memory_budget_bytes=None,
         remat="none",
     )
-    gradients, placement = [layer.gradient for layer in plan.layers], make_placement()
-    for use in shadow_model(parts, derivatives, plan.modes, gradients):
-        if use not in temporary_bytes:
-            traced = trace_program(parts, derivatives, placement, use, native=True)
-            stats = compile_lowered(lower(traced, "cuda")).get_compiled_memory_stats()
-            temporary_bytes[use] = stats.temp_size_in_bytes
-    script = make_script(parts, derivatives, plan.modes, gradients)
-    schedule = lower_plan(parts, derivatives, plan, profile)
-    peak = peak_bytes(parts, derivatives, schedule, script, plan.modes, temporary_bytes)
+    program, placement = lower(parts, derivatives, plan, profile), make_placement()
+    for key in program.keys:
+        if key not in temporary_bytes:
+            traced = trace_program(parts, derivatives, placement, key, native=True)
+            stats = compile_lowered(lower_traced(traced, "cuda")).get_compiled_memory_stats()
+            temporary_bytes[key] = stats.temp_size_in_bytes
+    peak = peak_bytes(program, temporary_bytes)
     return {
         "policy": policy,
         "peak_bytes": peak.total,
         "parameter_bytes": peak.parameters,
         "modes": {mode: plan.modes.count(mode) for mode in dict.fromkeys(plan.modes)},
-        "gradients_on_host": sum(place == "host" for place in gradients),
+        "gradients_on_host": sum(place == "host" for place in plan.gradients),
         "predicted_peak_bytes": plan.predicted.peak_device_bytes,
     }
 

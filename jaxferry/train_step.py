@@ -215,7 +215,7 @@ class TrainStep:
           *args: as the step is called with; arrays or shape structs.
           **kwargs: likewise.
         """
-        return self._known_compiler().prepare(args, kwargs)
+        return self.compiler.prepare(args, kwargs)
 
     def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
         """Measures what each layer costs on the device, as a policy plans with it; to be saved, or looked at.
@@ -282,7 +282,7 @@ class TrainStep:
           PartitionError: if the function reads no parameter.
         """
         self._check(state)
-        compiler = self._known_compiler()
+        compiler = self.compiler
         evaluator = compiler.evaluator(function, args, kwargs)
         self._shared.prefetch.take(None)
         state.settle()
@@ -321,7 +321,7 @@ class TrainStep:
         """
         self._check(state)
         state.settle()
-        params = self._known_compiler().model.params
+        params = self.compiler.model.params
         saved = checkpoint.Checkpoint(
             step=state.updated_step,
             params=dict(zip(path_names(params), state.masters(), strict=True)),
@@ -379,7 +379,13 @@ class TrainStep:
             self._compiler = Compiler(model, self._loss_fn, self._options, self._shared)
         return self._compiler
 
-    def _known_compiler(self) -> Compiler:
+    @property
+    def compiler(self) -> Compiler:
+        """What prepares steps and evaluations of the model.
+
+        Raises:
+          StateError: if there is no model yet.
+        """
         if self._compiler is None:
             raise StateError("this step has no model yet: call init, init_from or restore first")
         return self._compiler
@@ -387,7 +393,7 @@ class TrainStep:
     def _check(self, state: TrainState) -> None:
         if not isinstance(state, TrainState):
             raise StateError(f"state must come from this step's init, init_from or restore, got {type(state).__name__}")
-        if state.optimizer is not self._known_compiler().model.optimizer:
+        if state.optimizer is not self.compiler.model.optimizer:
             raise StateError("this state belongs to another model or training step: restore it from a checkpoint")
         state.check()
 

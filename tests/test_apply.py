@@ -15,6 +15,7 @@ from jaxferry.engine import Source
 from jaxferry.modes import Mode
 from jaxferry.native.library import is_available
 from planned import assert_same_bits, plan_of, train
+from steps import after_each_program
 from tolerances import LOSS_RTOL
 
 RTOL = {"rtol": LOSS_RTOL, "atol": 1e-6}
@@ -86,7 +87,7 @@ def test_tokens_are_sampled_with_a_cache_as_argument_and_result():
         np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
         ours, theirs = ((logits.argmax(-1), caches) for logits, caches in (ours, theirs))
         np.testing.assert_array_equal(ours[0], theirs[0])
-    segments = step._evaluator(decode, (*ours, 0), {}).partition.segments
+    segments = step.compiler.evaluator(decode, (*ours, 0), {}).partition.segments
     assert len(segments) == 5
     assert len({segment.program for segment in segments}) == 3
 
@@ -148,25 +149,14 @@ def device_bytes():
 
 
 class Watch:
-    """Measures what an evaluator holds on the device while each segment runs, by JAX's own list of arrays."""
+    """Measures what is on the device once each program has run, by JAX's own list of arrays."""
 
-    def __init__(self, step, monkeypatch):
-        self.peak = 0
-        self._before = device_bytes()
-        evaluator = type(step)._evaluator
+    def __init__(self, monkeypatch):
+        self.peak, self._before = 0, device_bytes()
+        after_each_program(monkeypatch, self._measure)
 
-        def watched(*args):
-            made = evaluator(*args)
-            run = type(made)._run
-
-            def measured(place, held, state, values):
-                run(made, place, held, state, values)
-                self.peak = max(self.peak, device_bytes() - self._before)
-
-            monkeypatch.setattr(made, "_run", measured)
-            return made
-
-        monkeypatch.setattr(step, "_evaluator", lambda *args: watched(step, *args))
+    def _measure(self, number):
+        self.peak = max(self.peak, device_bytes() - self._before)
 
 
 def narrow(params, tokens):
@@ -204,7 +194,7 @@ def test_every_budget_that_is_not_refused_holds(transport, monkeypatch):
 
     free, state = make(None)
     expected = free.apply(state, narrow, tokens)
-    most = free._evaluator(narrow, (tokens,), {}).peak.total
+    most = free.compiler.evaluator(narrow, (tokens,), {}).peak.total
     with pytest.raises(jaxferry.BudgetError) as refused:
         step, state = make(1)
         step.apply(state, narrow, tokens)
@@ -217,13 +207,13 @@ def test_every_budget_that_is_not_refused_holds(transport, monkeypatch):
     for budget in (least, (least + most) // 2, most - 1, most):
         step, state = make(budget)
         with monkeypatch.context() as patch:
-            watch = Watch(step, patch)
+            watch = Watch(patch)
             result = step.apply(state, narrow, tokens)
             assert 0 < watch.peak <= budget
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
-        evaluator = step._evaluator(narrow, (tokens,), {})
+        evaluator = step.compiler.evaluator(narrow, (tokens,), {})
         assert evaluator.peak.total <= budget
-        assert evaluator._transfers.peak_device_bytes <= evaluator.peak.parameters
+        assert evaluator.transport.peak_device_bytes <= evaluator.peak.parameters
         reads.update(evaluator.stream.reads)
         waits.update(evaluator.stream.ahead)
     assert reads == {Source.DEVICE, Source.HOST}
@@ -246,7 +236,7 @@ def test_evaluation_has_the_budget_of_training_and_frees_what_that_keeps(gpt, mo
     wide = next(
         wide
         for wide in (jnp.tile(gpt.batch, (copies, 1)) for copies in range(2, 64))
-        if step._evaluator(step._loss_fn, (wide,), {}).peak.total + sum(layer.num_bytes for layer in state.layers)
+        if step.compiler.evaluator(gpt.loss_fn, (wide,), {}).peak.total + sum(layer.num_bytes for layer in state.layers)
         > budget
     )
     step.evaluate(state, wide)
@@ -262,11 +252,11 @@ def test_at_most_two_layers_are_on_the_device(gpt):
     step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
     state = step.init(gpt.params)
     step.apply(state, logits_fn, gpt.batch)
-    evaluator = step._evaluator(logits_fn, (gpt.batch,), {})
+    evaluator = step.compiler.evaluator(logits_fn, (gpt.batch,), {})
     sizes = [state.layers[segment.group].num_bytes for segment in evaluator.partition.segments]
     most = max(a + b for a, b in itertools.pairwise(sizes))
-    assert evaluator._transfers.peak_device_bytes == most < sum(layer.num_bytes for layer in state.layers)
-    assert evaluator._transfers.device_bytes == 0
+    assert evaluator.transport.peak_device_bytes == most < sum(layer.num_bytes for layer in state.layers)
+    assert evaluator.transport.device_bytes == 0
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -274,19 +264,18 @@ def test_an_interrupt_leaves_nothing_behind(gpt, at, monkeypatch):
     step = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1))
     state, _ = train(step, gpt, 1)
     before = step.apply(state, logits_fn, gpt.batch)
-    evaluator = step._evaluator(logits_fn, (gpt.batch,), {})
-    held, run = device_bytes(), evaluator._run
+    evaluator = step.compiler.evaluator(logits_fn, (gpt.batch,), {})
+    held = device_bytes()
 
-    def interrupted(place, *args):
-        run(place, *args)
-        if place == at:
+    def interrupt(number):
+        if number == at:
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluator, "_run", interrupted)
+        after_each_program(patch, interrupt)
         with pytest.raises(KeyboardInterrupt):
             step.apply(state, logits_fn, gpt.batch)
-    assert evaluator._transfers.device_bytes == 0
-    evaluator._transfers.release()
+    assert evaluator.transport.device_bytes == 0
+    evaluator.transport.release()
     assert device_bytes() <= held
     assert_same_bits(step.apply(state, logits_fn, gpt.batch), before)

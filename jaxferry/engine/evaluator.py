@@ -34,7 +34,7 @@ class Evaluator:
       budget_bytes: device memory; None for no limit.
 
     Attributes:
-      partition: as given.
+      partition, transport: as given.
       stream: how it gets its parameters.
       peak: the most device memory that a run needs, beside what the state keeps there.
 
@@ -50,7 +50,7 @@ class Evaluator:
         native: bool = False,
         budget_bytes: int | None = None,
     ) -> None:
-        self.partition, self._transfers = partition, transport
+        self.partition, self.transport = partition, transport
         self._placement, self._budget_bytes = placement, budget_bytes
         self._programs = Programs(partition, {}, placement, native)
         temporary_bytes_of, staging_bytes = self._programs.temporary_bytes_of, transport.staging_bytes
@@ -97,8 +97,8 @@ class Evaluator:
 
     def _make_room(self, state: TrainState, other_bytes: int) -> None:
         """Frees what the training step keeps on the device where the budget does not let it stay."""
-        self._transfers.release()
-        self._transfers.reset_peak()
+        self.transport.release()
+        self.transport.reset_peak()
         if self._budget_bytes is None:
             return
         sums = [array for arrays in state.accumulated.on_device.values() for array in arrays]
@@ -106,8 +106,8 @@ class Evaluator:
         if needed + sum(copy.num_bytes for copy in state.resident.values()) > self._budget_bytes:
             # The next training step loads them again.
             while state.resident:
-                self._transfers.drop(state.resident.popitem()[1])
-            self._transfers.release()
+                self.transport.drop(state.resident.popitem()[1])
+            self.transport.release()
         if needed > self._budget_bytes:
             raise BudgetError(
                 f"memory_budget {format_bytes(self._budget_bytes)} ({self._budget_bytes} bytes) is too small for this "
@@ -123,9 +123,9 @@ class Evaluator:
             self._drop(held.pop(layer), state)
         missing = [layer for layer in wanted if layer not in held]
         for layer in missing:
-            held[layer] = state.resident.get(layer) or self._transfers.load(layer, state.vectors[layer])
+            held[layer] = state.resident.get(layer) or self.transport.load(layer, state.vectors[layer])
         if not missing:
-            self._transfers.release()
+            self.transport.release()
 
     def _run(self, place: int, held: dict[int, DeviceLayer], state: TrainState, values: dict[int, Any]) -> None:
         segment, key = self.partition.segments[place], self._keys[place]
@@ -142,4 +142,4 @@ class Evaluator:
 
     def _drop(self, held: DeviceLayer, state: TrainState) -> None:
         if held.layer not in state.resident:
-            self._transfers.drop(held)
+            self.transport.drop(held)

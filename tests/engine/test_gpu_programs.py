@@ -135,7 +135,7 @@ def test_without_the_library_programs_copy_the_layer_themselves_and_compute_noth
 def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
     placement, layers = make_placement(), model.parts.layers
     layer = max(range(len(layers)), key=lambda i: len(layers[i].leaves))
-    program = Ferry(placement, layers)._program(name, layer)
+    program = Ferry(placement, layers).program(name, layer)
 
     def struct(shape, dtype, where):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)

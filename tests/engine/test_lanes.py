@@ -4,11 +4,13 @@ import functools
 import itertools
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from jaxferry.engine import lanes as lanes_of_engine
 from jaxferry.engine.lanes import ONE_EACH, Lanes
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.errors import StateError
@@ -233,12 +235,20 @@ def test_no_sleeping_task_ends_before_the_simulator_says():
     assert all(end_s >= least_s * scale - 1e-6 for end_s, least_s in zip(found, expected, strict=True))
 
 
-def test_work_that_threads_do_not_take_any_more_is_refused_and_nobody_waits_for_it():
+def test_work_that_threads_do_not_take_any_more_is_refused_and_nobody_waits_for_it(monkeypatch):
+    threads = []
+
+    def made(*args, **kwargs):
+        threads.append(ThreadPoolExecutor(*args, **kwargs))
+        return threads[-1]
+
+    monkeypatch.setattr(lanes_of_engine, "ThreadPoolExecutor", made)
     profile = transformer(2)
     schedule = schedule_step(profile, with_modes(profile, [Mode.GFGB] * 2))
     for closed in range(len(ONE_EACH)):
+        threads.clear()
         lanes = Lanes()
-        lanes._threads[closed].shutdown()  # as Python does at its end
+        threads[closed].shutdown()  # as Python does at its end
         work = lanes.make(TaskList(schedule), lambda index: True)
         with pytest.raises(StateError, match="the process is ending"):
             lanes.submit(work)

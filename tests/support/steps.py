@@ -6,6 +6,7 @@ import time
 
 from jaxferry.engine import executor
 from jaxferry.engine.prefetch import DeviceCopies
+from jaxferry.engine.programs import Programs
 from jaxferry.engine.runner import collect_results
 from jaxferry.engine.step import StepContext
 
@@ -56,6 +57,21 @@ def fail(monkeypatch, operations, after, times=1, message="the host ran out of m
 
     for operation in operations:
         wrap(monkeypatch, operation, failing)
+
+
+def after_each_program(monkeypatch, action):
+    """Calls `action(number)` each time a compiled program has run, in the thread that ran it."""
+    count, find = itertools.count(), Programs.__getitem__
+
+    def found(programs, key):
+        def run(*args):
+            results = find(programs, key)(*args)
+            action(next(count))
+            return results
+
+        return run
+
+    monkeypatch.setattr(Programs, "__getitem__", found)
 
 
 class Serial:

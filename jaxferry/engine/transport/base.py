@@ -203,7 +203,7 @@ class Transport:
     def _take(self, layer: int) -> Vectors:
         """Vectors in pinned memory whose contents nobody needs."""
         spare = self._spare.setdefault(layer, [])
-        return spare.pop() if spare else self._program("empty", layer)()
+        return spare.pop() if spare else self.program("empty", layer)()
 
     def _store_rows(
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None
@@ -213,17 +213,18 @@ class Transport:
         rows = gradients if self._placement.is_cpu else jax.device_put(gradients, self._placement.host)
         if mark is not None:
             mark.watch(jax.tree.leaves(rows))
-        return HostGradient(self._program("add", layer)(rows, known), True)
+        return HostGradient(self.program("add", layer)(rows, known), True)
 
     def _zeros(self, layer: int) -> Vectors:
         """Vectors of zeros that the optimizer can read."""
         spare = self._spare.get(layer)
         # Where the device is a CPU, those come back after the update (`recycle`).
         if self._placement.is_cpu and spare:
-            return tuple(self._program("clear", layer)(spare.pop()))
-        return tuple(self._program("zeros", layer)())
+            return tuple(self.program("clear", layer)(spare.pop()))
+        return tuple(self.program("zeros", layer)())
 
-    def _program(self, name: str, layer: int) -> Any:
+    def program(self, name: str, layer: int) -> Any:
+        """The jitted function of a name; groups of the same layout share it."""
         made = self._layers[layer] if name in _OF_LOADS else self._layers[layer].trained
         key = (name, made.layout)
         if key not in self._programs:

@@ -36,26 +36,26 @@ class DevicePut(Transport):
         """See `Transport.store`."""
         if self._placement.is_cpu:
             if onto is None:
-                stored = HostGradient(self._program("store", layer)(gradients, self._take(layer)), True)
+                stored = HostGradient(self.program("store", layer)(gradients, self._take(layer)), True)
             else:
                 stored = self._store_rows(layer, gradients, onto, mark)
         elif all(isinstance(gradient, RowGradient) for gradient in gradients):
             stored = self._store_rows(layer, gradients, onto, mark)
         else:
-            packed = self._program("pack", layer)(gradients)
+            packed = self.program("pack", layer)(gradients)
             pinned = [jax.device_put(v, self._placement.pinned) for v in packed]
             host = tuple(jax.device_put(v, self._placement.host) for v in pinned)
             if mark is not None:
                 mark.watch(host)
             stored = HostGradient(
-                host if onto is None else self._program("sum", layer)(self.gather(layer, onto), host), True
+                host if onto is None else self.program("sum", layer)(self.gather(layer, onto), host), True
             )
             delete_all(packed)
         delete_all(jax.tree.leaves(gradients))
         return stored
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
-        unpack = self._program("unpack", layer)
+        unpack = self.program("unpack", layer)
         if self._placement.is_cpu:
             return DeviceLayer(layer, size, unpack(vectors))
 

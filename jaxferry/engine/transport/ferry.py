@@ -48,9 +48,9 @@ class Ferry(Transport):
                 leaf.delete()
             return stored
         into = self.destinations(layer, onto)
-        store = self._program("store" if onto is None else "accumulate", layer)
+        store = self.program("store" if onto is None else "accumulate", layer)
         vectors = _marked(store, (gradients, into), mark)
-        wait = self._program("landed", layer)
+        wait = self.program("landed", layer)
 
         def arrive(vectors: Vectors) -> Vectors:
             landed, sources = wait(vectors, gradients)
@@ -65,8 +65,8 @@ class Ferry(Transport):
         free = self._free.setdefault(layout, [])
         if not free:
             self.release()
-            free.append(self._program("buffers", layer)())
-        load, wait = self._program("load", layer), self._program("arrived", layer)
+            free.append(self.program("buffers", layer)())
+        load, wait = self.program("load", layer), self.program("arrived", layer)
         in_flight = self.in_flight
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
