@@ -62,57 +62,55 @@ def train_step(
     """Makes a training step whose parameters and optimizer state live in host memory.
 
     Args:
-      loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar, or `(scalar, aux)`; the arguments beside the
-        parameters are those that the step is called with, most often one batch.
-      optimizer: any Optax transformation. It is run layer by layer if that gives the same result, else as one update
-        after the last gradient, with a warning. Parameters whose update it makes zero whatever happens, and for which
-        it keeps nothing (`optax.set_to_zero` under `optax.multi_transform`, say), are frozen: see `trainable`.
+      loss_fn: `loss_fn(params, *args, **kwargs)` returns a scalar, or `(scalar, aux)`; the further arguments
+        are those that the step is called with, usually one batch.
+      optimizer: any Optax transformation. It runs layer by layer if that gives the same result, otherwise as one update
+        after the last gradient, with a warning. Parameters whose update is always zero, and for which it keeps no state
+        (`optax.set_to_zero` under `optax.multi_transform`, say), are frozen: see `trainable`.
       trainable: which parameters are trained: a function of a parameter's path (`lambda path: "lora" in path`), or a
-        tree of booleans, of which each may stand for a whole subtree; None for all. The others are frozen: they have no
-        gradient, no optimizer state and no update, are not shown to `optimizer`, and keep the dtype in which they are
-        given. They are loaded, or read in host memory, like any other. The same as `optax.multi_transform` with
-        `optax.set_to_zero` for them.
+        tree of booleans, each of which may stand for a subtree; None for all. The others are frozen: they have no
+        gradient, no optimizer state and no update, are hidden from `optimizer`, and keep their dtype. They are loaded
+        or read in host memory like any other. `optax.multi_transform` with `optax.set_to_zero` has the same effect.
       memory_budget: device memory, such as `"8GiB"` or a number of bytes; None for no limit.
       reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device until a transfer takes them;
-        None for the policy's default, most often 1.
-      clip_norm: global norm that gradients are clipped to, exactly; None clips nothing. It is that of the gradients
-        that exist: those of trained parameters.
-      accumulate: number of steps (micro-batches) whose mean gradient one update takes, as `optax.MultiSteps` does. Sums
-        are in the gradients' dtype; they stay on the device where the plan lets gradients stay there and they fit into
-        the budget, else they are added up in host memory.
-      compute_dtype: dtype in which the device sees the parameters, such as `jnp.float16`. By default `bfloat16` on
-        accelerators for models in float32, else the parameters' own.
-      loss_scale: what the loss is multiplied by before its backward, and gradients are divided by in the update:
-        `"dynamic"` (the default for `float16`) halves it where gradients overflow, and leaves out that update.
-      plan: a plan, or the path of its JSON file, in place of a policy.
-      policy: name of the policy that chooses the plan, such as `"exact"`, `"memferry"` or `"auto"`; None loads each
-        layer once and keeps it until its backward, as long as the memory budget lets it.
-      profile: what the policy plans with, or the path of its JSON file. None measures one on the device for policies
-        that plan with times, and keeps what was measured in the user's cache folder (`JAXFERRY_CACHE_DIR` names
-        another, or "off"). `"measure"` does so for any policy; `"estimate"` runs nothing, and takes the roofline.
-      remat: what segments keep on the device between forward and backward. `"none"`: what their derivatives ask for.
-        `"full"`: their inputs alone; the backward computes the forward again. A policy, such as
-        `jax.checkpoint_policies.dots_saveable`: what it says. `"auto"`: policy `"auto"` chooses between none and full,
-        and where not even loading all layers twice fits into the memory budget, segments recompute as well. Or one of
-        these for each segment: a mapping of names of segments or layers (`"none"` for the others), or a function of
-        the segment's name. Segments of which `plan` says so recompute in any case.
-      offload_activations: whether values that cross segments and that a backward reads wait for it in pinned host
-        memory: segments' inputs and outputs, not the residuals that a segment keeps within itself, of which
-        `remat="full"` leaves none. They leave the device after the last forward that reads them, and come back while
-        the program before the first backward that does is running; those whose backward is less than four programs
-        later stay, and so do those below 1 KiB. The device then holds the values of a few segments, however deep the
-        model is, and each goes over the link twice; no bit changes. Policies plan as if they stayed; the engine's own
-        count for `memory_budget`, by which larger batches fit, knows that they do not.
-      skip_nonfinite: leave the state as it was and go on where the loss or a gradient is not finite. Otherwise a
-        non-finite loss raises `NonFiniteError` (and leaves the state as it was likewise).
+        None for the policy's default, usually 1.
+      clip_norm: global norm to which gradients are clipped, exactly; None clips nothing. The norm covers the gradients
+        of trained parameters.
+      accumulate: number of steps (micro-batches) whose mean gradient one update applies, as in `optax.MultiSteps`. Sums
+        have the gradients' dtype. They stay on the device if the plan lets gradients stay and they fit into the budget;
+        otherwise they are added up in host memory.
+      compute_dtype: dtype of the parameters on the device, such as `jnp.float16`. By default `bfloat16` on accelerators
+        for models in float32, otherwise the parameters' own.
+      loss_scale: factor that multiplies the loss before its backward and divides the gradients in the update. If
+        gradients overflow, `"dynamic"` (the default for `float16`) halves it and skips that update.
+      plan: a plan, or the path of its JSON file, instead of a policy.
+      policy: name of the policy that chooses the plan, such as `"exact"`, `"memferry"` or `"auto"`. None makes every
+        layer GFGB; layers switch to RELOAD until the step fits into the memory budget.
+      profile: the profile that the policy plans with, or the path of its JSON file. None measures one on the device for
+        policies that need times, and keeps the measurements in the user's cache folder (`JAXFERRY_CACHE_DIR` names
+        another, or "off"). `"measure"` measures for any policy; `"estimate"` runs nothing and uses a roofline model.
+      remat: what segments keep on the device between forward and backward. `"none"`: everything that their derivatives
+        need. `"full"`: only their inputs; the backward runs the forward again. A policy, such as
+        `jax.checkpoint_policies.dots_saveable`: what it names. `"auto"`: policy `"auto"` chooses between none and full;
+        if the step does not fit into the memory budget even with every layer RELOAD, segments recompute as well. Or one
+        of these for each segment: a mapping from names of segments or layers (`"none"` for the others), or a function
+        of the segment's name. Segments that recompute in `plan` always do.
+      offload_activations: whether values that cross segments, and that a backward reads, wait for it in pinned host
+        memory. These are segments' inputs and outputs, not the residuals within a segment; with `remat="full"` there
+        are no such residuals. A value leaves the device after the last forward that reads it and returns while the
+        program before its first backward runs. Values whose backward is fewer than four programs later stay, as do
+        those below 1 KiB. The device then holds the values of a few segments, however deep the model is, and each value
+        crosses the link twice. Results are bit-identical.
+      skip_nonfinite: skip updates whose loss or gradients are not finite; the state stays unchanged. By default a
+        non-finite loss raises `NonFiniteError` (the state stays unchanged as well).
       device: the device to train on; by default JAX's first.
-      transport: `"ferry"`: the native library moves layers and gradients on queues of its own, and computes in host
-        memory (the default where it is built, and no parameter is trained in float64). `"device_put"`: plain JAX does
-        both by copies, with the same results but for the order in which products in host memory are summed.
-      record_steps: of how many of the last steps `TrainStep.recorded` tells the times of all tasks; 0 keeps nothing.
+      transport: `"ferry"`: the native library moves layers and gradients on its own queues and computes in host memory
+        (the default if it is built and no parameter is trained in float64). `"device_put"`: plain JAX does both by
+        copies; results are the same except for the order in which products in host memory are summed.
+      record_steps: number of last steps whose task times `TrainStep.recorded` returns; 0 records nothing.
 
     Raises:
-      InputError: if an argument is not acceptable.
+      InputError: if an argument is invalid.
     """
     if not callable(loss_fn):
         raise InputError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}")
@@ -155,21 +153,21 @@ class TrainStep:
         self._compiler: Compiler | None = None
 
     def init(self, params: Any) -> TrainState:
-        """Copies parameters into host memory and makes the optimizer's state there, layer by layer.
+        """Copies parameters into host memory and initialises the optimizer's state there, layer by layer.
 
         Args:
           params: the model's tree of parameters: NumPy or JAX arrays of a real floating-point dtype. They are copied.
-            Leaves may also be read only now, one after the other: anything with `shape` and `dtype` that `np.asarray`
-            reads, and piece by piece the tensors of `jaxferry.pretrained`.
+            Leaves may also be lazy: anything with `shape` and `dtype` that `np.asarray` reads is read now, by leaf;
+            tensors of `jaxferry.pretrained` are read piece by piece.
 
         Raises:
-          InputError: if a parameter is not real floating point.
+          InputError: if a trained parameter is not real floating point.
         """
         compiler = self._adopt(params)
         return compiler.model.new_state(compiler.model.masters(jax.tree.leaves(params)), compiler.layers)
 
     def init_from(self, init_fn: Callable[[Any], Any], rng: Any) -> TrainState:
-        """Initialises a model that exists nowhere whole: `init_fn(rng)` is run layer by layer on the CPU.
+        """Initialises a model that fits into no single memory: runs `init_fn(rng)` layer by layer on the CPU.
 
         Args:
           init_fn: returns the tree of parameters, for instance `lambda rng: model.init(rng, tokens)["params"]`.
@@ -184,21 +182,22 @@ class TrainStep:
 
         Args:
           state: from `init`, `init_from`, `restore` or the last step; it is updated in place.
-          *args: what the loss function takes beside the parameters, most often one batch.
+          *args: the loss function's arguments after the parameters, usually one batch.
           **kwargs: keyword arguments of the loss function, such as a PRNG key for dropout. Booleans, strings and None
-            are handed through as they are; each combination is compiled once.
+            are static: each combination is compiled once.
 
         Returns:
           The state, and metrics: `loss`; `grad_norm` (of the mean gradient of all trained parameters, before clipping;
-          with `accumulate` only for the last micro-batch before an update); `skipped` (whether `skip_nonfinite` left
-          the state as it was); `aux` (what the loss function returned beside the loss, if anything);
-          `device_param_bytes_peak` (bytes).
+          with `accumulate` only for the last micro-batch before an update); `skipped` (whether the update was skipped,
+          with `skip_nonfinite` or a dynamic loss scale); `loss_scale` (if the loss is scaled); `aux` (the loss
+          function's auxiliary result, if it has one); `device_param_bytes_peak` (bytes).
 
         Raises:
-          NonFiniteError: if the loss is not finite, unless `skip_nonfinite`; the state is that before the step, with
+          NonFiniteError: if the loss is not finite, unless `skip_nonfinite`; the state is that before the step, or with
             `accumulate` that after the last update.
           BudgetError: if no plan fits into `memory_budget`.
-          StateError: if the state is not one of this step's, or damaged.
+          TaskError: if a task of this step or of the previous one failed; the message states the outcome.
+          StateError: if the state belongs to another step, or is damaged.
         """
         prepared = self._arranged(state, args, kwargs)
         state.fill()
@@ -207,34 +206,34 @@ class TrainStep:
         return state, self._metrics(number, prepared.partition, result)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
-        """Partitions, plans and compiles for arguments of this structure, or finds what was made before.
+        """Partitions, plans and compiles for arguments of this structure; results are cached.
 
-        The first call of the step does it by itself; calling it earlier only chooses the time.
+        The first call of the step does this by itself; an earlier call only chooses the time.
 
         Args:
-          *args: as the step is called with; arrays or shape structs.
+          *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
         return self.compiler.prepare(args, kwargs)
 
     def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
-        """Measures what each layer costs on the device, as a policy plans with it; to be saved, or looked at.
+        """Measures the profile that policies plan with: what each layer costs on the device.
 
-        What is in the cache (`JAXFERRY_CACHE_DIR`) is not measured again.
+        Measurements in the cache (`JAXFERRY_CACHE_DIR`) are reused.
 
         Args:
           params: the model's tree of parameters; shapes are enough.
-          *args: as the step is called with; arrays or shape structs.
+          *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
         return self._adopt(params).measure(args, kwargs)
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
-        """Compiles the host updates too, so that the first step takes no longer than the next.
+        """Compiles the step and the host updates ahead of the first step.
 
         Args:
-          state: the training state; it is arranged in the layers of the partition.
-          *args: as the step is called with; arrays or shape structs.
+          state: the training state; it is rearranged into the layers of the partition.
+          *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
         self._arranged(state, args, kwargs)
@@ -247,9 +246,9 @@ class TrainStep:
         return prepared
 
     def evaluate(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
-        """What the loss function returns for the current parameters, layer by layer, without derivatives.
+        """Evaluates the loss function for the current parameters, layer by layer, without derivatives.
 
-        The memory budget holds for it as well.
+        The memory budget applies.
 
         Args:
           state: the training state.
@@ -262,17 +261,18 @@ class TrainStep:
         return self.apply(state, self._loss_fn, *args, **kwargs)
 
     def apply(self, state: TrainState, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What any function of the parameters returns for the current ones, layer by layer, without derivatives.
+        """Evaluates any function of the current parameters, layer by layer, without derivatives.
 
-        The function is cut into segments as the loss function is, and run under the same memory budget; for instance
-        the logits of a last position, with the keys and values of earlier ones as an argument and a result.
+        The function is partitioned like the loss function and runs under the same memory budget. An example is the
+        logits of the last position, with the keys and values of earlier positions as an argument and a result.
 
         Args:
           state: the training state.
           function: `function(params, *args, **kwargs)` returns a tree of arrays; it sees the parameters in the compute
-            dtype. It is compiled once for each structure of its arguments, as by `jax.jit`: give the same object again.
+            dtype. Like `jax.jit`, it is compiled once per object and structure of arguments: pass the same object
+            again.
           *args: arrays, or trees of them.
-          **kwargs: likewise; booleans, strings and None are handed through as they are.
+          **kwargs: likewise; booleans, strings and None are static.
 
         Returns:
           What the function returns, with arrays on the device.
@@ -293,31 +293,31 @@ class TrainStep:
         return evaluator.run(state, _leaves(args, kwargs), held_bytes)
 
     def recorded(self) -> Run | None:
-        """When each task of the last steps started and ended, in seconds from the start of the first of them.
+        """Returns when each task of the last steps started and ended, in seconds from the start of the first step.
 
-        `jaxferry.simulate.trace.chrome_trace` makes of it a document for Perfetto, as it does of what was predicted.
-        None if no step has ended, or `record_steps` is 0. Steps whose updates are under way are left out.
+        `jaxferry.simulate.trace.chrome_trace` converts it for Perfetto, like a prediction. Returns None if no step has
+        ended or `record_steps` is 0. Steps with updates in flight are left out. Waits for the device to finish these
+        steps.
 
-        Where the device is an accelerator, its tasks' times are the device's own. With `transport="ferry"` they are
-        those of events on its queues, put on the host's clock to some 10 microseconds; none starts before it was
-        issued. With `transport="device_put"`, and for rows of lookups always, threads wait for results: ends are some
-        tens of microseconds late, starts are those of the machine model (what a task waited for has ended, and the task
-        before in its lane), and a copy that was freed before a thread could wait for it counts as no time. This call
-        waits for what the device has left to do of these steps.
+        On an accelerator, the times are the device's own. With `transport="ferry"` they come from events on its queues,
+        converted to the host's clock to some 10 microseconds; no task starts before it was issued. With
+        `transport="device_put"`, and always for rows of lookups, threads wait for results. Ends are then some tens of
+        microseconds late. Starts follow the machine model: a task starts when those that it waited for, and the
+        previous one of its lane, have ended. A copy that was freed before a thread could wait for it takes no time.
         """
         return None if self._shared.recorder is None else self._shared.recorder.run()
 
     def save(self, state: TrainState, path: str | os.PathLike[str]) -> None:
         """Saves parameters, optimizer state and step number as an Orbax checkpoint; waits for updates in flight.
 
-        With `accumulate` that is the state after the last update: micro-batches since then are not in it, nor counted.
+        With `accumulate`, this is the state after the last update; later micro-batches are neither saved nor counted.
 
         Args:
           state: the training state.
-          path: a folder; a checkpoint that is there already is replaced.
+          path: a folder; an existing checkpoint is replaced.
 
         Raises:
-          CheckpointError: if something else is at `path`.
+          CheckpointError: if `path` exists and is not a checkpoint, or cannot be written.
         """
         self._check(state)
         state.settle()
@@ -334,15 +334,15 @@ class TrainStep:
         state.checkpoint = os.fspath(path)
 
     def restore(self, path: str | os.PathLike[str], params: Any = None) -> TrainState:
-        """Reads a checkpoint; training goes on from it bit-identically.
+        """Reads a checkpoint; training continues from it bit-identically.
 
         Args:
           path: the folder.
-          params: a tree of the model's structure (shapes are enough), against which the checkpoint is checked. It may
-            be left out if this step has been initialised before, or if the tree consists of dictionaries.
+          params: a tree of the model's structure (shapes are enough); the checkpoint must match it. It may be omitted
+            if this step has been initialised before, or if the tree consists of dictionaries.
 
         Raises:
-          CheckpointError: if there is no checkpoint, or it does not match model or optimizer.
+          CheckpointError: if there is no checkpoint, or it does not match the model or the optimizer.
         """
         saved, known = checkpoint.load(os.fspath(path)), self._compiler
         if params is None:
@@ -350,7 +350,7 @@ class TrainStep:
         try:
             state = self._restored(saved, params)
         except JaxFerryError:
-            # A state that is being trained goes on with the model that it has.
+            # A state in training keeps its model.
             self._compiler = known
             raise
         state.checkpoint = os.fspath(path)
@@ -373,7 +373,7 @@ class TrainStep:
         return state
 
     def _adopt(self, params: Any) -> Compiler:
-        """The compiler for a model's tree; a new one if the tree differs from the one before."""
+        """Returns the compiler for a model's tree: the current one if the tree is the same, else a new one."""
         if self._compiler is None or self._compiler.model.params != abstract(params):
             model = Model(params, self._optax, self._options, self._placement, self._wanted_transport)
             self._compiler = Compiler(model, self._loss_fn, self._options, self._shared)
@@ -402,7 +402,7 @@ class TrainStep:
         is_lost = not result.is_finite and not self._options.skip_nonfinite
         scale = self._options.loss_scale
         if is_lost and scale is not None and scale.is_dynamic and result.loss_scale > 1:
-            is_lost = False  # the next one is smaller
+            is_lost = False  # the next step has a smaller scale
         if is_lost:
             finite = [bool(flag) for flag in result.finite]
             layer = parts.segments[finite.index(False)].name if False in finite else None

@@ -241,10 +241,10 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused(gpt, tmp_path):
         other.restore(tmp_path / "saved", params=models.gpt(depth=5).params)
     with pytest.raises(jaxferry.CheckpointError, match="does not match the optimizer"):
         jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1, 0.9)).restore(tmp_path / "saved")
-    with pytest.raises(jaxferry.CheckpointError, match="is no JaxFerry checkpoint"):
+    with pytest.raises(jaxferry.CheckpointError, match="is not a JaxFerry checkpoint"):
         step.restore(tmp_path / "nothing")
     (tmp_path / "precious").mkdir()
-    with pytest.raises(jaxferry.CheckpointError, match="exists and is no JaxFerry checkpoint"):
+    with pytest.raises(jaxferry.CheckpointError, match="exists and is not a JaxFerry checkpoint"):
         step.save(step.init(gpt.params), tmp_path / "precious")
 
 

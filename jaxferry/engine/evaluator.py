@@ -1,6 +1,6 @@
-"""Runs a forward alone, layer after layer, under the memory budget of the training step.
+"""Runs a forward without a backward, layer by layer, under the memory budget of the training step.
 
-pinned host vectors --load--> device --segment--> values ... --last segment--> what the function returns
+pinned host vectors --load--> device --segment--> values ... --last segment--> the function's results
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Evaluator:
     Args:
       partition: the segments.
       placement: where arrays live.
-      transport: what loads the layers; that of the training step, if it has the same layers.
-      native: whether programs that read host memory do so by the native operations.
+      transport: loads the layers; the training step's own if it has the same layers.
+      native: whether programs read host memory by native operations.
       budget_bytes: device memory; None for no limit.
 
     Attributes:
       partition, transport: as given.
-      stream: how it gets its parameters.
-      peak: the most device memory that a run needs, beside what the state keeps there.
+      stream: how segments receive their parameters.
+      peak: the peak device memory of a run, without what the state keeps there.
 
     Raises:
       BudgetError: if the budget is too small.
@@ -60,15 +60,15 @@ class Evaluator:
         self._last_reader = last_readers(partition)
 
     def run(self, state: TrainState, batch: Sequence[Any], other_bytes: int = 0) -> Any:
-        """What the function returns, as a tree of arrays on the device.
+        """Runs the function; returns its results as a tree of arrays on the device.
 
         Args:
           state: arranged in the partition's layers.
           batch: the leaves of the function's further arguments.
-          other_bytes: what else of the training step is on the device.
+          other_bytes: other device memory that the training step holds.
 
         Raises:
-          BudgetError: if too much of the state is on the device.
+          BudgetError: if the state holds too much device memory.
         """
         self._make_room(state, other_bytes)
         partition = self.partition
@@ -80,7 +80,7 @@ class Evaluator:
         held: dict[int, DeviceLayer] = {}
         try:
             for place in range(len(partition.segments)):
-                # An interrupt comes between two segments, when every copy is known.
+                # Interrupts are delivered between segments, when every copy is recorded.
                 with deferred_interrupts():
                     self._load(place, held, state)
                     self._run(place, held, state, values)
@@ -96,7 +96,7 @@ class Evaluator:
         return jax.device_put(np.asarray(atom.val, atom.aval.dtype), self._placement.device)
 
     def _make_room(self, state: TrainState, other_bytes: int) -> None:
-        """Frees what the training step keeps on the device where the budget does not let it stay."""
+        """Frees what the training step keeps on the device if the budget requires it."""
         self.transport.release()
         self.transport.reset_peak()
         if self._budget_bytes is None:
@@ -112,12 +112,12 @@ class Evaluator:
             raise BudgetError(
                 f"memory_budget {format_bytes(self._budget_bytes)} ({self._budget_bytes} bytes) is too small for this "
                 f"forward beside what training keeps on the device: together {format_bytes(needed)} ({needed} bytes); "
-                "sums of gradients are gone after an update, a smaller batch needs less",
+                "an update frees sums of gradients, a smaller batch needs less",
                 needed,
             )
 
     def _load(self, place: int, held: dict[int, DeviceLayer], state: TrainState) -> None:
-        """Drops the copies that are done with, and starts the loads of those that come next."""
+        """Drops the copies that are no longer needed, and starts the next loads."""
         wanted = self.stream.layers_at(self.partition, place)
         for layer in [layer for layer in held if layer not in wanted]:
             self._drop(held.pop(layer), state)

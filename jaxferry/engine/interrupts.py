@@ -1,4 +1,4 @@
-"""Keeps an interrupt from falling between the updates of one step."""
+"""Defers interrupts, so that none falls between the updates of one step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 class deferred_interrupts:
-    """Holds SIGINT back while the block runs and hands it at the end to the handler that there was before.
+    """Defers SIGINT while the block runs, then calls the previous handler.
 
-    A step's updates change the state layer by layer. Once the first is under way the others follow, which takes less
-    than a step; then the handler is called, and the state is that after the step. What it raises (`KeyboardInterrupt`,
-    if it is Python's own) comes out of the block; if it returns, nothing happens.
+    A step's updates change the state layer by layer. Once the first has begun, the others must follow, which takes less
+    than a step. Then the handler is called, and the state is that after the step. If the handler raises (Python's own
+    raises `KeyboardInterrupt`), the block raises the same; if it returns, execution continues.
 
-    Outside the main thread, and where no Python function handles SIGINT, it does nothing.
+    Outside the main thread, or if no Python function handles SIGINT, this does nothing.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,10 @@ class deferred_interrupts:
             raise self._error
 
     def are_raised(self) -> bool:
-        """Calls the handler for what has been held back so far; whether it has raised, which the block then ends with.
+        """Calls the handler for the signals deferred so far; returns whether it has raised.
 
-        To be called where the block may be left; the handler finds SIGINT as it is within the block.
+        Its exception is raised at the end of the block, so call this where the block may be left. While the handler
+        runs, SIGINT is still deferred.
         """
         while self._received and self._error is None:
             try:

@@ -1,7 +1,7 @@
-"""The factor that keeps small gradients of 16-bit floats from vanishing.
+"""Loss scaling: a factor that prevents underflow of small 16-bit gradients.
 
-The loss is multiplied by it before the backward, the gradients are divided by it in the update, in fp32. Too large a
-factor makes gradients infinite: then the update is skipped, exactly, and the factor halved (Micikevicius et al., Mixed
+The factor multiplies the loss before the backward and divides the gradients in the update, in fp32. If it is too large,
+gradients become infinite: the update is then skipped, exactly, and the factor halved (Micikevicius et al., Mixed
 Precision Training, 2018, section 3.2).
 """
 
@@ -11,17 +11,17 @@ import dataclasses
 
 LARGEST = 2.0**24
 GROWTH_STEPS = 2000
-"""After so many updates in a row whose gradients were finite, the factor is doubled."""
+"""The number of consecutive updates with finite gradients after which the factor is doubled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """The factor and how it has fared; powers of two, so that multiplying and dividing change no bit.
+    """The factor and its history. Dynamic factors are powers of two, so scaling is exact.
 
     Attributes:
       value: the factor.
-      is_dynamic: whether it is adapted.
-      num_finite: updates since it was last changed.
+      is_dynamic: whether it adapts.
+      num_finite: updates since its last change.
     """
 
     value: float = 2.0**16
@@ -30,11 +30,11 @@ class LossScale:
 
     @property
     def is_least(self) -> bool:
-        """Whether halving it would help no more."""
+        """Whether the factor is at its minimum."""
         return self.value <= 1
 
     def after(self, is_finite: bool) -> LossScale:
-        """The factor for the next update."""
+        """Returns the factor for the next update."""
         if not self.is_dynamic:
             return self
         if not is_finite:
@@ -45,4 +45,4 @@ class LossScale:
 
 
 UNSCALED = LossScale(1.0, is_dynamic=False)
-"""Changes nothing."""
+"""The identity: no scaling."""

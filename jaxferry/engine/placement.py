@@ -14,13 +14,13 @@ from jaxferry.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Shardings of every array that the engine makes, each over a mesh with a `data` axis (of size 1).
+    """Shardings for all arrays of the engine, each over a mesh with a `data` axis (of size 1).
 
     Attributes:
-      device: memory of the accelerator: loaded parameters, activations, gradients before they leave.
+      device: memory of the accelerator: loaded parameters, activations, gradients before their offload.
       pinned: host memory that the accelerator can reach: the compute copy of the parameters, arriving gradients.
       host: ordinary memory of the CPU backend: master parameters and optimizer state.
-      host_compute: memory that jitted functions of the CPU backend return scalars in.
+      host_compute: memory for scalars that jitted functions of the CPU backend return.
     """
 
     device: NamedSharding
@@ -30,7 +30,7 @@ class Placement:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the device is itself a CPU, whose pinned memory the optimizer reaches directly."""
+        """Whether the device is itself a CPU, so that the optimizer can access its pinned memory directly."""
         return self.platform == "cpu"
 
     @property
@@ -41,21 +41,21 @@ class Placement:
 
     @property
     def device_kind(self) -> str:
-        """What the device calls itself, such as `NVIDIA H200`."""
+        """The device's own name, such as `NVIDIA H200`."""
         device: Any = next(iter(self.device.device_set))
         return str(device.device_kind)
 
     @property
     def update_output(self) -> NamedSharding:
-        """Where the host update writes the compute copy: pinned memory if the CPU backend can, else its own."""
+        """Where the host update writes the compute copy: pinned memory if the CPU backend reaches it, else `host`."""
         return self.pinned if self.is_cpu else self.host
 
 
 def make_placement(device: Any = None) -> Placement:
-    """Placement for one `jax.Device`, by default JAX's first.
+    """Makes the placement for one `jax.Device`, by default JAX's first.
 
     Raises:
-      InputError: if that is no device, if it has no pinned host memory, or if the CPU backend is switched off.
+      InputError: if `device` is not a device, if it has no pinned host memory, or if the CPU backend is disabled.
     """
     chosen: Any = jax.devices()[0] if device is None else device
     if not isinstance(chosen, jax.Device):

@@ -1,9 +1,9 @@
-"""The compiled programs of a partition: forward and backward for each distinct segment, or an evaluation of it.
+"""The compiled programs of a partition: forward and backward for each distinct segment, or its evaluation.
 
-Which of them exist follows from the shadow model: where each reads parameters and writes gradients. The last segment's
-forward and backward follow each other, so they are one program, `loss`, between whose halves nothing has to be stored.
-Handing a backward the buffers of a layer that is dropped after it, for its gradients, was tried: XLA copies the weights
-out of the way first, which costs the memory and more time than it saves.
+The shadow model determines which programs exist: where each reads parameters and writes gradients. The last segment's
+forward and backward follow each other, so they are one program, `loss`, which stores nothing in between. Donating a
+dropped layer's buffers to its backward, for the gradients, does not pay: XLA first copies the weights elsewhere, which
+costs the same memory and more time than it saves.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ Function = Callable[..., Any]
 
 
 class Programs:
-    """What the executor runs: the programs of a training step, compiled side by side where the machine has the cores.
+    """The programs that the executor runs, compiled in parallel if the machine has the cores.
 
     Args:
       partition: the segments.
-      derivatives: for each program number, what its backward reads and what is kept for it; none for evaluations.
+      derivatives: for each program number, the values that its backward reads and keeps; empty for evaluations.
       placement: where arguments and results live.
-      native: whether programs that read or write host memory do so by the native operations.
-      is_scaled: whether the loss is scaled before its backward, by a further argument of the loss's program.
+      native: whether programs read and write host memory by native operations.
+      is_scaled: whether the loss is scaled before its backward, by an additional argument of the loss program.
 
     Attributes:
       derivatives, is_scaled: as given.
       prelude: `batch leaves -> prelude values`, or None.
-      temporary_bytes: the device memory that each program needs beside its arguments and results.
+      temporary_bytes: device memory that each program needs beside its arguments and results.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class Programs:
         self._lowered: dict[ProgramKey, Any] = {}
 
     def lowered(self, key: ProgramKey) -> Any:
-        """The program of a key before XLA compiles it (`jax.stages.Lowered`)."""
+        """Returns the program of a key before XLA compiles it (`jax.stages.Lowered`)."""
         if key not in self._lowered:
             self._lowered[key] = lower_traced(self._maker.trace(key))
         return self._lowered[key]
 
     def keep(self, keys: Iterable[ProgramKey]) -> None:
-        """Forgets all programs but these."""
+        """Drops all programs except these."""
         kept = set(keys)
         self._lowered = {}
         self._compiled = {key: program for key, program in self._compiled.items() if key in kept}
 
     def require(self, keys: Iterable[ProgramKey]) -> None:
-        """Compiles the programs that are not there yet."""
+        """Compiles the programs that are not compiled yet."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
         lowered = [self.lowered(key) for key in missing]
         with ThreadPoolExecutor() as pool:
@@ -92,14 +92,14 @@ class Programs:
             self.temporary_bytes[key] = 0 if stats is None else stats.temp_size_in_bytes
 
     def temporary_bytes_of(self, keys: Iterable[ProgramKey]) -> Mapping[ProgramKey, int]:
-        """`temporary_bytes`, once these programs are compiled."""
+        """Compiles these programs and returns `temporary_bytes`."""
         self.require(keys)
         return self.temporary_bytes
 
     def __getitem__(self, key: ProgramKey) -> Compiled:
-        """The compiled program.
+        """Returns the compiled program.
 
-        With `weights` the layer's parameters, or its vectors in host memory where the key reads those:
+        `weights` are the group's parameters, or its vectors in host memory if the key reads those:
 
             evaluation (weights, inputs, nondiff_inputs) -> outputs, nondiff_outputs
             forward   (weights, inputs, nondiff_inputs) -> outputs, nondiff_outputs, saved, is_finite
@@ -108,22 +108,22 @@ class Programs:
             backward  ([destinations,] weights, inputs, nondiff_inputs, outputs, saved, cotangents)
                       -> gradients, input cotangents, squared norm
 
-        A key that writes host memory takes the vectors that it writes, and gives them back in place of gradients.
-        `weights` is an empty list for a backward that reads none. The norm is None if not all gradients were whole on
-        the device.
+        A program that writes host memory takes the vectors to write as `destinations` and returns them instead of
+        gradients. `weights` is an empty list for a backward that reads none. The norm is None unless all gradients were
+        whole on the device.
         """
         return self._compiled[key]
 
     @property
     def num_executables(self) -> int:
-        """How many programs XLA compiled for a step."""
+        """The number of programs that XLA compiled for a step."""
         return len(self._compiled) + (self.prelude is not None)
 
 
 def derivatives_of(
     partition: Partition, remat: Any = None, known: Mapping[int, Derivative] | None = None
 ) -> dict[int, Derivative]:
-    """The derivative of each distinct segment that is not `known`; `remat` as in `differentiate`, the same for all."""
+    """Differentiates each distinct segment that is not `known`; `remat` as in `differentiate`, the same for all."""
     first: dict[int, Segment] = {}
     for segment in partition.segments:
         if known is None or segment.program not in known:
@@ -134,20 +134,20 @@ def derivatives_of(
 def trace_program(
     partition: Partition, derivatives: Mapping[int, Derivative], placement: Placement, key: ProgramKey, native: bool
 ) -> Any:
-    """One program, traced but not compiled, to be lowered for whatever platform (`jax.stages.Traced`)."""
+    """Traces one program without compiling it; it can be lowered for any platform (`jax.stages.Traced`)."""
     return _Maker(partition, derivatives, placement, native).trace(key)
 
 
 def lower_traced(traced: Any, platform: str | None = None) -> Any:
-    """Lowers a traced program for a platform ("cuda"), by default that of its arguments."""
+    """Lowers a traced program for a platform (`"cuda"`), by default that of its arguments."""
     with warnings.catch_warnings():
-        # Which of the donated buffers fit a result is XLA's choice; the others are freed after the call.
+        # XLA chooses which donated buffers fit a result; the others are freed after the call.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
 
 def make_prelude(partition: ForwardPartition, placement: Placement) -> Compiled | None:
-    """The jitted prelude, or None if there is nothing to run."""
+    """Returns the jitted prelude, or None if there is nothing to run."""
     if not partition.prelude_outputs:
         return None
     graph = partition.graph
@@ -167,7 +167,7 @@ def is_finite(values: Sequence[jax.Array]) -> jax.Array:
 
 
 def squared_norm(gradients: Sequence[Gradient]) -> jax.Array | None:
-    """Sum of squares in fp32; None if rows are among the gradients, since those may repeat."""
+    """Returns the sum of squares in fp32; None if any gradient consists of rows, since rows may repeat."""
     total = jnp.float32(0)
     for gradient in gradients:
         if isinstance(gradient, RowGradient):
@@ -215,7 +215,7 @@ class _Maker:
     def _sourced(
         self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any]
     ) -> tuple[Function, list[Any]]:
-        """Makes a function read the parameters where the key says."""
+        """Makes a function read the parameters from the key's source."""
         weights, *others = arguments
         if key.reads is Source.HOST:
             vectors = [self._struct(v, self._placement.pinned) for v in layer.vectors]
@@ -229,9 +229,9 @@ class _Maker:
         return unread, [[], *others]
 
     def _targeted(self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any]) -> Any:
-        """Traces a function `-> gradients, rest` whose gradients go where the key says.
+        """Traces a function `-> gradients, rest` that writes its gradients to the key's target.
 
-        A backward donates its residuals and cotangents: nothing else reads them.
+        A backward donates its residuals and cotangents, since nothing else reads them.
         """
         device, pinned = self._placement.device, self._placement.pinned
         if key.writes is Target.DEVICE:

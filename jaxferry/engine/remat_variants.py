@@ -1,9 +1,9 @@
-"""A partition whose segments may recompute their forward, and the derivatives of all programs that this gives.
+"""Variants of a partition whose segments may recompute their forward, and the derivatives of all their programs.
 
-    remat (none, full, policy, auto) --base--> nothing recomputes but what the argument says
-                                     --of(flags)--> besides, these segments do
+    remat (none, full, policy, auto) --base--> only segments that the argument names recompute
+                                     --of(flags)--> these segments recompute as well
 
-Programs have the same numbers in all of them, so a program that is compiled for one serves the others.
+Programs have the same numbers in all variants, so a program that is compiled for one serves the others.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from jaxferry.partition import AUTO, Derivative, Partition, remat_of, with_remat
 
 
 class RematVariants:
-    """What can be chosen of a partition's recomputation.
+    """The variants of a partition that differ in recomputation.
 
     Args:
-      partition: the segments, as they were made.
+      partition: the segments without recomputation.
       remat: the checked argument of `train_step`.
 
     Attributes:
-      base: the partition in which nothing recomputes but what the argument says.
-      derivatives: by program number, of all partitions that were asked for.
-      may_recompute: of each segment, whether the choice is left to the plan and frees memory. The last one's forward
-        and backward are one program, between which nothing is held.
+      base: the variant in which only segments that the argument names recompute.
+      derivatives: by program number, for all variants made so far.
+      may_recompute: for each segment, whether the plan may choose recomputation and this frees memory. The last
+        segment's forward and backward are one program, which holds nothing in between.
     """
 
     def __init__(self, partition: Partition, remat: Any) -> None:
@@ -39,13 +39,13 @@ class RematVariants:
 
     @property
     def largest_first(self) -> list[int]:
-        """Segments that may recompute, those that hold most between forward and backward first."""
+        """Segments that may recompute, largest residuals first."""
         numbers = [number for number, may in enumerate(self.may_recompute) if may]
         held = {n: self.derivatives[self.base.segments[n].program].saved_bytes for n in numbers}
         return sorted(numbers, key=lambda number: (-held[number], number))
 
     def of(self, recomputes: Sequence[bool]) -> Partition:
-        """The partition in which these segments recompute, beside those of which the argument says so."""
+        """Returns the variant in which these segments recompute, besides those that the argument names."""
         chosen = ["full" if again else choice for again, choice in zip(recomputes, self._choices, strict=True)]
         made = with_remat(self._partition, chosen)
         self.derivatives |= derivatives_of(made, known=self.derivatives)

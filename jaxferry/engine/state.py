@@ -27,9 +27,9 @@ class Accumulated:
     """Gradients of micro-batches since the last update.
 
     Attributes:
-      num_batches: how many there were.
-      on_host: sums in host memory, by layer.
-      on_device: sums on the device, by layer.
+      num_batches: number of micro-batches.
+      on_host: sums in host memory, by parameter group.
+      on_device: sums on the device, by parameter group.
       is_finite: whether all their losses were finite.
     """
 
@@ -39,7 +39,7 @@ class Accumulated:
     is_finite: bool = True
 
     def offloaded(self, group: int, transport: Transport) -> Accumulated:
-        """The same sums, with those of a group in host memory."""
+        """Returns the same sums with one group's moved to host memory."""
         on_device = dict(self.on_device)
         stored = transport.store(group, on_device.pop(group), self.on_host.get(group))
         jax.block_until_ready(transport.gather(group, stored))
@@ -48,7 +48,7 @@ class Accumulated:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a step changes in a state besides the arrays."""
+    """The fields of a state that a step changes, besides the arrays."""
 
     step: int
     accumulated: Accumulated
@@ -56,7 +56,7 @@ class Counts:
 
 
 class EndingStep(Protocol):
-    """What a state asks of a step that has failed."""
+    """A failed step, as the state sees it."""
 
     @property
     def is_updating(self) -> bool:
@@ -65,18 +65,18 @@ class EndingStep(Protocol):
 
     @property
     def has_added(self) -> bool:
-        """Whether something may have been added to sums of earlier micro-batches."""
+        """Whether sums of earlier micro-batches may have changed."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class PendingStep:
-    """A step that has returned, and whose updates may still be in flight.
+    """A step that has returned, but whose updates may still be in flight.
 
     Attributes:
-      work: what runs them.
+      work: the run of its tasks.
       step: the step.
-      before: what the state counted before it.
+      before: the state's counts before the step.
     """
 
     work: StepRun
@@ -85,7 +85,7 @@ class PendingStep:
 
 
 class LateFailure(Exception):
-    """An error of a device that shows while another task is being issued; the error itself is its cause.
+    """A device error that surfaces while another task is issued; the error itself is the `__cause__`.
 
     Attributes:
       index: the task that failed.
@@ -101,11 +101,11 @@ TO_LAST_UPDATE = "the state is that after the last update"
 
 
 def task_error(work: StepRun, outcome: str) -> TaskError:
-    """The error for a failed task, with the layer.
+    """Makes the error for a failed task; the message names the layer.
 
     Args:
-      work: what has failed.
-      outcome: what becomes of the state.
+      work: the failed run.
+      outcome: what happened to the state, in words.
     """
     assert work.failure is not None
     index, error = work.failure.index, work.failure.error
@@ -119,24 +119,24 @@ def task_error(work: StepRun, outcome: str) -> TaskError:
 class TrainState:
     """Master parameters (fp32), optimizer state and their compute copy, all in host memory.
 
-    A frozen parameter is kept in the dtype in which it was given. If that is the compute dtype, the compute copy is all
-    that there is of it; else it has a copy in its own dtype as well.
+    A frozen parameter keeps its dtype. If that is the compute dtype, the compute copy is its only copy; otherwise there
+    is a second one in its own dtype.
 
-    `step(state, batch)` updates it in place and returns the same object. It is made by `step.init`, `step.init_from` or
-    `step.restore`.
+    `step(state, batch)` updates the state in place and returns the same object. `step.init`, `step.init_from` and
+    `step.restore` make states.
 
     Attributes:
-      step: number of steps taken, that is, of batches that have been trained on.
-      layers: the layers that the state is arranged in.
-      vectors: for each layer its flat vectors in pinned memory, in the compute dtype (once a program needs them).
-      resident: device copies of RESIDENT layers, by layer.
-      optimizer: what updates it.
-      damage: what went wrong if an update failed and left the state between two steps, else None.
-      checkpoint: the folder that the state was last saved to, or restored from; None if there is none.
+      step: number of steps taken, which is the number of the next batch.
+      layers: the parameter groups in which the state is arranged.
+      vectors: for each group its flat vectors in pinned memory, in the compute dtype (once a program needs them).
+      resident: device copies of RESIDENT groups, by index.
+      optimizer: the host optimizer.
+      damage: the error message if a failed update left the state between two steps, else None.
+      checkpoint: the folder of the last save or restore; None if there is none.
       pending: the last step, while its updates are in flight.
-      prefetch: what has been loaded for the next step, or is in flight.
-      accumulated: what micro-batches have left for the next update.
-      loss_scale: what the loss is multiplied by for the backward.
+      prefetch: the copies loaded, or in flight, for the next step.
+      accumulated: sums of micro-batches since the last update.
+      loss_scale: the factor that multiplies the loss for the backward.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class TrainState:
         self._frozen: dict[Key, jax.Array] = {}
         pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
         known = None if state is None else self._pieces({name: {None: leaf} for name, leaf in state.items()})
-        # Nothing else holds the arrays, so that those that are cut are not there twice.
+        # The caller's references are removed, so that arrays that are cut do not exist twice.
         masters.clear()
         if state is not None:
             state.clear()
@@ -174,26 +174,26 @@ class TrainState:
     def params(self) -> Any:
         """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates.
 
-        Frozen parameters are among them, with the bits with which they were given.
+        Frozen parameters are included, bit-identical to the given ones.
         """
         masters = [m.whole() if isinstance(m, Stacked) else np.array(m) for m in self.masters()]
         return jax.tree.unflatten(self._tree, masters)
 
     @property
     def opt_state(self) -> Any:
-        """The current state of the optimizer as Optax makes it, of NumPy arrays (copies). Waits for updates.
+        """The optimizer's current state in Optax's form, as NumPy arrays (copies). Waits for updates.
 
-        For what is read from there, such as an average of the parameters or the hyperparameters of a schedule.
+        It gives access to values such as an average of the parameters or the hyperparameters of a schedule.
         """
         leaves = self.optimizer_state()
         return self.optimizer.whole_state({name: _copied(leaf) for name, leaf in leaves.items()})
 
     def check(self) -> None:
-        """Raises what failed in the updates of the last step.
+        """Raises an error if the updates of the last step failed, or if the state is damaged.
 
         Raises:
-          TaskError: if no update had begun: the state has been rolled back.
-          StateError: if one had: the state lies between two steps.
+          TaskError: if no update had begun; the state is rolled back.
+          StateError: if an update had begun; the state lies between two steps.
         """
         pending = self.pending
         if pending is not None and pending.work.failure is not None:
@@ -209,9 +209,9 @@ class TrainState:
         """Rolls back a failed step, or marks the state as damaged; returns the outcome in words.
 
         Args:
-          step: the failed step; nothing of it may be in flight.
-          work: its tasks.
-          before: what the state counted before the step.
+          step: the failed step; it must have no work in flight.
+          work: the run of its tasks.
+          before: the state's counts before the step.
         """
         if step.is_updating:
             remedy = "restore a checkpoint" if self.checkpoint is None else f"restore {self.checkpoint}"
@@ -226,11 +226,11 @@ class TrainState:
 
     @property
     def counts(self) -> Counts:
-        """What a step changes besides the arrays."""
+        """The fields that a step changes, besides the arrays."""
         return Counts(self.step, self.accumulated, self.loss_scale)
 
     def settle(self) -> None:
-        """Waits until every update in flight has ended; raises as `check` does."""
+        """Waits for all updates in flight; raises as `check` does."""
         if self.pending is not None:
             self.pending.work.wait()
         self.check()
@@ -238,34 +238,34 @@ class TrainState:
 
     @property
     def updated_step(self) -> int:
-        """The number of steps up to the last update: without what has been accumulated since."""
+        """The number of steps up to the last update, without micro-batches accumulated since."""
         return self.step - self.accumulated.num_batches
 
     def forget_accumulated(self) -> None:
-        """Goes back to the last update."""
+        """Rolls back to the last update."""
         self.step, self.accumulated = self.updated_step, Accumulated()
 
     def masters(self) -> list[Any]:
-        """The master parameters in the order of the flattened tree; a `Stacked` where one is stored in parts."""
+        """Returns the master parameters in the order of the flattened tree; a `Stacked` for one stored in parts."""
         self.settle()
         by_leaf = self._masters()
         return [together(by_leaf[leaf]) for leaf in range(len(by_leaf))]
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The leaves of the optimizer's state by path; what all layers have alike (a count) is there once.
+        """Returns the leaves of the optimizer's state by path; leaves shared by all layers (a count) occur once.
 
-        Those of parameters that are stored in parts are put together, as copies.
+        Leaves of parameters that are stored in parts are joined, as copies.
         """
         self.settle()
         return {name: joined(parts) for name, parts in self._optimizer_state().items()}
 
     def stored_optimizer_state(self) -> dict[str, Any]:
-        """The same without copies: a `Stacked` where a leaf is stored in parts."""
+        """Returns the same leaves without copies: a `Stacked` for a leaf stored in parts."""
         self.settle()
         return {name: together(parts) for name, parts in self._optimizer_state().items()}
 
     def _masters(self) -> dict[int, dict[Part | None, jax.Array]]:
-        """Parameters as they are stored, by leaf and part; frozen ones may be in the compute copy alone."""
+        """Returns the stored parameters by leaf and part; frozen ones may exist only in the compute copy."""
         found = self._trained()
         for (source, part), array in self._frozen.items():
             found.setdefault(source, {})[part] = array
@@ -280,7 +280,7 @@ class TrainState:
         return found
 
     def _trained(self) -> dict[int, dict[Part | None, jax.Array]]:
-        """Masters of trained parameters as they are stored, by leaf and part."""
+        """Returns the stored masters of trained parameters, by leaf and part."""
         found: dict[int, dict[Part | None, jax.Array]] = {}
         for unit in self.units:
             for (leaf, part), master in zip(unit.keys, unit.masters, strict=True):
@@ -288,7 +288,7 @@ class TrainState:
         return found
 
     def _optimizer_state(self) -> dict[str, dict[Part | None, jax.Array]]:
-        """Leaves of the optimizer's state as they are stored, by path and part."""
+        """Returns the stored leaves of the optimizer's state, by path and part."""
         found: dict[str, dict[Part | None, jax.Array]] = {}
         for unit in self.units:
             for (name, part), leaf in zip(unit.state_keys, unit.state, strict=True):
@@ -296,13 +296,13 @@ class TrainState:
         return found
 
     def arrange(self, layers: Sequence[Layer]) -> None:
-        """Arranges the state in these layers; does nothing if it is so already."""
+        """Arranges the state in these parameter groups; does nothing if it is so already."""
         if self.layers == tuple(layers) and self._is_arranged:
             return
         if self.accumulated.num_batches:
             raise StateError(
-                "a batch of another structure, whose layers differ, came while gradients were being accumulated: give "
-                "it after an update"
+                "a batch of another structure, with other layers, arrived while gradients are accumulated: pass it after "
+                "an update"
             )
         self.settle()
         self.optimizer.check_parts(layers)
@@ -313,7 +313,7 @@ class TrainState:
         self._is_arranged = True
 
     def fill(self) -> None:
-        """Makes `vectors`, the compute copy of the parameters, if it is not there."""
+        """Makes `vectors`, the compute copy of the parameters, if it does not exist."""
         if len(self.vectors) == len(self.layers):
             return
         self.settle()
@@ -327,7 +327,7 @@ class TrainState:
                     del self._frozen[leaf.source, leaf.part]
 
     def _master_of(self, leaf: Leaf, trained: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:
-        """The master of a layer's leaf, of which the whole may be stored."""
+        """Returns the master of a group's leaf; cuts it if it is stored whole."""
         if not leaf.is_trained:
             return self._frozen[leaf.source, leaf.part]
         known = trained[leaf.source]
@@ -336,7 +336,7 @@ class TrainState:
         return cut(known[None], leaf.part, self._placement)
 
     def block_until_ready(self) -> None:
-        """Waits until every update in flight has ended, and every load for the next step that waits for no more."""
+        """Waits for all updates in flight, and for all loads for the next step that can run."""
         self.settle()
         if self.prefetch is not None:
             self.prefetch.work.wait_ahead()
@@ -365,10 +365,10 @@ class TrainState:
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy as a NumPy array; PRNG keys stay what they are."""
+    """Returns a copy as a NumPy array; returns PRNG keys unchanged."""
     return leaf if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
 
 
 def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:
-    """Brings vectors from the CPU backend into pinned memory of the device, where they are not there already."""
+    """Copies vectors from the CPU backend into the device's pinned memory, unless they are there already."""
     return vectors if placement.is_cpu else tuple(jax.device_put(v, placement.pinned) for v in vectors)

@@ -1,8 +1,8 @@
-"""A forward without a backward under a memory budget: which layers are loaded ahead, and which are not loaded at all.
+"""Plans a forward without a backward under a memory budget: which layers are loaded ahead, later, or not at all.
 
-A segment's layer is there while it runs, and the next segment's layer as well, so that its load is hidden. Where that
-is too much, the next one is loaded after the segment has ended; where a layer and what its segment computes with are
-still too much together, the segment reads its parameters in host memory (DHA).
+While a segment runs, the next segment's layer loads as well, so that its load is hidden. If both do not fit, the next
+layer is loaded after the segment has ended. If a single layer and its segment's values still do not fit, the segment
+reads its parameters in host memory (DHA).
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from jaxferry.units import format_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """How a forward gets its parameters.
+    """How a forward's segments receive their parameters.
 
     Attributes:
-      reads: where each segment reads its layer.
-      ahead: whether each segment's layer is loaded before the segment in front of it runs.
+      reads: where each segment reads its parameter group.
+      ahead: whether each segment's group is loaded before the previous segment runs.
     """
 
     reads: tuple[Source, ...]
     ahead: tuple[bool, ...]
 
     def keys(self, partition: ForwardPartition) -> list[ProgramKey]:
-        """The program of each segment."""
+        """Returns the program of each segment."""
         return [
             ProgramKey(ProgramKind.EVALUATION, s.program, reads)
             for s, reads in zip(partition.segments, self.reads, strict=True)
         ]
 
     def layers_at(self, partition: ForwardPartition, place: int) -> tuple[int, ...]:
-        """The layers that have a device copy while a segment runs, in the order of their loads."""
+        """Returns the parameter groups with a device copy while a segment runs, in the order of their loads."""
         layers = [partition.segments[place].group] if self.reads[place] is Source.DEVICE else []
         following = place + 1
         if following < len(self.reads) and self.ahead[following] and self.reads[following] is Source.DEVICE:
@@ -51,16 +51,16 @@ def fit_stream(
     temporary_bytes_of: Callable[[Iterable[ProgramKey]], Mapping[ProgramKey, int]],
     other_bytes: int = 0,
 ) -> tuple[Stream, Peak]:
-    """The stream that waits least of those that fit, and the most device memory that it needs.
+    """Returns the stream that waits least among those that fit, and its peak device memory.
 
     Args:
       partition: the segments.
       budget_bytes: device memory; None for no limit.
-      temporary_bytes_of: compiles programs; returns what each needs beside its arguments and results.
-      other_bytes: device memory that is taken all the time.
+      temporary_bytes_of: compiles programs; returns the bytes that each needs beside arguments and results.
+      other_bytes: device memory that is always in use.
 
     Raises:
-      BudgetError: if none fits; it says what would.
+      BudgetError: if none fits; it states the smallest possible budget.
     """
     num_segments = len(partition.segments)
     stream = Stream((Source.DEVICE,) * num_segments, (True,) * num_segments)
@@ -81,7 +81,7 @@ def fit_stream(
             stream, reads=tuple(Source.HOST if place in above else Source.DEVICE for place in range(num_segments))
         )
         others = measured(in_place)
-        # Some programs need more for temporaries than their layer has.
+        # Some programs that read host memory need more temporary bytes than the parameters would take.
         is_better = [other.total < need.total for need, other in zip(needs, others, strict=True)]
         reads = [source if better else Source.DEVICE for source, better in zip(in_place.reads, is_better, strict=True)]
         stream = dataclasses.replace(stream, reads=tuple(reads))
@@ -97,7 +97,7 @@ def fit_stream(
 def held_bytes(
     partition: ForwardPartition, stream: Stream, temporary_bytes: Mapping[ProgramKey, int], other_bytes: int = 0
 ) -> list[Peak]:
-    """What is on the device while each segment runs."""
+    """Returns the device memory in use while each segment runs."""
     graph, last_reader = partition.graph, last_readers(partition)
     given = {*graph.batch, *graph.constants, *partition.prelude_outputs}
     always = other_bytes + sum(graph.num_bytes(value) for value in given)
@@ -113,7 +113,7 @@ def held_bytes(
 
 
 def last_readers(partition: ForwardPartition) -> dict[int, int]:
-    """The last segment that reads each value which the caller is not given."""
+    """Returns the last segment that reads each value, except for values that are returned to the caller."""
     returned = {atom for atom in partition.graph.outputs if isinstance(atom, int)}
     readers = {v: place for place, s in enumerate(partition.segments) for v in (*s.inputs, *s.nondiff_inputs)}
     return {value: place for value, place in readers.items() if value not in returned}

@@ -1,10 +1,10 @@
-"""What a profile's durations are measured on: a program, a load, a store, an update, each with arguments of its own.
+"""Microbenchmarks for a profile's durations: a program, a load, a store or an update, each with its own arguments.
 
-Arguments are made by shape. Numbers are of random sign and between 0.05 and 0.1: no zeros, for a GPU draws less power
-on those and runs faster than it does in training, and no denormals, which are slow on a CPU. Integers are zero, so that
-lookups stay within their tables. That is fair, as no time of a dense program depends on values otherwise; loops that
-end by what they find are the exception, and are measured on what they find here. An optimizer starts from the state
-that it makes itself. Only one subject's arguments are there at a time.
+Arguments are made from shapes. Floating-point numbers have random signs and magnitudes between 0.05 and 0.1: no zeros,
+on which a GPU draws less power and runs faster than in training, and no denormals, which are slow on a CPU. Integers
+are zero, so that lookups stay within their tables. The time of a dense program does not otherwise depend on values.
+Loops with data-dependent ends are the exception; they are measured on these values. An optimizer starts from its own
+initial state. Only one subject's arguments exist at a time.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _MOST_COPIED_BYTES = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """Something that takes time.
+    """Something to measure.
 
     Attributes:
-      label: for people.
-      content: what tells it from everything else that is measured on the same machine.
+      label: a name for progress reports.
+      content: identifies it among everything measured on the same machine.
       time: measures it, in seconds.
-      key: the program that has to be compiled before, if there is one.
+      key: the program that must be compiled first, if any.
     """
 
     label: str
@@ -51,7 +51,7 @@ class Subject:
 
 
 def sample(struct: Any, where: Any) -> Any:
-    """An array by shape and dtype, in memory of its own at a sharding."""
+    """Makes an array of a shape and dtype, in its own memory at a sharding."""
     if jnp.issubdtype(struct.dtype, jax.dtypes.extended):
         return jax.device_put(jnp.zeros(struct.shape, struct.dtype), where)
     if jnp.issubdtype(struct.dtype, jnp.inexact):
@@ -69,7 +69,7 @@ def _numbers(dtype: str) -> np.ndarray:
 
 
 def program_subject(programs: Programs, key: ProgramKey, placement: Placement, label: str) -> Subject:
-    """One program of the device."""
+    """Measures one device program."""
 
     def time(effort: Effort) -> float:
         make = ProgramArguments(programs, key, placement)
@@ -80,15 +80,15 @@ def program_subject(programs: Programs, key: ProgramKey, placement: Placement, l
 
 
 class ProgramArguments:
-    """Makes arguments of a program: what it takes the memory of anew for each call, the others once.
+    """Makes arguments of a program: donated ones for each call, the others once.
 
     Args:
-      programs: where it is.
-      key: which it is.
+      programs: the compiled programs.
+      key: the program.
       placement: where arguments live.
 
     Attributes:
-      max_calls: how many calls may have arguments at a time.
+      max_calls: the most calls whose arguments may exist at a time.
     """
 
     def __init__(self, programs: Programs, key: ProgramKey, placement: Placement) -> None:
@@ -104,11 +104,11 @@ class ProgramArguments:
             None if leaf.donated else sample(leaf, where) for leaf, where in zip(leaves, self._where, strict=True)
         ]
         donated = sum(leaf.dtype.itemsize * int(np.prod(leaf.shape)) for leaf in leaves if leaf.donated)
-        # A CPU runs short programs in the calling thread, and others of one row perhaps side by side.
+        # A CPU runs short programs in the calling thread, and may run several long ones in parallel.
         self.max_calls = 1 if placement.is_cpu or donated * _MOST_CALLS > _MOST_COPIED_BYTES else _MOST_CALLS
 
     def __call__(self, num_calls: int) -> list[tuple[Any, ...]]:
-        """The arguments of so many calls."""
+        """Makes the arguments of `num_calls` calls."""
         return [self._one() for _ in range(num_calls)]
 
     def _one(self) -> tuple[Any, ...]:
@@ -121,13 +121,13 @@ class ProgramArguments:
 
 
 def _arguments_on_host(key: ProgramKey) -> set[int]:
-    """The numbers of a program's arguments that are vectors in host memory."""
+    """Returns the positions of a program's arguments that are vectors in host memory."""
     destinations = 0 if key.writes is Target.DEVICE else 1
     return set(range(destinations)) | ({destinations} if key.reads is Source.HOST else set())
 
 
 def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
-    """The load of a layer's parameters: `kind` of transport."""
+    """Measures the load of a layer's parameters; `kind` is the transport."""
 
     def time(effort: Effort) -> float:
         transport = make_transport(kind, placement, [layer])
@@ -152,14 +152,14 @@ def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
 
 
 def offload_subject(kind: str, placement: Placement, layer: Layer, gradients: Sequence[Any], is_sum: bool) -> Subject:
-    """The store of a layer's gradient, until the host can read it.
+    """Measures the store of a layer's gradient, until the host can read it.
 
     Args:
-      kind: of transport.
-      placement: where it lives.
+      kind: the transport.
+      placement: where arrays live.
       layer: the layer.
-      gradients: shapes of what a backward gives: arrays, or rows of lookups.
-      is_sum: whether it is added to what a later segment has stored.
+      gradients: shapes of the backward's gradients: arrays, or rows of lookups.
+      is_sum: whether it is added to the stored gradient of a later segment.
     """
 
     def time(effort: Effort) -> float:
@@ -185,7 +185,7 @@ def offload_subject(kind: str, placement: Placement, layer: Layer, gradients: Se
 
 
 def gradients_text(gradients: Sequence[Any]) -> str:
-    """Shapes of gradients in words; equal for equal stores."""
+    """Describes gradients' shapes in words; equal for equal stores."""
 
     def words(gradient: Any) -> str:
         if not isinstance(gradient, RowGradient):
@@ -196,7 +196,7 @@ def gradients_text(gradients: Sequence[Any]) -> str:
 
 
 def gradient_shapes(partition: Partition, derivative: Derivative) -> list[Any]:
-    """Shapes of what the backward of a segment gives for its layer's parameters."""
+    """Returns shapes of a segment's gradients for its layer's parameters."""
     arguments = derivative.backward_arguments(partition.graph)
     made: list[Any] = jax.eval_shape(derivative.backward, *arguments)[0]
     return made
@@ -205,7 +205,7 @@ def gradient_shapes(partition: Partition, derivative: Derivative) -> list[Any]:
 def update_subject(
     optimizer: HostOptimizer, placement: Placement, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]
 ) -> Subject:
-    """The host update of a unit: its own state, anew; until the compute copy is where the device reads it."""
+    """Measures a unit's host update on a new state, until the compute copy is where the device reads it."""
 
     def time(effort: Effort) -> float:
         masters = [sample(aval, placement.host) for aval in unit.masters]
@@ -220,10 +220,10 @@ def update_subject(
         gradients = [
             sample_vectors(part, where) if is_read[i] else () for i, part in zip(unit.layers, parts, strict=True)
         ]
-        # The gradient's norm, and whatever else there is: one number each.
+        # The gradient's norm, and all further scalars.
         num_scalars = len(program.args_info[0]) - 4
         scalars = [jax.device_put(np.float32(1), placement.host_compute) for _ in range(num_scalars)]
-        # The update works in place, so what it gives back is what the next one takes.
+        # The update works in place, so its results are the next call's arguments.
         current: list[Any] = [masters, state, vectors]
 
         def update(arguments: Any) -> Any:
@@ -238,21 +238,23 @@ def update_subject(
 
 
 def sample_vectors(layer: Layer, where: Any) -> Vectors:
-    """Flat vectors of a layer in some memory."""
+    """Makes flat vectors of a layer in some memory."""
     return tuple(sample(vector, where) for vector in layer.vectors)
 
 
 def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: bool) -> dict[str, ProgramKey]:
-    """The programs that a segment's times come from, by the times' names in a profile; none for a backward it has not.
+    """Returns the programs that determine a segment's times, by the times' names in a profile.
+
+    A segment without a backward has only its forwards.
 
     Args:
       program: the segment's program number.
-      derivative: what its backward reads and gives.
+      derivative: the segment's derivative.
       is_last: whether forward and backward are one program.
-      is_sum: whether a later segment has the same layer, so that its gradient is on the host already.
+      is_sum: whether a later segment has the same parameter group, so that a gradient is on the host already.
     """
     kind = ProgramKind.LOSS if is_last else ProgramKind.BACKWARD
-    # A lookup's backward reads no weight, and its few rows are no gradient that a program would write to the host.
+    # A lookup's backward reads no weight, and programs do not write its few rows to the host.
     by_dha = Source.HOST if is_last or derivative.reads_weights else Source.DEVICE
     target = Target.HOST_SUM if is_sum else Target.HOST
     stays = derivative.has_rows or not derivative.segment.trained

@@ -1,8 +1,8 @@
-"""Measured profiles: every duration on the device at hand, once for each distinct program, layout and update.
+"""Measured profiles: all durations on this device, once for each distinct program, layout and update.
 
     partition --> subjects (microbenchmarks.py) --cache, or a timer--> seconds --> LayerProfile of each segment
 
-What the cache knows is not measured again, and its programs are not even compiled.
+Cached subjects are neither measured nor compiled again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.profiling.timers import Effort
 
 BUDGET_S = 20.0
-"""How long measuring goes on, beside compiling, where three repetitions of everything take no longer."""
+"""Time for measurements, without compilation; three repetitions of everything may exceed it."""
 
 
 def measure_profile(
@@ -51,21 +51,21 @@ def measure_profile(
     progress: Report | None = None,
     budget_s: float = BUDGET_S,
 ) -> Profile:
-    """Measures the profile of a partition on the device at hand (MemFerry, section IV-B).
+    """Measures the profile of a partition on this device (MemFerry, section IV-B).
 
     Args:
       partition: the segments.
-      programs: theirs; those that have to be measured are compiled.
-      optimizer: the host optimizer, whose update of each layer is measured.
-      placement: where everything lives.
-      transport: the kind that loads and offloads are measured of, one of `TRANSPORTS`.
-      recomputing: the same segments, of which those that a plan may let recompute have other programs, which do;
-        `programs` has them too. None for no such choice.
-      remat: for the profile's facts: what is kept between forward and backward.
+      programs: their programs; compiled as far as they are measured.
+      optimizer: the host optimizer; its update of each layer is measured.
+      placement: where arrays live.
+      transport: the transport to measure, one of `TRANSPORTS`.
+      recomputing: the same segments, with rematerialized variants where eligible; `programs` contains them. None if no
+        plan may recompute.
+      remat: what is kept between forward and backward; recorded in `machine`.
       offload_activations: whether values wait in host memory for their backward.
-      cache: what was measured before; None for the user's own (`MeasurementCache`).
-      progress: told what is measured next.
-      budget_s: seconds to spend; exceeded only by what three repetitions of everything take.
+      cache: earlier measurements; None for the user's own cache (`MeasurementCache`).
+      progress: called with the next subject.
+      budget_s: seconds to spend; three repetitions of everything may exceed it.
     """
     if cache is None:
         cache = default_cache(placement)
@@ -84,7 +84,7 @@ def measure_profile(
 
 
 def default_cache(placement: Placement) -> MeasurementCache:
-    """The user's own cache of what was measured on this device."""
+    """Returns the user's cache of measurements on this device."""
     return MeasurementCache(cache_directory(), surroundings(placement.platform, placement.device_kind))
 
 
@@ -95,9 +95,9 @@ def _silent(part: str, done: int, total: int) -> None:
 def _seconds(
     subjects: Mapping[Any, Subject], programs: Programs, cache: MeasurementCache, report: Report, end_s: float
 ) -> dict[Any, float]:
-    """The seconds of each subject; of what is not known, each in turn gets its share of the time that is left.
+    """Returns the seconds of each subject; each missing one in turn receives its share of the remaining time.
 
-    Equal programs have one key each where segments differ; they are measured once.
+    Subjects with equal content are measured once.
     """
     by_content = {subject.content: subject for subject in subjects.values()}
     seconds = {content: known for content in by_content if (known := cache.get(content)) is not None}
@@ -116,11 +116,11 @@ def _seconds(
 
 
 class _Measured:
-    """The subjects of a partition, and the profile's layers from their seconds.
+    """The subjects of a partition, and the profile's layers made from their seconds.
 
     Attributes:
-      subjects: by a key that segments and layers have in common where they share a program, a layout or an update.
-      keys: of each segment, the programs by the names of their times.
+      subjects: by key; segments and layers that share a program, layout or update share the key.
+      keys: for each segment, its programs by the names of their times.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class _Measured:
         layers = self._partition.layers
         used = {segment.group for segment in self._partition.segments}
         is_read = [layer in used for layer in range(len(layers))]
-        # Where layers have one update together, a profile has one for each all the same: they share it by their bytes.
+        # Layers with a joint update share its time in proportion to their bytes, since a profile has one time each.
         self._updates: dict[int, tuple[Any, float]] = {}
         for unit in optimizer.units_of(layers):
             if used.isdisjoint(unit.layers):
@@ -177,7 +177,7 @@ class _Measured:
                 self._updates[layer] = (key, share)
 
     def layer(self, segment: Segment, costs: Any, seconds: Mapping[Any, float]) -> LayerProfile:
-        """The profile of a segment."""
+        """Makes the profile of a segment."""
         number = self._partition.segments.index(segment)
         times: dict[str, Any] = dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s"), 0.0)
         times |= {name: seconds[key] for name, key in self.keys[number].items()}
@@ -202,9 +202,9 @@ class _Measured:
 
 
 def _halves(times: Mapping[str, float]) -> dict[str, float]:
-    """Forward and backward of the last segment, which are one program: their sum is what that takes.
+    """Splits the time of the last segment's program, which is both forward and backward.
 
-    The forward is what it takes alone, but no longer than both; the backward is the rest.
+    The forward's share is its time as a separate program, but at most the whole; the backward's is the rest.
     """
     forward_s = min(times["forward_s"], times["backward_s"], times["backward_go_s"])
     forward_dha_s = min(times["forward_dha_s"], times["backward_dha_s"])

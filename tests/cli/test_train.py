@@ -105,7 +105,7 @@ def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkey
         ("arrays", ("--optimizer", "best"), "--optimizer must be one of adamw, adam"),
         ("arrays", ("--policy", "best"), "unknown policy 'best'"),
         ("arrays", ("--plan", "none.json"), "cannot read none.json"),
-        ("arrays", ("--resume", "nowhere"), "nowhere is no JaxFerry checkpoint"),
+        ("arrays", ("--resume", "nowhere"), "nowhere is not a JaxFerry checkpoint"),
         ("arrays", ("--memory-budget", "1KiB"), "memory"),
         ("arrays", ("--compute-dtype", "int8"), "--compute-dtype must be a floating dtype"),
         ("arrays", ("--steps", 0, "--trace", "t.json"), "--trace needs at least one step"),

@@ -1,7 +1,7 @@
-"""Checkpoints through Orbax: master parameters and optimizer state by path, apart from how layers were cut.
+"""Checkpoints through Orbax: master parameters and optimizer state by path, independent of the partition.
 
-A checkpoint is a folder. It says nothing of modes, layers or devices, so a run may go on under another plan or budget.
-What the state holds in parts (layers of a scan) is written in parts, without a copy, and read whole.
+A checkpoint is a folder. It records no modes, layers or devices, so a run may continue under another plan or budget.
+Arrays that the state stores in parts (layers of a scan) are written in parts, without a copy, and read whole.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Checkpoint:
     Attributes:
       step: number of steps taken.
       params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree;
-        `Stacked` where they are in parts, which nothing is that was loaded.
-      dtypes: the dtypes that the model's own parameters have, in the same order.
+        `Stacked` where they are in parts, which is never so after `load`.
+      dtypes: the dtypes of the model's own parameters, in the same order.
       dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
       optimizer: leaves of the optimizer's state by path.
-      loss_scale: value and number of finite updates of a dynamic loss scale; None if there was none.
+      loss_scale: value and number of finite updates of a dynamic loss scale; None without one.
     """
 
     step: int
@@ -46,15 +46,15 @@ class Checkpoint:
     loss_scale: Sequence[float] | None = None
 
     def dictionary(self) -> Any:
-        """Shapes and dtypes of the model's parameters as nested dictionaries.
+        """Returns shapes and dtypes of the model's parameters as nested dictionaries.
 
         Raises:
-          CheckpointError: if their tree had other containers.
+          CheckpointError: if the tree has other containers.
         """
         if self.dictionary_paths is None:
             raise CheckpointError(
-                "the parameters of this checkpoint are no tree of dictionaries: pass restore(path, params=...) a tree "
-                "of the same structure (shapes are enough, as from jax.eval_shape)"
+                "the parameters of this checkpoint are not a tree of dictionaries: pass restore(path, params=...) a "
+                "tree of the same structure (shapes are enough, as from jax.eval_shape)"
             )
         tree: dict[str, Any] = {}
         for keys, array, dtype in zip(self.dictionary_paths, self.params.values(), self.dtypes, strict=True):
@@ -66,10 +66,10 @@ class Checkpoint:
 
 
 def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
-    """Writes a checkpoint; one that is there already is replaced once the new one is complete.
+    """Writes a checkpoint; an existing one is replaced once the new one is complete.
 
     Raises:
-      CheckpointError: if something else than a checkpoint is there, or nothing can be written there.
+      CheckpointError: if the path exists and is not a checkpoint, or cannot be written.
     """
     keys = [name for name, leaf in checkpoint.optimizer.items() if _is_key(leaf)]
     about = {
@@ -87,7 +87,7 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
         for part, leaves in (("params", checkpoint.params), ("optimizer", checkpoint.optimizer))
     }
     saved = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), about=ocp.args.JsonSave(about))
-    # An interrupt comes when it is written: Orbax's own threads, which nobody can stop, would go on writing.
+    # Interrupts are deferred: Orbax's own threads cannot be stopped and would continue to write.
     with deferred_interrupts():
         target, scratch = _make_scratch(path)
         try:
@@ -99,21 +99,21 @@ def save(checkpoint: Checkpoint, path: str | pathlib.Path) -> None:
 
 
 def check_target(path: str | pathlib.Path) -> None:
-    """Sees whether a checkpoint can be written to a path, and makes the folders that it is to lie in.
+    """Checks that a checkpoint can be written to a path, and makes its parent folders.
 
     Raises:
-      CheckpointError: if something else than a checkpoint is there, or nothing can be written there.
+      CheckpointError: if the path exists and is not a checkpoint, or cannot be written.
     """
     _, scratch = _make_scratch(path)
     scratch.rmdir()
 
 
 def _make_scratch(path: str | pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """The path from the root on, and a new folder beside it; raises as `save` does."""
+    """Returns the absolute path and a new folder beside it; raises as `save` does."""
     target = pathlib.Path(path).absolute()
     try:
         if target.exists() and not _is_checkpoint(target):
-            raise CheckpointError(f"{path} exists and is no JaxFerry checkpoint: choose another path")
+            raise CheckpointError(f"{path} exists and is not a JaxFerry checkpoint: choose another path")
         target.parent.mkdir(parents=True, exist_ok=True)
         return target, pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
@@ -121,7 +121,7 @@ def _make_scratch(path: str | pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]
 
 
 def _replace(target: pathlib.Path, scratch: pathlib.Path) -> None:
-    """Moves what is fresh to its place; what was there stays if that fails."""
+    """Moves the new checkpoint to its place; the old one stays if that fails."""
     if not target.exists():
         (scratch / "fresh").rename(target)
         return
@@ -137,11 +137,11 @@ def load(path: str | pathlib.Path) -> Checkpoint:
     """Reads a checkpoint into host memory.
 
     Raises:
-      CheckpointError: if there is none, or it is damaged.
+      CheckpointError: if there is no checkpoint, or it is damaged.
     """
     source = pathlib.Path(path).absolute()
     if not _is_checkpoint(source):
-        raise CheckpointError(f"{path} is no JaxFerry checkpoint")
+        raise CheckpointError(f"{path} is not a JaxFerry checkpoint")
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             about = checkpointer.restore(source, ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
@@ -163,10 +163,10 @@ def load(path: str | pathlib.Path) -> Checkpoint:
 
 
 def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any], check_dtypes: bool = False) -> None:
-    """Checks names and shapes of saved leaves, and dtypes if asked to.
+    """Checks names and shapes of saved leaves, and with `check_dtypes` their dtypes.
 
     Raises:
-      CheckpointError: if they differ; it names the first that does.
+      CheckpointError: if they differ; it names the first difference.
     """
     for name in [*expected, *saved]:
         if name not in saved:
@@ -186,7 +186,7 @@ def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, An
 
 
 def dictionary_paths(params: Any) -> list[list[str]] | None:
-    """The keys of each leaf if the tree consists of dictionaries with string keys."""
+    """Returns the keys of each leaf if the tree consists of dictionaries with string keys, else None."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     keys = [[getattr(entry, "key", None) for entry in path] for path in paths]
     tree: Any = jax.tree.structure(params)
@@ -227,7 +227,7 @@ def _describe(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _in_parts(leaves: Iterable[Any]) -> dict[str, Any]:
-    """The arrays to be written, by the number of the leaf, and of the part where it is in parts."""
+    """Returns the arrays to write, by the number of the leaf, and of the part for a leaf in parts."""
     arrays: dict[str, Any] = {}
     for i, leaf in enumerate(leaves):
         parts = {f"{i}.{k}": part for k, part in enumerate(leaf.parts)} if isinstance(leaf, Stacked) else {str(i): leaf}
@@ -236,7 +236,7 @@ def _in_parts(leaves: Iterable[Any]) -> dict[str, Any]:
 
 
 def _empty(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Arrays like those that were written."""
+    """Returns uninitialised arrays of the saved shapes and dtypes."""
     made: dict[str, Any] = {}
     for i, leaf in enumerate(described):
         shape, axis = list(leaf["shape"]), leaf.get("axis")
@@ -246,12 +246,12 @@ def _empty(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _filled(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Those that have elements; Orbax takes no others."""
+    """Returns the arrays that have elements; Orbax accepts no others."""
     return {name: array for name, array in arrays.items() if array.size}
 
 
 def _whole(described: Sequence[Mapping[str, Any]], arrays: dict[str, Any]) -> dict[str, Any]:
-    """The leaves by path, from the arrays that were written, which are let go of."""
+    """Returns the leaves by path, made from the saved arrays; removes these from `arrays`."""
     found: dict[str, Any] = {}
     for i, leaf in enumerate(described):
         axis = leaf.get("axis")

@@ -1,4 +1,4 @@
-"""The update of a unit as one native operation: what `host_optimizer.py` compiles where the optimizer says its rule.
+"""The update of a unit as one native operation; `optimizer.py` compiles it if the optimizer has a native rule.
 
 factors (from counts, norm, scale)  +  gradient vectors, masters, moments, compute copy  --host_step-->  in place
 """
@@ -21,13 +21,13 @@ from jaxferry.partition import Layer
 
 
 def fused_rule(optimizer: Any, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
-    """The rule with which the library can do the update of these layers; None where Optax has to.
+    """Returns the library's rule for the update of these layers; None if Optax has to do it.
 
     Args:
       optimizer: the Optax transformation.
       state: shapes of its state for these layers.
       layers: the layers of the unit.
-      reads: for each whether it has a gradient.
+      reads: for each layer whether it has a gradient.
     """
     rule = optimizer.rule if isinstance(optimizer, FusedTransformation) else None
     if rule is None or not all(reads) or not rule.fits(state):
@@ -39,7 +39,7 @@ def fused_rule(optimizer: Any, state: Any, layers: Sequence[Layer], reads: Seque
 
 
 def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
-    """What gradients of this global norm are multiplied by so that it does not exceed `clip_norm`; fp32 scalars."""
+    """Returns the factor that clips gradients of this global norm to `clip_norm`; fp32 scalars."""
     one = jnp.float32(1)
     return one if clip_norm is None else jnp.where(norm < clip_norm, one, jnp.float32(clip_norm) / norm)
 
@@ -55,18 +55,18 @@ def fused_update(
     scale: jax.Array,
     decays: Sequence[bool] | None = None,
 ) -> tuple[Any, Any, list[tuple[jax.Array, ...]]]:
-    """Parameters, state and compute copy after a step, inside a jitted function of the CPU backend.
+    """Returns parameters, state and compute copy after a step; for a jitted function of the CPU backend.
 
     Args:
-      rule: the optimizer's.
+      rule: the optimizer's rule.
       layers: the layers of the unit.
-      params: the tree of their masters, whose leaves are those of the layers in ascending order of their indices.
+      params: the tree of their masters; its leaves are the layers' leaves in ascending order of their indices.
       state: the Optax state.
-      copies: each layer's flat vectors, or their shapes to have them made.
+      copies: each layer's flat vectors, or shapes to allocate them.
       gradients: each layer's flat vectors.
-      clip: fp32 scalar that gradients are multiplied by, after
-      scale: fp32 scalar that they are divided by.
-      decays: for each master whether it decays; None asks the rule for it.
+      clip: fp32 scalar; multiplies gradients after the division by `scale`.
+      scale: fp32 scalar; divides gradients.
+      decays: for each master whether it decays; None for the rule's own answer.
     """
     masters, tree = jax.tree.flatten(params)
     decays = rule.decays(params) if decays is None else decays

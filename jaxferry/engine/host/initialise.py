@@ -1,4 +1,4 @@
-"""Master parameters in host memory, from arrays or from an initialiser that is run layer by layer."""
+"""Master parameters in host memory, from arrays or from an initialiser that runs layer by layer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxferry.partition import Layer
 from jaxferry.partition.graph import evaluate, live_equations, trace
 
 BLOCK_BYTES = 2 << 20
-"""What of a stored array is in memory at a time, beside its master."""
+"""The bytes of a stored array that are in memory at a time, beside its master."""
 
 
 def masters_from_arrays(leaves: Sequence[Any], dtypes: Sequence[np.dtype], placement: Placement) -> list[jax.Array]:
     """Copies parameters leaf by leaf into host memory, in their master dtypes.
 
     Args:
-      leaves: NumPy or JAX arrays, or whatever `np.asarray` makes arrays of; what has a method `blocks`, as
-        `pretrained.StoredTensor` has, is read piece by piece.
+      leaves: NumPy or JAX arrays, or anything that `np.asarray` accepts; leaves with a method `blocks`, such as
+        `pretrained.StoredTensor`, are read piece by piece.
       dtypes: the master dtypes.
-      placement: where they go.
+      placement: where the masters go.
     """
     blocks = _Blocks(placement)
     return [
@@ -41,7 +41,7 @@ class _Blocks:
         self._host = placement.host
 
         def write(master: jax.Array, block: jax.Array, start: Sequence[jax.Array]) -> jax.Array:
-            # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
+            # Operands of different memory kinds do not mix; on a CPU this placement copies nothing.
             master, block = jax.device_put((master, block), jax.memory.Space.Device)
             return jax.lax.dynamic_update_slice(master, block.astype(master.dtype), start)
 
@@ -58,7 +58,7 @@ class _Blocks:
             for start, block in stored.blocks(BLOCK_BYTES):
                 given = jax.device_put(np.asarray(block, order="C"), self._host, may_alias=False)
                 master = self._write(master, given, [np.int32(place) for place in start])
-                # Else blocks would pile up.
+                # Without this, blocks would accumulate.
                 master.block_until_ready()
                 given.delete()
         return master
@@ -69,9 +69,9 @@ def masters_layer_by_layer(
 ) -> list[jax.Array]:
     """Runs `init_fn(rng)` on the CPU backend, one layer at a time, each with only the equations that it needs.
 
-    The results are those of calling `init_fn` there without `jit`.
+    The results equal those of `init_fn` on that backend without `jit`.
     """
-    # A jitted sampler gives other last bits when its operations are run one by one.
+    # A jitted sampler differs in the last bits when its operations run one by one.
     graph = trace(init_fn, rng, (), {}, keep_single=True)
     cpu = next(iter(placement.host.device_set))
     masters: dict[int, jax.Array] = {}

@@ -1,11 +1,11 @@
-"""The optimizer step on the CPU backend: one donated jitted update for each layer, shared by equal layers.
+"""The optimizer step on the CPU backend: one donated jitted update per layer, shared by equal layers.
 
     gradient vectors --unscale, clip--> update --> master, state (in place), compute copy (in place)
 
-Where the optimizer is one of `jaxferry.optimizers` and the native library is there, that is one operation (`fused.py`),
-else a program that XLA makes of Optax's. Masters and state are leaves of the model's own tree; gradients and the
-compute copy are flat vectors. Parameters that are stored in parts are updated by part where that is the same
-(`parts.py`), else whole, together with all layers that hold parts of them.
+With an optimizer of `jaxferry.optimizers` and the native library, the update is one operation (`fused.py`); otherwise
+XLA compiles Optax's update. Masters and state are leaves of the model's own tree; gradients and the compute copy are
+flat vectors. Parameters that are stored in parts are updated by part if that gives the same result
+(`stacked_update.py`), otherwise whole, together with all layers that hold parts of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer, Part
 
 NOT_SEPARABLE = (
-    "the optimizer looks at all parameters at once, or cannot be shown not to{where}; it is run as one update after "
-    "the last gradient, so updates do not overlap the backward (for clipping by global norm use clip_norm= instead)"
+    "the optimizer looks at all parameters at once, or cannot be shown not to{where}; it runs as one update after the "
+    "last gradient, so updates do not overlap the backward (for clipping by global norm use clip_norm= instead)"
 )
 NOT_BY_PART = (
     "the optimizer looks at whole stacked parameters ({leaves}: {reason}); the layers that hold parts of them have one "
@@ -48,12 +48,11 @@ class HostOptimizer:
       avals: shapes and master dtypes of the parameters.
       placement: where arrays live.
       clip_norm: global norm to clip gradients to, or None.
-      hidden: leaves that are frozen whatever the transformation would do: it is not shown them.
+      hidden: leaves that the user has frozen; the transformation does not see them.
 
     Attributes:
       avals: shapes and master dtypes of the parameters.
-      frozen: leaves that are not updated, and whose gradient nobody asks for: those hidden, and those that the
-        transformation itself freezes.
+      frozen: leaves without update and gradient: the hidden ones, and those that the transformation itself freezes.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
     """
 
@@ -86,8 +85,8 @@ class HostOptimizer:
     def check_parts(self, layers: Sequence[Layer]) -> None:
         """Makes the optimizer joint if the update of a layer alone differs from its part of the whole update.
 
-        Layers whose parts are equal share the program that was made for the first of them, so only that is compared.
-        What is updated by parts of its parameters is updated by the whole update's own equations.
+        Layers with equal parts share the first one's program, so only that program is compared. Units of parts need no
+        comparison: they run the whole update's own equations.
         """
         self._check_stacked(layers)
         alone = {layers[group[0]].name: leaves for group, leaves, parts in self._covered(layers) if not parts}
@@ -98,9 +97,10 @@ class HostOptimizer:
             warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {name!r})"), stacklevel=4)
 
     def _takes_parts(self, parts: Sequence[Sequence[int]]) -> bool:
-        """Whether the optimizer, given each of these parts alone, does to it what it does to it in the whole.
+        """Whether the optimizer updates each of these parts alone exactly as within the whole tree.
 
-        Trees without what is missing are tried first, then trees that mark it (`subtree`): what it takes it is given.
+        Tries trees without the missing leaves first, then trees that mask them (`subtree`). Uses the first form that
+        the optimizer accepts.
         """
         first: dict[Any, Sequence[int]] = {}
         for leaves in parts:
@@ -112,18 +112,18 @@ class HostOptimizer:
         return False
 
     def _part_content(self, leaves: Sequence[int], prune: bool) -> Any:
-        """What the update of a part alone does; None where the optimizer does not take such a tree."""
+        """Returns the digest of the update of a part alone; None if the optimizer does not accept such a tree."""
         try:
             return part_content(self._optimizer, self._tree, self.avals, leaves, prune)
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
     def _subtree(self, leaves: Mapping[int, Any]) -> Any:
-        """What the optimizer is given of a part of the tree."""
+        """Returns the tree that the optimizer receives for a part."""
         return subtree(self._tree, leaves, self._prunes)
 
     def _check_stacked(self, layers: Sequence[Layer]) -> None:
-        """Finds the stacked parameters whose parts cannot be updated one by one, and warns of them."""
+        """Finds the stacked parameters whose parts cannot be updated separately, and warns about them."""
         stacked = {leaf.source for layer in layers for leaf in layer.trained.leaves if leaf.part is not None}
         if self.is_joint or not stacked:
             return
@@ -144,13 +144,13 @@ class HostOptimizer:
         return PartOptimizer(self._optimizer, shown, self._whole)
 
     def units_of(self, layers: Sequence[Layer]) -> list[UpdateGroup]:
-        """The units of these layers, with shapes in place of arrays."""
+        """Returns the units of these layers, with shapes instead of arrays."""
         return [self._unit(*covered) for covered in self._covered(layers)]
 
     def _covered(
         self, layers: Sequence[Layer]
     ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[Part | None, ...]]]:
-        """The layers, leaves and parts of each unit; no parts if it has its leaves whole."""
+        """Returns the layers, leaves and parts of each unit; parts are empty if the unit holds whole leaves."""
         held = {i: layer.trained.leaves for i, layer in enumerate(layers) if layer.trained.leaves}
         covered = []
         together = updated_together([layer.trained for layer in layers], self._not_by_part)
@@ -213,14 +213,13 @@ class HostOptimizer:
         return state
 
     def compile_updates(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
-        """Makes the compiled update of every unit in `unit.programs`; equal units share it.
+        """Stores the compiled update of every unit in `unit.programs`; equal units share it.
 
         It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
-        `gradients` hold the flat vectors of each layer's trained parameters, `gradients` an empty tuple for a layer
-        that no segment reads. Gradients are divided by `scale` before anything else; `norm` is the global norm after
-        that. Both are fp32 scalars. The first three arguments are donated.
-        The old `vectors` only lend their memory; where the CPU backend cannot reach pinned memory they are empty
-        tuples.
+        `gradients` hold the flat vectors of each layer's trained parameters; `gradients` is an empty tuple for a layer
+        that no segment reads. Gradients are divided by `scale` first; `norm` is the global norm after the division.
+        Both are fp32 scalars. The first three arguments are donated. The old `vectors` only provide memory; they are
+        empty tuples if the CPU backend cannot reach pinned memory.
         """
         lowered: dict[Any, Any] = {}
         wanted = []
@@ -238,14 +237,14 @@ class HostOptimizer:
             unit.programs[reads] = self._programs[key]
 
     def update_key(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
-        """What the update of a unit depends on: units with equal keys share it."""
+        """Returns everything that the update of a unit depends on: units with equal keys share a program."""
         layouts = tuple(layers[i].trained.layout for i in unit.layers)
         shapes = tuple(tuple(master.shape) for master in unit.masters)
         content = self._whole.content(unit.leaves) or unit.leaves
         return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
 
     def update_text(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
-        """The update of a unit as XLA is given it; masters and state may be shapes."""
+        """Returns the text of a unit's update before XLA compiles it; masters and state may be shapes."""
         text: str = self._lower(unit, layers, tuple(is_read[i] for i in unit.layers)).as_text()
         return text
 
@@ -261,7 +260,7 @@ class HostOptimizer:
             update = self._optax_update
 
         def flat_update(masters: Any, state_leaves: Any, vectors: Any, gradients: Any, *numbers: jax.Array) -> Any:
-            # Operands of several memory kinds do not mix; on a CPU this placement is free of copies.
+            # Operands of different memory kinds do not mix; on a CPU this placement copies nothing.
             host = (masters, state_leaves, vectors, gradients)
             masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
             params, before = masters, state_leaves
@@ -291,14 +290,14 @@ class HostOptimizer:
         return jitted.trace(masters, states, vectors, gradients, number, number).lower()
 
     def _rule(self, unit: UpdateGroup, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
-        """The rule of the native library for a unit; None where it has to be left to Optax."""
+        """Returns the native library's rule for a unit; None if Optax has to update it."""
         is_cut = any(leaf.part is not None for layer in layers for leaf in layer.leaves)
         if state is None or (is_cut and not unit.parts) or [name for name, _ in unit.state_keys] != path_names(state):
             return None
         return fused_rule(self._optimizer, state, layers, reads)
 
     def _state_tree(self, unit: UpdateGroup) -> Any:
-        """Shapes of a unit's Optax state; None where parts have none of their own that could be of use."""
+        """Returns shapes of a unit's Optax state; None if parts have no usable state tree of their own."""
         if not unit.parts:
             return self.abstract_state(unit.leaves)
         if not isinstance(self._optimizer, FusedTransformation) or len(set(unit.leaves)) < len(unit.leaves):
@@ -306,7 +305,7 @@ class HostOptimizer:
         return jax.eval_shape(self._optimizer.init, subtree(self._tree, select(self.avals, unit.leaves), prune=False))
 
     def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool] | None:
-        """Which masters of a unit of parts decay: as the mask says of the model's own tree."""
+        """Returns which masters of a unit of parts decay, by the mask of the model's own tree."""
         if not unit.parts:
             return None
         found: list[bool] = []
@@ -363,7 +362,7 @@ class HostOptimizer:
         return params, state, packed(layers, taken_apart(layers, masters), vectors)
 
     def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
-        """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm`, with the norm given."""
+        """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm` with a given norm."""
         if self._clip_norm is None:
             return gradients
         limit = jnp.float32(self._clip_norm)

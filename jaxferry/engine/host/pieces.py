@@ -1,7 +1,7 @@
-"""Arrays in host memory that are whole or in parts, and each form made of the other.
+"""Arrays in host memory, whole or in parts, and conversions between the two forms.
 
-A parameter that a model scans over, and whatever the optimizer keeps for it, is stored in parts, one a layer; users and
-checkpoints know it whole.
+A parameter that a model scans over, and its optimizer state, is stored in parts, one per layer. Users and checkpoints
+see it whole.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from jaxferry.engine.placement import Placement
 from jaxferry.partition import Part
 
 Key = tuple[Any, Part | None]
-"""What an array is of: a parameter's number or the path of a leaf of the state, and which part of it; None for all."""
+"""Identifies an array: a parameter's number or the path of a leaf of the state, and its part; None for the whole."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stacked:
-    """An array that is there in parts.
+    """An array that is stored in parts.
 
     Attributes:
       parts: the parts in order.
-      axis: the axis that they are stacked along.
+      axis: the axis along which they are stacked.
     """
 
     parts: tuple[Any, ...]
@@ -44,14 +44,14 @@ class Stacked:
         return self.parts[0].dtype
 
     def whole(self) -> np.ndarray:
-        """The array, newly made."""
+        """Returns the whole array, as a copy."""
         return np.stack([np.asarray(part) for part in self.parts], self.axis)
 
 
 class Pieces:
-    """Arrays that are given away one by one, cut or put together where they are asked for in another form.
+    """Arrays that callers take one by one; cuts or joins them if a caller asks for the other form.
 
-    An array that is cut is let go of once its parts are there, so that no more than one is there twice.
+    Releases an array as soon as its parts exist, so that at most one array exists twice.
 
     Args:
       arrays: by name and part; the caller keeps no references.
@@ -64,7 +64,7 @@ class Pieces:
         self._given: dict[Key, jax.Array] = {}
 
     def take(self, key: Key) -> jax.Array:
-        """The array of a key; a copy if it has been asked for before (an update works in place)."""
+        """Returns the array of a key; a copy if it has been taken before, since updates work in place."""
         if key in self._given:
             return on_host(self._given[key], self._placement)
         name, part = key
@@ -84,18 +84,18 @@ class Pieces:
 
 
 def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> jax.Array:
-    """An array in memory that nobody else has, in another dtype if one is given."""
-    # JAX takes NumPy's memory as its own where that is aligned, even if told that it may not.
+    """Returns a copy in host memory that nothing else references, in `dtype` if given."""
+    # JAX aliases aligned NumPy memory even with may_alias=False.
     return jax.device_put(np.array(array, dtype), placement.host)
 
 
 def cut(array: Any, part: Part, placement: Placement) -> jax.Array:
-    """A part of an array in host memory."""
+    """Returns a part of an array, in host memory."""
     return on_host(np.asarray(array)[(slice(None),) * part.axis + (part.number,)], placement)
 
 
 def together(parts: Mapping[Part | None, Any]) -> Any:
-    """The array as it is, or all its parts as a `Stacked`."""
+    """Returns the array itself if it is whole, or its parts as a `Stacked`."""
     if None in parts:
         return parts[None]
     ordered = sorted((part for part in parts if part is not None), key=lambda part: part.number)
@@ -103,6 +103,6 @@ def together(parts: Mapping[Part | None, Any]) -> Any:
 
 
 def joined(parts: Mapping[Part | None, Any]) -> Any:
-    """The array as it is, or made of all its parts."""
+    """Returns the array itself if it is whole, or joins its parts."""
     found = together(parts)
     return found.whole() if isinstance(found, Stacked) else found

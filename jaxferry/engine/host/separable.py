@@ -1,15 +1,14 @@
-"""Whether an optimizer may be run layer by layer: found by looking at its own program.
+"""Decides from an optimizer's own program whether it may run layer by layer.
 
-The update of the whole tree is traced once, with shapes alone. If no output of one leaf (its update, its state) depends
-on the gradient, parameter or state of another, the optimizer is separable: a layer's update can start before the
-other gradients exist. Clipping by global norm, for one, is not.
+The update of the whole tree is traced once, with shapes. If no output of one leaf (its update, its state) depends on
+the gradient, parameter or state of another, the optimizer is separable: a layer's update can start before the other
+gradients exist. Clipping by global norm is an example of an optimizer that is not separable.
 
-Independence alone does not prove that the update of a part equals that part of the update: an optimizer may look at
-the tree's structure (noise with one key for each leaf, drawn in order). So the two programs are compared as well,
-equation by equation.
+Independence alone does not prove that the update of a part equals that part of the update: an optimizer may depend on
+the tree's structure (noise with one key per leaf, drawn in order). So the two programs are compared as well, equation
+by equation.
 
-The same trace tells which parameters are frozen: those whose update is zero whatever happens, and whose gradient nobody
-reads.
+The same trace identifies frozen parameters: those whose update is always zero, and whose gradient nothing reads.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from jaxferry.partition.graph import Equation, Graph, trace
 from jaxferry.partition.keys import Canonical, bytes_of
 
 SHARED = -1
-"""The owner of what belongs to no parameter alone."""
+"""The owner of state that belongs to no single parameter."""
 
 _SAME_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
 
@@ -39,14 +38,14 @@ class WholeUpdate:
       optimizer: the transformation.
       tree: the structure of the parameters.
       avals: their shapes and master dtypes.
-      hidden: leaves that the optimizer is not shown, by index.
+      hidden: leaves that the optimizer does not see, by index.
 
     Attributes:
-      leaves: the leaves that it is shown.
-      graph: the trace; of gradients, parameters and state it makes updates and state.
+      leaves: the leaves that it sees.
+      graph: the trace; maps gradients, parameters and state to updates and state.
       state_names: paths of the leaves of the state.
       state_avals: their shapes and dtypes.
-      owners: the leaf that each of them belongs to, or `SHARED`.
+      owners: the leaf that each leaf of the state belongs to, or `SHARED`.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class WholeUpdate:
         return any(made_from - {owner} for owner, made_from in zip(owners, self._sources(), strict=True))
 
     def frozen(self) -> frozenset[int]:
-        """Leaves whose update is zero whatever happens, that own no state and that nothing else is made from."""
+        """Returns leaves whose update is always zero, that own no state and on which no other output depends."""
         found = {
             leaf
             for leaf, atom in zip(self.leaves, self.graph.outputs, strict=False)
@@ -85,7 +84,7 @@ class WholeUpdate:
         return frozenset(found).difference(*self._sources()) if found else frozenset()
 
     def _sources(self) -> list[frozenset[int]]:
-        """For each output the leaves that it is made from, through their gradient, parameter or state."""
+        """Returns for each output the leaves on which it depends, through their gradient, parameter or state."""
         graph = self.graph
         sources: dict[int, frozenset[int]] = {}
         owners = [*self.leaves, *self.leaves, *self.owners]
@@ -108,7 +107,7 @@ class WholeUpdate:
         return self._is_zero(equation.inputs[0])
 
     def content(self, leaves: Sequence[int]) -> Any:
-        """What the update does to these leaves and to the state that they share: a digest, or None if it has none."""
+        """Returns a digest of the update of these leaves and of the shared state; None if it has no digest."""
         key = tuple(leaves)
         if key not in self._contents:
             self._contents[key] = self._content(leaves)
@@ -125,7 +124,7 @@ class WholeUpdate:
 
 
 def trace_update(optimizer: optax.GradientTransformation, params: Any, state: Any) -> Graph:
-    """Traces `optimizer.update(gradients, state, params)`; outputs are the updates, then the new state."""
+    """Traces `optimizer.update(gradients, state, params)`; the outputs are the updates, then the new state."""
 
     def update(gradients: Any, params: Any, state: Any) -> Any:
         return optimizer.update(gradients, state, params)
@@ -147,9 +146,9 @@ def part_content(
     leaves: Sequence[int],
     prune: bool = True,
 ) -> Any:
-    """The digest of the update of a part of the tree alone; equal to `WholeUpdate.content` if the arithmetic is.
+    """Returns the digest of the update of a part alone; equals `WholeUpdate.content` if the arithmetic is the same.
 
-    `prune` is that of `subtree`, as for `init_content`.
+    `prune` is passed to `subtree`, here and in `init_content`.
     """
     params = subtree(tree, {leaf: avals[leaf] for leaf in leaves}, prune)
     graph = trace_update(optimizer, params, jax.eval_shape(optimizer.init, params))
@@ -163,7 +162,7 @@ def init_content(
     leaves: Sequence[int],
     prune: bool = True,
 ) -> Any:
-    """What making the state of a part of the tree does: a digest, or None if it has none."""
+    """Returns the digest of the initialisation of a part's state; None if it has no digest."""
     graph = trace(optimizer.init, subtree(tree, {leaf: avals[leaf] for leaf in leaves}, prune), (), {})
     return _content(graph, _makers(graph), graph.parameters, graph.outputs)
 
@@ -183,7 +182,7 @@ def _content(graph: Graph, made_by: Mapping[int, Equation], inputs: Sequence[int
 
 
 def _in_order_of_need(made_by: Mapping[int, Equation], outputs: Sequence[Any]) -> list[Equation]:
-    """Depth first from the outputs: an order that does not depend on what else was traced in between."""
+    """Returns the equations depth first from the outputs: an order independent of other traced equations."""
     done: set[int] = set()
     order: list[Equation] = []
     stack = [(made_by[atom], False) for atom in reversed(outputs) if isinstance(atom, int) and atom in made_by]
@@ -201,7 +200,7 @@ def _in_order_of_need(made_by: Mapping[int, Equation], outputs: Sequence[Any]) -
 
 
 def _owner(name: str, names: dict[str, int]) -> int:
-    """The parameter that a leaf of the state belongs to: the one whose path ends the leaf's path."""
+    """Returns the parameter that owns a leaf of the state: the one whose path is a suffix of the leaf's path."""
     if "" in names:
         return 0  # the tree is a single array
     for start in range(len(name)):

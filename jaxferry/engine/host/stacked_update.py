@@ -1,8 +1,8 @@
-"""The update of parts of stacked parameters: what the update of the whole parameters does to these parts.
+"""The update of parts of stacked parameters, derived from the update of the whole parameters.
 
-Optax is given the model's own tree: masks, labels and schedules decide by the shapes and paths that the user knows. Its
-update is traced so, and where all that it does to a stacked parameter is element-wise, the same equations are run on a
-part of it. Where they are not (factored moments, norms of a parameter), the parts have to be updated together.
+Optax receives the model's own tree: masks, labels and schedules depend on the shapes and paths that the user knows. The
+update is traced on this tree. If it treats a stacked parameter element-wise, the same equations run on each part.
+Otherwise (factored moments, norms of a parameter) the parts are updated together.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from jaxferry.partition.elementwise import ELEMENTWISE
 from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, live_equations, trace
 
 Held = Sequence[tuple[int, Part | None]]
-"""Leaves of the model's tree, each whole or a part of it."""
+"""Leaves of the model's tree, each with its part; None for a whole leaf."""
 
 
 class PartOptimizer:
-    """An Optax transformation over parts of the leaves of a tree, where that is possible.
+    """Applies an Optax transformation to parts of the leaves of a tree, where that is possible.
 
     Args:
       optimizer: the transformation.
-      params: the tree of parameters that it is shown, as shapes and master dtypes.
+      params: the tree of parameters that it sees, as shapes and master dtypes.
       whole: the traced update.
     """
 
@@ -42,28 +42,28 @@ class PartOptimizer:
         self._init = _ByPart(trace(optimizer.init, params, (), {}), leaves, owners, shapes)
 
     def obstacle(self, leaf: int) -> str | None:
-        """What keeps the parts of a leaf from being updated one by one; None if nothing does."""
+        """Returns why the parts of a leaf cannot be updated separately; None if they can."""
         return self._update.obstacle(leaf) or self._init.obstacle(leaf)
 
     def state_keys(self, held: Held) -> list[Key]:
-        """What the leaves of the state are that belong to these parts."""
+        """Returns the keys of the state's leaves that belong to these parts."""
         names = self._whole.state_names
         return [(names[i], part) for i, part in self._state(held)]
 
     def state_avals(self, held: Held) -> list[jax.ShapeDtypeStruct]:
-        """Their shapes and dtypes."""
+        """Returns shapes and dtypes of the leaves that `state_keys` names."""
         avals = self._whole.state_avals
         return [part_aval(avals[i], part) for i, part in self._state(held)]
 
     def init(self, held: Held, masters: Sequence[jax.Array]) -> list[jax.Array]:
-        """The initial state of parts, inside a jitted function."""
+        """Returns the initial state of parts; for a jitted function."""
         made = self._init(held, dict(zip(self._placed(held), masters, strict=True)))
         return [made[place] for place in self._state(held)]
 
     def update(
         self, held: Held, gradients: Sequence[jax.Array], masters: Sequence[jax.Array], state: Sequence[jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Masters and state after a step, inside a jitted function."""
+        """Returns masters and state after a step; for a jitted function."""
         count, placed = len(self._places), self._placed(held)
         arguments: dict[Key, Any] = {}
         for (place, part), gradient, master in zip(placed, gradients, masters, strict=True):
@@ -74,11 +74,11 @@ class PartOptimizer:
         return after, [made[count + i, part] for i, part in self._state(held)]
 
     def _placed(self, held: Held) -> Held:
-        """The same by the places of the leaves among those that the optimizer is shown."""
+        """Returns the same with each leaf's place among the leaves that the optimizer sees."""
         return [(self._places[leaf], part) for leaf, part in held]
 
     def _state(self, held: Held) -> list[tuple[int, Part | None]]:
-        """The leaves of the state that belong to these parts, or to all."""
+        """Returns the leaves of the state that belong to these parts, or are shared."""
         found: list[tuple[int, Part | None]] = []
         for i, owner in enumerate(self._whole.owners):
             found += [(i, None)] if owner == SHARED else [(i, part) for leaf, part in held if leaf == owner]
@@ -86,24 +86,24 @@ class PartOptimizer:
 
 
 def part_aval(aval: Any, part: Part | None) -> jax.ShapeDtypeStruct:
-    """The shape of a part of an array."""
+    """Returns the shape and dtype of a part of an array."""
     shape = tuple(aval.shape)
     shape = shape if part is None else (*shape[: part.axis], *shape[part.axis + 1 :])
     return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
 class _ObstacleError(Exception):
-    """Why an output cannot be had by part."""
+    """Why an output cannot be computed by part."""
 
 
 @dataclasses.dataclass
 class _Recipe:
-    """How the outputs of a stacked leaf are made for a part of it.
+    """How to compute the outputs of a stacked leaf for one part.
 
     Attributes:
-      outputs: which they are, and their values.
+      outputs: numbers and values of the outputs.
       equations: element-wise equations and broadcasts of scalars, in order.
-      scalars: values that these read, the same for all parts.
+      scalars: scalars that these equations read, the same for all parts.
     """
 
     outputs: list[tuple[int, Atom]]
@@ -136,12 +136,12 @@ class _ByPart:
         self._recipes: dict[int, _Recipe | str] = {}
 
     def obstacle(self, leaf: int) -> str | None:
-        """What keeps a leaf from being dealt with by part."""
+        """Returns why a leaf cannot be processed by part; None if it can."""
         found = self._recipe(leaf)
         return found if isinstance(found, str) else None
 
     def __call__(self, held: Held, arguments: Mapping[Key, Any]) -> dict[Key, Any]:
-        """The outputs that belong to these parts, or to all, from the inputs that do: by number and part."""
+        """Computes the outputs that belong to these parts, or are shared; keys are numbers and parts."""
         graph = self._graph
         values = dict(graph.constants)
         values |= {self._numbers[i]: array for (i, part), array in arguments.items() if part is None}
@@ -194,7 +194,7 @@ class _ByPart:
         return recipe
 
     def _need(self, leaf: int, atom: Atom, recipe: _Recipe) -> None:
-        """Adds what makes a value of the leaf's shape; depth first."""
+        """Adds the equations that compute a value of the leaf's shape, depth first."""
         if not isinstance(atom, int) or self._owner.get(atom) == leaf or atom in recipe.equations:
             return
         equation = self._made_by.get(atom)
@@ -213,7 +213,7 @@ class _ByPart:
         recipe.equations[atom] = equation
 
     def _reduction(self, leaf: int, atom: Atom, reader: Equation) -> Equation:
-        """The equation that has made what is none of a leaf's shape of an array that is."""
+        """Returns the equation that reduces an array of the leaf's shape to a value of another shape."""
         equation = self._made_by.get(atom) if isinstance(atom, int) else None
         if equation is None or any(self._shape(operand) == self._shapes[leaf] for operand in equation.inputs):
             return reader if equation is None else equation

@@ -1,4 +1,4 @@
-"""A part of a parameter tree that an Optax transformation can be given in place of the whole."""
+"""Parts of a parameter tree in a form that Optax transformations accept."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import optax
 
 
 def subtree(tree: jax.tree_util.PyTreeDef, leaves: Mapping[int, Any], prune: bool = True) -> Any:
-    """The tree with only the leaves whose indices are given, at their own paths.
+    """Returns the tree with only the leaves whose indices are given, at their own paths.
 
-    Dictionaries lose their other entries. In other containers (lists, NNX states) an `optax.MaskedNode`, which holds no
-    leaf, takes the place of what is missing; Optax itself marks parameters that a transformation shall not see so. With
-    `prune=False` it does so in dictionaries too: masks and labels that are given as a tree of the whole model fit then.
+    Dictionaries lose their other entries. In other containers (lists, NNX states) an `optax.MaskedNode` replaces each
+    missing leaf, as Optax itself does to hide parameters from a transformation. With `prune=False` this applies to
+    dictionaries too, so that masks and labels given as a tree of the whole model still fit.
     """
     slots = [leaves.get(index, optax.MaskedNode()) for index in range(tree.num_leaves)]
     whole = jax.tree.unflatten(tree, slots)
@@ -28,10 +28,10 @@ def _prune(node: Any) -> Any:
 
 
 def path_names(tree: Any) -> list[str]:
-    """The path of each leaf as one string that `jax.tree_util.keystr` writes."""
+    """Returns the path of each leaf as a string, as `jax.tree_util.keystr` writes it."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def select(leaves: Sequence[Any], indices: Sequence[int]) -> dict[int, Any]:
-    """The chosen leaves by index."""
+    """Returns the chosen leaves by index."""
     return {index: leaves[index] for index in indices}

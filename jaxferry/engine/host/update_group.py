@@ -1,4 +1,4 @@
-"""What one update covers: which layers go together, and how the parts that they hold are put together and cut again."""
+"""Update groups: which layers share one update, and how the parts that they hold are joined and split again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class UpdateGroup:
       masters: master parameters in the order of `leaves`, in host memory.
       state: leaves of the Optax state, in host memory.
       state_keys: their paths, and which part of a stacked parameter they belong to.
-      programs: the compiled update, by which of the layers are read at all.
-      parts: which part each master is of its leaf; empty if all are whole.
+      programs: compiled updates, by which of the layers any segment reads.
+      parts: for each master its part of the leaf; empty if all are whole.
     """
 
     layers: tuple[int, ...]
@@ -37,14 +37,14 @@ class UpdateGroup:
 
     @property
     def keys(self) -> list[tuple[int, Part | None]]:
-        """What the masters are."""
+        """Leaf and part of each master."""
         return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
 
 
 def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> list[tuple[int, ...]]:
-    """Groups of layers: those that hold parts of the same leaf go together if it is updated whole.
+    """Groups layers for updates: layers that hold parts of the same leaf go together if that leaf is updated whole.
 
-    The other leaves that such layers hold parts of are then updated whole as well.
+    All other leaves of which such layers hold parts are then updated whole as well.
     """
     stacked = [{leaf.source for leaf in layer.leaves if leaf.part is not None} for layer in layers]
     whole, more = set[int](), set(not_by_part)
@@ -59,7 +59,7 @@ def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> l
 
 
 def put_together(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
-    """Arrays by leaf of the model's own tree, from those by leaf as it is stored; inside a jitted function."""
+    """Joins stored parts into leaves of the model's own tree; for a jitted function."""
     whole: dict[int, jax.Array] = {}
     parts: dict[int, dict[Part, jax.Array]] = {}
     for leaf in (leaf for layer in layers for leaf in layer.leaves):
@@ -74,7 +74,7 @@ def put_together(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> di
 
 
 def taken_apart(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
-    """The reverse of `put_together`."""
+    """Splits leaves into stored parts: the inverse of `put_together`."""
     return {leaf.index: _part_of(arrays[leaf.source], leaf.part) for layer in layers for leaf in layer.leaves}
 
 
@@ -83,7 +83,7 @@ def _part_of(array: jax.Array, part: Part | None) -> Any:
 
 
 def by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array) -> dict[int, jax.Array]:
-    """Gradients by leaf index in the master dtypes, divided by the scale; zeros for a layer that has none."""
+    """Returns gradients by leaf index in the master dtypes, divided by `scale`; zeros for a layer without one."""
     found: dict[int, jax.Array] = {}
     for layer, vectors in zip(layers, gradients, strict=True):
         arrays = layer.unpack(vectors) if vectors else [jnp.zeros(leaf.shape) for leaf in layer.leaves]
@@ -93,7 +93,7 @@ def by_leaf(layers: Sequence[Layer], gradients: Sequence[Any], scale: jax.Array)
 
 
 def packed(layers: Sequence[Layer], masters: Mapping[int, jax.Array], vectors: Sequence[Any]) -> list[Any]:
-    """The compute copy of each layer."""
+    """Returns the compute copy of each layer."""
     return [
         layer.pack([masters[leaf.index] for leaf in layer.leaves], into or None)
         for layer, into in zip(layers, vectors, strict=True)

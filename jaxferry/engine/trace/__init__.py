@@ -1,1 +1,1 @@
-"""When each task of a step started and ended."""
+"""Records when each task of a step started and ended."""

@@ -1,13 +1,13 @@
-"""When tasks start and end on a device that works by itself, where one thread issues for all its lanes.
+"""Measures when tasks start and end on an asynchronous device, where one thread issues for all its lanes.
 
-    load, store (ferry)   an event on the queue before its copies, one behind them      start, end
-    program               an event on the program's stream behind it; it started        start, end
-                          when the mark before had, or the last wait for a queue
-    without the library   a thread waits for what a task gives                          end
+    load, store (ferry)   one event on the queue before its copies, one after them      start, end
+    program               one event on its stream after it; the start is that of        start, end
+                          the previous mark, or of the last wait for a queue
+    without the library   a thread waits for the task's results                         end
 
-A mark is part of a program or a tiny one behind it, so its place is that of what it marks. Nobody waits for one before
-somebody reads: a step issues some more, and goes on. Which task a mark belongs to is told by a token, a byte of device
-memory for each task: its address is the name, and its marks are counted.
+A mark is part of the program that it marks, or a tiny program after it, so it runs in the right place. Nothing waits
+for marks until they are read; a step only issues them. A token identifies the task of a mark: one byte of device memory
+per task, whose address is the task's key. Marks with the same token are counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxferry.engine.placement import Placement
 from jaxferry.native import NativeLibrary, targets
 
 UNDER_WAY = 2
-"""Steps whose marks come while those of the last finished ones are still wanted: one that goes on, one that failed."""
+"""Steps that make marks while those of the last finished steps are kept: a running one and a failed one."""
 
 _MOST_COPIES = 64
 
@@ -41,9 +41,9 @@ class Marks:
 
     Args:
       placement: the device.
-      num_steps: of how many of the last steps they are kept.
-      library: the native library that moves layers; None to have threads wait for results.
-      clock: what those threads read, in seconds.
+      num_steps: number of last steps whose marks are kept.
+      library: the native library that moves layers; None if threads wait for results.
+      clock: the clock of those threads, in seconds.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class Marks:
         self._results: dict[int, jax.Array] = {}
         self._mark = jax.jit(lambda token, result: targets.mark(token, [result], "program"), out_shardings=device)
         self._probe = jax.jit(lambda result: jnp.zeros((), jnp.int8), keep_unused=True, out_shardings=device)
-        # Programs end in their order. A copy's buffer may be deleted as soon as it has been read, so that somebody must
-        # be waiting for it by then.
+        # Programs end in their order. A copy's buffer may be deleted as soon as it has been read, so a thread must be
+        # waiting for it by then.
         self._programs = ThreadPoolExecutor(1, thread_name_prefix="jaxferry marks of programs")
         self._copies = ThreadPoolExecutor(_MOST_COPIES, thread_name_prefix="jaxferry marks of copies")
         if library is not None:
             weakref.finalize(self, _close, library, self._addresses)
 
     def begin(self) -> StepMarks:
-        """The marks of another step."""
+        """Returns the marks of a new step."""
         return StepMarks(self)
 
     def token(self, index: int) -> jax.Array:
-        """What the marks of a task are told by."""
+        """Returns the token that identifies a task's marks."""
         if index not in self._tokens:
             assert self._library is not None
             token = jax.device_put(np.zeros(1, np.uint8), self._device, may_alias=False)
@@ -83,32 +83,32 @@ class Marks:
         return self._tokens[index]
 
     def count(self, index: int, result: jax.Array) -> int:
-        """Takes the result of a program that marks a task, and says which of the task's marks that is."""
+        """Records the result of a program that marks a task; returns the mark's number among the task's marks."""
         self._results[index] = result
         number = self._counts[index]
         self._counts[index] += 1
         return number
 
     def after(self, index: int, result: jax.Array) -> int | Future[float]:
-        """Marks the program whose result this is: by a number, or by the time at which it was seen to have ended."""
+        """Marks the end of the program with this result; returns the mark's number, or the time as a future."""
         if self._library is None:
             return self._programs.submit(_seen_s, [self._probe(result)], self._clock)
         return self.count(index, self._mark(self.token(index), result))
 
     def when(self, arrays: Sequence[jax.Array]) -> Future[float]:
-        """The time at which arrays are there; NaN if they are deleted before anybody looks."""
+        """Returns the time at which arrays are ready; NaN if they are deleted before a thread waits for them."""
         if any(array.is_deleted() for array in arrays):
             return self._copies.submit(lambda: math.nan)
-        # JAX keeps nothing of an array alive for a thread that waits for it while another one deletes it: it crashes.
+        # JAX crashes if one thread deletes an array while another one waits for it, so the thread holds its own.
         own = [array.addressable_data(0) for array in arrays]
         return self._copies.submit(_seen_s, own, self._clock)
 
     def read(self, numbers: Mapping[int, int]) -> dict[int, tuple[float, float]]:
-        """Start and end of tasks by the numbers of their marks."""
+        """Returns start and end of tasks, given the numbers of their marks."""
         if self._library is None or not numbers:
             return {}
-        # Whatever has been issued has been marked then, and whatever has been marked has ended. Of a program that has
-        # failed nothing is known here; its own step tells why.
+        # After this, all issued tasks are marked and all marked tasks have ended. Errors of failed programs are
+        # suppressed: their own step reports them.
         with contextlib.suppress(RuntimeError):
             jax.block_until_ready(list(self._results.values()))
         self._library.synchronize()
@@ -125,7 +125,7 @@ class StepMarks:
         self._seen: dict[int, Future[float]] = {}
 
     def of(self, index: int) -> TaskMark:
-        """For whoever does a task's work."""
+        """Returns the mark of one task."""
         return TaskMark(self, index)
 
     def token(self, index: int) -> jax.Array:
@@ -133,7 +133,7 @@ class StepMarks:
         return self._marks.token(index)
 
     def add(self, index: int, result: jax.Array) -> None:
-        """The task was marked by the program whose result this is."""
+        """Records that the program with this result has marked the task."""
         self._numbers[index] = self._marks.count(index, result)
 
     def after(self, index: int, results: Any) -> None:
@@ -141,7 +141,7 @@ class StepMarks:
 
         Args:
           index: its task.
-          results: what it has returned, or a part of that.
+          results: its results, or some of them.
         """
         mark = self._marks.after(index, jax.tree.leaves(results)[0])
         if isinstance(mark, int):
@@ -150,13 +150,13 @@ class StepMarks:
             self._seen[index] = mark
 
     def watch(self, index: int, arrays: Sequence[jax.Array]) -> None:
-        """The task has ended when these arrays are there."""
+        """Marks the end of a task by the time at which these arrays are ready."""
         self._seen[index] = self._marks.when(arrays)
 
     def times(self) -> dict[int, tuple[float, float]]:
-        """Start and end of each task that was marked, in seconds of the host's clock; NaN for what is not known.
+        """Returns start and end of each marked task, in seconds of the host's clock; NaN if unknown.
 
-        Waits for those that are under way.
+        Waits for tasks in flight.
         """
         concurrent.futures.wait(self._seen.values())
         seen = {index: (math.nan, future.result()) for index, future in self._seen.items()}
@@ -165,17 +165,17 @@ class StepMarks:
 
 @dataclasses.dataclass(frozen=True)
 class TaskMark:
-    """How a transport marks the task that it works for: by `token` and `add`, or by `watch`."""
+    """The mark of one task. A transport uses either `token` and `add`, or `watch`."""
 
     step: StepMarks
     index: int
 
     def token(self) -> jax.Array:
-        """An operand of the program that marks it."""
+        """Returns an operand for the program that marks the task."""
         return self.step.token(self.index)
 
     def add(self, result: jax.Array) -> None:
-        """What that program returned for the mark."""
+        """Records that program's result for the mark."""
         self.step.add(self.index, result)
 
     def watch(self, arrays: Sequence[jax.Array]) -> None:
@@ -184,7 +184,7 @@ class TaskMark:
 
 
 def _seen_s(arrays: Sequence[jax.Array], clock: Callable[[], float]) -> float:
-    """The time at which arrays are there; NaN if they were deleted before anybody looked."""
+    """Waits for arrays and returns the time; NaN if they were deleted before."""
     try:
         jax.block_until_ready(arrays)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Remembers when the tasks of the last steps started and ended."""
+"""Records when the tasks of the last steps started and ended."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxferry.schedule import Lane, Run, Schedule, repeat
 
 
 class Recorder:
-    """Keeps the last steps that were taken.
+    """Keeps the records of the last steps.
 
-    Where a thread does what its lane is given, a task's start and end are two readings of the host's clock. Where one
-    thread only issues what a device does, they are the device's (`marks.py`), on the same clock (`on_the_device`).
+    If a thread does its lane's work itself, a task's start and end are two readings of the host's clock. If a thread
+    only issues work to a device, they are the device's times (`marks.py`), on the same clock (`on_the_device`).
 
     Args:
-      num_steps: how many; 0 keeps none.
+      num_steps: the number of steps to keep; 0 keeps none.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -26,20 +26,20 @@ class Recorder:
         self._steps: collections.deque[tuple[StepRun, StepMarks | None]] = collections.deque(maxlen=num_steps)
 
     def add(self, work: StepRun, marks: StepMarks | None = None) -> None:
-        """Remembers a step; steps of another task list are forgotten.
+        """Adds a step; drops earlier steps of another task list.
 
         Args:
           work: its tasks.
-          marks: when they start and end on the device; None if what the threads saw is that.
+          marks: their times on the device; None if the threads' own readings apply.
         """
         if self._steps and self._steps[-1][0].list is not work.list:
             self._steps.clear()
         self._steps.append((work, marks))
 
     def run(self) -> Run | None:
-        """The steps as one chain, in seconds from the start of the first; None if there are none.
+        """Returns the steps as one chain, in seconds from the start of the first; None without steps.
 
-        Steps that are still under way are left out. Waits for what a device has left to do of the others.
+        Leaves out steps in flight. Waits for the device to finish the others.
         """
         steps = [step for step in self._steps if _has_ended(step[0])]
         if not steps:
@@ -56,18 +56,17 @@ class Recorder:
 def on_the_device(
     schedule: Schedule, starts_s: Sequence[float], ends_s: Sequence[float], known: Mapping[int, tuple[float, float]]
 ) -> tuple[list[float], list[float]]:
-    """When tasks started and ended that one thread has issued.
+    """Returns when tasks that one thread has issued started and ended on the device.
 
-    A task ends when it was seen to end; one that nobody could see, and one that gave the device nothing to do, as it
-    starts. It starts when it was seen to start, but not before it was issued, nor before what it waits for and the task
-    before it in its lane have ended. Of the host's tasks, whose threads themselves wait for what they need, only that
-    wait is taken off.
+    A task ends at its observed end. Without an observed end, or without device work, it ends as it starts. It starts at
+    its observed start, but not before it was issued, and not before the tasks that it waits for and the previous task
+    of its lane have ended. The host lane's threads wait for inputs within a task, so only that wait is subtracted.
 
     Args:
       schedule: the tasks.
-      starts_s: when each was issued, or for the host's lane when its thread took it up; all times in seconds.
-      ends_s: for the host's lane, when it had been done.
-      known: for tasks of the other lanes, when they were seen to start and end; NaN for what nobody saw.
+      starts_s: when each task was issued, or on the host lane taken up by its thread; all times in seconds.
+      ends_s: for the host lane, when each task was done.
+      known: observed starts and ends of tasks of the other lanes; NaN if not observed.
     """
     starts, ends, lane_ends = list(starts_s), list(ends_s), dict.fromkeys(Lane, -math.inf)
     for index, task in enumerate(schedule.tasks):
@@ -82,7 +81,7 @@ def on_the_device(
 
 
 def _later(time_s: float, other_s: float) -> float:
-    """The later of two times, of which the second may not be known."""
+    """Returns the later of two times; the second may be NaN (unknown)."""
     return time_s if math.isnan(other_s) else max(time_s, other_s)
 
 
@@ -91,7 +90,7 @@ def _has_ended(work: StepRun) -> bool:
 
 
 def _times(steps: Sequence[tuple[StepRun, StepMarks | None]]) -> dict[int, tuple[float, float]]:
-    """What is known of each task of a chain of steps."""
+    """Returns the observed times of each task of a chain of steps."""
     known: dict[int, tuple[float, float]] = {}
     offset = 0
     for work, marks in steps:

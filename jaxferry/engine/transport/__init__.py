@@ -1,1 +1,1 @@
-"""What moves parameters and gradients between host and device."""
+"""Transports: they move parameters and gradients between host and device."""

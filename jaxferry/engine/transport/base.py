@@ -1,9 +1,9 @@
-"""Layers on their way between host and device: flat vectors there, parameters of their own shapes here.
+"""Moves layers between host (flat vectors) and device (parameters in their own shapes).
 
     pinned vectors --load--> device parameters ... gradients --store--> pinned vectors --gather--> the optimizer
 
-All are asynchronous. Two transports share this interface: `DevicePut` (plain JAX) and `Ferry` (the native library's own
-queues).
+All operations are asynchronous. Two transports implement this interface: `DevicePut` (plain JAX) and `Ferry` (the
+native library's own queues).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class DeviceLayer:
     """The device copy of a layer.
 
     Attributes:
-      layer: which.
+      layer: the layer's index.
       num_bytes: its size.
-      arrays: what holds it now.
-      arrive: makes the parameters from `arrays` when the first program needs them; None once it has.
+      arrays: the arrays that hold it now.
+      arrive: converts `arrays` to the parameters when the first program needs them; None afterwards.
       is_dropped: whether it has been freed.
     """
 
@@ -46,7 +46,7 @@ class DeviceLayer:
     is_dropped: bool = False
 
     def parameters(self) -> list[jax.Array]:
-        """The parameters in the order of the layer's leaves."""
+        """Returns the parameters in the order of the layer's leaves."""
         if self.arrive is not None:
             arrive, self.arrive = self.arrive, None
             self.arrays = arrive(self.arrays)
@@ -58,10 +58,10 @@ class HostGradient:
     """A layer's gradient in host memory, or on its way there.
 
     Attributes:
-      vectors: what holds it, or will.
-      is_gathered: whether the optimizer can read them; else they are in memory that the device can write.
-      arrive: called with `vectors`, gives those that can be read; None if nothing is under way.
-      written: what the device has written it into, where the optimizer reads a copy of that.
+      vectors: the vectors that hold it, or will.
+      is_gathered: whether the optimizer can read them; otherwise they are in memory that the device can write.
+      arrive: converts `vectors` to readable ones; None if no transfer is in flight.
+      written: the vectors that the device wrote, if the optimizer reads a copy of them.
     """
 
     vectors: Vectors
@@ -71,17 +71,17 @@ class HostGradient:
 
 
 class Transport:
-    """Moves layers and their gradients; what all transports share.
+    """Moves layers and their gradients; the base class of all transports.
 
     Args:
-      placement: where they come from and go to.
-      layers: the layers; loads move all their parameters, gradients are those of the trained ones.
+      placement: the memories between which they move.
+      layers: the layers; loads move all their parameters, gradients cover the trained ones.
 
     Attributes:
-      library: the native library, if that does it.
-      staging_bytes: device memory that transfers need beside what is moved.
+      library: the native library, if the transport uses it.
+      staging_bytes: device memory that transfers need beside the moved bytes.
       device_bytes: bytes of parameters on the device now.
-      peak_device_bytes: the most that they have been since `reset_peak`.
+      peak_device_bytes: the maximum of `device_bytes` since `reset_peak`.
     """
 
     library: NativeLibrary | None = None
@@ -99,8 +99,8 @@ class Transport:
         """Starts a new measurement of the peak.
 
         Args:
-          held: what is on the device now, to be counted anew: copies of states that are gone, or of others, and what
-            another transport has loaded; None if the count is right.
+          held: live copies; resets the counter. Needed if copies of other states, or of another transport, were
+            counted. None if the count is right.
         """
         with self._lock:
             if held is not None:
@@ -113,7 +113,7 @@ class Transport:
         Args:
           layer: the layer.
           vectors: its parameters.
-          mark: notes when the copy starts and ends; None if nobody wants to know.
+          mark: records when the copy starts and ends; None for no record.
         """
         size = sum(v.nbytes for v in vectors)
         self._count(size)
@@ -124,7 +124,7 @@ class Transport:
             raise
 
     def drop(self, held: DeviceLayer, is_reused: bool = True) -> None:
-        """Frees a device copy once the programs that were given it have run; does nothing if that has been done.
+        """Frees a device copy once the programs that read it have run; does nothing if it is freed already.
 
         Args:
           held: the copy.
@@ -151,18 +151,18 @@ class Transport:
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
     ) -> HostGradient:
-        """Starts the copy of a layer's gradients to the host, and frees theirs when it has ended.
+        """Starts the copy of a layer's gradients to the host, and frees the device's copy when it has ended.
 
         Args:
           layer: the layer.
           gradients: one for each of its trained parameters, on the device.
-          onto: what an earlier use of the layer has stored, to which these are added; it is given away.
-          mark: notes when the copy starts and ends; None if nobody wants to know.
+          onto: the stored gradient of an earlier use of the layer, to which these are added; it is consumed.
+          mark: records when the copy starts and ends; None for no record.
         """
         raise NotImplementedError
 
     def destinations(self, layer: int, onto: HostGradient | None = None) -> Vectors:
-        """Vectors in pinned memory, to be given to a program that writes a layer's gradient there, or adds it."""
+        """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it."""
         if onto is None:
             return self._take(layer)
         if onto.is_gathered and not self._placement.is_cpu:
@@ -171,11 +171,11 @@ class Transport:
         return onto.vectors if onto.arrive is None else onto.arrive(onto.vectors)
 
     def written(self, vectors: Sequence[jax.Array]) -> HostGradient:
-        """The gradient that a program has written into `destinations`."""
+        """Wraps the gradient that a program has written into `destinations`."""
         return HostGradient(tuple(vectors), self._placement.is_cpu)
 
     def gather(self, layer: int, gradient: HostGradient) -> Vectors:
-        """The gradient's vectors where the optimizer reads them."""
+        """Returns the gradient's vectors in memory that the optimizer reads."""
         if gradient.arrive is not None:
             gradient.vectors = gradient.arrive(gradient.vectors)
             gradient.arrive = None
@@ -186,9 +186,9 @@ class Transport:
         return gradient.vectors
 
     def recycle(self, layer: int, gradient: HostGradient) -> None:
-        """Takes back the vectors of a gradient that the optimizer has used, to be written again.
+        """Reuses the vectors of a gradient once the optimizer has read it.
 
-        Not earlier: those of a program that turns out to have failed would spoil what is written into them.
+        Earlier reuse would be unsafe: if the program that wrote them fails late, so does all that uses them.
         """
         vectors = gradient.vectors if self._placement.is_cpu else gradient.written
         if vectors:
@@ -201,14 +201,14 @@ class Transport:
         delete_all(held.arrays)
 
     def _take(self, layer: int) -> Vectors:
-        """Vectors in pinned memory whose contents nobody needs."""
+        """Returns unused vectors in pinned memory."""
         spare = self._spare.setdefault(layer, [])
         return spare.pop() if spare else self.program("empty", layer)()
 
     def _store_rows(
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None
     ) -> HostGradient:
-        """Adds gradients of lookups on the host; there alone they become tables."""
+        """Adds gradients of lookups on the host; they become dense only there."""
         known = self._zeros(layer) if onto is None else self.gather(layer, onto)
         rows = gradients if self._placement.is_cpu else jax.device_put(gradients, self._placement.host)
         if mark is not None:
@@ -216,9 +216,9 @@ class Transport:
         return HostGradient(self.program("add", layer)(rows, known), True)
 
     def _zeros(self, layer: int) -> Vectors:
-        """Vectors of zeros that the optimizer can read."""
+        """Returns vectors of zeros that the optimizer can read."""
         spare = self._spare.get(layer)
-        # Where the device is a CPU, those come back after the update (`recycle`).
+        # If the device is a CPU, they return after the update (`recycle`).
         if self._placement.is_cpu and spare:
             return tuple(self.program("clear", layer)(spare.pop()))
         return tuple(self.program("zeros", layer)())
@@ -249,16 +249,16 @@ class Transport:
 
 
 def computable(host: Any) -> Any:
-    """Host arrays as operands within a jitted function; on a CPU this placement is free of copies."""
+    """Makes host arrays operands within a jitted function; on a CPU this placement copies nothing."""
     return jax.device_put(host, jax.memory.Space.Device)
 
 
 def added(known: jax.Array, gradient: Gradient) -> jax.Array:
-    """A gradient and another one, which may be rows of lookups."""
+    """Adds a gradient, which may be rows of lookups, to another one."""
     return gradient.onto(known) if isinstance(gradient, RowGradient) else known + gradient
 
 
 def delete_all(arrays: Sequence[jax.Array]) -> None:
-    """Frees the buffers of arrays once what has been issued has read them."""
+    """Frees the buffers of arrays once all issued programs have read them."""
     for array in arrays:
         array.delete()

@@ -1,4 +1,4 @@
-"""Which transport moves layers: `ferry` where the native library is, else `device_put`."""
+"""Chooses the transport: `ferry` if the native library is available, else `device_put`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TRANSPORTS: dict[str, type[Transport]] = {"ferry": Ferry, "device_put": DevicePu
 
 
 def choose_transport(name: str | None, placement: Placement, layers: Sequence[Layer] = ()) -> str:
-    """The transport to use: `name`, or by default `ferry` if the native library is there for the device.
+    """Returns the transport's name: `name`, or by default `ferry` if the native library is available for the device.
 
     Args:
-      name: the one that is asked for.
-      placement: where everything lives.
-      layers: what is to be moved, if that is known: gradients in float64 are left to `device_put`.
+      name: the user's choice; None for the default.
+      placement: where arrays live.
+      layers: the layers to move, if known; the default for gradients in float64 is `device_put`.
 
     Raises:
-      InputError: if there is no such transport, or `ferry` is asked for and its library is not there, or does not know
-        the dtype of some gradient.
+      InputError: if there is no such transport, or `ferry` is chosen without its library or with gradients of a dtype
+        that it does not support.
     """
     others = {vector.dtype for layer in layers for vector in layer.trained.vectors}.difference(DTYPES)
     if name is None:
@@ -42,5 +42,5 @@ def choose_transport(name: str | None, placement: Placement, layers: Sequence[La
 
 
 def make_transport(name: str, placement: Placement, layers: Sequence[Layer]) -> Transport:
-    """A transport for these layers; `name` as `choose_transport` gives it."""
+    """Makes a transport for these layers; `name` is a result of `choose_transport`."""
     return TRANSPORTS[name](placement, layers)

@@ -16,14 +16,14 @@ from jaxferry.partition import Gradient, Layer, RowGradient
 class DevicePut(Transport):
     """Copies by JAX itself.
 
-    On an accelerator a load is one `jax.device_put`, cut into parameters when the first program needs them, so that
-    this cut does not hold up the programs before it. Where the device is a CPU, copy and cut are one pass, and
-    gradients are written into host buffers that exist already.
+    On an accelerator a load is one `jax.device_put`. The flat vectors are split into parameters only when the first
+    program needs them, so that the split does not delay earlier programs. If the device is a CPU, copy and split are
+    one pass, and gradients are written into existing host buffers.
     """
 
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         super().__init__(placement, layers)
-        # The flat vectors beside the parameters that are cut from them, and beside the gradients that are packed.
+        # The flat vectors exist beside the parameters split from them, and beside the gradients packed into them.
         self.staging_bytes = 0 if placement.is_cpu else 2 * max(layer.num_bytes for layer in layers)
 
     def store(

@@ -1,8 +1,8 @@
-"""The transport of the native library: copies on queues of their own, into and out of buffers that exist already.
+"""The transport of the native library: copies on its own queues, between host memory and existing device buffers.
 
-A copy is put onto its queue by one program and waited for by another, so that it overlaps whatever the device is given
-between the two. A parameter goes straight into a buffer of its own shape, a gradient from one: nothing is packed or cut
-on the device. The buffers of a dropped layer are used again by the next one of the same layout.
+One program enqueues a copy and another waits for it, so the copy overlaps everything that the device runs between the
+two. A parameter is copied directly into a buffer of its own shape, and a gradient from one: nothing is packed or split
+on the device. The next layer of the same layout reuses the buffers of a dropped layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ferry(Transport):
         super().__init__(placement, layers)
         self.library = library(placement.platform)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
-        # Copies that nobody has waited for: JAX knows nothing of them, so what they read and write must stay alive.
+        # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
         self.in_flight: dict[int, tuple[DeviceLayer, Vectors]] = {}
         ORPHANED_COPIES.watch(self, self.library, self.in_flight)
 
@@ -80,7 +80,7 @@ class Ferry(Transport):
         return held
 
     def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
-        # A copy that nobody has waited for may still be writing.
+        # Waits for the copy, which may still be writing.
         arrays = held.parameters()
         if is_reused:
             self._free.setdefault(self._layers[held.layer].layout, []).append(arrays)
@@ -89,7 +89,7 @@ class Ferry(Transport):
                 array.delete()
 
     def release(self) -> None:
-        """See `Transport.release`; loads call it, so that there are never more buffers than were in use at a time."""
+        """See `Transport.release`. Loads call it, so there are never more buffers than were in use at one time."""
         for buffers in self._free.values():
             while buffers:
                 for array in buffers.pop():
@@ -128,7 +128,7 @@ class Ferry(Transport):
         made = {
             "buffers": lambda: jax.jit(buffers, out_shardings=device),
             "load": lambda: jax.jit(load, donate_argnums=1, out_shardings=device),
-            # The vectors that the copy reads are an argument so that nobody is given their memory before it has ended.
+            # The copy's source vectors are an argument so that their memory is not reused before it has ended.
             "arrived": lambda: jax.jit(arrived, donate_argnums=0, keep_unused=True, out_shardings=device),
             "store": lambda: jitted_store(False),
             "accumulate": lambda: jitted_store(True),
@@ -138,7 +138,7 @@ class Ferry(Transport):
 
 
 def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> Sequence[jax.Array]:
-    """What a program returns that queues copies, and notes when those start and end if somebody wants to know."""
+    """Runs a program that enqueues copies, marks their start and end if there is a mark, and returns its results."""
     if mark is None:
         queued, _ = program(*arguments)
     else:

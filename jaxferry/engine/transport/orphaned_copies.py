@@ -1,9 +1,9 @@
-"""Copies that are still under way when the transport that issued them is gone: a thread waits for their end.
+"""Waits in a thread for copies that are still in flight when the transport that issued them is deleted.
 
-Python's collector calls finalizers wherever Python allocates, up to 3.11 even in the middle of JAX's own code. There
-JAX keeps the stack that it is noting in a buffer of the thread (jaxlib/traceback.cc), so a function of JAX that notes
-one as well, as `jax.block_until_ready` does, spoils it, and Python crashes some time later. So a finalizer here calls
-nothing of JAX, nor anything that takes a lock: it hands over.
+Python's garbage collector calls finalizers wherever Python allocates; up to 3.11 that includes JAX's own code. While
+JAX records a stack, it keeps it in a buffer of the thread (jaxlib/traceback.cc). A JAX function that records one too,
+such as `jax.block_until_ready`, corrupts that buffer, and Python crashes some time later. So a finalizer here calls no
+JAX function and nothing that takes a lock: it hands the copies over to the thread.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import jax
 from jaxferry.native import NativeLibrary
 
 InFlight = dict[int, tuple[Any, Any]]
-"""By any key, what holds arrays of a copy that nobody has waited for, and the vectors that it reads."""
+"""By any key, the holder of the target arrays of a copy in flight, and the vectors that it reads."""
 
 
 class OrphanedCopies:
-    """The thread that waits; it ends with the process, after all copies."""
+    """Owns the thread that waits; the thread ends with the process, after all copies."""
 
     def __init__(self) -> None:
         self._left: queue.SimpleQueue[tuple[NativeLibrary, InFlight] | None] = queue.SimpleQueue()
@@ -33,12 +33,12 @@ class OrphanedCopies:
         self._lock = threading.Lock()
 
     def watch(self, owner: object, native: NativeLibrary, in_flight: InFlight) -> None:
-        """Has the copies that are under way waited for once their owner is gone, or the process ends."""
+        """Ensures that copies in flight are waited for when their owner is deleted or the process ends."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="jaxferry left copies", daemon=True)
                 self._thread.start()
-                # After the library, which is loaded: at the end it comes before that frees what it has.
+                # Registered after the library is loaded, so it runs before the library frees its resources.
                 atexit.register(self._end)
             finalizer = weakref.finalize(owner, self._left.put, (native, in_flight))
             finalizer.atexit = False
@@ -65,8 +65,8 @@ ORPHANED_COPIES = OrphanedCopies()
 
 def _wait_for_all(native: NativeLibrary, in_flight: InFlight) -> None:
     if in_flight:
-        with contextlib.suppress(RuntimeError):  # of a load that has failed nothing is under way
-            # Then all that was issued has been put onto its queue.
+        with contextlib.suppress(RuntimeError):  # a failed load has no copies in flight
+            # After this, every issued copy is on its queue.
             jax.block_until_ready([held.arrays for held, _ in list(in_flight.values())])
         native.synchronize()
         in_flight.clear()
