@@ -1,4 +1,4 @@
-"""The plan of a training step: the user's own, or a policy's for what the partition costs on this machine."""
+"""Chooses the plan of a training step: the user's own, or a policy's for this machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
 
 DEFAULT_MACHINE = "h200-pcie5"
-"""What a profile is estimated for where the device is none of the known GPUs (a CPU, for one)."""
+"""The machine that a profile is estimated for if the device is not a known GPU (a CPU, for example)."""
 
 _WITHOUT_TIMES = ("zero-offload", "native-offload", "native-overlapped", "l2l")
 
 
 def needs_times(policy: str | None) -> bool:
-    """Whether what a policy chooses depends on a profile's times; that of the baselines does not."""
+    """Whether a policy's choice depends on a profile's times. The baselines' choice does not."""
     return policy is not None and policy not in _WITHOUT_TIMES
 
 
@@ -41,25 +41,24 @@ def choose_plan(
     remat: Any = None,
     offload_activations: bool = False,
 ) -> tuple[Plan, Profile | None]:
-    """Chooses the modes of the segments; returns the plan, and the profile that it was made with, if there is one.
+    """Chooses the modes of the segments; returns the plan and the profile behind it, if any.
 
     Args:
       parts: the segments.
       derivatives: by program number.
-      plan: a plan for just these segments, which is taken as it is.
-      policy: the policy to ask otherwise; None loads every layer once (GFGB), and chooses gradients by the reserve
-        factor alone.
-      profile: what the policy plans with; None estimates one by roofline.
-      device_kind: what the device calls itself, such as `"NVIDIA H200"`.
+      plan: a plan for exactly these segments, used unchanged; None asks the policy.
+      policy: the policy; None loads every layer once (GFGB), and chooses gradients by the reserve factor alone.
+      profile: the profile to plan with; None estimates one by roofline.
+      device_kind: the device's own name, such as `"NVIDIA H200"`.
       reserve_factor: share of all gradient bytes that may stay on the device; None for the policy's default.
-      memory_budget_bytes: handed to the policy. The engine counts for itself afterwards, to the byte, so a policy that
-        finds nothing in it is asked again for the least that it needs.
-      remat: what is kept between forward and backward, the same for all; None for each segment's own choice. `AUTO`
-        leaves it to the plan.
+      memory_budget_bytes: device memory, passed to the policy. If no plan of the policy fits, the policy plans for its
+        smallest feasible budget instead: the engine counts exact bytes afterwards.
+      remat: what all segments keep between forward and backward; None for each segment's own choice. `AUTO` leaves it
+        to the plan.
       offload_activations: whether values wait in host memory for their backward.
 
     Raises:
-      InputError: if the plan or the profile is for another model, or there is no such policy.
+      InputError: if the plan or the profile is for another model, or the policy does not exist.
     """
     names = [segment.name for segment in parts.segments]
     if profile is not None:
@@ -94,7 +93,7 @@ def _machine_of(device_kind: str) -> str:
             return name
     if "nvidia" in words:
         warnings.warn(
-            f"no figures are known for {device_kind!r}: planning with {DEFAULT_MACHINE}; profile= takes others",
+            f"no performance figures for {device_kind!r}: planning with those of {DEFAULT_MACHINE}; profile= overrides",
             stacklevel=6,
         )
     return DEFAULT_MACHINE

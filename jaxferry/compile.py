@@ -55,13 +55,13 @@ from jaxferry.structure import split_flags, structure_of
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What was made for batches of one structure: see `TrainStep.prepare`.
+    """A step prepared for batches of one structure: see `TrainStep.prepare`.
 
     Attributes:
       program: the step program that runs.
       peak: the most device memory that a step needs.
       num_executables: number of programs compiled for the device.
-      runner: runs it.
+      runner: runs the step program.
     """
 
     program: StepProgram
@@ -76,12 +76,12 @@ class Prepared:
 
     @property
     def plan(self) -> Plan:
-        """The plan that runs: the policy's, with what the memory budget and the options have changed."""
+        """The plan that runs: the policy's, as changed by the memory budget and the options."""
         return self.program.plan
 
     @property
     def schedule(self) -> Schedule:
-        """The tasks of a step as they run; their durations are known if there was a profile."""
+        """The tasks of a step as they run. Durations are known only with a profile."""
         return self.program.schedule
 
     @property
@@ -96,7 +96,7 @@ class Prepared:
 
 
 class Compiler:
-    """Prepares steps and evaluations of one model, and remembers them.
+    """Prepares and caches steps and evaluations of one model.
 
     Args:
       model: the model.
@@ -106,7 +106,7 @@ class Compiler:
 
     Attributes:
       model: as given.
-      layers: the parameter groups that the first batch has decided on; those of the model before.
+      layers: the parameter groups. The first batch decides them; until then they are the model's.
     """
 
     def __init__(self, model: Model, loss_fn: Callable[..., Any], options: Options, shared: Shared) -> None:
@@ -123,14 +123,14 @@ class Compiler:
 
     @property
     def prepared(self) -> list[Prepared]:
-        """All that has been prepared."""
+        """All prepared steps."""
         return list(self._prepared.values())
 
     def prepare(self, args: Any, kwargs: Mapping[str, Any]) -> Prepared:
-        """What was made for arguments of this structure, or is made now."""
+        """The prepared step for arguments of this structure; prepares it on the first call."""
         key = structure_of(args, kwargs)
         if key not in self._prepared:
-            self._shared.prefetch.take(None)  # copies in flight would disturb what is measured
+            self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
             variants, programs = self._variants(args, kwargs)
             plan, profile = self._plan(variants, programs)
             if self._needs_all_gradients(variants.base):
@@ -147,7 +147,7 @@ class Compiler:
         return self._measured(*self._variants(args, kwargs))
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
-        """What evaluates a function of the parameters."""
+        """The evaluator of a function of the parameters."""
         key = (function, structure_of(args, kwargs))
         if key not in self._evaluators:
             parts = self._forward_partition(function, args, kwargs)
@@ -156,7 +156,7 @@ class Compiler:
         return self._evaluators[key]
 
     def _partition(self, args: Any, kwargs: Mapping[str, Any]) -> Partition:
-        """The partition for these arguments; the first decides on the groups, the others keep them where they can."""
+        """The partition for these arguments. The first one decides the groups; later ones keep them where possible."""
         arrays, flags = split_flags(kwargs)
         model, known = self.model, self._known_layers
         parts = partition(
@@ -169,7 +169,7 @@ class Compiler:
             frozen=model.optimizer.frozen,
         )
         if known is None:
-            # Evaluators with groups of their own take over these, so that the state need not be rearranged.
+            # Evaluators made earlier have other groups. New ones use these, so the state is not rearranged.
             self._known_layers, self._evaluators = parts.layers, {}
         return parts
 
@@ -191,7 +191,7 @@ class Compiler:
         )
 
     def _variants(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[RematVariants, Programs]:
-        """The segments with their choices of recomputation, and their programs, not compiled yet."""
+        """The segments with their rematerialized variants, and their uncompiled programs."""
         parts = self._partition(args, kwargs)
         self._shared.warn_once(parts)
         variants = RematVariants(parts, self._options.remat)
@@ -201,13 +201,13 @@ class Compiler:
         return variants, Programs(variants.base, variants.derivatives, placement, is_native, is_scaled)
 
     def _transport_of(self, layers: tuple[Layer, ...]) -> Transport:
-        """What moves these groups: one for all programs, so that none keeps memory from another."""
+        """The transport of these groups, shared by all programs so that its memory is shared too."""
         if layers not in self._transports:
             self._transports[layers] = make_transport(self.model.transport, self._shared.placement, layers)
         return self._transports[layers]
 
     def _needs_all_gradients(self, parts: Partition) -> bool:
-        """Whether updates wait for all gradients, whatever the plan says."""
+        """Whether updates wait for all gradients under any plan."""
         is_by_layer = self.model.optimizer.is_by_layer(parts.layers)
         return rules_of(self._options).need_all_gradients or not is_by_layer
 
@@ -245,12 +245,12 @@ class Compiler:
 
 
 class Shared:
-    """What all steps of a training step share, whatever the model.
+    """What all steps of a training step share, independent of the model.
 
     Attributes:
       placement: where arrays live.
-      prefetch: knows of all prefetched copies.
-      recorder: remembers when tasks started and ended; None for nothing.
+      prefetch: holds the prefetched copies.
+      recorder: records when tasks start and end; None records nothing.
     """
 
     def __init__(self, placement: Placement, options: Options) -> None:
@@ -260,11 +260,11 @@ class Shared:
         self._has_warned = False
 
     def resources(self, transport: Transport, model: Model) -> Resources:
-        """What the steps of one structure run on."""
+        """The resources of the steps of one structure."""
         return Resources(self.placement, transport, self._lanes, model.optimizer, self.prefetch, self.recorder)
 
     def warn_once(self, parts: Partition) -> None:
-        """Warns of what is remarkable about a partition, the first time that there is something."""
+        """Warns of a partition's peculiarities, once."""
         remarks = list(parts.notes)
         remarks += [f"{merge.message}; that is most of the model" for merge in parts.coarse_merges]
         if parts.unread_leaves:
@@ -296,7 +296,7 @@ class _StepCompiler:
         """Prepares the plan that fits into the memory budget."""
         program = self._fitted(plan)
         if program.plan != plan:
-            # The budget has changed the plan, so another order of updates may be the better one.
+            # The budget has changed the plan, so the other order of updates may be faster now.
             program = self._lower(with_update_order(self._profile, program.plan)).with_sums_of(program.summed)
         keys = self._keys(program)
         self._programs.require(keys)
@@ -317,7 +317,7 @@ class _StepCompiler:
         return dataclasses.replace(runnable, program=program, tasks=tasks, loads_ahead=(), is_first=True)
 
     def _fitted(self, plan: Plan) -> StepProgram:
-        """The program of the plan, as the memory budget changes it."""
+        """The program of the plan that fits into the memory budget."""
         budget, parts = self._options.memory_budget_bytes, self._variants.base
         summed: list[int] = []
         if self._options.accumulate > 1:
@@ -326,7 +326,7 @@ class _StepCompiler:
         def program_of(plan: Plan) -> StepProgram:
             return self._lower(plan).with_sums_of(frozenset(summed))
 
-        # Sums on the device save transfers that are hidden anyway, so they leave before any group is loaded twice.
+        # Sums on the device only save transfers that are hidden anyway: give them up before loading a group twice.
         while summed and budget is not None and self._peak(program_of(plan)).total > budget:
             summed.pop()
         fitted = fit(
@@ -342,7 +342,7 @@ class _StepCompiler:
         return with_sums(program.keys) if self._options.accumulate > 1 else program.keys
 
     def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
-        """The most device memory that a step needs; compiles programs to know their temporaries."""
+        """The most device memory that a step needs; compiles programs to learn the size of their temporaries."""
         self._programs.require(self._keys(program))
         groups = program.partition.layers
         sums = sum(groups[group].trained.num_bytes for group in program.summed)
@@ -358,7 +358,7 @@ class _StepCompiler:
 
 
 def _recomputable(profile: Profile, plan: Plan) -> Profile:
-    """The profile with a guess of what it costs to recompute where a plan does so and the profile does not say."""
+    """The profile with estimated recomputation costs for layers that the plan recomputes and the profile omits."""
     layers = tuple(
         dataclasses.replace(layer, recompute_s=layer.forward_s, recompute_activation_bytes=layer.activation_bytes)
         if recomputes and not layer.can_recompute
@@ -369,7 +369,7 @@ def _recomputable(profile: Profile, plan: Plan) -> Profile:
 
 
 def rules_of(options: Options) -> Rules:
-    """When updates may run, by the options of `train_step`."""
+    """The update rules that the options of `train_step` ask for."""
     scale = options.loss_scale
     is_adapted = scale is not None and scale.is_dynamic
     return Rules(options.clip_norm is not None, options.skip_nonfinite, is_adapted, options.accumulate)

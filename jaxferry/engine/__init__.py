@@ -1,10 +1,10 @@
 """The engine: lowers a plan to a step program, and runs it.
 
 instruction, lower    the step program              memory, budget    its memory, what fits
-programs              what runs on the device       HostOptimizer     what runs on the host
-TrainState            what outlives a step          StepContext       one step under way
+programs              run on the device             HostOptimizer     runs on the host
+TrainState            outlives a step               StepContext       one step in progress
 executor              one function an operation     StepRunner        runs steps, rolls back what fails
-Lanes                 the threads                   Recorder, Marks   when each task started and ended
+Lanes                 the threads                   Recorder, Marks   start and end of each task
 """
 
 from jaxferry.engine.budget import fit

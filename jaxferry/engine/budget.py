@@ -1,6 +1,6 @@
 """Fits a plan into a memory budget, by the engine's own count of bytes.
 
-Plan --too large--> segments switch to RELOAD --still too large--> segments recompute besides --> Plan
+Plan --too large--> segments switch to RELOAD --still too large--> segments also recompute --> Plan
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PeakOf = Callable[[Plan], Peak]
 def fit(
     plan: Plan, budget_bytes: int | None, peak_of: PeakOf, may_recompute: Sequence[int], layers: Sequence[Layer]
 ) -> Plan:
-    """Switches as few segments as needed to RELOAD; if that is not enough, lets as few as needed recompute besides.
+    """Switches as few segments as possible to RELOAD. If that is not enough, as few as possible also recompute.
 
     Args:
       plan: the plan to fit.
       budget_bytes: device memory; None for no limit.
       peak_of: the most device memory that a step of a plan needs.
-      may_recompute: segments that may recompute too, in the order in which they do.
+      may_recompute: segments that may recompute, in the order in which they are chosen.
       layers: the parameter groups, for the error.
 
     Raises:
@@ -51,7 +51,7 @@ def fit(
 
 
 def _with_less_room(plan: Plan, excess_bytes: int, budget_bytes: int, peak_of: PeakOf) -> Plan:
-    """The plan with less memory for gradients on their way: as much less as is missing, else with none at all."""
+    """The plan with less memory for gradients in flight: less by the excess, or none at all."""
     if plan.memory_bytes is None:
         return plan
     smaller = dataclasses.replace(plan, memory_bytes=max(plan.memory_bytes - excess_bytes, 0))
@@ -70,9 +70,9 @@ def _recomputing(plan: Plan, may_recompute: Sequence[int]) -> list[Plan]:
 
 
 def _fallbacks(plan: Plan) -> list[Plan]:
-    """The plans that need least memory, the preferred one first.
+    """The plans that need the least memory, in order of preference.
 
-    DHA segments hold no parameters and stay, unless the temporaries of their programs do not fit.
+    DHA segments hold no parameters, so they stay DHA unless the temporaries of their programs do not fit.
     """
     modes = [[mode if mode is Mode.DHA else Mode.RELOAD for mode in plan.modes]]
     if Mode.DHA in modes[0]:
@@ -83,7 +83,7 @@ def _fallbacks(plan: Plan) -> list[Plan]:
 def _fewest_reloads(plan: Plan, fallback: Plan, budget_bytes: int, peak_of: PeakOf) -> Plan:
     """Switches segments to the fallback's modes, first to last, until the step fits.
 
-    The first segments hold their parameters longest between forward and backward, so dropping those frees most.
+    The first segments hold their parameters longest between forward and backward, so dropping these frees the most.
     """
     for number in range(len(plan.layers)):
         if peak_of(plan).total <= budget_bytes:
@@ -99,7 +99,7 @@ def _with_modes(plan: Plan, modes: Sequence[Mode]) -> Plan:
 
 def _with_layers(plan: Plan, changed: dict[int, LayerPlan]) -> Plan:
     layers = tuple(changed.get(number, layer) for number, layer in enumerate(plan.layers))
-    # A RELOAD layer waits for forwards, so bulk loads, which all forwards wait for, cannot go on.
+    # With bulk loads all forwards wait for all loads, but a RELOAD layer's load waits for a forward.
     loads = Loads.LAYERWISE if any(layer.mode is Mode.RELOAD for layer in layers) else plan.loads
     return dataclasses.replace(plan, layers=layers, loads=loads)
 

@@ -1,11 +1,11 @@
-"""Carries out the instructions of a step: one short function for each operation.
+"""Executes the instructions of a step: one short function for each operation.
 
     pinned host vectors --LOAD--> device --FORWARD--> values, residuals --LOSS, BACKWARD--> gradient
            ^                                                                                  | OFFLOAD
            +---- UPDATE (CPU backend): clip, Optax, cast <------------- host gradient <-------+
 
-A thread of `lanes.py` calls `execute` for each task of its lane. Every device buffer is deleted as soon as its last
-reader has been issued.
+A thread of `lanes.py` calls `execute` for each task of its lane. Each device buffer is deleted once its last reader has
+been issued.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _add = jax.jit(jnp.add)
 
 
 def execute(step: StepContext, index: int) -> bool:
-    """Carries out one instruction; see `lanes.Action`."""
+    """Executes one instruction; see `lanes.Action`."""
     instruction = step.program.instructions[index]
     return OPERATIONS[instruction.operation](step, instruction)
 
@@ -50,7 +50,7 @@ def refresh(step: StepContext, instruction: Instruction) -> bool:
 
 
 def forward(step: StepContext, instruction: Instruction) -> bool:
-    """Runs a forward, and keeps its residuals."""
+    """Runs a forward and keeps its residuals."""
     assert instruction.key is not None
     step.wait_for_saves(instruction)
     arguments = _forward_arguments(step, instruction, instruction.key)
@@ -79,7 +79,7 @@ def loss(step: StepContext, instruction: Instruction) -> bool:
 
 
 def backward(step: StepContext, instruction: Instruction) -> bool:
-    """Runs a backward, and hands on its gradients and cotangents."""
+    """Runs a backward and passes on its gradients and cotangents."""
     step.wait_for_saves(instruction)
     key = step.gradients.key(instruction, step.work.commit)
     if key is None:
@@ -100,7 +100,7 @@ def backward(step: StepContext, instruction: Instruction) -> bool:
 def offload(step: StepContext, instruction: Instruction) -> bool:
     """Offloads a gradient.
 
-    On an accelerator the wait for it is issued behind the next program, or at once where that program needs its memory.
+    On an accelerator its wait is issued after the next program, or before it if that program needs the memory.
     """
     mark = step.mark(instruction.index)
     has_ended = step.gradients.offload(instruction, mark, step.work.commit, waits=step.does_what_it_issues)
@@ -111,7 +111,7 @@ def offload(step: StepContext, instruction: Instruction) -> bool:
 
 
 def update(step: StepContext, instruction: Instruction) -> bool:
-    """Updates the unit of a group; with the last update task also the units that no segment reads."""
+    """Updates the unit of a group. The last update task also updates the units that no segment reads."""
     if not step.is_last:
         return True
     norm: jax.Array | None = step.runnable.norms.none
@@ -122,7 +122,7 @@ def update(step: StepContext, instruction: Instruction) -> bool:
     if step.runnable.is_first:
         step.gradients.wait_for_all()
     units = _units_to_update(step, instruction)
-    # What a device has done wrong shows when its results are waited for: before masters are given away.
+    # A device error surfaces at this wait, before any master is donated.
     gradients = jax.block_until_ready([step.gradients.gathered(unit) for unit in units])
     jax.block_until_ready(norm)
     if is_finite and step.work.commit():
@@ -146,7 +146,7 @@ def fetch(step: StepContext, instruction: Instruction) -> bool:
 
 
 def nothing(step: StepContext, instruction: Instruction) -> bool:
-    """Another instruction carries out this task."""
+    """Does nothing: another instruction does this task's work."""
     return True
 
 
@@ -198,7 +198,7 @@ def _keep_outputs(
 
 
 def _keep_cotangents(step: StepContext, instruction: Instruction, cotangents: Any) -> None:
-    """Adds cotangents to those from later segments."""
+    """Adds cotangents to those of later segments."""
     segment = step.program.partition.segments[instruction.segment]
     for value, cotangent in zip(segment.inputs, cotangents, strict=True):
         known = step.cotangents.get(value)
@@ -206,7 +206,7 @@ def _keep_cotangents(step: StepContext, instruction: Instruction, cotangents: An
 
 
 def _end_program(step: StepContext, instruction: Instruction, key: ProgramKey, ended: Any) -> None:
-    """Marks the end of a program, and frees what it was the last to read."""
+    """Marks the end of a program and frees the buffers that it read last."""
     step.num_programs += 1
     if not step.does_what_it_issues:
         if step.copies.marks is not None:
@@ -232,12 +232,12 @@ def _move(
         mark.watch(arrays)
     for value, array in zip(instruction.values, arrays, strict=True):
         target[value] = array
-        # A buffer that is still being read is freed afterwards.
+        # The runtime frees a buffer only after its last read.
         source.pop(value).delete()
 
 
 def _units_to_update(step: StepContext, instruction: Instruction) -> list[UpdateGroup]:
-    """The units of an update task that have not been updated yet."""
+    """The units of an update task that still need an update."""
     units = [unit for unit in step.state.units if instruction.group in unit.layers or step.is_last_update]
     units = [unit for unit in units if id(unit) not in step.updated]
     step.updated |= {id(unit) for unit in units}

@@ -1,6 +1,6 @@
-"""What the engine's programs add to the machine model: the optional keys of a profile's layers.
+"""Fills in the optional keys of a profile's layers: facts of the engine's programs beyond their times.
 
-With them, a plan is lowered for a profile alone as it is lowered for the model: the plan shown is the plan that runs.
+With them, lowering a plan for a profile gives the tasks that the engine runs: the plan shown is the plan that runs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def with_program_facts(
     derivatives: Mapping[int, Derivative],
     offload_activations: bool = False,
 ) -> Profile:
-    """The profile with what is known of the programs of its layers before they are compiled.
+    """The profile with the facts of its layers' programs that are known before compilation.
 
-    The temporaries of compiled programs are not among the facts: they depend on the compiler, and a cached measurement
-    compiles nothing. The engine counts them when it fits a plan into a budget.
+    The facts leave out the programs' temporaries: these depend on the compiler, and a cached measurement compiles
+    nothing. The engine counts temporaries when it fits a plan into a budget.
 
     Args:
       profile: times and sizes of the segments.
@@ -42,7 +42,7 @@ def with_program_facts(
 
 
 def without_times(partition: Partition) -> Profile:
-    """A profile of sizes alone: every task takes no time."""
+    """A profile of sizes only; all times are 0."""
     facts: dict[str, Any] = {f.name: 0.0 for f in dataclasses.fields(LayerProfile) if f.name.endswith("_s")}
     facts["recompute_activation_bytes"] = 0
     layers = []
@@ -81,7 +81,7 @@ def _add_workspace(
     partition: Partition,
     derivatives: Mapping[int, Derivative],
 ) -> None:
-    """Adds the memory that each program needs beside parameters, gradients and kept activations."""
+    """Adds the memory that each program needs besides parameters, gradients and kept activations."""
     kept = [0]
     for layer in profile.layers:
         kept.append(kept[-1] + layer.activation_bytes)

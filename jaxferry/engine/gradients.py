@@ -1,4 +1,4 @@
-"""The gradients of one step, on their way from the program that makes them to the update.
+"""The gradients of one step, from the program that computes them to the update.
 
 program --> pending (device) --offload--> in flight --> on_host --gather--> update
 |--> sums (device), over micro-batches                ^
@@ -29,15 +29,15 @@ class StepGradients:
 
     Args:
       program: the instructions of the step.
-      transport: what offloads them.
-      norms: what takes their norms.
+      transport: offloads them.
+      norms: computes their norms.
       accumulated: the sums of earlier micro-batches.
       is_last: whether the update follows this micro-batch.
 
     Attributes:
-      sums: by group, those that are added up on the device.
-      on_host: by group, those in host memory or in flight.
-      has_added: whether something may have been added to a sum of earlier micro-batches, which cannot be undone.
+      sums: by group, the gradients summed on the device.
+      on_host: by group, the gradients in host memory or in flight.
+      has_added: whether a sum of earlier micro-batches may have changed, which is irreversible.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class StepGradients:
         self.has_added = False
 
     def key(self, instruction: Instruction, commit: Callable[[], bool]) -> ProgramKey | None:
-        """The program to run: it adds to host memory if an earlier micro-batch has written there.
+        """The program to run. It adds to host memory if an earlier micro-batch has written there.
 
-        Returns None if the step has stopped before something was added to a sum.
+        Returns None if the step was stopped before any sum changed.
         """
         key = instruction.key
         assert key is not None
@@ -69,7 +69,7 @@ class StepGradients:
         return key.onto_sum if instruction.group in self.on_host else key
 
     def destinations(self, key: ProgramKey, group: int) -> list[list[jax.Array]]:
-        """The vectors that a program writes its gradient into: one argument, or none."""
+        """The vectors that a program writes its gradient into, as one argument or none."""
         if key.writes is Target.DEVICE:
             return []
         return [list(self._transport.destinations(group, self.on_host.get(group)))]
@@ -82,7 +82,7 @@ class StepGradients:
         norm: jax.Array | None,
         commit: Callable[[], bool],
     ) -> None:
-        """Takes what a program has returned for its gradient."""
+        """Stores the gradient that a program has returned."""
         group = instruction.group
         if not self._program.partition.segments[instruction.segment].trained:
             return
@@ -99,12 +99,12 @@ class StepGradients:
 
         Args:
           instruction: the offload.
-          mark: notes when the copy starts and ends; None if nobody asks for that.
-          commit: asks whether something may be done that cannot be undone.
+          mark: records when the copy starts and ends; None records nothing.
+          commit: asks permission for an irreversible change.
           waits: whether to wait for the copy.
         """
         group = instruction.group
-        # Sums that another batch's plan has begun on the host stay there: all plans have the same bits.
+        # A sum begun on the host, under another batch's plan, stays there. The bits are the same either way.
         if group in self._program.summed and not self._is_last and group not in self.on_host:
             self.sums[group] = self._pending.pop(instruction.segment)
             return True
@@ -120,7 +120,7 @@ class StepGradients:
         return True
 
     def wait_for_inflight(self, end: Callable[[int], None]) -> None:
-        """Issues the waits for all offloads in flight; `end` is told their indices.
+        """Issues the waits for all offloads in flight, and calls `end` with the index of each.
 
         Raises:
           LateFailure: if one has failed.
@@ -135,15 +135,15 @@ class StepGradients:
             end(instruction.index)
 
     def forget_inflight(self) -> None:
-        """Waits for all offloads in flight, whatever becomes of them."""
+        """Waits for all offloads in flight and ignores their errors."""
         while self._inflight:
             try:
                 jax.block_until_ready(self.gather(self._inflight.popleft()[1]))
-            except Exception:  # noqa: BLE001 - the step is given up, and its gradients with it
+            except Exception:  # noqa: BLE001 - the step is abandoned, and so are its gradients
                 continue
 
     def note_arrival(self, group: int) -> None:
-        """Starts taking the norm of a group's gradient once all of it is in host memory."""
+        """Starts computing the norm of a group's gradient once all of it is in host memory."""
         self._num_arrived[group] += 1
         if self._num_arrived[group] < self._num_uses[group] or not self._is_last:
             return
@@ -151,11 +151,11 @@ class StepGradients:
         self._taken_norms[group] = self._norms.of(self.gather(group), norm)
 
     def gather(self, group: int) -> Vectors:
-        """The vectors of a group's gradient, where the optimizer reads them."""
+        """The vectors of a group's gradient that the optimizer reads."""
         return self._transport.gather(group, self.on_host[group])
 
     def gathered(self, unit: UpdateGroup) -> list[Vectors]:
-        """The gradients of an update, for each of its groups; nothing for a group that no segment reads."""
+        """The gradients of an update, one for each of its groups; empty for a group that no segment reads."""
         return [self.gather(group) if group in self.on_host else () for group in unit.layers]
 
     def wait_for_all(self) -> None:
@@ -167,17 +167,17 @@ class StepGradients:
         return [self._taken_norms[group].result() for group in sorted(self._taken_norms)]
 
     def recycle(self, unit: UpdateGroup) -> None:
-        """Hands the vectors of used gradients back to the transport."""
+        """Returns the vectors of used gradients to the transport."""
         for group in unit.layers:
             if (used := self.on_host.pop(group, None)) is not None:
                 self._transport.recycle(group, used)
 
     def release(self) -> None:
-        """Forgets the norms, once the step's results are known."""
+        """Drops the norms once the step's results are known."""
         self._device_norms, self._taken_norms = {}, {}
 
     def _may_add(self, group: int, commit: Callable[[], bool]) -> bool:
-        """Asks whether to add to a gradient of earlier micro-batches, if there is one."""
+        """Asks permission to add to a gradient of earlier micro-batches, if there is one."""
         if group not in self._earlier:
             return True
         self.has_added |= commit()

@@ -4,9 +4,9 @@
                                    |------- simulate -> predicted times (its schedule)
                                    `------- execute --> a step
 
-An instruction is a task of the schedule together with what the engine needs to carry it out: the program to run, the
-values it moves, and what can be freed after it. All of it is known before the first step, so the executor never
-decides, and the peak memory of a step is a fold over the list.
+An instruction is a task of the schedule plus what the engine needs to execute it: the program to run, the values to
+move, the buffers to free afterwards. All of this is known before the first step. So the executor decides nothing, and
+the peak memory of a step is a fold over the list.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Operation(enum.Enum):
     SAVE = "save"
     """Moves values that cross segments to host memory."""
     FETCH = "fetch"
-    """Brings them back for a backward."""
+    """Moves them back to the device for a backward."""
     NOTHING = "nothing"
-    """A task that another instruction carries out."""
+    """A task whose work another instruction does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Drop:
 
     Attributes:
       load: the instruction that loaded it.
-      is_reused: whether a later load takes over its buffers; else they are freed.
+      is_reused: whether a later load reuses its buffers; else they are freed.
     """
 
     load: int
@@ -67,14 +67,14 @@ class Instruction:
       task: lane, duration and dependencies.
       segment: index of the segment.
       group: index of the segment's parameter group.
-      key: the program that it runs; None if it runs none.
-      place: the place of that program among all programs of the step; of a SAVE the place of the program that it
-        follows, of a FETCH the place of the program that it is for; else -1.
+      key: the program that it runs, or None.
+      place: the position of that program among all programs of the step; for a SAVE that of the program before it, for
+        a FETCH that of the program that reads the values; else -1.
       values: the values that a SAVE or FETCH moves.
-      saves_awaited: SAVE instructions that must have ended on the device before the program may take more memory.
+      saves_awaited: SAVE instructions that must have ended on the device before the program may allocate memory.
       frees: values that no later program reads.
       drops: device copies that no later instruction reads.
-      is_awaited: of an OFFLOAD, whether the next program waits for it.
+      is_awaited: for an OFFLOAD, whether the next program waits for it.
     """
 
     operation: Operation
@@ -98,10 +98,10 @@ class StepProgram:
     Attributes:
       partition: the segments.
       derivatives: by program number.
-      plan: the plan that it was lowered from.
-      schedule: its tasks.
+      plan: the lowered plan.
+      schedule: the plan's tasks.
       instructions: one for each task, in the same order.
-      summed: groups whose gradients are added up on the device over micro-batches; other sums are in host memory.
+      summed: groups whose gradients are summed on the device over micro-batches; other sums are in host memory.
     """
 
     partition: Partition
@@ -128,5 +128,5 @@ class StepProgram:
         return frozenset(segment.group for segment, mode in segments if mode is Mode.RESIDENT)
 
     def with_sums_of(self, groups: frozenset[int]) -> StepProgram:
-        """The same step, with the gradients of these groups added up on the device."""
+        """The same step, with the gradients of these groups summed on the device."""
         return dataclasses.replace(self, summed=groups)
