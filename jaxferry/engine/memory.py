@@ -56,15 +56,11 @@ def peak_bytes(
     parameters_peak = held_peak = total_peak = resident
     for instruction in program.programs:
         place, key = instruction.place, _key(instruction)
-        parameters = resident + transfers.copies[place]
+        own = resident + transfers.copies[place]
+        parameters = own + transfers.copies_ahead[place]
         scalars = _SCALAR_BYTES * (place + 1)
-        held = (
-            parameters
-            + values.enter(key.kind, instruction.segment)
-            - transfers.offloaded[place]
-            + transfers.gradients[place]
-        )
-        held += scalars + other_bytes
+        held = own + transfers.gradients[place] + transfers.more_ahead[place] - transfers.offloaded[place]
+        held += values.enter(key.kind, instruction.segment) + scalars + other_bytes
         parameters_peak, held_peak = max(parameters_peak, parameters), max(held_peak, held)
         total_peak = max(total_peak, held + temporary_bytes.get(key, 0))
         values.leave(key.kind, instruction.segment, instruction.frees)
@@ -140,11 +136,14 @@ class _Transfers:
     """What transfers hold on the device at each place, at most.
 
     A copy may be there as soon as the last program has ended that its load waits for. A gradient may be there until
-    the first program that waits for its offload, or for one behind it in the queue.
+    the first program that waits for its offload, or for one behind it in the queue. A load for the next step waits for
+    the update of its group, and so for the offload of that gradient: its copy takes the place of gradients.
 
     Attributes:
-      copies: bytes of copies of parameters, by place.
+      copies: bytes of the step's own copies of parameters, by place.
       gradients: bytes of gradients, by place.
+      copies_ahead: bytes of the next step's copies, by place.
+      more_ahead: by place, the memory that these take beyond that of the gradients which left before them.
       offloaded: bytes of values that are certainly in host memory alone, by place.
     """
 
@@ -155,8 +154,11 @@ class _Transfers:
         self._last_use: dict[int, int] = {}
         self._last_on_lane: dict[Lane, int] = {}
         self._walk()
-        self.copies = self._copies(ahead)
-        self.gradients, self.offloaded = self._gradients_and_offloaded()
+        self._gradients_at: list[dict[int, int]] = [{} for _ in range(self._num_places)]
+        self.copies = self._copies()
+        self.offloaded = self._offloaded()
+        self.gradients = [sum(found.values()) for found in self._gradients_at]
+        self.copies_ahead, self.more_ahead = self._ahead(ahead)
 
     def _walk(self) -> None:
         """Finds the last program that each instruction waits for, directly or through its lane."""
@@ -178,23 +180,17 @@ class _Transfers:
     def _bytes_of(self, index: int) -> int:
         return self._program.partition.layers[self._program.instructions[index].group].num_bytes
 
-    def _copies(self, ahead: Sequence[int]) -> list[int]:
+    def _copies(self) -> list[int]:
         copies = [0] * self._num_places
         for load, last in self._last_use.items():
             for place in range(self._last_program[load] + 1, last + 1):
                 copies[place] += self._bytes_of(load)
-        for load in ahead:
-            waits = [*self._program.schedule.tasks[load].after_previous]
-            waits += [self._last_on_lane[Lane.H2D]] if Lane.H2D in self._last_on_lane else []
-            first = max((self._last_program[earlier] for earlier in waits), default=-1) + 1
-            for place in range(first, self._num_places):
-                copies[place] += self._bytes_of(load)
         return copies
 
-    def _gradients_and_offloaded(self) -> tuple[list[int], list[int]]:
+    def _offloaded(self) -> list[int]:
+        """Finds until when gradients may be there, and where values are certainly in host memory alone."""
         partition, instructions = self._program.partition, self._program.instructions
-        gradients, offloaded = [0] * self._num_places, [0] * self._num_places
-        free_from = self._num_places
+        offloaded, free_from = [0] * self._num_places, self._num_places
         gone_from: dict[int, int] = {}
         for instruction in reversed([i for i in instructions if i.task.lane is Lane.D2H]):
             free_from = min(free_from, self._first_waiter.get(instruction.index, free_from))
@@ -202,9 +198,26 @@ class _Transfers:
                 gone_from |= dict.fromkeys(instruction.values, free_from)
                 continue
             for place in range(self._last_program[instruction.index], free_from):
-                gradients[place] += partition.layers[instruction.group].trained.num_bytes
+                self._gradients_at[place][instruction.index] = partition.layers[instruction.group].trained.num_bytes
         for instruction in instructions:
             for value in instruction.values if instruction.operation is Operation.FETCH else ():
                 for place in range(gone_from[value], self._last_program[instruction.index] + 1):
                     offloaded[place] += partition.graph.num_bytes(value)
-        return gradients, offloaded
+        return offloaded
+
+    def _ahead(self, ahead: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The copies of the next step: all that may be there, and what they take beyond the gradients that left."""
+        tasks = self._program.schedule.tasks
+        copies, more = [0] * self._num_places, [0] * self._num_places
+        link = [self._last_on_lane[Lane.H2D]] if Lane.H2D in self._last_on_lane else []
+        arrived = -1
+        for load in ahead:
+            updates = tasks[load].after_previous
+            first = max((self._last_program[earlier] for earlier in (*updates, *link)), default=-1) + 1
+            offloads = [i for update in updates for i in tasks[update].after if tasks[i].lane is Lane.D2H]
+            arrived = max([arrived, *offloads])
+            for place in range(first, self._num_places):
+                copies[place] += self._bytes_of(load)
+                gone = sum(size for index, size in self._gradients_at[place].items() if index <= arrived)
+                more[place] = max(more[place], copies[place] - gone)
+        return copies, more
