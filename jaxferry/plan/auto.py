@@ -1,21 +1,21 @@
-"""One memory budget as the knob: modes, gradients, recomputation, so that the peak fits and a step is fast.
+"""Chooses modes, gradients and recomputation from one memory budget: the fastest plan whose peak fits.
 
-The search makes a pool of plans without looking at the budget: the plans of all policies, `exact`'s among them, with
-several reserve factors; families of plans that make layer after layer DHA, RELOAD or RESIDENT; and neighbours of the
-plans that are best for their memory. The budget then picks the fastest plan in the steady state that fits, in either
-order of updates (`plan/search.py`). So more memory is never slower, and no policy that fits is faster. For up to
-`MOST_ENUMERATED` layers the pool has every plan there is.
+The search fills a pool of plans independently of the budget: the plans of all policies, including `exact`, with several
+reserve factors; families of plans that switch one layer after another to DHA, RELOAD or RESIDENT; and neighbours of the
+best plans for their memory. The budget then picks the fastest plan in the steady state that fits, in either order of
+updates (`plan/search.py`). So more memory is never slower, and no policy that fits is faster. For up to
+`MOST_ENUMERATED` layers the pool contains every plan.
 
-Where the profile says what recomputation costs, a second pool starts from the best plans of the first: families of
-plans that recompute layer after layer, and neighbours. The first pool does not depend on the second, so the choice
-makes no plan slower. A plan recomputes only where no other that fits is as fast.
+If the profile states the cost of recomputation, a second pool starts from the best plans of the first: families of
+plans that recompute one layer after another, and neighbours. The first pool does not depend on the second, so the
+option to recompute makes no plan slower. A plan recomputes only if no other plan that fits is as fast.
 
-All layers DHA and all gradients GO hold nothing but activations. With GO allowed that is the smallest feasible budget.
-No budget is like one that everything fits into: the fastest plan of the pool is taken whatever it holds, and copies and
-gradients may stay on the device. Whoever plans for a device gives its memory.
+A plan with all layers DHA and all gradients GO holds only activations. With GO allowed, this is the smallest feasible
+budget. No budget means unlimited memory: the search takes the fastest plan of the pool, and copies and gradients may
+stay on the device. To plan for a device, pass its memory.
 
-A given reserve factor below 1 is an upper bound: fewer gradients may stay than the factor allows, where that saves
-memory or time. With 1 none is GO.
+A given reserve factor below 1 is an upper bound: fewer gradients may stay if that saves memory or time. With 1 no
+gradient is GO.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jaxferry.profiling.records import Profile
 from jaxferry.schedule import schedule_step
 
 MOST_ENUMERATED = 4
-"""Layers up to which all plans are tried."""
+"""The most layers for which all plans are tried."""
 
 _ALL = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
 _LEVELS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -63,7 +63,7 @@ class AutoSearch:
 
     Args:
       profile: the profile.
-      request: its `reserve_factor` limits the gradients that stay; None lets the search choose. Its budget is not used.
+      request: its `reserve_factor` limits the gradients that stay; None lets the search choose. Its budget is ignored.
     """
 
     def __init__(self, profile: Profile, request: Request):
@@ -80,10 +80,10 @@ class AutoSearch:
             self._recompute()
 
     def plan(self, budget_bytes: int | None) -> Plan:
-        """The fastest plan within the budget, and the leanest of such; None is no limit.
+        """The fastest plan within the budget; ties go to the leanest. None means no limit.
 
         Raises:
-          BudgetError: if there is none.
+          BudgetError: if no plan fits.
         """
         best = self._best(_UNLIMITED_BYTES if budget_bytes is None else budget_bytes)
         unlimited = self._best(_UNLIMITED_BYTES)
@@ -105,7 +105,7 @@ class AutoSearch:
         return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
 
     def _best(self, budget_bytes: int | None) -> Best | None:
-        """The fastest plan that fits, and the leanest of such; it recomputes only if no other is as fast."""
+        """The fastest plan that fits; ties go to the leanest. It recomputes only if no other is as fast."""
         found: Best | None = None
         for pool in (self.pool, *self.of_exact, self.recomputing):
             rival = pool.best(Objective.STEADY, budget_bytes, leanest=True) if pool.evaluated else None
@@ -144,7 +144,7 @@ class AutoSearch:
         self._refine()
 
     def _recompute(self) -> None:
-        """Fills the other pool with plans that recompute layers, and with neighbours of the best plans."""
+        """Fills the second pool with plans that recompute layers, and with neighbours of the best plans."""
         self.recomputes = True
         size = len(self.profile.layers)
         if size <= MOST_ENUMERATED:
@@ -164,7 +164,7 @@ class AutoSearch:
     def _recomputing_family(self) -> np.ndarray:
         """Flags of the first k layers of several orders, (plans, layers).
 
-        The orders: least time for a byte first, most bytes first, forward order, backward order.
+        The orders: least time per byte first, most bytes first, forward order, backward order.
         """
         layers, saved = self.profile.layers, self.saved_bytes
         useful = [int(index) for index in np.flatnonzero(saved > 0)]
@@ -181,7 +181,7 @@ class AutoSearch:
         return family
 
     def _gradient_choices(self) -> list[np.ndarray]:
-        """Which gradients go to the host: (layers,) flags, the most that may stay first, all GO last."""
+        """Choices of gradients that go to the host, (layers,) flags: from the most that may stay to all GO."""
         factor = self.request.reserve_factor
         if factor is not None and factor >= 1:
             return [gradients_to_host(self.profile, 1.0)]
@@ -204,7 +204,7 @@ class AutoSearch:
     def _add(
         self, modes: np.ndarray, to_host: np.ndarray, recomputes: np.ndarray | None = None, marked: bool = False
     ) -> None:
-        """Adds those plans whose gradients are allowed to stay; `marked` as in `Pool.add`."""
+        """Adds the plans whose gradients may stay; `marked` as in `Pool.add`."""
         to_host = np.broadcast_to(to_host, modes.shape)
         recomputes = (
             np.zeros(modes.shape, dtype=bool) if recomputes is None else np.broadcast_to(recomputes, modes.shape)
@@ -234,7 +234,7 @@ class AutoSearch:
         self._add(np.array(whole), np.broadcast_to(to_host, (len(whole), size)), marked=True)
 
     def _frontier(self) -> list[Best]:
-        """The plans of both pools that none beats in steady time and peak memory, fastest first."""
+        """The plans of both pools that no other beats in steady time and peak memory, fastest first."""
         pools = [pool for pool in (self.pool, self.recomputing) if pool.evaluated]
         found: list[Best] = []
         for best in sorted((x for pool in pools for x in pool.frontier()), key=lambda x: (x.objective_s, x.peak_bytes)):
@@ -243,7 +243,7 @@ class AutoSearch:
         return found
 
     def _refine(self, recomputes: bool = False) -> None:
-        """Adds neighbours of the plans on the frontier of time against memory, spread over it, while work is left."""
+        """Adds neighbours of plans spread over the frontier of time and memory, within the limit on work."""
         expanded: set[bytes] = set()
         work, once = 0, (len(_ALL) + 1 + recomputes) * len(self.sizes) ** 2
         while work + once <= _WORK:
@@ -261,7 +261,7 @@ class AutoSearch:
             (self.recomputing if self.recomputes else self.pool).run(peak=True)
 
     def _used_reserve_factor(self, to_host: np.ndarray) -> float:
-        """The request's, or the smallest of six digits that the plan keeps to."""
+        """The request's factor, or the smallest six-digit one that the plan satisfies."""
         if self.request.reserve_factor is not None:
             return self.request.reserve_factor
         total, stays = sum(self.sizes), sum(x for x, host in zip(self.sizes, to_host, strict=True) if not host)
@@ -287,7 +287,7 @@ class AutoSearch:
 
 
 def _without_needless_memory(profile: Profile, plan: Plan) -> Plan:
-    """The plan without `memory_bytes`, if no backward waits for room then either."""
+    """The plan without `memory_bytes`, if no backward waits for room even so."""
     without = dataclasses.replace(plan, memory_bytes=None)
     return without if schedule_step(profile, without) == schedule_step(profile, plan) else plan
 
