@@ -1,21 +1,21 @@
 """The best plan under the machine model: the default of this package.
 
-- Objective `forward`: the optimum over GFGB and DHA by dynamic programming (`plan/frontier.py`), always.
+- Objective `forward`: always the optimum over GFGB and DHA, by dynamic programming (`plan/frontier.py`).
 - Objectives `step` and `steady`, over GFGB, DHA and DFGB: by enumeration for up to `MOST_ENUMERATED` layers. That is
-  optimal for updates in backward order, and for up to `MOST_PROVEN` layers for both orders. For more layers it is the
-  best of four sources: the forward optimum with the optimal DFGB for it; the dynamic programme over whole steps with a
-  beam (`plan/whole_step.py`), from loads that begin with the step and, for chains, before it; all other policies'
-  plans; and a local search from these. Updates by need are tried for the best of them. A plan states its `gap` to the
-  proven `lower_bound_s` (`plan/bounds.py`), which holds for both orders.
+  optimal for updates in backward order, and for up to `MOST_PROVEN` layers for both orders. For more layers the plan is
+  the best from four sources: the forward optimum with its optimal DFGB; a dynamic program over whole steps with a beam
+  (`plan/whole_step.py`), with loads that begin with the step and, for chains, before it; all other policies' plans; and
+  a local search from these. The best of them are also tried with updates by need. A plan states its `gap` to the proven
+  `lower_bound_s` (`plan/bounds.py`), which holds for both orders.
 
-The reserve factor decides the gradients, as for any policy: with 1 no gradient is GO, with less those that stay are
-GO-MemFerry's choice (`plan/gradients.py`). Where none is given, the policies of the list have two defaults: 1, and 0
-for `go-memferry`. So that it loses to none of them, `exact` then plans with both. It takes the default of the command
-line, 1, unless 0 makes the objective strictly smaller; the plan states the factor taken. The bound holds for both.
+The reserve factor decides the gradients, as for any policy: with 1 no gradient is GO; with less, GO-MemFerry chooses
+those that stay (`plan/gradients.py`). Without a given factor the policies have two defaults: 0 for `go-memferry`, 1 for
+all others. `exact` then plans with both, so it loses to no policy. It takes 1 unless 0 makes the objective strictly
+smaller, and the plan states the factor. The bound holds for both.
 
-With a memory budget the same plans and plans with fewer and fewer loaded layers compete. The bound of plans that are
-not enumerated is that without a budget. `auto`, which may also keep layers on the device for good (RESIDENT) and pick
-any gradients, can be faster still, at the price of their memory.
+With a memory budget, plans with fewer and fewer loaded layers compete too. The bound of plans that are not enumerated
+ignores the budget. `auto` can be faster still, because it may keep layers on the device (RESIDENT) and choose any
+gradients, at the price of their memory.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ from jaxferry.plan.whole_step import StepSearch
 from jaxferry.profiling.records import Profile
 
 MOST_ENUMERATED = 10
-"""Layers up to which all plans of GFGB, DHA and DFGB are tried."""
+"""The most layers for which all plans of GFGB, DHA and DFGB are tried."""
 
 MOST_PROVEN = 6
-"""Layers up to which all of these are tried in both orders of updates, so that the best one is the optimum."""
+"""The most layers for which all of these are tried in both update orders, so that the best one is the optimum."""
 
 _ALLOWED = (GFGB, DHA, DFGB)
 _BEAM = 64
@@ -84,7 +84,7 @@ def reserve_factors(request: Request) -> tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """A reserve factor, its place in the order of preference, its gradient flags, and some plans to begin with."""
+    """A reserve factor, its rank in the order of preference, its gradient flags, and initial plans."""
 
     factor: float
     rank: int
@@ -93,7 +93,7 @@ class _Choice:
 
 
 class _Search:
-    """The best plan so far, the reserve factor that it keeps to, and the bound on all plans."""
+    """The best plan so far, its reserve factor, and the bound on all plans."""
 
     def __init__(self, profile: Profile, request: Request):
         self.profile, self.request = profile, request
@@ -105,7 +105,7 @@ class _Search:
         self.smallest_bytes = _NO_PLAN
 
     def run(self) -> None:
-        """Plans with each reserve factor, the promising one first; without a budget only while it can be better."""
+        """Plans with each reserve factor, the promising one first; without a budget, skips a factor that cannot win."""
         flags = [(factor, gradients_to_host(self.profile, factor)) for factor in reserve_factors(self.request)]
         choices = [
             _Choice(factor, rank, to_host, known_plans(self.profile, to_host, self.optimum.modes))
@@ -135,7 +135,7 @@ class _Search:
             self.best, self.choice = found, choice
 
     def _is_better(self, choice: _Choice, value_s: float) -> bool:
-        """Whether the value is smaller than the best one so far, or as small with a factor that is preferred."""
+        """Whether the value is smaller than the best one so far, or equal with a preferred factor."""
         if self.best is None or self.choice is None:
             return True
         return value_s < self.best.objective_s * (1 + math.copysign(_ROUNDING, self.choice.rank - choice.rank))
@@ -146,7 +146,7 @@ class _Search:
         return self._is_better(choice, self._bound_s(choice, self.best.objective_s * (1 + 2 * _ROUNDING)))
 
     def _bound_s(self, choice: _Choice, known_s: float) -> float:
-        """What no plan with these gradients is below; of a bound above `known_s` no more is known than that."""
+        """A lower bound on all plans with these gradients; one above `known_s` proves only that they exceed it."""
         forward_s = self.optimum.bound_s
         if self.request.objective is Objective.FORWARD:
             return forward_s
@@ -164,10 +164,10 @@ def _gap(objective: Objective, value_s: float, bound_s: float) -> dict[str, obje
 
 
 def explore(pool: Pool, to_host: np.ndarray, request: Request, known: np.ndarray, optimum: np.ndarray) -> None:
-    """Adds all plans of GFGB, DHA and DFGB that are worth a look.
+    """Adds all promising plans of GFGB, DHA and DFGB.
 
     Args:
-      pool: what they are added to.
+      pool: the pool to fill.
       to_host: which gradients are written to the host, (layers,).
       request: its objective and progress.
       known: `known_plans`, (plans, layers) mode codes.
@@ -198,7 +198,7 @@ def explore(pool: Pool, to_host: np.ndarray, request: Request, known: np.ndarray
 
 
 def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The best plan, and the best ones with another number of unloaded first layers: starts in different valleys."""
+    """The best plan for each of several numbers of unloaded first layers, as diverse starts of a local search."""
     starts: dict[int, np.ndarray] = {}
     for index in np.argsort(values, kind="stable"):
         starts.setdefault(int(np.argmax(np.append(modes[index], GFGB) == GFGB)), modes[index])
@@ -206,7 +206,7 @@ def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def known_plans(profile: Profile, to_host: np.ndarray, optimum: np.ndarray) -> np.ndarray:
-    """Other policies' plans, and the optimal forward with the DFGB that suits it: (plans, layers) mode codes."""
+    """Other policies' plans, and the optimal forward with DFGB added: (plans, layers) mode codes."""
     size = len(profile.layers)
     plans = [np.full(size, GFGB), np.full(size, DHA), optimum]
     plans.append(MemFerry().modes(profile, to_host))
@@ -220,7 +220,7 @@ def _all_modes(size: int) -> np.ndarray:
 
 
 def _whole_steps(profile: Profile, to_host: np.ndarray, search: LocalSearch, known: np.ndarray) -> np.ndarray:
-    """Whole steps with a beam; for chains also with a lead of the loads, by as much as the first updates take."""
+    """Whole steps with a beam; for chains also with loads that lead by the time of the first updates."""
     step_s = search.evaluate(known, to_host, steady=False, peak=False)
     limit_s = float(objective_values(step_s, Objective.STEP).min())
     found = [StepSearch(profile, to_host, _BEAM).best(limit_s)]
@@ -233,7 +233,7 @@ def _whole_steps(profile: Profile, to_host: np.ndarray, search: LocalSearch, kno
 
 
 def _within_window(pool: Pool, modes: np.ndarray, to_host: np.ndarray) -> np.ndarray:
-    """The plans whose DFGB fits; the others with their DFGB layers back at DHA."""
+    """The plans; those whose DFGB does not fit get DHA for these layers."""
     if len(modes) == 0:
         return modes
     fits = pool.evaluate(modes, to_host, steady=False, peak=False).in_window

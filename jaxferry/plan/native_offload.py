@@ -9,7 +9,7 @@ from jaxferry.profiling.records import Profile
 
 
 class NativeOffload(ModePolicy):
-    """Every layer GFGB; a forward waits for its own load only, updates wait for all gradients."""
+    """Every layer GFGB; a forward waits only for its own load, updates wait for all gradients."""
 
     name = "native-offload"
     summary = "loads layer by layer, updates after all gradients"

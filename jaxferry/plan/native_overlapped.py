@@ -1,4 +1,4 @@
-"""Offloading with loads and updates layer by layer: all that can be overlapped without direct host access."""
+"""Offloading with loads and updates layer by layer: the most overlap without direct host access."""
 
 import numpy as np
 

@@ -1,8 +1,8 @@
 """The machine model as recurrences over many plans at once.
 
-The rules are those of `jaxferry/schedule.py`, written a second time. Tests hold the two against each other, equal to
-the last bit. `jaxferry.room`, which says which offloads a backward waits for, is shared.
-Arrays are (layers, plans), or (plans,) within a loop over layers.
+This module implements the rules of `jaxferry/schedule.py` a second time; tests compare the two bit by bit. Both use
+`jaxferry.room` for the offloads that a backward waits for. Arrays are (layers, plans), or (plans,) within a loop over
+layers.
 
     forward   X = max(X, waits) + load_s          X: the link's end    C: the GPU's end
               C = max(C, X or host copy) + forward_s
@@ -20,7 +20,7 @@ from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
 
 
 class Batch:
-    """Plans for one profile, and what follows from their modes and gradient places alone.
+    """Plans for one profile, and all that follows from their modes and gradient places alone.
 
     Args:
       profile: the layers.
@@ -101,14 +101,14 @@ class Batch:
         return np.where(self.modes == DHA, by_dha, loaded)
 
     def activation_bytes(self) -> np.ndarray:
-        """What each layer keeps from its forward to its backward, (layers, plans)."""
+        """Bytes that each layer keeps from its forward to its backward, (layers, plans)."""
         kept, recomputed = (np.array([x.kept_bytes(again) for x in self.layers])[:, None] for again in (False, True))
         recomputes = np.zeros(self.modes.shape, dtype=bool) if self.recomputes is None else self.recomputes
         return np.where(recomputes, recomputed, kept)
 
 
 class Chain:
-    """Where the lanes of a batch stand, and when each group was last updated and refreshed; (plans,) arrays."""
+    """The end of each lane, and each group's last update and refresh; (plans,) arrays."""
 
     def __init__(self, batch: Batch):
         self.batch = batch
@@ -119,7 +119,7 @@ class Chain:
         self.reusable = {layer: zeros for layer, profile in enumerate(batch.layers) if not profile.has_gradient}
 
     def boundary(self) -> np.ndarray:
-        """All times that the next step waits for, the host's first; the host's in place of those that never change."""
+        """All times that the next step waits for, the host's first; it also replaces times that never change."""
         batch, held = self.batch, self.batch.held
         fetches = any(layer.fetch_bytes for layer in batch.layers)
         saves = any(layer.save_bytes for layer in batch.layers)
@@ -135,7 +135,7 @@ class Chain:
 
 
 class Step:
-    """One step of a chain: runs on construction, and remembers when memory is taken and given back."""
+    """One step of a chain: runs on construction, and records when memory is allocated and freed."""
 
     def __init__(self, chain: Chain):
         self.chain, self.batch, self.held = chain, chain.batch, chain.batch.held
@@ -164,7 +164,7 @@ class Step:
         self._free_copies()
 
     def _load(self, layer: int, loads: np.ndarray, wait: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Loads a layer where `loads` says so, and notes in `starts` when; returns the link's end."""
+        """Loads a layer where `loads` is set, and records the start in `starts`; returns the link's end."""
         chain = self.chain
         start = np.maximum(chain.link, wait)
         starts[layer] = np.where(loads, start, starts[layer])
@@ -184,7 +184,7 @@ class Step:
         return self._load(layer, self.held.loads_forward[layer], wait, self.load_start)
 
     def _bulk_loads(self) -> None:
-        """All loads before the first forward."""
+        """Runs all loads before the first forward."""
         batch, chain = self.batch, self.chain
         for layer in batch.load_order:
             if batch.any_forward_load[layer]:
@@ -299,7 +299,7 @@ class Step:
             chain.updated[group] = chain.host
 
     def _update_by_need(self) -> None:
-        """Takes the lowest group of those that could start; groups are in the order of their first layers."""
+        """Picks the lowest group of those that could start; groups are in the order of their first layers."""
         batch, chain = self.batch, self.chain
         all_arrived = self.arrivals.max(axis=0)
         due = np.stack([all_arrived if batch.after_all else self._due(group) for group in batch.updated_groups])
@@ -332,13 +332,13 @@ class Step:
         return np.where(held.first_ends_by_backward, by_backward, by_forward)
 
     def _free_copies(self) -> None:
-        """Notes when a copy that no update outdates may be loaded again."""
+        """Records when a copy that no update outdates may be loaded again."""
         if self.chain.reusable:
             ends = self._ends_of_first_copies()
             self.chain.reusable = {layer: ends[layer] for layer in self.chain.reusable}
 
     def frees(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(times, bytes given back), (layers, plans) each."""
+        """(times, bytes freed), (layers, plans) each."""
         batch, held = self.batch, self.held
         params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
         second_end = np.take_along_axis(self.backward_ends, np.maximum(held.second_end, 0), axis=0)
@@ -353,7 +353,7 @@ class Step:
         ]
 
     def allocations(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(times, bytes taken), (layers, plans) each."""
+        """(times, bytes allocated), (layers, plans) each."""
         batch, held = self.batch, self.held
         params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
         return [
