@@ -35,7 +35,7 @@ def flags_of(profile: Profile, key: str) -> np.ndarray:
     return np.array([bool(getattr(layer, key)) for layer in profile.layers])[:, None]
 
 
-def effective_codes(profile: Profile, modes: np.ndarray, to_host: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def effective_codes(profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The modes and gradient flags that a step runs with, (layers, plans) each.
 
     DFGB becomes DHA if no backward could read the copy: a lookup's backward, a missing one, or one fused with its
@@ -46,16 +46,16 @@ def effective_codes(profile: Profile, modes: np.ndarray, to_host: np.ndarray) ->
     may_leave = flags_of(profile, "has_gradient") & ~flags_of(profile, "gradient_rows")
     if not reads.all():
         modes = np.where((modes == DFGB) & ~reads, np.int8(DHA), modes)
-    return modes, to_host if may_leave.all() else to_host & may_leave
+    return modes, grad_on_host if may_leave.all() else grad_on_host & may_leave
 
 
 def effective(profile: Profile, plan: Plan) -> Plan:
     """The plan with the modes and gradient places that its step runs with, see `effective_codes`."""
-    modes, to_host = effective_codes(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None])
+    modes, grad_on_host = effective_codes(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None])
     places = (GradientPlace.DEVICE, GradientPlace.HOST)
     layers = tuple(
         dataclasses.replace(layer, mode=MODES[int(mode)], gradient=places[int(host)])
-        for layer, mode, host in zip(plan.layers, modes[:, 0], to_host[:, 0], strict=True)
+        for layer, mode, host in zip(plan.layers, modes[:, 0], grad_on_host[:, 0], strict=True)
     )
     return dataclasses.replace(plan, layers=layers)
 
@@ -69,7 +69,7 @@ class Holdings:
     Args:
       profile: the layers.
       modes: effective codes, (layers, plans).
-      to_host: effective gradient flags, (layers, plans).
+      grad_on_host: effective gradient flags, (layers, plans).
 
     Attributes:
       loads_forward: whether the layer loads a first copy, (layers, plans).
@@ -84,12 +84,12 @@ class Holdings:
       offloads: whether the gradient leaves by a transfer, (layers, plans).
     """
 
-    def __init__(self, profile: Profile, modes: np.ndarray, to_host: np.ndarray):
-        self.profile, self.modes, self.to_host = profile, modes, to_host
+    def __init__(self, profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray):
+        self.profile, self.modes, self.grad_on_host = profile, modes, grad_on_host
         self.num_layers, self.num_plans = modes.shape
         runs_back, fused = flags_of(profile, "has_backward"), flags_of(profile, "fused_backward")
         own = np.broadcast_to(np.arange(self.num_layers)[:, None], modes.shape)
-        self.offloads = ~to_host & flags_of(profile, "has_gradient")
+        self.offloads = ~grad_on_host & flags_of(profile, "has_gradient")
         self.loads_forward = (modes == GFGB) | (modes == RELOAD)
         self.loads_between = modes == DFGB
         self.loads_backward = (modes == RELOAD) & runs_back & flags_of(profile, "backward_reads") & ~fused

@@ -327,7 +327,7 @@ def waits(held: Holdings, needs: Demand, memory_bytes: int) -> np.ndarray:
         earlier = [x for x in profile.groups[profile.group_of[layer]] if x > layer]
         if earlier:
             mine = np.where(held.offloads[earlier], np.array(earlier)[:, None], size).min(axis=0)
-            ended = np.where(held.to_host[layer], np.minimum(ended, mine), ended)
+            ended = np.where(held.grad_on_host[layer], np.minimum(ended, mine), ended)
             ended_bytes = outstanding[ended, columns]
         least = outstanding[layer + 1] + needs.backward[layer] - limit
         least_after = outstanding[layer + 1] + needs.backward_after[layer] - limit

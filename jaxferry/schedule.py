@@ -303,10 +303,10 @@ class _StepBuilder:
         self.fetch_for_next(layer)
         if profile.inter_backward_s > 0:
             self.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
-        by_dha, to_host = mode is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
+        by_dha, grad_on_host = mode is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
         again = self.recomputes[layer]
-        key = f"backward{'_dha' * by_dha}{'_go' * to_host}{'_recompute' * again}_s"
-        duration = (key, profile.backward_for(by_dha, to_host, again))
+        key = f"backward{'_dha' * by_dha}{'_go' * grad_on_host}{'_recompute' * again}_s"
+        duration = (key, profile.backward_for(by_dha, grad_on_host, again))
         after = self.backward_waits(layer, copy)
         task = self.emit(Kind.BACKWARD, Lane.GPU, layer, duration, after)
         self.last_program = task
@@ -319,7 +319,7 @@ class _StepBuilder:
             elif copy is not self.held.get(group):
                 self.reload_uses.append(task)
         if profile.has_gradient:
-            self.gradient(layer, task, to_host)
+            self.gradient(layer, task, grad_on_host)
 
     def backward_waits(self, layer: int, copy: _Copy | None) -> tuple[int, ...]:
         after = set() if copy is None else {copy.load}
@@ -332,9 +332,9 @@ class _StepBuilder:
             self.saves_of_programs.append(())
         return tuple(sorted(after))
 
-    def gradient(self, layer: int, backward: int, to_host: bool) -> None:
-        self.arrivals[layer] = backward if to_host else self.offload(layer, backward)
-        if to_host:
+    def gradient(self, layer: int, backward: int, grad_on_host: bool) -> None:
+        self.arrivals[layer] = backward if grad_on_host else self.offload(layer, backward)
+        if grad_on_host:
             self.add_bytes(backward, host_start_bytes=self.layers[layer].grad_bytes)
         if self.plan.updates is Updates.OVERLAPPED:
             members = self.profile.groups[self.profile.group_of[layer]]

@@ -92,7 +92,7 @@ class AutoSearch:
             leanest = self._frontier()[-1]
             check_budget(Auto.name, budget_bytes or 0, leanest.peak_bytes, int(leanest.recomputes.sum()))
         assert best is not None
-        plan = plan_of(Auto.name, self._used_reserve_factor(best.to_host), self.profile, best)
+        plan = plan_of(Auto.name, self._used_reserve_factor(best.grad_on_host), self.profile, best)
         limited = best.objective_s > unlimited.objective_s * (1 + _ROUNDING)
         details = {
             "objective": Objective.STEADY.value,
@@ -124,10 +124,10 @@ class AutoSearch:
         optimum = optimal_forward(self.profile).modes
         flags = self._gradient_choices()
         explored = [gradients_to_host(self.profile, factor) for factor in reserve_factors(self.request)]
-        for to_host in np.unique([*explored, flags[-1]], axis=0):
-            known = known_plans(self.profile, to_host, optimum)
+        for grad_on_host in np.unique([*explored, flags[-1]], axis=0):
+            known = known_plans(self.profile, grad_on_host, optimum)
             pool = Pool(self.profile)
-            explore(pool, to_host, self.request, known, optimum)
+            explore(pool, grad_on_host, self.request, known, optimum)
             for kind, parts in pool.parts.items():
                 for part in parts:
                     self.pool.parts.setdefault(kind, []).append(part)
@@ -137,8 +137,8 @@ class AutoSearch:
         self.pool.run(peak=True)
         fastest = self.pool.best(Objective.STEADY, None)
         assert fastest is not None
-        for to_host in flags:
-            self._families(fastest.modes, to_host)
+        for grad_on_host in flags:
+            self._families(fastest.modes, grad_on_host)
         self.request.report("families of plans for less memory")
         self.pool.run(peak=True)
         self._refine()
@@ -151,12 +151,14 @@ class AutoSearch:
             self._enumerate(size, self.saved_bytes > 0)
         fronts = self.pool.frontier()
         spread = np.unique(np.linspace(0, len(fronts) - 1, _EXPANDED_AT_ONCE).astype(int))
-        starts = [(best.modes, best.to_host) for best in (fronts[number] for number in spread) if _is_layerwise(best)]
-        to_host = self._gradient_choices()[-1]
-        starts += [(np.full(size, mode, dtype=np.int8), to_host) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
+        starts = [
+            (best.modes, best.grad_on_host) for best in (fronts[number] for number in spread) if _is_layerwise(best)
+        ]
+        grad_on_host = self._gradient_choices()[-1]
+        starts += [(np.full(size, mode, dtype=np.int8), grad_on_host) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
         family = self._recomputing_family()
-        for modes, to_host in starts:
-            self._add(np.repeat(modes[None], len(family), axis=0), np.broadcast_to(to_host, family.shape), family)
+        for modes, grad_on_host in starts:
+            self._add(np.repeat(modes[None], len(family), axis=0), np.broadcast_to(grad_on_host, family.shape), family)
         self.request.report("plans that recompute activations")
         self.recomputing.run(peak=True)
         self._refine(recomputes=True)
@@ -193,35 +195,37 @@ class AutoSearch:
     def _enumerate(self, size: int, can_recompute: np.ndarray | None = None) -> None:
         """Adds all plans; with `can_recompute`, (layers,), those that recompute any of these layers."""
         choices = np.indices((len(_ALL), 2) * size, dtype=np.int8).reshape(2 * size, -1).T
-        modes, to_host = choices[:, 0::2], choices[:, 1::2].astype(bool)
+        modes, grad_on_host = choices[:, 0::2], choices[:, 1::2].astype(bool)
         if can_recompute is None:
-            self._add(modes, to_host)
+            self._add(modes, grad_on_host)
             return
         for again in itertools.product(*((False, True) if can else (False,) for can in can_recompute)):
             if any(again):
-                self._add(modes, to_host, np.broadcast_to(np.array(again), modes.shape))
+                self._add(modes, grad_on_host, np.broadcast_to(np.array(again), modes.shape))
 
     def _add(
-        self, modes: np.ndarray, to_host: np.ndarray, recomputes: np.ndarray | None = None, marked: bool = False
+        self, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray | None = None, marked: bool = False
     ) -> None:
         """Adds the plans whose gradients may stay; `marked` as in `Pool.add`."""
-        to_host = np.broadcast_to(to_host, modes.shape)
+        grad_on_host = np.broadcast_to(grad_on_host, modes.shape)
         recomputes = (
             np.zeros(modes.shape, dtype=bool) if recomputes is None else np.broadcast_to(recomputes, modes.shape)
         )
         factor = self.request.reserve_factor
         if factor is not None:
             if factor >= 1:
-                allowed = ~to_host.any(axis=1)
+                allowed = ~grad_on_host.any(axis=1)
             else:
-                used = ((~to_host) * np.array(self.sizes, dtype=np.float64)).sum(axis=1)
-                allowed = (used <= capacity_bytes(self.profile, factor)) & ~(~to_host & (self.gains <= 0)).any(axis=1)
-            modes, to_host, recomputes = modes[allowed], to_host[allowed], recomputes[allowed]
+                used = ((~grad_on_host) * np.array(self.sizes, dtype=np.float64)).sum(axis=1)
+                allowed = (used <= capacity_bytes(self.profile, factor)) & ~(~grad_on_host & (self.gains <= 0)).any(
+                    axis=1
+                )
+            modes, grad_on_host, recomputes = modes[allowed], grad_on_host[allowed], recomputes[allowed]
         if len(modes):
             pool = self.recomputing if self.recomputes else self.pool
-            pool.add(modes, to_host, recomputes=recomputes, marked=marked)
+            pool.add(modes, grad_on_host, recomputes=recomputes, marked=marked)
 
-    def _families(self, fastest: np.ndarray, to_host: np.ndarray) -> None:
+    def _families(self, fastest: np.ndarray, grad_on_host: np.ndarray) -> None:
         size = len(self.profile.layers)
         whole = [np.full(size, mode, dtype=np.int8) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
         gfgb, dha, reload, _ = whole
@@ -230,8 +234,8 @@ class AutoSearch:
         starts += [(reload, DHA), (reload, RESIDENT), (dha, RESIDENT), (dha, GFGB)]
         points = max(4, _POINTS * 128 // max(size, 128))
         modes = np.concatenate([plans, *(prefix_family(self.profile, start, mode, points) for start, mode in starts)])
-        self._add(modes, np.broadcast_to(to_host, modes.shape))
-        self._add(np.array(whole), np.broadcast_to(to_host, (len(whole), size)), marked=True)
+        self._add(modes, np.broadcast_to(grad_on_host, modes.shape))
+        self._add(np.array(whole), np.broadcast_to(grad_on_host, (len(whole), size)), marked=True)
 
     def _frontier(self) -> list[Best]:
         """The plans of both pools that no other beats in steady time and peak memory, fastest first."""
@@ -255,17 +259,17 @@ class AutoSearch:
             spread = np.unique(np.linspace(0, len(fresh) - 1, num_expanded).astype(int))
             for number in spread:
                 expanded.add(_key(fresh[number]))
-                modes, to_host, again = _neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
-                self._add(modes, to_host, again)
+                modes, grad_on_host, again = _neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
+                self._add(modes, grad_on_host, again)
                 work += modes.size
             (self.recomputing if self.recomputes else self.pool).run(peak=True)
 
-    def _used_reserve_factor(self, to_host: np.ndarray) -> float:
+    def _used_reserve_factor(self, grad_on_host: np.ndarray) -> float:
         """The request's factor, or the smallest six-digit one that the plan satisfies."""
         if self.request.reserve_factor is not None:
             return self.request.reserve_factor
-        total, stays = sum(self.sizes), sum(x for x, host in zip(self.sizes, to_host, strict=True) if not host)
-        if not to_host.any() or total == 0:
+        total, stays = sum(self.sizes), sum(x for x, host in zip(self.sizes, grad_on_host, strict=True) if not host)
+        if not grad_on_host.any() or total == 0:
             return 1.0
         share = decimal.Decimal(stays) / decimal.Decimal(total)
         return float(min(share.quantize(decimal.Decimal("1e-6"), rounding=decimal.ROUND_CEILING), decimal.Decimal(1)))
@@ -273,7 +277,7 @@ class AutoSearch:
     def _busiest_lane(self, best: Best) -> str:
         layers = self.profile.layers
         busy = dict.fromkeys(("GPU", "H2D", "D2H"), 0.0) | {"host": sum(self.profile.group_update_s)}
-        for layer, mode, host, again in zip(layers, best.modes, best.to_host, best.recomputes, strict=True):
+        for layer, mode, host, again in zip(layers, best.modes, best.grad_on_host, best.recomputes, strict=True):
             by_dha = mode in (DHA, DFGB)
             busy["GPU"] += layer.forward_dha_s if by_dha else layer.forward_s
             busy["GPU"] += (
@@ -293,7 +297,7 @@ def _without_needless_memory(profile: Profile, plan: Plan) -> Plan:
 
 
 def _key(best: Best) -> bytes:
-    return best.modes.tobytes() + best.to_host.tobytes() + best.recomputes.tobytes()
+    return best.modes.tobytes() + best.grad_on_host.tobytes() + best.recomputes.tobytes()
 
 
 def _is_layerwise(best: Best) -> bool:
@@ -305,15 +309,17 @@ def _neighbours(best: Best, can_recompute: np.ndarray | None) -> tuple[np.ndarra
     size = len(best.modes)
     one = np.eye(size, dtype=bool)
     others = [np.where(one, np.int8(mode), best.modes) for mode in _ALL]
-    modes, to_host, recomputes = (
+    modes, grad_on_host, recomputes = (
         [*others, *(best.modes,) * 2],
-        [best.to_host] * len(_ALL),
+        [best.grad_on_host] * len(_ALL),
         [best.recomputes] * len(_ALL),
     )
-    to_host += [best.to_host ^ one, best.to_host]
+    grad_on_host += [best.grad_on_host ^ one, best.grad_on_host]
     recomputes += [best.recomputes, best.recomputes ^ one]
     if can_recompute is None:
-        modes, to_host, recomputes = modes[:-1], to_host[:-1], recomputes[:-1]
-    plans = [np.concatenate([np.broadcast_to(x, one.shape) for x in parts]) for parts in (modes, to_host, recomputes)]
+        modes, grad_on_host, recomputes = modes[:-1], grad_on_host[:-1], recomputes[:-1]
+    plans = [
+        np.concatenate([np.broadcast_to(x, one.shape) for x in parts]) for parts in (modes, grad_on_host, recomputes)
+    ]
     allowed = np.ones(len(plans[0]), dtype=bool) if can_recompute is None else ~(plans[2] & ~can_recompute).any(axis=1)
     return plans[0][allowed], plans[1][allowed], plans[2][allowed]

@@ -117,16 +117,16 @@ class ModePolicy(Policy):
     updates: ClassVar[Updates] = Updates.OVERLAPPED
 
     @abc.abstractmethod
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """The mode codes of all layers, (layers,), given the flags of gradients written to the host, (layers,)."""
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
         """This policy's modes, with the gradients that the reserve factor lets stay."""
         request = request or Request()
         reserve_factor = self.reserve_factor(request)
-        to_host = gradients_to_host(profile, reserve_factor)
-        modes = self.modes(profile, to_host)
-        plan = make_plan(self.name, reserve_factor, profile, modes, to_host, self.loads, self.updates)
+        grad_on_host = gradients_to_host(profile, reserve_factor)
+        modes = self.modes(profile, grad_on_host)
+        plan = make_plan(self.name, reserve_factor, profile, modes, grad_on_host, self.loads, self.updates)
         if request.memory_budget_bytes is not None:
             peak_bytes = int(PlanEvaluator(profile).plan(plan).peak_bytes[0])
             check_budget(self.name, request.memory_budget_bytes, peak_bytes)
@@ -138,7 +138,7 @@ def make_plan(
     reserve_factor: float,
     profile: Profile,
     modes: np.ndarray,
-    to_host: np.ndarray,
+    grad_on_host: np.ndarray,
     loads: Loads = Loads.LAYERWISE,
     updates: Updates = Updates.OVERLAPPED,
     recomputes: np.ndarray | None = None,
@@ -148,7 +148,7 @@ def make_plan(
     again = np.zeros(len(modes), dtype=bool) if recomputes is None else recomputes
     layers = tuple(
         LayerPlan(layer.name, MODES[int(mode)], places[int(host)], remats[int(recompute)])
-        for layer, mode, host, recompute in zip(profile.layers, modes, to_host, again, strict=True)
+        for layer, mode, host, recompute in zip(profile.layers, modes, grad_on_host, again, strict=True)
     )
     return Plan(policy, reserve_factor, layers, loads, updates)
 

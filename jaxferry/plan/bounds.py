@@ -60,9 +60,9 @@ class Penalty:
         return float(self.saved[-1] - np.interp(max(link_s, 0.0), self.loads, self.saved))
 
 
-def step_lower_bound_s(profile: Profile, to_host: np.ndarray, optimal_forward_s: float) -> float:
+def step_lower_bound_s(profile: Profile, grad_on_host: np.ndarray, optimal_forward_s: float) -> float:
     """No plan of GFGB, DHA and DFGB within the window has a smaller `step_s`, with these gradients."""
-    costs = StepCosts.of(profile, to_host)
+    costs = StepCosts.of(profile, grad_on_host)
     load_s = group_loads(profile, costs)
     least_backward = float(np.minimum(costs.backward, costs.backward_dha).sum())
     last_backward = max(costs.backward[-1], costs.backward_dha[-1])
@@ -76,13 +76,13 @@ def step_lower_bound_s(profile: Profile, to_host: np.ndarray, optimal_forward_s:
 
 
 def steady_lower_bound_s(
-    profile: Profile, to_host: np.ndarray, optimal_forward_s: float, known_s: float = np.inf
+    profile: Profile, grad_on_host: np.ndarray, optimal_forward_s: float, known_s: float = np.inf
 ) -> float:
     """No plan of GFGB, DHA and DFGB within the window has a smaller `steady_step_s`, with these gradients.
 
     `known_s` is the value of a known plan; the search for a higher bound stops there.
     """
-    costs = StepCosts.of(profile, to_host)
+    costs = StepCosts.of(profile, grad_on_host)
     base_s = max(_lanes_s(profile, costs), _loops_s(profile, costs))
     best = known_s
     for first in range(len(profile.layers) + 1):
@@ -90,7 +90,7 @@ def steady_lower_bound_s(
         if quick >= best:
             break
         if first < min(len(profile.layers), _MOST_EXACT) and profile.layers[first].has_gradient:
-            quick = max(quick, _loaded_loop_s(profile, to_host, costs, first, optimal_forward_s, best))
+            quick = max(quick, _loaded_loop_s(profile, grad_on_host, costs, first, optimal_forward_s, best))
         best = min(best, quick)
     return float(best)
 
@@ -137,12 +137,12 @@ def _unloaded_bound(profile: Profile, costs: StepCosts, first: int) -> float:
 
 
 def _loaded_loop_s(
-    profile: Profile, to_host: np.ndarray, costs: StepCosts, first: int, optimal_forward_s: float, best: float
+    profile: Profile, grad_on_host: np.ndarray, costs: StepCosts, first: int, optimal_forward_s: float, best: float
 ) -> float:
     """The loop through the first loaded layer. A value above `best` proves only that it exceeds `best`."""
     own_s = _own_tail_s(profile, costs, first)
     rest = dataclasses.replace(profile, layers=profile.layers[first:])
-    of_rest = StepCosts.of(rest, to_host[first:])
+    of_rest = StepCosts.of(rest, grad_on_host[first:])
     least_backward = float(np.minimum(of_rest.backward, of_rest.backward_dha).sum())
     forward_s = optimal_forward_s
     if first > 0:

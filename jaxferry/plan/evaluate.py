@@ -52,7 +52,7 @@ class PlanEvaluator:
     def __call__(
         self,
         modes: np.ndarray,
-        to_host: np.ndarray,
+        grad_on_host: np.ndarray,
         recomputes: np.ndarray | bool = False,
         *,
         bulk: bool = False,
@@ -66,7 +66,7 @@ class PlanEvaluator:
 
         Args:
           modes: (plans, layers) or (layers,) codes, see `recurrences.CODES`.
-          to_host: likewise, whether the gradient is written to the host.
+          grad_on_host: likewise, whether the gradient is written to the host.
           recomputes: likewise, whether the backward runs the forward again; only for layers that can do so.
           bulk: `loads: "bulk"`.
           after_all: `updates: "after-all"`.
@@ -76,7 +76,7 @@ class PlanEvaluator:
           peak: whether to compute `peak_bytes`.
         """
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
-        to_host = np.broadcast_to(np.asarray(to_host, dtype=bool), modes.shape)
+        grad_on_host = np.broadcast_to(np.asarray(grad_on_host, dtype=bool), modes.shape)
         again = np.broadcast_to(np.asarray(recomputes, dtype=bool), modes.shape) if np.any(recomputes) else None
         parts = []
         size = max(1, _CHUNK_ELEMENTS // modes.shape[1])
@@ -84,7 +84,7 @@ class PlanEvaluator:
             chunk = slice(first, first + size)
             flags = None if again is None else again[chunk].T.copy()
             kind = (bulk, after_all, flags, by_need, memory_bytes or 0)
-            batch = Batch(self.profile, modes[chunk].T.copy(), to_host[chunk].T.copy(), *kind)
+            batch = Batch(self.profile, modes[chunk].T.copy(), grad_on_host[chunk].T.copy(), *kind)
             parts.append(_outcomes(batch, steady, peak))
         fields = [field.name for field in dataclasses.fields(Outcomes)]
         return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})

@@ -88,7 +88,7 @@ class _Choice:
 
     factor: float
     rank: int
-    to_host: np.ndarray
+    grad_on_host: np.ndarray
     known: np.ndarray
 
 
@@ -108,8 +108,8 @@ class _Search:
         """Plans with each reserve factor, the promising one first; without a budget, skips a factor that cannot win."""
         flags = [(factor, gradients_to_host(self.profile, factor)) for factor in reserve_factors(self.request)]
         choices = [
-            _Choice(factor, rank, to_host, known_plans(self.profile, to_host, self.optimum.modes))
-            for rank, (factor, to_host) in enumerate(flags)
+            _Choice(factor, rank, grad_on_host, known_plans(self.profile, grad_on_host, self.optimum.modes))
+            for rank, (factor, grad_on_host) in enumerate(flags)
         ]
         limited = self.request.memory_budget_bytes is not None
         if self.request.objective is Objective.FORWARD and not limited:
@@ -119,12 +119,12 @@ class _Search:
                 self._explore(choice)
 
     def _known_s(self, choice: _Choice) -> float:
-        outcomes = PlanEvaluator(self.profile)(choice.known, choice.to_host, peak=False)
+        outcomes = PlanEvaluator(self.profile)(choice.known, choice.grad_on_host, peak=False)
         return float(objective_values(outcomes, self.request.objective).min())
 
     def _explore(self, choice: _Choice) -> None:
         request, pool = self.request, Pool(self.profile)
-        explore(pool, choice.to_host, request, choice.known, self.optimum.modes)
+        explore(pool, choice.grad_on_host, request, choice.known, self.optimum.modes)
         pool.run(peak=request.memory_budget_bytes is not None)
         self.smallest_bytes = min(self.smallest_bytes, pool.smallest_peak_bytes())
         found = pool.best(request.objective, request.memory_budget_bytes)
@@ -153,8 +153,8 @@ class _Search:
         if len(self.profile.layers) <= MOST_PROVEN:
             return known_s
         if self.request.objective is Objective.STEP:
-            return step_lower_bound_s(self.profile, choice.to_host, forward_s)
-        return steady_lower_bound_s(self.profile, choice.to_host, forward_s, known_s)
+            return step_lower_bound_s(self.profile, choice.grad_on_host, forward_s)
+        return steady_lower_bound_s(self.profile, choice.grad_on_host, forward_s, known_s)
 
 
 def _gap(objective: Objective, value_s: float, bound_s: float) -> dict[str, object]:
@@ -163,38 +163,38 @@ def _gap(objective: Objective, value_s: float, bound_s: float) -> dict[str, obje
     return {"objective": objective.value, "lower_bound_s": bound_s, "gap": gap}
 
 
-def explore(pool: Pool, to_host: np.ndarray, request: Request, known: np.ndarray, optimum: np.ndarray) -> None:
+def explore(pool: Pool, grad_on_host: np.ndarray, request: Request, known: np.ndarray, optimum: np.ndarray) -> None:
     """Adds all promising plans of GFGB, DHA and DFGB.
 
     Args:
       pool: the pool to fill.
-      to_host: which gradients are written to the host, (layers,).
+      grad_on_host: which gradients are written to the host, (layers,).
       request: its objective and progress.
       known: `known_plans`, (plans, layers) mode codes.
       optimum: the optimal forward's modes, (layers,) codes.
     """
     profile = pool.profile
     request.report("plans of all policies")
-    pool.add(known, to_host, marked=True)
+    pool.add(known, grad_on_host, marked=True)
     gfgb = np.full(len(profile.layers), GFGB)
-    pool.add(gfgb, to_host, Loads.LAYERWISE, Updates.AFTER_ALL, marked=True)
-    pool.add(gfgb, to_host, Loads.BULK, Updates.AFTER_ALL, marked=True)
+    pool.add(gfgb, grad_on_host, Loads.LAYERWISE, Updates.AFTER_ALL, marked=True)
+    pool.add(gfgb, grad_on_host, Loads.BULK, Updates.AFTER_ALL, marked=True)
     if len(profile.layers) <= MOST_ENUMERATED:
-        pool.add(_all_modes(len(profile.layers)), to_host)
+        pool.add(_all_modes(len(profile.layers)), grad_on_host)
         return
     objective = Objective.STEP if request.objective is Objective.FORWARD else request.objective
-    search = LocalSearch(pool.evaluate, to_host, objective, _ALLOWED)
+    search = LocalSearch(pool.evaluate, grad_on_host, objective, _ALLOWED)
     request.report("whole steps by dynamic programming")
-    found = np.concatenate([known, _whole_steps(profile, to_host, search, known)])
+    found = np.concatenate([known, _whole_steps(profile, grad_on_host, search, known)])
     values = search.values(found)
     request.report("local search")
     improved = np.array([search.improve(start, _WORK_A_START) for start in _different(found, values)], dtype=np.int8)
     best = search.improve(improved[int(np.argmin(search.values(improved)))], _WORK_FOR_BEST)
-    pool.add(found, to_host)
-    pool.add(improved, to_host)
-    pool.add(best, to_host)
+    pool.add(found, grad_on_host)
+    pool.add(improved, grad_on_host)
+    pool.add(best, grad_on_host)
     for start in (best, gfgb, optimum):
-        pool.add(_within_window(pool, prefix_family(profile, start, points=_POINTS), to_host), to_host)
+        pool.add(_within_window(pool, prefix_family(profile, start, points=_POINTS), grad_on_host), grad_on_host)
 
 
 def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -205,12 +205,12 @@ def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.array(list(starts.values())[:_STARTS])
 
 
-def known_plans(profile: Profile, to_host: np.ndarray, optimum: np.ndarray) -> np.ndarray:
+def known_plans(profile: Profile, grad_on_host: np.ndarray, optimum: np.ndarray) -> np.ndarray:
     """Other policies' plans, and the optimal forward with DFGB added: (plans, layers) mode codes."""
     size = len(profile.layers)
     plans = [np.full(size, GFGB), np.full(size, DHA), optimum]
-    plans.append(MemFerry().modes(profile, to_host))
-    best_dfgb = StepSearch(profile, to_host, _BEAM).best(np.inf, fixed=optimum)
+    plans.append(MemFerry().modes(profile, grad_on_host))
+    best_dfgb = StepSearch(profile, grad_on_host, _BEAM).best(np.inf, fixed=optimum)
     return np.concatenate([np.array(plans, dtype=np.int8), best_dfgb])
 
 
@@ -219,22 +219,22 @@ def _all_modes(size: int) -> np.ndarray:
     return codes[codes[:, -1] != DFGB]
 
 
-def _whole_steps(profile: Profile, to_host: np.ndarray, search: LocalSearch, known: np.ndarray) -> np.ndarray:
+def _whole_steps(profile: Profile, grad_on_host: np.ndarray, search: LocalSearch, known: np.ndarray) -> np.ndarray:
     """Whole steps with a beam; for chains also with loads that lead by the time of the first updates."""
-    step_s = search.evaluate(known, to_host, steady=False, peak=False)
+    step_s = search.evaluate(known, grad_on_host, steady=False, peak=False)
     limit_s = float(objective_values(step_s, Objective.STEP).min())
-    found = [StepSearch(profile, to_host, _BEAM).best(limit_s)]
+    found = [StepSearch(profile, grad_on_host, _BEAM).best(limit_s)]
     if search.objective is Objective.STEADY:
         limit_s = float(search.values(known).min())
         for head in (head for head in _HEADS if head < len(profile.layers)):
             lead_s = sum(profile.group_update_s[profile.group_of[index]] for index in range(head))
-            found.append(StepSearch(profile, to_host, _BEAM // 2).best(limit_s, head=head, lead_s=lead_s))
+            found.append(StepSearch(profile, grad_on_host, _BEAM // 2).best(limit_s, head=head, lead_s=lead_s))
     return np.concatenate(found)
 
 
-def _within_window(pool: Pool, modes: np.ndarray, to_host: np.ndarray) -> np.ndarray:
+def _within_window(pool: Pool, modes: np.ndarray, grad_on_host: np.ndarray) -> np.ndarray:
     """The plans; those whose DFGB does not fit get DHA for these layers."""
     if len(modes) == 0:
         return modes
-    fits = pool.evaluate(modes, to_host, steady=False, peak=False).in_window
+    fits = pool.evaluate(modes, grad_on_host, steady=False, peak=False).in_window
     return np.where(fits[:, None] | (modes != DFGB), modes, DHA).astype(np.int8)

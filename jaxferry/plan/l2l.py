@@ -13,6 +13,6 @@ class L2L(ModePolicy):
     name = "l2l"
     summary = "every layer loaded twice, two on the device at a time"
 
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """RELOAD for every layer."""
         return np.full(len(profile.layers), RELOAD, dtype=np.int8)

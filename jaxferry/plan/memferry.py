@@ -29,9 +29,9 @@ class MemFerry(ModePolicy):
     name = "memferry"
     summary = "MemFerry's Algorithm 1 as its text means, then the DFGB greedy"
 
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """Algorithm 1, then the greedy."""
-        return with_dfgb(profile, forward_modes(profile), to_host)
+        return with_dfgb(profile, forward_modes(profile), grad_on_host)
 
 
 class Forward:
@@ -133,7 +133,7 @@ def _backtrack(profile: Profile, modes: np.ndarray, history: list[Forward], befo
         history[start:] = [each.plan(chosen) for each in tried]
 
 
-def with_dfgb(profile: Profile, modes: np.ndarray, to_host: np.ndarray) -> np.ndarray:
+def with_dfgb(profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray) -> np.ndarray:
     """Makes DHA layers DFGB, largest gain first. A layer is kept if all kept loads still end inside the window.
 
     The window opens when the last GFGB load ends. It closes when the last layer's backward ends and the first gradient
@@ -144,7 +144,7 @@ def with_dfgb(profile: Profile, modes: np.ndarray, to_host: np.ndarray) -> np.nd
     ends = [float(forward.layer(index, modes[index : index + 1] == DHA)[0]) for index in range(len(modes))]
     last, opens = profile.layers[-1], float(forward.link[0])
     closes = float(forward.gpu[0]) + last.inter_backward_s
-    closes += last.backward_for(bool(modes[-1] == DHA), bool(to_host[-1]))
+    closes += last.backward_for(bool(modes[-1] == DHA), bool(grad_on_host[-1]))
     gains = [layer.backward_dha_s - layer.backward_s for layer in profile.layers]
     candidates = [index for index in range(len(modes) - 1) if modes[index] == DHA and gains[index] > 0]
     loaded = {profile.group_of[index] for index in np.flatnonzero(modes == GFGB)}

@@ -13,6 +13,6 @@ class NativeOverlapped(ModePolicy):
     name = "native-overlapped"
     summary = "loads and updates layer by layer"
 
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """GFGB for every layer."""
         return np.full(len(profile.layers), GFGB, dtype=np.int8)

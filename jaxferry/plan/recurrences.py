@@ -25,7 +25,7 @@ class Batch:
     Args:
       profile: the layers.
       modes: codes, (layers, plans).
-      to_host: whether gradients are written to the host, (layers, plans).
+      grad_on_host: whether gradients are written to the host, (layers, plans).
       bulk: whether `loads` is "bulk".
       after_all: whether `updates` is "after-all".
       recomputes: whether backwards run their forwards again, (layers, plans); None for none.
@@ -37,7 +37,7 @@ class Batch:
         self,
         profile: Profile,
         modes: np.ndarray,
-        to_host: np.ndarray,
+        grad_on_host: np.ndarray,
         bulk: bool,
         after_all: bool,
         recomputes: np.ndarray | None = None,
@@ -45,14 +45,14 @@ class Batch:
         memory_bytes: int = 0,
     ):
         self.profile, self.layers = profile, profile.layers
-        self.modes, self.to_host = effective_codes(profile, modes, to_host)
+        self.modes, self.grad_on_host = effective_codes(profile, modes, grad_on_host)
         self.recomputes, self.by_need = recomputes, by_need
         self.bulk, self.after_all = bulk, after_all
         self.num_layers, self.num_plans = modes.shape
         self.by_dha = (self.modes == DHA) | (self.modes == DFGB)
         self.forward_s = np.where(self.by_dha, self.column("forward_dha_s"), self.column("forward_s"))
         self.backward_s = self._backwards()
-        self.held = Holdings(profile, self.modes, self.to_host)
+        self.held = Holdings(profile, self.modes, self.grad_on_host)
         self.any_forward_load = self.held.loads_forward.any(axis=1)
         self.any_between = self.held.loads_between.any(axis=1)
         self.waits_between_any = self.held.waits_between.any(axis=1)
@@ -90,14 +90,16 @@ class Batch:
         return np.array([getattr(layer, key) for layer in self.layers])[:, None]
 
     def _backwards(self) -> np.ndarray:
-        def durations(by_dha: bool, to_host: bool) -> np.ndarray:
+        def durations(by_dha: bool, grad_on_host: bool) -> np.ndarray:
             def each(recomputes: bool) -> np.ndarray:
-                return np.array([layer.backward_for(by_dha, to_host, recomputes) for layer in self.layers])[:, None]
+                return np.array([layer.backward_for(by_dha, grad_on_host, recomputes) for layer in self.layers])[
+                    :, None
+                ]
 
             return each(False) if self.recomputes is None else np.where(self.recomputes, each(True), each(False))
 
-        by_dha = np.where(self.to_host, durations(True, True), durations(True, False))
-        loaded = np.where(self.to_host, durations(False, True), durations(False, False))
+        by_dha = np.where(self.grad_on_host, durations(True, True), durations(True, False))
+        loaded = np.where(self.grad_on_host, durations(False, True), durations(False, False))
         return np.where(self.modes == DHA, by_dha, loaded)
 
     def activation_bytes(self) -> np.ndarray:
@@ -281,9 +283,9 @@ class Step:
                 shared = (batch.modes[layer] == RELOAD) & held.loads_forward[layer]
                 self.slot_use = np.where(shared, end, self.slot_use)
         if profile.has_gradient:
-            to_host = batch.to_host[layer]
-            chain.back = np.where(to_host, chain.back, np.maximum(chain.back, end) + profile.offload_s)
-            self.arrivals[layer] = np.where(to_host, end, chain.back)
+            grad_on_host = batch.grad_on_host[layer]
+            chain.back = np.where(grad_on_host, chain.back, np.maximum(chain.back, end) + profile.offload_s)
+            self.arrivals[layer] = np.where(grad_on_host, end, chain.back)
 
     def _due(self, group: int) -> np.ndarray:
         """When the last gradient of a group is on the host."""

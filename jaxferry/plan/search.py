@@ -27,14 +27,14 @@ class Best:
     """A plan picked from a pool.
 
     Attributes:
-      modes, to_host, recomputes: mode codes, gradient flags and recomputation flags, (layers,).
+      modes, grad_on_host, recomputes: mode codes, gradient flags and recomputation flags, (layers,).
       loads, updates, update_order, memory_bytes: as in `Plan`.
       objective_s: the objective in seconds.
       peak_bytes: its peak device memory.
     """
 
     modes: np.ndarray
-    to_host: np.ndarray
+    grad_on_host: np.ndarray
     recomputes: np.ndarray
     loads: Loads
     updates: Updates
@@ -88,7 +88,7 @@ class Pool:
     def add(
         self,
         modes: np.ndarray,
-        to_host: np.ndarray,
+        grad_on_host: np.ndarray,
         loads: Loads = Loads.LAYERWISE,
         updates: Updates = Updates.OVERLAPPED,
         recomputes: np.ndarray | bool = False,
@@ -99,7 +99,7 @@ class Pool:
         With `marked`, updates by need are tried for all of these.
         """
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
-        codes = np.asarray(to_host, dtype=np.int8) + _RECOMPUTES * np.asarray(recomputes, dtype=np.int8)
+        codes = np.asarray(grad_on_host, dtype=np.int8) + _RECOMPUTES * np.asarray(recomputes, dtype=np.int8)
         plans = np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1)
         self.parts.setdefault((loads, updates), []).append(plans)
         if marked:
@@ -248,10 +248,10 @@ class Pool:
 
     def _picked(self, option: _Option, index: int, objective_s: float, budget_bytes: int | None) -> Best:
         each, row = self.evaluated[option.number], int(option.rows[index])
-        to_host, recomputes = _flags(each.plans[row, 1])
+        grad_on_host, recomputes = _flags(each.plans[row, 1])
         return Best(
             each.plans[row, 0],
-            to_host,
+            grad_on_host,
             recomputes,
             *each.kind,
             objective_s=objective_s,
@@ -320,7 +320,7 @@ def prefix_family(profile: Profile, modes: np.ndarray, mode: int = DHA, points: 
 def plan_of(policy: str, reserve_factor: float, profile: Profile, best: Best) -> Plan:
     """The plan picked from a pool."""
     kind = (best.loads, best.updates)
-    plan = make_plan(policy, reserve_factor, profile, best.modes, best.to_host, *kind, recomputes=best.recomputes)
+    plan = make_plan(policy, reserve_factor, profile, best.modes, best.grad_on_host, *kind, recomputes=best.recomputes)
     plan = dataclasses.replace(plan, update_order=best.update_order, memory_bytes=best.memory_bytes)
     return plan if best.objective_s > 0 else with_update_order(profile, plan)
 
@@ -328,14 +328,16 @@ def plan_of(policy: str, reserve_factor: float, profile: Profile, best: Best) ->
 class LocalSearch:
     """Improves a plan by changing one layer's mode or swapping nearby layers' modes; combines the best changes."""
 
-    def __init__(self, evaluate: PlanEvaluator, to_host: np.ndarray, objective: Objective, allowed: tuple[int, ...]):
-        self.evaluate, self.to_host, self.objective, self.allowed = evaluate, to_host, objective, allowed
+    def __init__(
+        self, evaluate: PlanEvaluator, grad_on_host: np.ndarray, objective: Objective, allowed: tuple[int, ...]
+    ):
+        self.evaluate, self.grad_on_host, self.objective, self.allowed = evaluate, grad_on_host, objective, allowed
 
     def values(self, modes: np.ndarray) -> np.ndarray:
         """Seconds of each of (plans, layers) modes without waits for room; infinite outside the window."""
         steady = self.objective is Objective.STEADY
         options: dict[str, Any] = {"steady": steady, "peak": False, "memory_bytes": UNLIMITED}
-        return objective_values(self.evaluate(modes, self.to_host, **options), self.objective)
+        return objective_values(self.evaluate(modes, self.grad_on_host, **options), self.objective)
 
     def improve(self, modes: np.ndarray, most_work: int) -> np.ndarray:
         """A local optimum, or the best plan after `most_work` evaluations of a layer."""

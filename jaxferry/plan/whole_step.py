@@ -31,7 +31,7 @@ def first_trained(profile: Profile) -> int:
     return next(index for index, layer in enumerate(profile.layers) if layer.has_gradient)
 
 
-def gradient_tails(profile: Profile, to_host: np.ndarray) -> np.ndarray:
+def gradient_tails(profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
     """A lower bound on the seconds from each backward's end to the step's end, in either update order; (layers,).
 
     No update of this layer or a lower one starts before this backward has ended, so all of them follow it. If the
@@ -39,7 +39,7 @@ def gradient_tails(profile: Profile, to_host: np.ndarray) -> np.ndarray:
 
     Args:
       profile: the layers.
-      to_host: effective flags of the gradients that are written to the host, (layers,).
+      grad_on_host: effective flags of the gradients that are written to the host, (layers,).
     """
     updates_s, after_link_s, link_tail_s = 0.0, 0.0, 0.0
     updated, after_link = set[int](), set[int]()
@@ -52,7 +52,7 @@ def gradient_tails(profile: Profile, to_host: np.ndarray) -> np.ndarray:
             updated.add(group)
             updates_s += profile.group_update_s[group]
         tails[index] = updates_s
-        if not to_host[index]:
+        if not grad_on_host[index]:
             if group not in after_link:
                 after_link.add(group)
                 after_link_s += profile.group_update_s[group]
@@ -75,17 +75,17 @@ class StepCosts:
     tails: np.ndarray
 
     @classmethod
-    def of(cls, profile: Profile, to_host: np.ndarray) -> "StepCosts":
+    def of(cls, profile: Profile, grad_on_host: np.ndarray) -> "StepCosts":
         """The costs of a profile's layers, given which gradients are written to the host, (layers,)."""
         none = np.zeros((len(profile.layers), 1), dtype=np.int8)
-        to_host = effective_codes(profile, none, np.asarray(to_host, dtype=bool)[:, None])[1][:, 0]
+        grad_on_host = effective_codes(profile, none, np.asarray(grad_on_host, dtype=bool)[:, None])[1][:, 0]
 
         def column(key: str) -> np.ndarray:
             return np.array([getattr(layer, key) for layer in profile.layers])
 
         def backward(by_dha: bool) -> np.ndarray:
             return np.array(
-                [x.backward_for(by_dha, bool(host)) for x, host in zip(profile.layers, to_host, strict=True)]
+                [x.backward_for(by_dha, bool(host)) for x, host in zip(profile.layers, grad_on_host, strict=True)]
             )
 
         # A step ends with its last update, so backwards below the first trained layer do not count.
@@ -98,8 +98,8 @@ class StepCosts:
             inter_forward=inter_forward,
             backward=np.where(counts, backward(False) + inter_backward, 0.0),
             backward_dha=np.where(counts, backward(True) + inter_backward, 0.0),
-            offload=np.where(to_host, 0.0, column("offload_s")),
-            tails=gradient_tails(profile, to_host),
+            offload=np.where(grad_on_host, 0.0, column("offload_s")),
+            tails=gradient_tails(profile, grad_on_host),
         )
 
     def least_tail(self) -> float:
@@ -133,9 +133,9 @@ class _States:
 class StepSearch:
     """Searches plans of whole steps; `best` returns the modes of several final states, best first."""
 
-    def __init__(self, profile: Profile, to_host: np.ndarray, beam: int):
+    def __init__(self, profile: Profile, grad_on_host: np.ndarray, beam: int):
         self.profile, self.beam = profile, beam
-        self.costs = StepCosts.of(profile, to_host)
+        self.costs = StepCosts.of(profile, grad_on_host)
         self.size = len(profile.layers)
         self.copies = SharedCopies(profile)
         least_forward = np.minimum(self.costs.forward, self.costs.forward_dha)

@@ -19,6 +19,6 @@ class ZeroOffload(ModePolicy):
     loads = Loads.BULK
     updates = Updates.AFTER_ALL
 
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """GFGB for every layer."""
         return np.full(len(profile.layers), GFGB, dtype=np.int8)

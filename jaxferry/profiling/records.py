@@ -210,7 +210,7 @@ class LayerProfile:
         """The layer without the option to recompute it."""
         return dataclasses.replace(self, recompute_s=None, recompute_activation_bytes=None)
 
-    def backward_for(self, by_dha: bool, to_host: bool, recomputes: bool = False) -> float:
+    def backward_for(self, by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> float:
         """Seconds of the backward: parameters read by DHA or not, gradient written to the host or not.
 
         The costs of both detours add up, so a gradient that stays gains T_GBP - T_CBP in every mode, as in MemFerry,
@@ -221,8 +221,8 @@ class LayerProfile:
         if recomputes:
             more_s = (self.recompute_s or 0.0) + (max(self.forward_dha_s - self.forward_s, 0.0) if by_dha else 0.0)
         if not by_dha:
-            return (self.backward_go_s if to_host else self.backward_s) + more_s
-        if not to_host:
+            return (self.backward_go_s if grad_on_host else self.backward_s) + more_s
+        if not grad_on_host:
             return self.backward_dha_s + more_s
         return max(self.backward_dha_s + (self.backward_go_s - self.backward_s), 0.0) + more_s
 
