@@ -1,6 +1,6 @@
 """What a plan means for a profile: effective modes and gradient places, and which load makes which copy.
 
-Arrays are (layers, plans): the searches ask for many plans at once, the lowering for one. Modes are codes, see `CODES`.
+Arrays are (layers, plans): searches ask for many plans at once, the lowering for one. Modes are codes, see `CODES`.
 
 A **place** is a program's position in the step: layer l's forward has place l, its backward has place 2L - 1 - l.
 """
@@ -35,41 +35,41 @@ def flags_of(profile: Profile, key: str) -> np.ndarray:
     return np.array([bool(getattr(layer, key)) for layer in profile.layers])[:, None]
 
 
-def effective_codes(profile: Profile, modes: np.ndarray, to_host: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def effective_codes(profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The modes and gradient flags that a step runs with, (layers, plans) each.
 
-    DFGB becomes DHA where no backward could read the copy: a lookup's, a missing one, or one that is a single program
-    with its forward. A gradient that leaves as rows of lookups stays on the device. So does one that does not exist.
+    DFGB becomes DHA if no backward could read the copy: a lookup's backward, a missing one, or one fused with its
+    forward. A gradient that leaves as rows of lookups counts as on the device. So does a missing gradient.
     """
     reads = flags_of(profile, "backward_reads") & flags_of(profile, "has_backward")
     reads &= ~flags_of(profile, "fused_backward")
     may_leave = flags_of(profile, "has_gradient") & ~flags_of(profile, "gradient_rows")
     if not reads.all():
         modes = np.where((modes == DFGB) & ~reads, np.int8(DHA), modes)
-    return modes, to_host if may_leave.all() else to_host & may_leave
+    return modes, grad_on_host if may_leave.all() else grad_on_host & may_leave
 
 
 def effective(profile: Profile, plan: Plan) -> Plan:
     """The plan with the modes and gradient places that its step runs with, see `effective_codes`."""
-    modes, to_host = effective_codes(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None])
+    modes, grad_on_host = effective_codes(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None])
     places = (GradientPlace.DEVICE, GradientPlace.HOST)
     layers = tuple(
         dataclasses.replace(layer, mode=MODES[int(mode)], gradient=places[int(host)])
-        for layer, mode, host in zip(plan.layers, modes[:, 0], to_host[:, 0], strict=True)
+        for layer, mode, host in zip(plan.layers, modes[:, 0], grad_on_host[:, 0], strict=True)
     )
     return dataclasses.replace(plan, layers=layers)
 
 
 class Holdings:
-    """Which layers load a copy of their parameters when, and until when it is on the device.
+    """When each layer loads a copy of its parameters, and how long the copy stays on the device.
 
-    A group's copy is loaded once while it is held. The first copy is the one that a layer loads for its forward. The
-    second one is what it loads later: as DFGB after its forward, or as RELOAD for its backward.
+    While a group's copy is held, no layer loads another one. The first copy is the one that a layer loads for its
+    forward. It loads the second copy later: as DFGB after its forward, or as RELOAD for its backward.
 
     Args:
       profile: the layers.
       modes: effective codes, (layers, plans).
-      to_host: effective gradient flags, (layers, plans).
+      grad_on_host: effective gradient flags, (layers, plans).
 
     Attributes:
       loads_forward: whether the layer loads a first copy, (layers, plans).
@@ -77,19 +77,19 @@ class Holdings:
       loads_backward: whether it loads a second copy as RELOAD.
       waits_between: whether its backward waits for its group's DFGB load.
       on_resident: whether it reads a RESIDENT copy.
-      first_end: the layer whose program is the last one to read the first copy.
+      first_end: the layer whose program reads the first copy last.
       first_ends_by_backward: whether that program is a backward, not a forward.
-      second_end: the layer whose backward is the last program to read the second copy.
+      second_end: the layer whose backward reads the second copy last.
       group_resident: whether a group's copy is RESIDENT, (groups, plans).
       offloads: whether the gradient leaves by a transfer, (layers, plans).
     """
 
-    def __init__(self, profile: Profile, modes: np.ndarray, to_host: np.ndarray):
-        self.profile, self.modes, self.to_host = profile, modes, to_host
+    def __init__(self, profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray):
+        self.profile, self.modes, self.grad_on_host = profile, modes, grad_on_host
         self.num_layers, self.num_plans = modes.shape
         runs_back, fused = flags_of(profile, "has_backward"), flags_of(profile, "fused_backward")
         own = np.broadcast_to(np.arange(self.num_layers)[:, None], modes.shape)
-        self.offloads = ~to_host & flags_of(profile, "has_gradient")
+        self.offloads = ~grad_on_host & flags_of(profile, "has_gradient")
         self.loads_forward = (modes == GFGB) | (modes == RELOAD)
         self.loads_between = modes == DFGB
         self.loads_backward = (modes == RELOAD) & runs_back & flags_of(profile, "backward_reads") & ~fused
@@ -132,7 +132,7 @@ class Holdings:
     def _backwards_in_group(
         self, members: tuple[int, ...], resident: np.ndarray
     ) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """Per RELOAD member whether its backward reads the held copy; and the last member whose backward reads that."""
+        """For each RELOAD member, whether its backward reads the held copy; and the last member whose backward does."""
         holder, last_backward = np.zeros(self.num_plans, dtype=bool), np.full(self.num_plans, _NONE)
         shares: dict[int, np.ndarray] = {}
         for member in members:

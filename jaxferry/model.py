@@ -1,4 +1,4 @@
-"""The model that a training step trains: its tree of parameters, its optimizer, and how both lie in host memory."""
+"""The model that a training step trains: its parameter tree, its optimizer, and their layout in host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Model:
       optimizer: the Optax transformation.
       options: those of `train_step`.
       placement: where arrays live.
-      transport: the transport that the user asks for; None for the best that there is.
+      transport: the requested transport; None for the best available one.
 
     Attributes:
       params: the tree, of shape structs.
@@ -59,11 +59,11 @@ class Model:
 
     @property
     def is_native(self) -> bool:
-        """Whether programs read and write host memory by the operations of the native library."""
+        """Whether programs access host memory through the native library."""
         return self.transport == "ferry"
 
     def masters(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Copies parameters into host memory, in the dtypes of the masters."""
+        """Copies parameters to host memory in the masters' dtypes."""
         dtypes = _master_dtypes(self.layers)
         return masters_from_arrays(leaves, [dtypes[leaf] for leaf in range(len(leaves))], self._placement)
 
@@ -77,9 +77,9 @@ class Model:
         """A training state of these masters.
 
         Args:
-          masters: in the order of the flattened tree; given away.
-          layers: the parameter groups that the state is arranged in.
-          optimizer: the leaves of the optimizer's state by path, given away; None makes the initial state.
+          masters: in the order of the flattened tree; donated.
+          layers: the parameter groups of the state.
+          optimizer: the leaves of the optimizer's state by path, donated; None makes the initial state.
           step: the number of steps taken.
         """
         scale = self._options.loss_scale or UNSCALED

@@ -1,4 +1,4 @@
-"""Plan, then simulate: the plan of a policy with its prediction; all policies side by side; sweeps."""
+"""Plans and predictions: one policy's plan, all policies side by side, sweeps."""
 
 import dataclasses
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def make_plan(
       reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device; None for the policy's
         default.
       memory_budget_bytes: device memory that the plan must fit into; None for no limit.
-      progress: called with a few words whenever a long search enters its next part.
+      progress: called with a short description as each part of a long search starts.
 
     Raises:
       InputError: if an argument is not acceptable.
@@ -57,21 +57,21 @@ def make_plan(
 
 
 def plan_for(profile: Profile, policy: str, request: Request) -> Plan:
-    """As `make_plan`, for a request."""
+    """Like `make_plan`, for a request."""
     return predict(profile, make_policy(policy).plan(profile, request))
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One policy's row beside those of the others.
+    """One policy's row in a comparison.
 
     Attributes:
       policy: its name.
-      plan: its plan, or None where none fits the budget.
+      plan: its plan, or None if none fits the budget.
       link_bytes: bytes over the host link in one step.
-      gap: steady time over `Compared.lower_bound_s`, less 1.
-      smallest_bytes: the smallest feasible budget, where no plan fits.
-      problem: then what its error says.
+      gap: steady time divided by `Compared.lower_bound_s`, minus 1.
+      smallest_bytes: the smallest feasible budget, if no plan fits.
+      problem: the error's message, if no plan fits.
     """
 
     policy: str
@@ -94,9 +94,9 @@ class Compared:
     """All policies side by side.
 
     Attributes:
-      rows: one a policy.
-      lower_bound_s: no plan of any modes and any gradients has a smaller steady step; the same for all rows, so that
-        their gaps can be compared. For plans of GFGB, DHA and DFGB `exact` proves more, and states its own gap.
+      rows: one per policy.
+      lower_bound_s: no plan with any modes and any gradients has a smaller steady step. It is the same for all rows, so
+        their gaps are comparable. For plans of GFGB, DHA and DFGB `exact` proves more, and states its own gap.
     """
 
     rows: tuple[Comparison, ...]
@@ -146,7 +146,7 @@ def _compared(profile: Profile, request: Request, name: str, bound_s: float) -> 
 
 @dataclasses.dataclass(frozen=True)
 class SweepPoint:
-    """One setting of a sweep and its plan, with `predicted`; no plan where none fits, but what its error says."""
+    """One setting of a sweep with its plan and `predicted`, or with the error's message if no plan fits."""
 
     reserve_factor: float
     memory_budget_bytes: int | None
@@ -172,7 +172,7 @@ def sweep(
     """A policy's plan for each reserve factor and each budget; without budgets, one for each reserve factor.
 
     Raises:
-      BudgetError: if none fits anywhere; it names the smallest feasible budget.
+      BudgetError: if no plan fits at any setting; it names the smallest feasible budget.
     """
     points = []
     for factor in reserve_factors:
@@ -188,7 +188,7 @@ def sweep(
 
 
 def _planner(profile: Profile, policy: str, request: Request) -> Callable[[int | None], Plan]:
-    """What plans for a budget; `auto` searches once for all of them."""
+    """A function that plans for a budget; `auto` searches once for all budgets."""
     if policy == Auto.name:
         return AutoSearch(profile, request).plan
     return lambda budget: make_policy(policy).plan(profile, dataclasses.replace(request, memory_budget_bytes=budget))
@@ -204,10 +204,11 @@ def _sweep_point(
 
 
 def knee(points: list[SweepPoint]) -> SweepPoint | None:
-    """Where more memory stops paying.
+    """The point beyond which more memory stops paying.
 
-    Of the points that none beats in both memory and steady time, the farthest below the line from the leanest to the
-    fastest one, both axes scaled to their range; the fastest one of two or fewer, and where none is below the line.
+    Candidates are the points that no other point beats in both memory and steady time. The knee is the candidate
+    farthest below the line from the leanest to the fastest one, with both axes scaled to their range. With two
+    candidates or fewer, or with none below the line, it is the fastest one.
     """
     known = []
     for point in points:

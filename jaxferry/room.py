@@ -1,29 +1,29 @@
-"""Room for gradients by bytes: which gradient transfers a backward has to wait for.
+"""Room for gradients in bytes: which gradient transfers a backward waits for.
 
-A gradient on the device is outstanding until its transfer has ended. A backward waits for just those transfers without
-which it would not fit into device memory. All counts here are worst cases: transfers may take any time, so a copy may
-be there as soon as its load can start, and a gradient may be outstanding until some program has waited for it.
+A gradient on the device is outstanding until its transfer has ended. A backward waits only for those transfers without
+which it would not fit into device memory. All counts here are worst cases, since transfers may take any time: a copy
+may exist once its load can start, and a gradient may be outstanding until some program has waited for it.
 
 Names: a **place** is a program's position in the step. Layer l's forward has place l, its backward place 2L - 1 - l.
 
-- `copy_bytes`: bytes of copies that may be there at each place.
-- `Demand.natural`: the most that the step needs anyway, with no gradient outstanding but the program's own.
+- `copy_bytes`: bytes of copies that may exist at each place.
+- `Demand.natural`: the most memory that the step needs in any case: the only outstanding gradient is the program's own.
 - limit: the larger of `natural` and the plan's `memory_bytes`.
-- A backward with demand n may run beside outstanding gradients of limit - n bytes. It waits for the oldest transfers
-  that leave no more than that. The link is FIFO, so a wait for the newest of them is enough.
+- A backward with demand n may run while gradients of limit - n bytes are outstanding. It waits for as many of the
+  oldest transfers as that requires. The link is FIFO, so waiting for the newest of these is enough.
 
-What counts, at any instant from the start of a place's program to the start of the next one:
+The count at any instant from the start of a place's program to the start of the next one includes:
 
-- RESIDENT copies; copies from the place at which their load may start to their last use. A load may start once the
-  programs have ended that it, or an earlier load of the link, waits for.
-- Kept activations; less what has been saved, once a program has waited for that; more what may have been fetched.
-- The program's workspace, and its own gradient.
-- Copies for the next step, whose loads wait for updates, which wait for gradients. A copy whose load waits for a
-  gradient is never there together with that gradient.
-- At the start of the next step, gradients of this one may be outstanding until a forward waits for their update. Only
-  layers before the lowest one whose gradient leaves by a transfer can run then.
+- RESIDENT copies, and other copies from the place where their load may start to their last use. A load may start once
+  all programs have ended that it, or an earlier load of the link, waits for.
+- Kept activations, minus saved values once a program has waited for the save, plus values that may have been fetched.
+- The program's workspace and its own gradient.
+- Copies for the next step. Their loads wait for updates, which wait for gradients. A copy whose load waits for a
+  gradient never exists together with that gradient.
+- At the start of the next step, gradients of this one that no forward has waited for through their update. Until then,
+  only layers before the lowest one whose gradient leaves by a transfer can run.
 
-So a chain of steps never holds more than the limit, however long transfers take. Arrays are (..., plans).
+So a chain of steps never exceeds the limit, for any duration of the transfers. Arrays are (..., plans).
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jaxferry.holdings import RELOAD, Holdings, flags_of
 from jaxferry.profiling.records import Profile
 
 CROSSING_SLOTS = 2
-"""How many programs may have values on the device that leave for host memory, or come back for their backward."""
+"""Number of programs whose values may be on the device on their way to host memory, or back for their backward."""
 
 NO_WAIT = -1
 UNLIMITED = 2**62
@@ -44,16 +44,16 @@ UNLIMITED = 2**62
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What programs need on the device, without gradients of other programs; bytes.
+    """Bytes that programs need on the device, without the gradients of other programs.
 
     Attributes:
-      forward: per layer what its forward needs, (layers, plans).
-      backward: per layer what its backward needs beside any gradients, its own included; 0 without a backward.
-      backward_after: likewise where copies for the next step are there as well. Their loads have waited for offloads,
-        so only gradients of layers below `beside_below` may be outstanding then.
+      forward: need of each layer's forward, (layers, plans).
+      backward: need of each layer's backward, including its own gradient; 0 without a backward.
+      backward_after: likewise with copies for the next step. Their loads have waited for offloads, so only gradients of
+        layers below `beside_below` may then be outstanding.
       beside_below: (plans,), see above.
-      gradient: per layer the gradient that leaves by a transfer, else 0.
-      natural: the most of all programs, (plans,).
+      gradient: each layer's gradient if it leaves by a transfer, else 0.
+      natural: the maximum over all programs, (plans,).
     """
 
     forward: np.ndarray
@@ -66,12 +66,12 @@ class Demand:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """From which place until which place each copy may be there, (layers, plans); see `Holdings` for the two copies.
+    """The first and last place at which each copy may exist, (layers, plans); see `Holdings` for the two copies.
 
     Attributes:
-      first_start, first_end: of the copy for the forward, both included.
+      first_start, first_end: of the copy for the forward, both inclusive.
       second_start, second_end: of the copy that is loaded later.
-      next_start: from when the copy for the next step's forward may be there; 2L or more is not within this step.
+      next_start: first place of the copy for the next step's forward; 2L or more is outside this step.
       next_waits_for: the lowest layer whose offload that copy's load, or an earlier one, waits for; L if none.
     """
 
@@ -87,7 +87,7 @@ def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
     """The places of all copies, see `Spans`.
 
     Args:
-      held: which layers load which copy.
+      held: the layers' loads and copies.
       bulk: whether `loads` is "bulk".
       after_all: whether `updates` is "after-all".
     """
@@ -123,21 +123,21 @@ def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
 
 
 def load_order(profile: Profile, bulk: bool) -> np.ndarray:
-    """Layers in the order of their loads for the forward: forward order, or for bulk loads the order of updates."""
+    """Layers in the order of their loads for the forward: forward order, or with bulk loads the order of updates."""
     if not bulk:
         return np.arange(len(profile.layers))
     return np.array(sorted(range(len(profile.layers)), key=lambda x: (-profile.groups[profile.group_of[x]][0], x)))
 
 
 def _in_link_order(waits: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Waits of a FIFO link's loads with those of all loads before them."""
+    """The waits of a FIFO link's loads, including those of all earlier loads."""
     result = np.empty_like(waits)
     result[order] = np.maximum.accumulate(waits[order], axis=0)
     return result
 
 
 def _update_places(profile: Profile, after_all: bool) -> np.ndarray:
-    """Per group the place that its update may precede, (groups,); 0 without an update."""
+    """For each group, the place that its update may precede, (groups,); 0 without an update."""
     size = len(profile.layers)
     places = np.array(
         [2 * size - members[0] if profile.layers[members[0]].has_gradient else 0 for members in profile.groups]
@@ -146,7 +146,7 @@ def _update_places(profile: Profile, after_all: bool) -> np.ndarray:
 
 
 def _slot_waits(held: Holdings) -> tuple[np.ndarray, np.ndarray]:
-    """The place that a RELOAD layer's loads may precede by its slot, for forward and backward: (layers, plans)."""
+    """The place that a RELOAD layer's loads may precede, given its slot; for forward and backward, (layers, plans)."""
     size, shape = held.num_layers, held.modes.shape
     first, second = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     reloads = held.modes == RELOAD
@@ -168,10 +168,10 @@ def _slot_waits(held: Holdings) -> tuple[np.ndarray, np.ndarray]:
 
 
 def copy_bytes(held: Holdings, spans: Spans) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes of copies that may be there at each place, (2 * layers + 1, plans) each.
+    """Bytes of copies that may exist at each place, (2 * layers + 1, plans) each.
 
-    The first array counts this step's copies. The others count the next step's: those whose loads wait for no offload,
-    and all of them.
+    The first array counts this step's copies. The second counts the next step's copies whose loads wait for no offload,
+    the third all copies of the next step.
     """
     size, plans = held.num_layers, held.num_plans
     params = np.array([layer.param_bytes for layer in held.profile.layers], dtype=np.int64)[:, None]
@@ -194,15 +194,15 @@ def copy_bytes(held: Holdings, spans: Spans) -> tuple[np.ndarray, np.ndarray, np
 
 
 def resident_bytes(held: Holdings) -> np.ndarray:
-    """Device memory that RESIDENT copies hold all the time, (plans,)."""
+    """Bytes that RESIDENT copies hold all the time, (plans,)."""
     params = np.array([held.profile.layers[members[0]].param_bytes for members in held.profile.groups], dtype=np.int64)
     return (params[:, None] * held.group_resident).sum(axis=0)
 
 
 def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
-    """At each place: saved bytes that have left for certain, and fetched bytes that may have come; (2 * layers + 1,).
+    """At each place: saved bytes that have certainly left, and fetched bytes that may be back; (2 * layers + 1,).
 
-    Kept activations include both. So what has come counts on when its backward has freed it.
+    Kept activations include both. So fetched bytes still count here once their backward has freed them.
     """
     size = len(profile.layers)
     saved = np.cumsum([0, *(layer.save_bytes for layer in profile.layers)])
@@ -229,14 +229,14 @@ def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
 def demand(
     held: Holdings, kept_bytes: np.ndarray, bulk: bool = False, after_all: bool = False, spans: Spans | None = None
 ) -> Demand:
-    """What each program needs, see the module's text.
+    """The needs of each program, see the module's docstring.
 
     Args:
-      held: which layers load which copy.
-      kept_bytes: what each layer keeps from its forward to its backward, (layers, plans).
+      held: the layers' loads and copies.
+      kept_bytes: bytes that each layer keeps from its forward to its backward, (layers, plans).
       bulk: whether `loads` is "bulk".
       after_all: whether `updates` is "after-all".
-      spans: `copy_spans` of the same, if known.
+      spans: `copy_spans` of the same arguments, if known.
     """
     profile, size = held.profile, held.num_layers
 
@@ -256,7 +256,7 @@ def demand(
     forward = forward + kept - left[:size]
 
     def backward(copies: np.ndarray) -> np.ndarray:
-        """While it runs, and until the next program starts."""
+        """The need while it runs and until the next program starts."""
         during = copies[back] + kept + fetched[back] + column("backward_workspace_bytes")
         return np.maximum(during, copies[back + 1] + kept_after + fetched[back + 1]) - left[back]
 
@@ -272,7 +272,7 @@ def demand(
 
 
 def _with_next_forwards(held: Holdings, spans: Spans, needs: Demand, after_all: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Adds the next step's forwards that may run beside the gradients which are left once the last one was made."""
+    """Adds the next step's forwards that may run while gradients of this step are still outstanding."""
     size, profile = held.num_layers, held.profile
     if held.offloads[0].all():
         return needs.backward, needs.backward_after
@@ -298,7 +298,7 @@ def _with_next_forwards(held: Holdings, spans: Spans, needs: Demand, after_all: 
 
 
 def _lowest_offloads(held: Holdings, after_all: bool) -> np.ndarray:
-    """Per group the lowest layer whose offload its update waits for, (groups, plans); the number of layers for none."""
+    """For each group, the lowest layer whose offload its update waits for, (groups, plans); L if none."""
     size, groups = held.num_layers, held.profile.groups
     found = np.stack([np.where(held.offloads[list(x)], np.array(x)[:, None], size).min(axis=0) for x in groups])
     if after_all:
@@ -308,10 +308,10 @@ def _lowest_offloads(held: Holdings, after_all: bool) -> np.ndarray:
 
 
 def waits(held: Holdings, needs: Demand, memory_bytes: int) -> np.ndarray:
-    """Per layer the layer whose offload its backward waits for, or `NO_WAIT`; (layers, plans).
+    """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`; (layers, plans).
 
-    A backward that adds to a gradient in host memory waits for the last offload of its group too. An offload that an
-    earlier backward waits for is not waited for again.
+    A backward that adds to a gradient in host memory also waits for the last offload of its group. No backward repeats
+    the wait of an earlier one.
     """
     profile, size = held.profile, held.num_layers
     limit = np.maximum(needs.natural, memory_bytes)
@@ -327,7 +327,7 @@ def waits(held: Holdings, needs: Demand, memory_bytes: int) -> np.ndarray:
         earlier = [x for x in profile.groups[profile.group_of[layer]] if x > layer]
         if earlier:
             mine = np.where(held.offloads[earlier], np.array(earlier)[:, None], size).min(axis=0)
-            ended = np.where(held.to_host[layer], np.minimum(ended, mine), ended)
+            ended = np.where(held.grad_on_host[layer], np.minimum(ended, mine), ended)
             ended_bytes = outstanding[ended, columns]
         least = outstanding[layer + 1] + needs.backward[layer] - limit
         least_after = outstanding[layer + 1] + needs.backward_after[layer] - limit

@@ -11,42 +11,45 @@ Rules (the machine model; MemFerry, section IV-B):
 
 - **H2D**: loads for the forward (GFGB, RELOAD) in layer order; then DFGB loads in layer order, each not before its own
   DHA forward has ended; then second loads of RELOAD layers in backward order; then refreshes in update order.
-- **GPU**: forward 1..L, then backward L..1. What needs a copy on the device waits for its load.
+- **GPU**: forward 1..L, then backward L..1. A program that needs a copy on the device waits for its load.
   `inter_forward_s` follows a forward. `inter_backward_s` precedes a backward and waits for no load.
 - **D2H**: gradients in backward order, none for GO layers. **Host**: updates in backward order, each once all gradients
   of its parameters are on the host.
-- **Room for gradients**: a backward waits for just those offloads without which it would not fit into device memory
-  (`jaxferry.room`). One that adds to a gradient in host memory waits until that has arrived.
-- `loads: "bulk"`: no forward before the last load of the forward. The loads come in the order of updates, so that each
-  layer's load for the next step starts once that layer is updated. `updates: "after-all"`: no update before all
-  gradients are on the host.
-- `update_order: "need"`: of the updates that could start, the host takes the one whose parameters the next forward
+- **Room for gradients**: a backward waits only for those offloads without which it would not fit into device memory
+  (`jaxferry.room`). A backward that adds to a gradient in host memory waits until that gradient has arrived.
+- `loads: "bulk"`: no forward starts before the last load for the forward has ended. Loads follow the order of updates,
+  so each layer's load for the next step starts once that layer is updated. `updates: "after-all"`: no update starts
+  before all gradients are on the host.
+- `update_order: "need"`: of the updates that could start, the host picks the one whose parameters the next forward
   needs first.
-- **RELOAD** layers share two slots on the device, so that one computes while the next one loads. A load of a RELOAD
-  layer starts once the use before the previous one has ended. The uses are the forwards, then the backwards.
-- **RESIDENT** layers are on the device before the first step. After its update each is refreshed in place by a load.
-- **Parameter groups**: one update, in the place of the group's last backward, due when the last of its gradients is on
-  the host. One copy on the device while one is held: GFGB and DFGB hold it from the load to the backward, RELOAD in
-  the forward and in the backward, RESIDENT always. A layer that finds its group's copy held uses that one and loads
-  nothing. The copy goes when the last backward that reads it has ended.
-- **Recomputation** (`remat: "full"`): the backward takes `recompute_s` more, by DHA also what the forward is slower by,
-  and keeps `recompute_activation_bytes` in place of `activation_bytes`.
-- **Programs**: optional keys of the profile's layers say what is known beyond times. With `fused_backward`, forward
-  and backward of the last layer are one program, and one copy serves both. Without `backward_reads` a backward needs no
-  copy. Gradients with `gradient_rows` stay on the device. Without `has_gradient` there is no offload and no update, and
-  without `has_backward` no backward either.
+- **RELOAD** layers share two slots on the device, so one computes while the next one loads. A load of a RELOAD layer
+  starts once the use before the previous one has ended. The uses are the forwards, then the backwards.
+- **RESIDENT** layers are on the device before the first step. A load refreshes each of them in place after its update.
+- **Parameter groups**: a group has one update, in the place of its last backward. It is due when the group's last
+  gradient is on the host. GFGB and DFGB hold a copy from the load to the backward, RELOAD during the forward and during
+  the backward, RESIDENT always. While a group's copy is held, every layer of the group uses it and loads no other. The
+  copy is freed when the last backward that reads it has ended.
+- **Recomputation** (`remat: "full"`): the backward takes `recompute_s` longer, and by DHA also the extra time of the
+  forward by DHA. The layer keeps `recompute_activation_bytes` instead of `activation_bytes`.
+- **Programs**: optional keys of the profile's layers state facts beyond times. With `fused_backward`, forward and
+  backward of the last layer are one program, and one copy serves both. Without `backward_reads` a backward needs no
+  copy. Gradients with `gradient_rows` stay on the device. Without `has_gradient` there is no offload and no update.
+  Without `has_backward` there is no backward either.
 - **Values in host memory** (`save_bytes` and `fetch_bytes`): a save follows the last forward that reads its values. The
-  second program after that waits for it, so at most `CROSSING_SLOTS` programs' values are on their way. A fetch starts
-  when the second program before its backward has ended. They share their lanes with offloads and loads in this order,
-  and take as long per byte as all loads, or all offloads, of the profile do on average.
+  second program after that forward waits for the save, so at most `CROSSING_SLOTS` programs' values are in flight. A
+  fetch starts when the second program before its backward has ended. Saves share D2H with offloads, fetches share H2D
+  with loads. They take the average time per byte of all offloads, or all loads, of the profile.
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, wait for the previous step's update
-  of these parameters. A forward on a RESIDENT copy waits for its refresh. Where there is no update, a load waits for
-  the last use of the previous step's copy.
+  of these parameters. A forward on a RESIDENT copy waits for its refresh. If there is no update, a load waits for the
+  last use of the previous step's copy.
 
-Memory: a copy counts from the start of its load to the end of its last use, activations from the start of the forward
-to the end of the backward, a workspace from the start to the end of its program, a gradient on the device from the
-start of the backward to the end of its offload, and one on the host from the start of what writes it to the end of its
-update.
+Memory is counted over these spans:
+
+- a copy: from the start of its load to the end of its last use;
+- activations: from the start of the forward to the end of the backward;
+- a workspace: while its program runs;
+- a gradient on the device: from the start of the backward to the end of its offload;
+- a gradient on the host: from the start of the task that writes it to the end of its update.
 """
 
 import dataclasses
@@ -91,12 +94,12 @@ def schedule_step(profile: Profile, plan: Plan) -> Schedule:
 
 
 def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
-    """The tasks of `steps` steps, one after the other, with the waits between them."""
+    """The tasks of `steps` consecutive steps, with the waits between them."""
     return repeat(schedule_step(profile, plan), steps)
 
 
 def step_demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
-    """Who loads which copy, and what each program needs on the device; arrays of one plan, see `jaxferry.room`."""
+    """The layers' copies, and each program's need on the device; arrays of one plan, see `jaxferry.room`."""
     plan = effective(profile, plan)
     held = Holdings(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None])
     kept = zip(profile.layers, plan.recomputes, strict=True)
@@ -113,23 +116,23 @@ class _Copy:
 
 
 def _seconds_a_byte(transfers: Iterable[tuple[float, int]]) -> float:
-    """The mean over all transfers, given by seconds and bytes; those of small layers alone are mostly latency."""
+    """The mean over all transfers, given as (seconds, bytes). A small layer's own rate would be mostly latency."""
     seconds, sizes = zip(*transfers, strict=True)
     return float(sum(seconds)) / sum(sizes) if sum(sizes) else 0.0
 
 
 def save_seconds_a_byte(profile: Profile) -> float:
-    """Seconds that a byte takes to leave for host memory."""
+    """Seconds per byte from the device to host memory."""
     return _seconds_a_byte((layer.offload_s, layer.grad_bytes) for layer in profile.layers)
 
 
 def fetch_seconds_a_byte(profile: Profile) -> float:
-    """Seconds that a byte takes to come from host memory."""
+    """Seconds per byte from host memory to the device."""
     return _seconds_a_byte((layer.load_s, layer.param_bytes) for layer in profile.layers)
 
 
 class _StepBuilder:
-    """Emits the tasks of one step in the order of dispatch; the plan is an effective one."""
+    """Emits the tasks of one step in dispatch order, from an effective plan."""
 
     def __init__(self, profile: Profile, plan: Plan):
         self.profile, self.plan = profile, plan
@@ -183,7 +186,7 @@ class _StepBuilder:
         return Schedule(tuple(self.tasks), resident_bytes, updates_by_need=by_need)
 
     def bulk_forwards(self) -> None:
-        """All loads in the order of updates; then the forwards, which wait for the last load."""
+        """Emits all loads in the order of updates, then the forwards, which wait for the last load."""
         own = {int(layer): self.load_for_forward(int(layer)) for layer in load_order(self.profile, bulk=True)}
         barrier = tuple(range(len(self.tasks)))[-1:]
         for layer in range(len(self.layers)):
@@ -206,7 +209,7 @@ class _StepBuilder:
         return self.copies[-1]
 
     def free_slot(self) -> tuple[int, ...]:
-        """What the next load of a RELOAD layer waits for: the use before the previous one."""
+        """The task that the next load of a RELOAD layer waits for: the use before the previous one."""
         return tuple(self.reload_uses[-2:-1])
 
     def load_for_forward(self, layer: int) -> _Copy | None:
@@ -247,11 +250,11 @@ class _StepBuilder:
         self.saves_of_programs.append(self.save(layer, task))
 
     def saves_to_wait_for(self) -> tuple[int, ...]:
-        """What the next program waits for before it may add to the values on the device."""
+        """The saves that the next program waits for before it may add values on the device."""
         return self.saves_of_programs[-CROSSING_SLOTS] if len(self.saves_of_programs) >= CROSSING_SLOTS else ()
 
     def save(self, layer: int, forward: int) -> tuple[int, ...]:
-        """The save of values that no forward after this layer's reads, if there are any."""
+        """Emits the save of the values that this layer's forward is the last to read, if any."""
         num_bytes = self.layers[layer].save_bytes
         if num_bytes == 0:
             return ()
@@ -261,7 +264,7 @@ class _StepBuilder:
         return (task,)
 
     def fetch_for_next(self, layer: int) -> None:
-        """The fetch for the backward behind that of this layer; it precedes this layer's backward in the list."""
+        """Emits the fetch for the backward after this layer's; it precedes this layer's backward in the list."""
         following = next((other for other in reversed(range(layer)) if self.layers[other].has_backward), None)
         num_bytes = 0 if following is None else self.layers[following].fetch_bytes
         if following is None or num_bytes == 0:
@@ -288,7 +291,7 @@ class _StepBuilder:
         return self.load(Kind.RELOAD, layer, tuple(sorted({self.forwards[layer], *self.free_slot()})))
 
     def still_held(self, layer: int, group: int) -> bool:
-        """Whether the group's copy outlives the backward of this layer, for another holder."""
+        """Whether another layer holds the group's copy beyond this layer's backward."""
         members = self.profile.groups[group]
         return any(other < layer and self.modes[other] in (Mode.GFGB, Mode.DFGB) for other in members)
 
@@ -300,10 +303,10 @@ class _StepBuilder:
         self.fetch_for_next(layer)
         if profile.inter_backward_s > 0:
             self.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
-        by_dha, to_host = mode is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
+        by_dha, grad_on_host = mode is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
         again = self.recomputes[layer]
-        key = f"backward{'_dha' * by_dha}{'_go' * to_host}{'_recompute' * again}_s"
-        duration = (key, profile.backward_for(by_dha, to_host, again))
+        key = f"backward{'_dha' * by_dha}{'_go' * grad_on_host}{'_recompute' * again}_s"
+        duration = (key, profile.backward_for(by_dha, grad_on_host, again))
         after = self.backward_waits(layer, copy)
         task = self.emit(Kind.BACKWARD, Lane.GPU, layer, duration, after)
         self.last_program = task
@@ -316,7 +319,7 @@ class _StepBuilder:
             elif copy is not self.held.get(group):
                 self.reload_uses.append(task)
         if profile.has_gradient:
-            self.gradient(layer, task, to_host)
+            self.gradient(layer, task, grad_on_host)
 
     def backward_waits(self, layer: int, copy: _Copy | None) -> tuple[int, ...]:
         after = set() if copy is None else {copy.load}
@@ -329,16 +332,16 @@ class _StepBuilder:
             self.saves_of_programs.append(())
         return tuple(sorted(after))
 
-    def gradient(self, layer: int, backward: int, to_host: bool) -> None:
-        self.arrivals[layer] = backward if to_host else self.offload(layer, backward)
-        if to_host:
+    def gradient(self, layer: int, backward: int, grad_on_host: bool) -> None:
+        self.arrivals[layer] = backward if grad_on_host else self.offload(layer, backward)
+        if grad_on_host:
             self.add_bytes(backward, host_start_bytes=self.layers[layer].grad_bytes)
         if self.plan.updates is Updates.OVERLAPPED:
             members = self.profile.groups[self.profile.group_of[layer]]
             self.update(layer, tuple(self.arrivals[other] for other in members if other in self.arrivals))
 
     def last_arrivals(self) -> tuple[int, ...]:
-        """The last offload and the last backward that writes to the host; all other gradients arrive before these."""
+        """The last offload and the last backward that writes to the host; all other gradients arrive earlier."""
         last = {self.tasks[task].kind: task for task in self.arrivals.values()}
         return tuple(sorted(last.values()))
 
@@ -350,7 +353,7 @@ class _StepBuilder:
         return task
 
     def update(self, layer: int, after: tuple[int, ...]) -> None:
-        """The group's update, at its first layer, which is the last one in backward order."""
+        """Emits the group's update at its first layer, the last one in backward order."""
         group = self.profile.group_of[layer]
         members = self.profile.groups[group]
         if layer != members[0] or not self.layers[layer].has_gradient:

@@ -1,4 +1,4 @@
-"""Tasks: what runs on which lane, for how long, after what, and what memory it moves.
+"""Tasks: their lanes, durations, dependencies and memory.
 
 Simulator and engine consume the same list of tasks, see `jaxferry.schedule`.
 """
@@ -8,7 +8,7 @@ import enum
 
 
 class Lane(enum.StrEnum):
-    """What a task occupies."""
+    """The resource that a task occupies."""
 
     GPU = "GPU"
     H2D = "H2D"
@@ -31,9 +31,9 @@ class Kind(enum.StrEnum):
     OFFLOAD = "offload"
     UPDATE = "update"
     SAVE = "save"
-    """Values that cross segments leave for host memory."""
+    """Moves values that cross segments to host memory."""
     FETCH = "fetch"
-    """Saved values come back for a backward."""
+    """Moves saved values back for a backward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,24 +41,23 @@ class Task:
     """One piece of work on one lane.
 
     Attributes:
-      name: kind and layer, for people.
-      segment: index of the segment, which is a layer of the profile; for updates and refreshes, of the first one of the
-        group.
+      name: kind and layer, for display.
+      segment: index of the segment, which is a layer of the profile; for updates and refreshes, the group's first one.
       kind: what it does.
       lane: what it occupies; tasks of a lane run in the order of the list.
-      duration_key: the profile's key of its duration. `backward_dha_go_s` stands for a backward that reads its
-        parameters and writes its gradient in host memory. A key that ends in `_recompute_s` stands for a backward that
-        runs its forward again. A save and a fetch have the key of the transfer that is as fast per byte.
+      duration_key: the profile's key of its duration. `backward_dha_go_s` means a backward that reads its parameters
+        and writes its gradient in host memory. A key that ends in `_recompute_s` means a backward that runs its forward
+        again. A save and a fetch have the key of the transfer with the same speed per byte.
       duration_s: seconds.
       after: indices of tasks in the same list that must have ended; all are lower than its own.
       after_previous: indices of tasks of the previous step that must have ended. The first step waits for none.
       start_bytes: device memory allocated as it starts.
       end_bytes: device memory freed as it ends.
-      workspace_bytes: device memory that it needs beside that while it runs.
-      host_start_bytes: host memory for a gradient taken as it starts.
-      host_end_bytes: host memory for gradients given back as it ends.
-      copy: of a forward or backward, the load whose copy of the parameters it reads; None if it reads host memory, a
-        RESIDENT copy, or nothing.
+      workspace_bytes: further device memory that it needs while it runs.
+      host_start_bytes: host memory for a gradient, allocated as it starts.
+      host_end_bytes: host memory for gradients, freed as it ends.
+      copy: for a forward or backward, the load whose parameter copy it reads; None if it reads host memory, a RESIDENT
+        copy, or nothing.
       step: the step in a chain, counted from 0.
     """
 
@@ -80,7 +79,7 @@ class Task:
 
     @property
     def need(self) -> tuple[int, int]:
-        """Of an update: the smaller, the sooner a forward needs the parameters."""
+        """For an update: the smaller, the sooner a forward needs its parameters."""
         return self.step, self.segment
 
 
@@ -89,11 +88,11 @@ class Schedule:
     """The tasks of one step, or of a chain of steps.
 
     Attributes:
-      tasks: in an order in which they can be dispatched: a task comes after everything that it waits for.
-      resident_bytes: device memory held all the time, by RESIDENT copies.
+      tasks: in dispatch order: each task comes after everything that it waits for.
+      resident_bytes: device memory that RESIDENT copies hold all the time.
       steps: the number of steps in `tasks`.
-      updates_by_need: whether the host takes, of the updates that could start, the one whose parameters the next
-        forward needs first. Otherwise it takes updates in the order of the list.
+      updates_by_need: whether the host picks, of the updates that could start, the one whose parameters the next
+        forward needs first. Otherwise updates follow the order of the list.
     """
 
     tasks: tuple[Task, ...]
@@ -107,7 +106,7 @@ class Run:
     """When each task of a schedule started and ended, predicted or measured, in seconds from the first step's start.
 
     Attributes:
-      schedule: what ran.
+      schedule: the tasks that ran.
       starts_s: start of each task.
       ends_s: end of each task.
     """
@@ -118,7 +117,7 @@ class Run:
 
 
 def repeat(step: Schedule, steps: int) -> Schedule:
-    """Chains copies of the tasks of one step; a step's `after_previous` become plain waits."""
+    """Chains copies of one step's tasks; `after_previous` becomes a plain wait."""
     size = len(step.tasks)
     tasks = list(step.tasks)
     for number in range(1, steps):
@@ -137,9 +136,9 @@ def repeat(step: Schedule, steps: int) -> Schedule:
 
 
 def leading_loads(step: Schedule) -> tuple[int, ...]:
-    """The first tasks of the link up that wait only for each other within their own step.
+    """The first tasks of the link up that wait, within their own step, only for each other.
 
-    They can run before anything else of the step is known.
+    They can run before their step is called.
     """
     leading: list[int] = []
     for index, task in enumerate(step.tasks):

@@ -17,9 +17,9 @@ class MemFerryPrinted(ModePolicy):
     name = "memferry-printed"
     summary = "MemFerry's Algorithm 1 to the letter, for comparison"
 
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """Runs Algorithm 1 as printed, then the greedy."""
-        return with_dfgb(profile, _Printed(profile).run(), to_host)
+        return with_dfgb(profile, _Printed(profile).run(), grad_on_host)
 
 
 class _Printed:

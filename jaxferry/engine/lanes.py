@@ -1,13 +1,13 @@
 """Threads that run lists of tasks.
 
-    H2D   load load load ...            a thread for each lane, or one for several lanes whose work is only
-    GPU   forward forward ...           issued by it and done by the device in the order of issue
+    H2D   load load load ...            one thread for each lane, or one thread that only issues for several lanes
+    GPU   forward forward ...           while the device works in the order of issue
     D2H          offload ...
     host            update update ...   of the updates that could start, the one needed first
 
-Nothing here knows what a task does: that is an action given with the list. Lists follow each other as steps do: a task
-may wait for tasks of the list before (`Task.after_previous`), so the end of one step overlaps the start of the next.
-The first loads of a list need not wait for it to be submitted (`Lanes.begin_ahead`).
+An action given with the list does the work of a task. One list follows another as one step follows another. A task may
+wait for tasks of the previous list (`Task.after_previous`), so the end of one step overlaps the start of the next. The
+first loads of a list can run before the list is submitted (`Lanes.begin_ahead`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxferry.errors import StateError
 from jaxferry.schedule import Lane
 
 Action = Callable[[int], bool]
-"""Does the task of an index. False if it has not ended yet: then somebody calls `StepRun.end` later."""
+"""Does the task with this index. False if it has not ended yet; `StepRun.end` is then called later."""
 
 ALL_LANES = tuple(Lane)
 ONE_EACH = [(lane,) for lane in Lane]
@@ -32,11 +32,11 @@ _POLL_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What went wrong in a task.
+    """A task that failed.
 
     Attributes:
       index: the task.
-      error: what its action raised.
+      error: the exception that its action raised.
     """
 
     index: int
@@ -44,10 +44,10 @@ class Failure:
 
 
 class Monitor:
-    """One lock, and the threads that wait under it: a task that ends wakes only those that may go on.
+    """One lock and the threads that wait under it. The end of a task wakes only threads that may continue.
 
     Attributes:
-      outside: those who wait for work to be done.
+      outside: wakes callers that wait for a run.
 
     Args:
       threads: the lanes that each thread runs.
@@ -67,7 +67,7 @@ class Monitor:
         self._lock.release()
 
     def thread_of(self, lane: Lane) -> threading.Condition:
-        """What the thread that runs a lane waits on."""
+        """The condition that a lane's thread waits on."""
         return self._of_lane[lane]
 
     def wake(self, lanes: Sequence[Lane]) -> None:
@@ -87,12 +87,11 @@ class StepRun:
     Attributes:
       list: the tasks.
       failure: the first failure, or None.
-      is_stopped: whether no further task is started.
+      is_stopped: whether no further task starts.
       begin_s: when it was made.
-      starts_s: when each task started, by the clock of `time.perf_counter`; where a thread only issues what a device
-        does, when it was issued.
+      starts_s: when each task started, by `time.perf_counter`. If a thread only issues for a device, the time of issue.
       ends_s: when each task ended, likewise.
-      is_committed: whether something has been done that cannot be undone, so that the rest must be done too.
+      is_committed: whether an irreversible change was made, so the run must be completed.
     """
 
     def __init__(self, tasks: TaskList, action: Action, previous: StepRun | None, monitor: Monitor) -> None:
@@ -107,20 +106,20 @@ class StepRun:
         self.starts_s, self.ends_s = [0.0] * len(tasks.tasks), [0.0] * len(tasks.tasks)
         if previous is not None:
             previous._successor = self
-            # Tasks that wait for a run that has failed never start.
+            # Tasks that wait for a failed run never start.
             self.is_stopped = previous.is_stopped or previous.failure is not None
 
     @property
     def has_broken_off(self) -> bool:
-        """Whether no further task is started: it was stopped, or a task has failed."""
+        """Whether no further task starts: the run was stopped, or a task has failed."""
         return self.is_stopped or self.failure is not None
 
     def wait(self, lanes: Sequence[Lane] = ALL_LANES, should_stop: Callable[[], bool] | None = None) -> None:
-        """Returns when all tasks of these lanes have ended, or the run has broken off.
+        """Returns when all tasks of these lanes have ended or the run has broken off.
 
         Args:
           lanes: the lanes.
-          should_stop: polled meanwhile; once it says so, no further task is started, unless the run is committed.
+          should_stop: polled while waiting; once true, no further task starts unless the run is committed.
         """
         with self._monitor:
             while not self.is_over(lanes):
@@ -130,16 +129,16 @@ class StepRun:
                     self._monitor.wake_all()
 
     def is_over(self, lanes: Sequence[Lane] = ALL_LANES) -> bool:
-        """Whether every task of these lanes has ended, or the run has broken off and no thread is busy with it."""
+        """Whether every task of these lanes has ended, or the run has broken off and no thread works on it."""
         return self._ready.is_over(lanes) or (self.has_broken_off and self._num_threads == 0)
 
     def wait_ahead(self) -> None:
-        """Returns when the loads that may run ahead have ended, or the run has broken off."""
+        """Returns when the loads that run ahead have ended or the run has broken off."""
         with self._monitor:
             self._monitor.outside.wait_for(lambda: self._num_threads == 0)
 
     def stop(self) -> None:
-        """Starts no further task, and returns when those in flight have ended."""
+        """Prevents further tasks from starting and returns when those in flight have ended."""
         with self._monitor:
             self.is_stopped = True
             self._monitor.wake_all()
@@ -147,13 +146,13 @@ class StepRun:
             self._action = _nothing
 
     def commit(self) -> bool:
-        """Asks for leave to do what cannot be undone; False if the run was stopped."""
+        """Asks permission for an irreversible change; False if the run was stopped."""
         with self._monitor:
             self.is_committed |= not self.is_stopped
             return self.is_committed
 
     def open(self, action: Action) -> None:
-        """Lets a run that has begun ahead be submitted; this action does the tasks that have not started yet."""
+        """Prepares a run that has begun ahead for `submit`; this action does the tasks that have not started yet."""
         with self._monitor:
             self._action, self._is_open = action, True
             self._ready.end_prefetch()
@@ -161,7 +160,7 @@ class StepRun:
             self.begin_s = min([time.perf_counter(), *(start_s for start_s in self.starts_s if start_s)])
 
     def end(self, index: int) -> None:
-        """Notes that a task has ended whose action returned False."""
+        """Records the end of a task whose action returned False."""
         with self._monitor:
             self.ends_s[index] = time.perf_counter()
             self._monitor.wake(self._ready.end(index))
@@ -185,7 +184,7 @@ class StepRun:
             self._leave()
 
     def do_ahead(self) -> None:
-        """Does the first loads, which need not wait for the run to be submitted; the body of a thread."""
+        """Does the first loads, before the run is submitted; the body of a thread."""
         try:
             while (index := self._next_ahead()) is not None:
                 self._do(index)
@@ -196,21 +195,21 @@ class StepRun:
         self.starts_s[index] = time.perf_counter()
         try:
             has_ended = self._action(index)
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for the run
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the run
             self._fail(index, error)
             return
         if has_ended:
             self.end(index)
 
     def _leave(self) -> None:
-        """A thread has done its part."""
+        """Records that a thread has finished its part."""
         with self._monitor:
             self._num_threads -= 1
             if not self._num_threads:
                 self._monitor.outside.notify_all()
 
     def _next_task(self, lanes: Sequence[Lane]) -> tuple[StepRun, int] | None:
-        """What comes next in these lanes: a task, of this run or ahead of the next; None if nothing is left."""
+        """The next task of these lanes, from this run or ahead of the next run; None if none is left."""
         with self._monitor:
             while self._ready.has_left(lanes) and not self.has_broken_off:
                 if (ahead := self._take_of_successor(lanes)) is not None:
@@ -233,7 +232,7 @@ class StepRun:
         return None
 
     def _take_of_successor(self, lanes: Sequence[Lane]) -> tuple[StepRun, int] | None:
-        """A load ahead of the next run, where one thread has several lanes, and this run has no loads left."""
+        """A load of the next run, if one thread has several lanes and this run has no loads left."""
         later = self._successor
         if later is None or later.has_broken_off or Lane.H2D not in lanes or not self._ready.has_started(Lane.H2D):
             return None
@@ -253,7 +252,7 @@ class StepRun:
 
 
 def _nothing(index: int) -> bool:
-    """The action of a run that has ended: what its own one refers to can be freed."""
+    """The action of an ended run. It replaces the run's own action, whose references can then be freed."""
     return True
 
 
@@ -261,13 +260,13 @@ class Lanes:
     """The threads that run task lists.
 
     Args:
-      threads: the lanes that each thread runs. Where it has several, the first one goes first.
+      threads: the lanes that each thread runs, in order of priority.
     """
 
     def __init__(self, threads: Sequence[Sequence[Lane]] = ONE_EACH) -> None:
         self._lanes = [tuple(lanes) for lanes in threads]
         self._monitor = Monitor(self._lanes)
-        # Python waits for them at its end, so that no update is cut off.
+        # Python joins these threads at exit, so no update is cut off.
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"jaxferry {'+'.join(lanes)}") for lanes in self._lanes
         ]
@@ -277,23 +276,23 @@ class Lanes:
 
         Args:
           tasks: the list.
-          action: does one of them.
-          previous: the run of the same list whose tasks `after_previous` means; None if it has ended.
+          action: does one task.
+          previous: the run that `after_previous` refers to; None if it has ended.
         """
         with self._monitor:
             return StepRun(tasks, action, previous, self._monitor)
 
     def begin_ahead(self, tasks: TaskList, action: Action, previous: StepRun, loads: Sequence[int]) -> StepRun:
-        """Prepares a run and does its first loads, each once what it waits for of the run before has ended.
+        """Prepares a run and starts its first loads, each after the tasks of the previous run that it waits for.
 
         Args:
           tasks: the list.
           action: does one of these loads.
-          previous: the run before, which has been submitted.
+          previous: the previous run, already submitted.
           loads: the first tasks of the link up, which wait for no other tasks of their own list.
 
         Returns:
-          The run: `open` it and submit it, or stop it.
+          The run. The caller either opens and submits it, or stops it.
         """
         with self._monitor:
             run = StepRun(tasks, action, previous, self._monitor)
@@ -309,7 +308,7 @@ class Lanes:
         return run
 
     def submit(self, run: StepRun) -> None:
-        """Has the threads do the tasks of a run."""
+        """Starts a run on the threads."""
         with self._monitor:
             run._num_threads += len(self._lanes)
         for number, (thread, lanes) in enumerate(zip(self._threads, self._lanes, strict=True)):
@@ -326,8 +325,8 @@ class Lanes:
 def make_lanes(is_cpu: bool) -> Lanes:
     """The threads of a training step.
 
-    On a CPU a thread does the work of its lane. An accelerator works by itself in the order of issue, so one thread
-    issues for all lanes but the host's: transfers first, since they overlap what comes after.
+    On a CPU each thread does the work of its lane. An accelerator works in the order of issue, so one thread issues for
+    all lanes except the host's. It issues transfers first, since they overlap later work.
 
     Args:
       is_cpu: whether the device is a CPU.

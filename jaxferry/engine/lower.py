@@ -2,8 +2,8 @@
 
     forward 0 .. S-2 | loss (forward and backward of segment S-1) | backward S-2 .. 0
 
-The schedule says which tasks run on which lane and what they wait for. Here each task gets its program, the values that
-it moves and the values that can be freed after it.
+The schedule says which tasks run on which lane and what they wait for. This module adds the program of each task, the
+values to move and the values to free afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxferry.profiling.records import Profile
 from jaxferry.schedule import CROSSING_SLOTS, Kind, Schedule, Task, schedule_step
 
 MIN_OFFLOADED_BYTES = 1024
-"""Smaller values stay on the device: the latency of a transfer costs more than their memory."""
+"""Smaller values stay on the device: the latency of a transfer outweighs their memory."""
 
 _OPERATIONS = {
     Kind.LOAD: Operation.LOAD,
@@ -52,9 +52,9 @@ def lower(
 
     Args:
       partition: the segments.
-      derivatives: by program number; what each backward reads.
+      derivatives: by program number.
       plan: modes and gradient places of the segments, in order.
-      profile: the expected duration of each task, with the facts of the programs (`facts.with_program_facts`).
+      profile: the expected durations, with the facts of the programs (`facts.with_program_facts`).
       offload_activations: whether values wait in host memory for their backward.
     """
     offloaded = offloaded_values(partition, derivatives) if offload_activations else {}
@@ -89,7 +89,7 @@ class _Lowering:
         made = Instruction(_OPERATIONS[task.kind], index, task, task.segment, group)
         if index in self._places:
             return self._program(made)
-        if task.kind is Kind.BACKWARD:  # the last segment's: it is part of the LOSS program
+        if task.kind is Kind.BACKWARD:  # the last segment's backward is part of the LOSS program
             return dataclasses.replace(made, operation=Operation.NOTHING)
         if task.kind is Kind.SAVE:
             values = [value for value, (last_forward, _) in self._offloaded.items() if last_forward == task.segment]
@@ -123,7 +123,7 @@ class _Lowering:
     def _places_of_tasks(self) -> dict[int, int]:
         """The place of each task that runs a program.
 
-        The last segment's program is that of its forward task; its backward task has nothing left to do.
+        The last segment's one program belongs to its forward task; its backward task does nothing.
         """
         forwards = [i for i, task in enumerate(self._tasks) if task.kind is Kind.FORWARD]
         backwards = [i for i, task in enumerate(self._tasks) if task.kind is Kind.BACKWARD]
@@ -134,7 +134,7 @@ class _Lowering:
         return order.index((ProgramKind.BACKWARD, segment))
 
     def _drops_of_tasks(self) -> dict[int, list[Drop]]:
-        """The copies that nothing reads after each program."""
+        """The copies to drop after each program."""
         loss = max((i for i in self._places if self._tasks[i].kind is Kind.FORWARD), default=None)
         last_use: dict[int, int] = {}
         for index, task in enumerate(self._tasks):
@@ -147,9 +147,9 @@ class _Lowering:
         return drops
 
     def _taken_over(self) -> set[tuple[int, Any]]:
-        """Programs that a later load waits for, with the layout of that load: it takes over the buffers.
+        """The programs that a later load waits for, each with the layout of that load, which reuses the buffers.
 
-        Other buffers are freed at once. Keeping them would take memory that the backward may need.
+        All other buffers are freed at once, since the backward may need their memory.
         """
         loads = [i for i, task in enumerate(self._tasks) if task.kind in (Kind.LOAD, Kind.RELOAD)]
         return {(earlier, self._layout(load)) for load in loads for earlier in self._tasks[load].after}
@@ -161,9 +161,9 @@ class _Lowering:
 def summable_groups(
     partition: Partition, derivatives: Mapping[int, Derivative], gradients: Sequence[GradientPlace]
 ) -> list[int]:
-    """Groups whose gradients can be added up on the device: the plan keeps them there, and one program makes them.
+    """Groups whose gradients can be summed on the device: the plan keeps them there, and one program computes them.
 
-    Gradients of a group with several uses are added up on the host under every plan, so that all have the same bits.
+    Gradients of a group with several uses are summed on the host under every plan, so all plans give the same bits.
     """
     uses = collections.Counter(segment.group for segment in partition.segments)
     return [
@@ -177,7 +177,7 @@ def summable_groups(
 
 
 def offloaded_values(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, tuple[int, int]]:
-    """The values that can wait in host memory: after which place they leave, and for which place they come back."""
+    """The values that can wait in host memory, each with the place after which it leaves and the one that reads it."""
     last_forward: dict[int, int] = {}
     backward: dict[int, int] = {}
     for place, read in enumerate(_freeable_reads(partition, derivatives)):
@@ -199,7 +199,7 @@ def _is_worth_moving(partition: Partition, value: int) -> bool:
 
 
 def last_readers(partition: Partition, derivatives: Mapping[int, Derivative]) -> dict[int, list[int]]:
-    """The values whose last reader is each place."""
+    """The values that each place is the last to read."""
     last: dict[int, int] = {}
     for place, read in enumerate(_freeable_reads(partition, derivatives)):
         last |= dict.fromkeys(read, place)

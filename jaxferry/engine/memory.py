@@ -1,4 +1,4 @@
-"""The device memory of a step program: a fold over its instructions, however long the transfers take.
+"""The device memory of a step program: a fold over its instructions that holds for any duration of the transfers.
 
     instructions --copies, gradients, values, cotangents at each place--> Peak
 
@@ -17,7 +17,7 @@ from jaxferry.partition import Derivative, Partition
 from jaxferry.schedule import Lane, leading_loads
 
 _SCALAR_BYTES = 8
-"""Each program leaves the norm of its gradient and a flag for finite outputs until the step ends."""
+"""Each program keeps the norm of its gradient and a flag for finite outputs until the step ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Peak:
     """The most device memory that a step needs, in bytes.
 
     Attributes:
-      parameters: of parameters alone.
-      held: of parameters, values between segments, residuals and gradients together.
-      total: of all these and the temporaries of the running program.
+      parameters: parameters only.
+      held: parameters, values between segments, residuals and gradients.
+      total: all of these and the temporaries of the running program.
     """
 
     parameters: int
@@ -41,13 +41,13 @@ def peak_bytes(
     other_bytes: int = 0,
     ahead: Sequence[int] = (),
 ) -> Peak:
-    """Adds up the most that each program can find on the device.
+    """Adds up the most memory in use while each program runs.
 
     Args:
       program: the instructions of a step.
-      temporary_bytes: device memory that each program needs beside its arguments and results; 0 if it is missing.
-      other_bytes: device memory that is always taken, beside RESIDENT copies.
-      ahead: loads that may run in the step before.
+      temporary_bytes: device memory that each program needs besides its arguments and results; missing means 0.
+      other_bytes: device memory that is always in use, besides RESIDENT copies.
+      ahead: loads that may run in the previous step.
     """
     partition = program.partition
     resident = sum(partition.layers[group].num_bytes for group in program.resident)
@@ -70,14 +70,14 @@ def peak_bytes(
 def loads_ahead(
     program: StepProgram, peak_of: Callable[[Sequence[int]], Peak], budget_bytes: int | None = None
 ) -> tuple[int, ...]:
-    """The loads that may run before their step is called, as soon as the updates of the step before allow it.
+    """The loads that may run before their step is called, as soon as the previous step's updates allow it.
 
-    These are the leading loads, as many as fit: they never raise the peak of parameters within one step, and keep the
-    total within the budget.
+    These are as many leading loads as fit: they never raise the peak of parameters within one step, and keep the total
+    within the budget.
 
     Args:
       program: the instructions of a step.
-      peak_of: the most device memory that a step needs if these loads run in the step before.
+      peak_of: the most device memory that a step needs if these loads run in the previous step.
       budget_bytes: device memory; None for no limit.
     """
     leading, within = leading_loads(program.schedule), peak_of(())
@@ -96,7 +96,7 @@ def _key(instruction: Instruction) -> ProgramKey:
 
 
 class LiveValues:
-    """The values between segments, residuals and cotangents that are alive while the programs of a step run in order.
+    """The live values between segments, residuals and cotangents while the programs of a step run in order.
 
     Args:
       partition: the segments.
@@ -110,7 +110,7 @@ class LiveValues:
         self._cotangents: dict[int, int] = {}
 
     def enter(self, kind: ProgramKind, number: int) -> int:
-        """The bytes alive while the program of a segment runs, its arguments and results among them."""
+        """The bytes alive while the program of a segment runs, including its arguments and results."""
         segment = self._partition.segments[number]
         if kind is not ProgramKind.BACKWARD:
             self._alive += sum(map(self._size, (*segment.outputs, *segment.nondiff_outputs)))
@@ -120,11 +120,11 @@ class LiveValues:
         if kind is not ProgramKind.FORWARD:
             added = {v for v in segment.inputs if v in self._cotangents}
             self._cotangents |= {v: self._size(v) for v in segment.inputs}
-        # While one cotangent is added to another, both are alive beside their sum.
+        # While two cotangents are added, both are alive besides their sum.
         return self._alive + sum(self._cotangents.values()) + 2 * sum(map(self._size, added))
 
     def leave(self, kind: ProgramKind, number: int, frees: Sequence[int]) -> None:
-        """Ends the program, and frees what no later one reads."""
+        """Ends the program and frees these values."""
         segment = self._partition.segments[number]
         self._alive -= sum(map(self._size, frees))
         if kind is ProgramKind.BACKWARD:
@@ -133,18 +133,18 @@ class LiveValues:
 
 
 class _Transfers:
-    """What transfers hold on the device at each place, at most.
+    """The most bytes that transfers hold on the device at each place.
 
-    A copy may be there as soon as the last program has ended that its load waits for. A gradient may be there until
-    the first program that waits for its offload, or for one behind it in the queue. A load for the next step waits for
-    the update of its group, and so for the offload of that gradient: its copy takes the place of gradients.
+    A copy may exist once the last program that its load waits for has ended. A gradient may exist until the first
+    program that waits for its offload, or for a later offload in the queue. A load for the next step waits for the
+    update of its group, and so for the offload of that gradient: its copy takes the place of gradients.
 
     Attributes:
       copies: bytes of the step's own copies of parameters, by place.
       gradients: bytes of gradients, by place.
       copies_ahead: bytes of the next step's copies, by place.
       more_ahead: by place, the memory that these take beyond that of the gradients which left before them.
-      offloaded: bytes of values that are certainly in host memory alone, by place.
+      offloaded: bytes of values that are certainly only in host memory, by place.
     """
 
     def __init__(self, program: StepProgram, ahead: Sequence[int]) -> None:

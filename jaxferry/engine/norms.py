@@ -1,4 +1,4 @@
-"""Norms of gradients, taken in a thread of their own while the step goes on."""
+"""Norms of gradients, computed in a separate thread while the step runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jaxferry.engine.transport.base import Vectors
 
 
 class Norms:
-    """Takes squared norms of gradients.
+    """Computes squared norms of gradients.
 
     Args:
       placement: where arrays live.
-      on_host: whether every norm is taken of the vectors in host memory: where the norm changes the update, every plan
-        must have the same bits. Otherwise the norm that a program has computed is used where it covers the gradient.
+      on_host: whether every norm is computed from the vectors in host memory. This gives every plan the same bits, as
+        needed if the norm changes the update. Else a program's own norm is used if it covers the whole gradient.
     """
 
     def __init__(self, placement: Placement, on_host: bool) -> None:
@@ -29,14 +29,14 @@ class Norms:
         self._of_vectors = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
         self._total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
         self.none = jax.device_put(np.float32(0), placement.host_compute)
-        """What an update is given that needs no norm."""
+        """The argument of an update that needs no norm."""
 
     def of(self, vectors: Vectors, known: jax.Array | None) -> Future[jax.Array]:
         """The squared norm of a whole gradient.
 
         Args:
           vectors: the gradient in host memory.
-          known: what the program has computed that made it; None if that does not cover the whole gradient.
+          known: the norm computed by the gradient's program; None if it does not cover the whole gradient.
         """
         if known is None or self._on_host:
             return self._thread.submit(self._of_vectors, vectors)
@@ -45,6 +45,6 @@ class Norms:
         return done
 
     def total(self, squared: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
-        """The global norm of the mean gradient; fp32 scalar in host memory."""
+        """The global norm of the mean gradient, an fp32 scalar in host memory."""
         norm: jax.Array = self._total(list(squared), scale)
         return norm

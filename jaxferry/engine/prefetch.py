@@ -1,6 +1,6 @@
-"""The loads of a next step that run before that step is called.
+"""The loads that run before their step is called.
 
-A load waits for the update of its group alone. That update often ends while the step before is still running, or while
+A load waits only for the update of its group. That update often ends while the previous step is still running, or while
 the caller prepares the next batch.
 """
 
@@ -22,10 +22,10 @@ class DeviceCopies:
 
     Args:
       program: the instructions of the step.
-      transport: what loads them.
+      transport: does the loads.
       placement: where arrays live.
       vectors: the compute copy of the parameters, by group.
-      marks: notes when loads start and end; None if nobody asks for that.
+      marks: records when loads start and end; None records nothing.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class DeviceCopies:
 
     @property
     def arrays(self) -> list[jax.Array]:
-        """All arrays that hold copies now."""
+        """All arrays that currently hold copies."""
         return [array for held in self._held.values() for array in held.arrays]
 
     def load(self, index: int) -> bool:
-        """Runs the load of this index; see `lanes.Action`."""
+        """Runs the load with this index; see `lanes.Action`."""
         group = self._program.instructions[index].group
         mark = None if self.marks is None else self.marks.of(index)
         held = self._held[index] = self._transport.load(group, self._vectors[group], mark)
@@ -57,11 +57,11 @@ class DeviceCopies:
         return True
 
     def parameters(self, index: int) -> list[jax.Array]:
-        """The parameters that the load of this index has brought."""
+        """The parameters that the load with this index copied."""
         return self._held[index].parameters()
 
     def drop(self, index: int, is_reused: bool = True) -> None:
-        """Frees the copy of a load once the programs that were given it have run."""
+        """Frees the copy of a load once the programs that read it have run."""
         self._transport.drop(self._held.pop(index), is_reused)
 
     def drop_all(self) -> None:
@@ -71,18 +71,18 @@ class DeviceCopies:
 
 
 def wait_for_copy(held: DeviceLayer, placement: Placement) -> None:
-    """Waits for a copy, where the lanes' threads do the work that they are given."""
+    """Waits for a copy if the lanes' threads do the work themselves."""
     if placement.is_cpu:
         jax.block_until_ready(held.parameters())
 
 
 @dataclasses.dataclass(eq=False)
 class Prefetch:
-    """A step that has not been called yet, some of whose groups are on the device or in flight.
+    """A step that has not been called yet, with some groups already on the device or in flight.
 
     Attributes:
-      work: its tasks; the first loads of these are running or done.
-      copies: what has been loaded.
+      work: its tasks, of which the first loads are running or done.
+      copies: the loaded copies.
     """
 
     work: StepRun
@@ -90,17 +90,17 @@ class Prefetch:
 
     @property
     def is_good(self) -> bool:
-        """Whether the step can go on from here."""
+        """Whether the step can continue from here."""
         return not self.work.is_stopped and self.work.failure is None
 
     def discard(self) -> None:
-        """Frees what has been loaded; waits for what is in flight."""
+        """Waits for loads in flight, and frees all copies."""
         self.work.stop()
         self.copies.drop_all()
 
 
 class PrefetchSlot:
-    """Ensures that only one of the states of a training step has prefetched copies on the device."""
+    """Ensures that at most one state of a training step has prefetched copies on the device."""
 
     def __init__(self) -> None:
         self._known: Prefetch | None = None
@@ -110,10 +110,10 @@ class PrefetchSlot:
         self._known = prefetch
 
     def take(self, prefetch: Prefetch | None) -> None:
-        """Forgets the known prefetch, and frees it unless it is the given one.
+        """Forgets the remembered prefetch, and frees it unless it is the given one.
 
         Args:
-          prefetch: what its step is about to use or free; None frees everything.
+          prefetch: the prefetch that its step is about to use or free; None frees everything.
         """
         known, self._known = self._known, None
         if known is not None and known is not prefetch:

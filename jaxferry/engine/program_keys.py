@@ -1,8 +1,8 @@
-"""Names the compiled programs of a step: what each computes, where it reads parameters and writes its gradient.
+"""Identifies the compiled programs of a step: what each computes, where it reads parameters and writes its gradient.
 
-A group of parameters may be read in several places within a step. DFGB reads host memory in the forward and a device
-copy in the backward. The lookup of a tied table can read host memory while its head reads a copy. No program gets a
-copy of a parameter that it can read in place. (MemFerry, section IV-A, calls this view of all layers the shadow model.)
+A step may read a parameter group in several places. DFGB reads host memory in the forward and a device copy in the
+backward. The lookup of a tied table can read host memory while its head reads a copy. No program gets a copy of a
+parameter that it can read in place. MemFerry, section IV-A, calls this view of all layers the shadow model.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Target(enum.Enum):
     DEVICE = "device"
     """Device buffers; an offload takes them to the host."""
     HOST = "host"
-    """Vectors in pinned host memory, which the program writes itself (GO)."""
+    """Vectors in pinned host memory, written by the program itself (GO)."""
     HOST_SUM = "host sum"
-    """Likewise, added to what an earlier program has written there."""
+    """Likewise, added to an earlier program's gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ProgramKey:
 
     @property
     def onto_sum(self) -> ProgramKey:
-        """The program that adds to host memory what this one writes there."""
+        """The program that adds this one's gradient to host memory instead of writing it."""
         return dataclasses.replace(self, writes=Target.HOST_SUM) if self.writes is Target.HOST else self
 
 
@@ -83,8 +83,8 @@ def program_keys(partition: Partition, derivatives: Mapping[int, Derivative], pl
     Args:
       partition: the segments.
       derivatives: by program number.
-      plan: modes and gradient places of the segments. Rows of lookups stay on the device: they are few, and an offload
-        takes them alone.
+      plan: modes and gradient places of the segments. Gradients that are rows of lookups stay on the device: the rows
+        are few, and an offload moves only these.
     """
     written: set[int] = set()
     keys = []
@@ -104,5 +104,5 @@ def program_keys(partition: Partition, derivatives: Mapping[int, Derivative], pl
 
 
 def with_sums(keys: Sequence[ProgramKey]) -> list[ProgramKey]:
-    """The programs and, for micro-batches after the first, those that add to host memory in place of writing it."""
+    """The programs plus, for micro-batches after the first, those that add to host memory instead of writing it."""
     return list(dict.fromkeys([*keys, *(key.onto_sum for key in keys)]))

@@ -1,6 +1,6 @@
-"""Which tasks of a list may start: every lane in its order, every task once all that it waits for has ended.
+"""Decides which tasks of a list may start: each lane in its order, each task once all its dependencies have ended.
 
-Nothing here locks; `lanes.py` calls it under its lock.
+Nothing here locks: `lanes.py` calls it under its own lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxferry.schedule import Lane, Schedule
 
 
 class TaskList:
-    """The tasks of one step with who waits for whom; made once, run often."""
+    """The tasks of one step with their dependencies; made once, run often."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.tasks = schedule, schedule.tasks
@@ -35,7 +35,7 @@ class ReadyTasks:
 
     Args:
       tasks: the list.
-      previous: the progress of the run before, whose tasks `after_previous` means; None if it has ended.
+      previous: the progress of the run that `after_previous` refers to; None if it has ended.
     """
 
     def __init__(self, tasks: TaskList, previous: ReadyTasks | None) -> None:
@@ -53,7 +53,7 @@ class ReadyTasks:
             self._offer(index)
 
     def end(self, index: int) -> list[Lane]:
-        """Notes that a task has ended; returns the lanes that may go on."""
+        """Records that a task has ended; returns the lanes that may continue."""
         lane = self._list.tasks[index].lane
         self._is_done[index] = True
         self._num_left[lane] -= 1
@@ -61,13 +61,13 @@ class ReadyTasks:
         return lanes + [freed for later in self._list.waiting[index] for freed in self.fewer_missing(later)]
 
     def fewer_missing(self, index: int) -> list[Lane]:
-        """One of the tasks that a task waits for has ended; returns its lane if the task may start now."""
+        """Records that one dependency of a task has ended; returns its lane if the task may start now."""
         self._missing[index] -= 1
         self._offer(index)
         return [] if self._missing[index] else [self._list.tasks[index].lane]
 
     def take(self, lanes: Sequence[Lane]) -> int | None:
-        """A task that may start now, of the first of these lanes that has one; None if there is none."""
+        """A task that may start now, from the first of these lanes that has one; None if there is none."""
         for lane in lanes:
             if lane is Lane.HOST and self._updates:
                 return heapq.heappop(self._updates)[1]
@@ -78,11 +78,11 @@ class ReadyTasks:
         return None
 
     def prefetch(self, loads: Sequence[int]) -> None:
-        """Lets the first loads be taken by `take_prefetch`."""
+        """Reserves the first loads for `take_prefetch`."""
         self._ahead.extend(loads)
 
     def take_prefetch(self) -> int | None:
-        """The next of the first loads that may start now; None if there is none."""
+        """The next of these loads that may start now; None if there is none."""
         if not self._ahead or self._missing[self._ahead[0]]:
             return None
         self._next[Lane.H2D] += 1
@@ -94,7 +94,7 @@ class ReadyTasks:
 
     @property
     def has_prefetch(self) -> bool:
-        """Whether `take_prefetch` has something left to give."""
+        """Whether `take_prefetch` has loads left."""
         return bool(self._ahead)
 
     def has_started(self, lane: Lane) -> bool:
@@ -106,7 +106,7 @@ class ReadyTasks:
         return all(self._num_left[lane] == 0 for lane in lanes)
 
     def has_left(self, lanes: Sequence[Lane]) -> bool:
-        """Whether a thread that runs these lanes has something left to take."""
+        """Whether a thread that runs these lanes has tasks left to take."""
         if Lane.HOST in lanes:
             return self._num_left[Lane.HOST] > 0
         return not all(map(self.has_started, lanes))

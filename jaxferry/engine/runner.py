@@ -1,7 +1,7 @@
-"""Runs the steps of one prepared structure, and decides how each of them ends.
+"""Runs the steps of one prepared structure, and decides how each one ends.
 
-A step returns when its gradients are on the host. Its updates go on meanwhile, and a load of the next step waits for
-just the update that it needs, even before that step is called.
+A step returns when its gradients are on the host, while its updates continue. A load of the next step waits only for
+the update that it needs, and may run before that step is called.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxferry.errors import TaskError
 from jaxferry.schedule import Lane
 
 DEVICE_LANES = (Lane.GPU, Lane.D2H)
-"""A step returns when these have nothing left to do."""
+"""A step returns when these have finished."""
 
 
 class StepRunner:
     """Runs steps of one prepared structure.
 
-    The first step updates after all gradients have arrived. Running out of device memory, the likeliest failure of a
-    structure that has not run yet, is then always rolled back.
+    The first step updates after all gradients have arrived. So running out of device memory, the likeliest failure of a
+    new structure, is always rolled back.
 
     Args:
       first: the step that runs first.
@@ -48,7 +48,7 @@ class StepRunner:
           batch: the leaves of the loss function's further arguments, in any memory.
 
         Raises:
-          TaskError: if a task fails, of this step or of the one before.
+          TaskError: if a task of this step or of the previous one fails.
           StateError: if the state is damaged.
         """
         with deferred_interrupts() as interrupts:
@@ -60,7 +60,7 @@ class StepRunner:
                 self._has_run = True
                 return result
             self._fail(step)
-        raise AssertionError("a step ends with its results, an error, or what the handler of an interrupt raised")
+        raise AssertionError("a step ends with its results, an error, or an interrupt handler's exception")
 
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
@@ -69,7 +69,7 @@ class StepRunner:
         self._resources.optimizer.compile_updates(state.units, state.layers, is_read)
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> StepContext:
-        """Starts the tasks of a step, on the copies that have been prefetched for it."""
+        """Starts the tasks of a step on its prefetched copies."""
         runnable = self.runnable if self._has_run else self.first
         prefetch = self._prefetched(state, runnable)
         try:
@@ -93,7 +93,7 @@ class StepRunner:
         return step
 
     def _previous(self, state: TrainState, runnable: RunnableStep) -> StepRun | None:
-        """The work whose updates this step's loads wait for; waits here for anything else in flight."""
+        """The run whose updates this step's loads wait for; waits here for any other run in flight."""
         state.check()
         pending = state.pending
         if pending is None or pending.work.is_over():
@@ -104,7 +104,7 @@ class StepRunner:
         return None
 
     def _arrange_copies(self, state: TrainState, runnable: RunnableStep) -> None:
-        """Loads the RESIDENT copies that this program reads, and brings sums to the host that it does not keep."""
+        """Loads the RESIDENT copies that this program reads, and offloads sums that it does not keep on the device."""
         transport = self._resources.transport
         for group in state.resident.keys() ^ runnable.program.resident:
             if group in state.resident:
@@ -119,7 +119,7 @@ class StepRunner:
                 raise TaskError(f"the offload of the sums of layer {name!r} failed: {error}", name) from error
 
     def _prefetched(self, state: TrainState, runnable: RunnableStep) -> Prefetch | None:
-        """What has been prefetched for this step; frees what cannot be used."""
+        """The prefetch for this step; frees one that cannot be used."""
         prefetch = state.prefetch
         self._resources.prefetch.take(prefetch)
         if prefetch is None:
@@ -132,7 +132,7 @@ class StepRunner:
         return None
 
     def _prefetch_next(self, step: StepContext) -> None:
-        """Loads what the next step reads first, as this one's updates end."""
+        """Starts the next step's first loads, each after its update in this step."""
         loads, state = self.runnable.loads_ahead, step.state
         if not loads or step.runnable is not self.runnable:
             return
@@ -142,8 +142,8 @@ class StepRunner:
         self._resources.prefetch.put(state.prefetch)
 
     def _discard_prefetch(self, state: TrainState) -> None:
-        """Frees what has been loaded for a next step."""
-        # The marks of programs that have been issued may never come.
+        """Frees the copies that were loaded for the next step."""
+        # Programs that were issued may never set their marks.
         self._marks.clear()
         if state.prefetch is not None:
             self._resources.prefetch.take(state.prefetch)
@@ -156,7 +156,7 @@ class StepRunner:
         return DeviceCopies(runnable.program, resources.transport, resources.placement, state.vectors, noted)
 
     def _marks_of(self, runnable: RunnableStep) -> Marks | None:
-        """What notes when tasks start and end; None if the threads see that, or nobody asks for it."""
+        """Records when tasks start and end on the device; None if the threads see that, or no recorder is given."""
         recorder, placement = self._resources.recorder, self._resources.placement
         if recorder is None or placement.is_cpu:
             return None
@@ -173,7 +173,7 @@ class StepRunner:
         try:
             result = collect_results(step)
         except Exception:
-            # A device reports late what went wrong; the task that waits for it fails too.
+            # A device reports errors late; the task that waits for its result fails too.
             work.wait()
             if work.failure is None:
                 self._fail(step)
@@ -188,7 +188,7 @@ class StepRunner:
         """Ends a step that has not returned: rolls it back, or marks the state as damaged.
 
         Raises:
-          TaskError: if a task has failed, of this step or of the one before.
+          TaskError: if a task of this step or of the previous one has failed.
         """
         state, work = step.state, step.work
         self._discard_prefetch(state)
@@ -207,7 +207,7 @@ def collect_results(step: StepContext) -> StepResult:
     scale = state.loss_scale
     if step.is_last:
         state.loss_scale = scale.after(is_finite)
-    # A step that is skipped on purpose counts as well: the data goes on.
+    # A deliberately skipped step counts too, since its batch is consumed.
     if is_finite or rules.skip_nonfinite or (scale.is_dynamic and not scale.is_least):
         state.step += 1
         state.accumulated = _accumulated(step, is_finite)

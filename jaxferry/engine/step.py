@@ -1,4 +1,4 @@
-"""One step under way: what its instructions read and write, and how it ends.
+"""One step in progress: what its instructions read and write, and how it ends.
 
 begin --instructions--> committed      the state is that after the step
 |-> rolled back    no update had begun: the state is that before the step
@@ -33,18 +33,18 @@ from jaxferry.engine.transport.base import Transport
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What a step gives back.
+    """The result of a step.
 
     Attributes:
       loss: scalar on the device.
       aux: the auxiliary outputs, flattened.
-      grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory; None for a micro-batch that
-        is not the last one before an update.
-      is_finite: whether the loss (and all gradients, where steps are skipped for them) are finite.
+      grad_norm: global norm of the gradients before clipping, fp32 scalar in host memory; None unless this is the last
+        micro-batch before an update.
+      is_finite: whether the loss is finite, and all gradients if nonfinite ones skip the step.
       is_applied: whether the state was updated.
-      loss_scale: what the loss was multiplied by for the backward.
+      loss_scale: the factor on the loss for the backward.
       finite: for each segment, whether its outputs are finite; boolean scalars on the device.
-      device_param_bytes_peak: the most bytes of parameters that were on the device at a time.
+      device_param_bytes_peak: the most bytes of parameters on the device at any time.
     """
 
     loss: jax.Array
@@ -63,9 +63,9 @@ class Rules:
 
     Attributes:
       clips: whether updates need the global norm.
-      skip_nonfinite: whether a step is skipped whose loss or gradients are not finite.
-      checks_gradients: whether an update is left out whose gradients are not finite.
-      accumulate: the number of micro-batches whose mean gradient one update takes.
+      skip_nonfinite: whether a nonfinite loss or gradient skips the whole step.
+      checks_gradients: whether a nonfinite gradient skips its update.
+      accumulate: the number of micro-batches per update, which takes their mean gradient.
     """
 
     clips: bool = False
@@ -88,11 +88,11 @@ class Resources:
 
     Attributes:
       placement: where arrays live.
-      transport: what moves parameters and gradients.
+      transport: moves parameters and gradients.
       lanes: the threads that run the tasks.
       optimizer: the host optimizer.
-      prefetch: knows of all prefetched copies.
-      recorder: remembers when tasks started and ended; None for nothing.
+      prefetch: holds the prefetched copies.
+      recorder: records when tasks start and end; None records nothing.
     """
 
     placement: Placement
@@ -105,17 +105,17 @@ class Resources:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunnableStep:
-    """A step program with all that it takes to run it.
+    """A step program with everything needed to run it.
 
     Attributes:
       program: the instructions.
-      tasks: who waits for whom among them.
+      tasks: their dependencies.
       programs: the compiled programs.
       resources: what all steps share.
       rules: when updates may run.
-      norms: what takes norms of gradients.
+      norms: computes norms of gradients.
       constants: the model's constants, on the device.
-      loads_ahead: the first loads, which may run before the step is called.
+      loads_ahead: the first loads that may run before the step is called.
       is_first: whether no update starts before every gradient is on the host: see `StepRunner`.
     """
 
@@ -131,26 +131,26 @@ class RunnableStep:
 
 
 class StepContext:
-    """What is alive within one step.
+    """The data of one step in progress.
 
     Attributes:
-      runnable: the step program and what runs it.
+      runnable: the step program with everything needed to run it.
       program: its instructions.
       state: the state that the step updates.
-      work: what runs its tasks.
-      copies: the device copies that it has loaded.
-      values: of the step's equations between programs, by number.
-      offloaded: values that wait for their backward in pinned host memory.
+      work: the run of its tasks.
+      copies: its device copies.
+      values: the values between programs, by number.
+      offloaded: values that wait in pinned host memory for their backward.
       saved: residuals, by segment.
       cotangents: by number of the value.
-      gradients: the gradients on their way.
+      gradients: the gradients of the step.
       is_last: whether this is the last micro-batch before an update.
-      scale: what gradients are divided by, in host memory.
-      seed: what the loss is multiplied by, on the device; nothing if it is not scaled.
+      scale: the divisor of the gradients, in host memory.
+      seed: the factor on the loss, on the device; empty without loss scaling.
       finite: for each segment, whether its outputs are finite.
-      num_programs: how many programs have been issued.
-      num_updates: how many update tasks have been done.
-      updated: units whose update has been done.
+      num_programs: number of programs issued.
+      num_updates: number of update tasks done.
+      updated: units already updated.
       is_updating: whether an update may have changed the state.
     """
 
@@ -181,7 +181,7 @@ class StepContext:
     def _given(self, batch: Sequence[Any]) -> dict[int, Any]:
         """The values that exist before the first program."""
         placement, partition = self.runnable.resources.placement, self.program.partition
-        # A CPU would read NumPy's memory in place, but the caller may change it before the step has ended.
+        # A CPU reads NumPy's memory in place, so copy it: the caller may change it before the step has ended.
         own = [np.array(leaf) if isinstance(leaf, np.ndarray) and placement.is_cpu else leaf for leaf in batch]
         leaves = [jax.device_put(leaf, placement.device) for leaf in own]
         values = {**self.runnable.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
@@ -191,29 +191,29 @@ class StepContext:
 
     @property
     def does_what_it_issues(self) -> bool:
-        """Whether a lane's thread does the work itself; on an accelerator, one thread issues for the device."""
+        """Whether each lane's thread does the work itself; on an accelerator, a thread only issues it."""
         return self.runnable.resources.placement.is_cpu
 
     @property
     def has_added(self) -> bool:
-        """Whether something may have been added to sums of earlier micro-batches."""
+        """Whether sums of earlier micro-batches may have changed."""
         return self.gradients.has_added
 
     @property
     def is_last_update(self) -> bool:
-        """Whether the update task that runs now is the last one."""
+        """Whether the current update task is the last one."""
         return self.num_updates == self._num_left - 1
 
     def ran(self, made: Any) -> Any:
-        """Waits for results, where a thread does the work: before anything counts as changed."""
+        """Waits for results if threads do the work themselves, so that errors surface before anything changes."""
         return jax.block_until_ready(made) if self.does_what_it_issues else made
 
     def mark(self, index: int) -> TaskMark | None:
-        """Notes when a task's copy starts and ends; None if nobody asks for that."""
+        """Records when a task's copy starts and ends; None without a recorder."""
         return None if self.copies.marks is None else self.copies.marks.of(index)
 
     def weights(self, instruction: Instruction) -> list[jax.Array]:
-        """What a program reads its group's parameters from, on the device."""
+        """The device arrays from which a program reads its group's parameters."""
         copy = instruction.task.copy
         if copy is None:
             return self.state.resident[instruction.group].parameters()
@@ -229,7 +229,7 @@ class StepContext:
     def wait_for_saves(self, instruction: Instruction) -> None:
         """Waits until the saves whose memory this program reuses have finished.
 
-        On an accelerator a save counts as ended once it is issued; the program in between keeps the device busy.
+        On an accelerator a save counts as ended once issued. The program in between keeps the device busy.
         """
         for save in instruction.saves_awaited:
             values = self.program.instructions[save].values
@@ -243,7 +243,7 @@ class StepContext:
         self.gradients.wait_for_inflight(self.work.end)
 
     def judged(self) -> tuple[bool, jax.Array | None]:
-        """Whether everything is finite, and the global norm of the mean gradient with the last micro-batch."""
+        """Whether everything is finite, and with the last micro-batch the global norm of the mean gradient."""
         with self._lock:
             if self._verdict is None:
                 self._verdict = self._judge()
@@ -259,18 +259,18 @@ class StepContext:
         return is_finite, norm
 
     def is_finite(self) -> bool:
-        """Whether the losses of this micro-batch and of those before it are finite."""
+        """Whether the losses of this micro-batch and of the earlier ones are finite."""
         loss = self.values[self.program.partition.loss]
         return self._was_finite and bool(np.isfinite(np.asarray(loss)))
 
     def release(self) -> None:
-        """Frees what only the step's results were made of; updates may still be under way."""
+        """Frees the inputs of the step's results; updates may still be running."""
         loss = self.program.partition.loss
         self.values, self.finite = {loss: self.values[loss]}, []
         self.gradients.release()
 
     def drop(self) -> None:
-        """Frees what the step has on the device, whatever state it is in."""
+        """Frees everything that the step has on the device, in any state."""
         self.gradients.forget_inflight()
         self.copies.drop_all()
 

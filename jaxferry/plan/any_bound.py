@@ -1,20 +1,20 @@
-"""A proven lower bound on every plan: any modes, RELOAD and RESIDENT too, any gradients, both orders of updates.
+"""A proven lower bound on every plan: any modes, including RELOAD and RESIDENT, any gradients, both update orders.
 
-Plans of different policies can be compared to it. For plans of GFGB, DHA and DFGB with known gradients `plan/bounds.py`
-proves more. Three things hold for an endless chain whatever the plan.
+Plans of different policies can be compared with it. For plans of GFGB, DHA and DFGB with known gradients,
+`plan/bounds.py` proves more. Three facts hold for an endless chain of any plan.
 
 - The host's updates of a step fit into one period.
-- So does each link's work, and the GPU's. A trained layer takes the link up at least once a step, by a load or a
-  refresh, or else its forward and backward read host memory. Its gradient takes the link down, or else the backward
-  writes host memory. Which detours of the GPU cost least for the time that the links have are two knapsacks, bounded by
-  cutting the last item.
-- Layer k's forward waits for its own update of the step before. So a period is no shorter than the loop from this
-  forward by way of the forwards and backwards of all layers from k on, k's gradient and k's update to the next such
+- Each link's work and the GPU's work also fit into one period. A trained layer uses the link up at least once per step,
+  by a load or a refresh; otherwise its forward and backward read host memory. Its gradient uses the link down;
+  otherwise the backward writes host memory. Choosing the GPU's cheapest detours for the links' available time is two
+  knapsacks, each bounded by cutting its last item.
+- Layer k's forward waits for its own update of the previous step. So a period is no shorter than the loop from this
+  forward through the forwards and backwards of all layers from k on, k's gradient and k's update to the next such
   forward.
 
-No update of layers 1..k starts before the backward of layer k has ended. The last of them, in whatever order, is that
-of a layer up to k, whose next forward waits for it. So the loop also holds with the updates of all layers up to k in
-place of k's own.
+No update of layers 1..k starts before the backward of layer k has ended. In any order, the last of these updates
+belongs to a layer up to k, whose next forward waits for it. So the loop also holds with the updates of all layers up to
+k instead of k's own.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jaxferry.profiling.records import Profile
 
 
 def any_plan_lower_bound_s(profile: Profile) -> float:
-    """No plan has a smaller `steady_step_s`, whatever its modes, gradients, loads, updates and their order."""
+    """No plan has a smaller `steady_step_s`, with any modes, gradients, loads, updates and update order."""
     work = _Work.of(profile)
     first = first_trained(profile)
     return max(
@@ -40,7 +40,7 @@ def any_plan_lower_bound_s(profile: Profile) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What each layer costs, (layers,) arrays: `costs` with the gradient on the device, `go_s` what GO adds to that."""
+    """The costs of layers, (layers,) arrays: `costs` with the gradient on the device, `go_s` the extra cost of GO."""
 
     profile: Profile
     costs: StepCosts
@@ -62,7 +62,7 @@ class _Work:
         return np.minimum(self.costs.forward, self.costs.forward_dha)
 
     def period_s(self, first: int, more_s: float) -> float:
-        """The least time for the GPU's work of the layers from `first` on and `more_s` of other work in a row."""
+        """The least time for the GPU's work of the layers from `first` on, followed by `more_s` of other work."""
         costs, these = self.costs, slice(first, None)
         loaded = (self.forward_s + costs.backward)[these]
         unloaded = (costs.forward_dha + costs.backward_dha)[these]
@@ -72,7 +72,7 @@ class _Work:
         return least_time(float(least_s) + more_s, lambda time_s: loads(time_s) + gradients(time_s), 0.0)
 
     def loop_s(self, layer: int) -> float:
-        """One layer's own part of the loop: loaded forward or forward by DHA, backward, gradient and update."""
+        """One layer's own part of the loop: forward (loaded or by DHA), backward, gradient and update."""
         group = self.profile.group_of[layer]
         load_s = min(self.profile.layers[index].load_s for index in self.profile.groups[group])
         forward_s = min(load_s + self.costs.forward[layer], self.costs.forward_dha[layer])
@@ -81,7 +81,7 @@ class _Work:
         return float(forward_s + backward_s + gradient_s + self.profile.group_update_s[group])
 
     def loops_s(self) -> float:
-        """The longest loop, each with the updates of all layers up to the one that it starts with."""
+        """The longest loop; each includes the updates of all layers up to its first one."""
         backward_s = np.minimum(self.costs.backward, self.costs.backward_dha) + np.minimum(self.go_s, 0.0)
         gpu_s = np.cumsum((self.forward_s + backward_s)[::-1])[::-1]
         arrival_s = np.minimum(self.offload_s, np.maximum(self.go_s, 0.0))

@@ -1,21 +1,21 @@
-"""One memory budget as the knob: modes, gradients, recomputation, so that the peak fits and a step is fast.
+"""Chooses modes, gradients and recomputation from one memory budget: the fastest plan whose peak fits.
 
-The search makes a pool of plans without looking at the budget: the plans of all policies, `exact`'s among them, with
-several reserve factors; families of plans that make layer after layer DHA, RELOAD or RESIDENT; and neighbours of the
-plans that are best for their memory. The budget then picks the fastest plan in the steady state that fits, in either
-order of updates (`plan/search.py`). So more memory is never slower, and no policy that fits is faster. For up to
-`MOST_ENUMERATED` layers the pool has every plan there is.
+The search fills a pool of plans independently of the budget: the plans of all policies, including `exact`, with several
+reserve factors; families of plans that switch one layer after another to DHA, RELOAD or RESIDENT; and neighbours of the
+best plans for their memory. The budget then picks the fastest plan in the steady state that fits, in either order of
+updates (`plan/search.py`). So more memory is never slower, and no policy that fits is faster. For up to
+`MOST_ENUMERATED` layers the pool contains every plan.
 
-Where the profile says what recomputation costs, a second pool starts from the best plans of the first: families of
-plans that recompute layer after layer, and neighbours. The first pool does not depend on the second, so the choice
-makes no plan slower. A plan recomputes only where no other that fits is as fast.
+If the profile states the cost of recomputation, a second pool starts from the best plans of the first: families of
+plans that recompute one layer after another, and neighbours. The first pool does not depend on the second, so the
+option to recompute makes no plan slower. A plan recomputes only if no other plan that fits is as fast.
 
-All layers DHA and all gradients GO hold nothing but activations. With GO allowed that is the smallest feasible budget.
-No budget is like one that everything fits into: the fastest plan of the pool is taken whatever it holds, and copies and
-gradients may stay on the device. Whoever plans for a device gives its memory.
+A plan with all layers DHA and all gradients GO holds only activations. With GO allowed, this is the smallest feasible
+budget. No budget means unlimited memory: the search takes the fastest plan of the pool, and copies and gradients may
+stay on the device. To plan for a device, pass its memory.
 
-A given reserve factor below 1 is an upper bound: fewer gradients may stay than the factor allows, where that saves
-memory or time. With 1 none is GO.
+A given reserve factor below 1 is an upper bound: fewer gradients may stay if that saves memory or time. With 1 no
+gradient is GO.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jaxferry.profiling.records import Profile
 from jaxferry.schedule import schedule_step
 
 MOST_ENUMERATED = 4
-"""Layers up to which all plans are tried."""
+"""The most layers for which all plans are tried."""
 
 _ALL = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
 _LEVELS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -63,7 +63,7 @@ class AutoSearch:
 
     Args:
       profile: the profile.
-      request: its `reserve_factor` limits the gradients that stay; None lets the search choose. Its budget is not used.
+      request: its `reserve_factor` limits the gradients that stay; None lets the search choose. Its budget is ignored.
     """
 
     def __init__(self, profile: Profile, request: Request):
@@ -80,10 +80,10 @@ class AutoSearch:
             self._recompute()
 
     def plan(self, budget_bytes: int | None) -> Plan:
-        """The fastest plan within the budget, and the leanest of such; None is no limit.
+        """The fastest plan within the budget; ties go to the leanest. None means no limit.
 
         Raises:
-          BudgetError: if there is none.
+          BudgetError: if no plan fits.
         """
         best = self._best(_UNLIMITED_BYTES if budget_bytes is None else budget_bytes)
         unlimited = self._best(_UNLIMITED_BYTES)
@@ -92,7 +92,7 @@ class AutoSearch:
             leanest = self._frontier()[-1]
             check_budget(Auto.name, budget_bytes or 0, leanest.peak_bytes, int(leanest.recomputes.sum()))
         assert best is not None
-        plan = plan_of(Auto.name, self._used_reserve_factor(best.to_host), self.profile, best)
+        plan = plan_of(Auto.name, self._used_reserve_factor(best.grad_on_host), self.profile, best)
         limited = best.objective_s > unlimited.objective_s * (1 + _ROUNDING)
         details = {
             "objective": Objective.STEADY.value,
@@ -105,7 +105,7 @@ class AutoSearch:
         return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
 
     def _best(self, budget_bytes: int | None) -> Best | None:
-        """The fastest plan that fits, and the leanest of such; it recomputes only if no other is as fast."""
+        """The fastest plan that fits; ties go to the leanest. It recomputes only if no other is as fast."""
         found: Best | None = None
         for pool in (self.pool, *self.of_exact, self.recomputing):
             rival = pool.best(Objective.STEADY, budget_bytes, leanest=True) if pool.evaluated else None
@@ -124,10 +124,10 @@ class AutoSearch:
         optimum = optimal_forward(self.profile).modes
         flags = self._gradient_choices()
         explored = [gradients_to_host(self.profile, factor) for factor in reserve_factors(self.request)]
-        for to_host in np.unique([*explored, flags[-1]], axis=0):
-            known = known_plans(self.profile, to_host, optimum)
+        for grad_on_host in np.unique([*explored, flags[-1]], axis=0):
+            known = known_plans(self.profile, grad_on_host, optimum)
             pool = Pool(self.profile)
-            explore(pool, to_host, self.request, known, optimum)
+            explore(pool, grad_on_host, self.request, known, optimum)
             for kind, parts in pool.parts.items():
                 for part in parts:
                     self.pool.parts.setdefault(kind, []).append(part)
@@ -137,26 +137,28 @@ class AutoSearch:
         self.pool.run(peak=True)
         fastest = self.pool.best(Objective.STEADY, None)
         assert fastest is not None
-        for to_host in flags:
-            self._families(fastest.modes, to_host)
+        for grad_on_host in flags:
+            self._families(fastest.modes, grad_on_host)
         self.request.report("families of plans for less memory")
         self.pool.run(peak=True)
         self._refine()
 
     def _recompute(self) -> None:
-        """Fills the other pool with plans that recompute layers, and with neighbours of the best plans."""
+        """Fills the second pool with plans that recompute layers, and with neighbours of the best plans."""
         self.recomputes = True
         size = len(self.profile.layers)
         if size <= MOST_ENUMERATED:
             self._enumerate(size, self.saved_bytes > 0)
         fronts = self.pool.frontier()
         spread = np.unique(np.linspace(0, len(fronts) - 1, _EXPANDED_AT_ONCE).astype(int))
-        starts = [(best.modes, best.to_host) for best in (fronts[number] for number in spread) if _is_layerwise(best)]
-        to_host = self._gradient_choices()[-1]
-        starts += [(np.full(size, mode, dtype=np.int8), to_host) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
+        starts = [
+            (best.modes, best.grad_on_host) for best in (fronts[number] for number in spread) if _is_layerwise(best)
+        ]
+        grad_on_host = self._gradient_choices()[-1]
+        starts += [(np.full(size, mode, dtype=np.int8), grad_on_host) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
         family = self._recomputing_family()
-        for modes, to_host in starts:
-            self._add(np.repeat(modes[None], len(family), axis=0), np.broadcast_to(to_host, family.shape), family)
+        for modes, grad_on_host in starts:
+            self._add(np.repeat(modes[None], len(family), axis=0), np.broadcast_to(grad_on_host, family.shape), family)
         self.request.report("plans that recompute activations")
         self.recomputing.run(peak=True)
         self._refine(recomputes=True)
@@ -164,7 +166,7 @@ class AutoSearch:
     def _recomputing_family(self) -> np.ndarray:
         """Flags of the first k layers of several orders, (plans, layers).
 
-        The orders: least time for a byte first, most bytes first, forward order, backward order.
+        The orders: least time per byte first, most bytes first, forward order, backward order.
         """
         layers, saved = self.profile.layers, self.saved_bytes
         useful = [int(index) for index in np.flatnonzero(saved > 0)]
@@ -181,7 +183,7 @@ class AutoSearch:
         return family
 
     def _gradient_choices(self) -> list[np.ndarray]:
-        """Which gradients go to the host: (layers,) flags, the most that may stay first, all GO last."""
+        """Choices of gradients that go to the host, (layers,) flags: from the most that may stay to all GO."""
         factor = self.request.reserve_factor
         if factor is not None and factor >= 1:
             return [gradients_to_host(self.profile, 1.0)]
@@ -193,35 +195,37 @@ class AutoSearch:
     def _enumerate(self, size: int, can_recompute: np.ndarray | None = None) -> None:
         """Adds all plans; with `can_recompute`, (layers,), those that recompute any of these layers."""
         choices = np.indices((len(_ALL), 2) * size, dtype=np.int8).reshape(2 * size, -1).T
-        modes, to_host = choices[:, 0::2], choices[:, 1::2].astype(bool)
+        modes, grad_on_host = choices[:, 0::2], choices[:, 1::2].astype(bool)
         if can_recompute is None:
-            self._add(modes, to_host)
+            self._add(modes, grad_on_host)
             return
         for again in itertools.product(*((False, True) if can else (False,) for can in can_recompute)):
             if any(again):
-                self._add(modes, to_host, np.broadcast_to(np.array(again), modes.shape))
+                self._add(modes, grad_on_host, np.broadcast_to(np.array(again), modes.shape))
 
     def _add(
-        self, modes: np.ndarray, to_host: np.ndarray, recomputes: np.ndarray | None = None, marked: bool = False
+        self, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray | None = None, marked: bool = False
     ) -> None:
-        """Adds those plans whose gradients are allowed to stay; `marked` as in `Pool.add`."""
-        to_host = np.broadcast_to(to_host, modes.shape)
+        """Adds the plans whose gradients may stay; `marked` as in `Pool.add`."""
+        grad_on_host = np.broadcast_to(grad_on_host, modes.shape)
         recomputes = (
             np.zeros(modes.shape, dtype=bool) if recomputes is None else np.broadcast_to(recomputes, modes.shape)
         )
         factor = self.request.reserve_factor
         if factor is not None:
             if factor >= 1:
-                allowed = ~to_host.any(axis=1)
+                allowed = ~grad_on_host.any(axis=1)
             else:
-                used = ((~to_host) * np.array(self.sizes, dtype=np.float64)).sum(axis=1)
-                allowed = (used <= capacity_bytes(self.profile, factor)) & ~(~to_host & (self.gains <= 0)).any(axis=1)
-            modes, to_host, recomputes = modes[allowed], to_host[allowed], recomputes[allowed]
+                used = ((~grad_on_host) * np.array(self.sizes, dtype=np.float64)).sum(axis=1)
+                allowed = (used <= capacity_bytes(self.profile, factor)) & ~(~grad_on_host & (self.gains <= 0)).any(
+                    axis=1
+                )
+            modes, grad_on_host, recomputes = modes[allowed], grad_on_host[allowed], recomputes[allowed]
         if len(modes):
             pool = self.recomputing if self.recomputes else self.pool
-            pool.add(modes, to_host, recomputes=recomputes, marked=marked)
+            pool.add(modes, grad_on_host, recomputes=recomputes, marked=marked)
 
-    def _families(self, fastest: np.ndarray, to_host: np.ndarray) -> None:
+    def _families(self, fastest: np.ndarray, grad_on_host: np.ndarray) -> None:
         size = len(self.profile.layers)
         whole = [np.full(size, mode, dtype=np.int8) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
         gfgb, dha, reload, _ = whole
@@ -230,11 +234,11 @@ class AutoSearch:
         starts += [(reload, DHA), (reload, RESIDENT), (dha, RESIDENT), (dha, GFGB)]
         points = max(4, _POINTS * 128 // max(size, 128))
         modes = np.concatenate([plans, *(prefix_family(self.profile, start, mode, points) for start, mode in starts)])
-        self._add(modes, np.broadcast_to(to_host, modes.shape))
-        self._add(np.array(whole), np.broadcast_to(to_host, (len(whole), size)), marked=True)
+        self._add(modes, np.broadcast_to(grad_on_host, modes.shape))
+        self._add(np.array(whole), np.broadcast_to(grad_on_host, (len(whole), size)), marked=True)
 
     def _frontier(self) -> list[Best]:
-        """The plans of both pools that none beats in steady time and peak memory, fastest first."""
+        """The plans of both pools that no other beats in steady time and peak memory, fastest first."""
         pools = [pool for pool in (self.pool, self.recomputing) if pool.evaluated]
         found: list[Best] = []
         for best in sorted((x for pool in pools for x in pool.frontier()), key=lambda x: (x.objective_s, x.peak_bytes)):
@@ -243,7 +247,7 @@ class AutoSearch:
         return found
 
     def _refine(self, recomputes: bool = False) -> None:
-        """Adds neighbours of the plans on the frontier of time against memory, spread over it, while work is left."""
+        """Adds neighbours of plans spread over the frontier of time and memory, within the limit on work."""
         expanded: set[bytes] = set()
         work, once = 0, (len(_ALL) + 1 + recomputes) * len(self.sizes) ** 2
         while work + once <= _WORK:
@@ -255,17 +259,17 @@ class AutoSearch:
             spread = np.unique(np.linspace(0, len(fresh) - 1, num_expanded).astype(int))
             for number in spread:
                 expanded.add(_key(fresh[number]))
-                modes, to_host, again = _neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
-                self._add(modes, to_host, again)
+                modes, grad_on_host, again = _neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
+                self._add(modes, grad_on_host, again)
                 work += modes.size
             (self.recomputing if self.recomputes else self.pool).run(peak=True)
 
-    def _used_reserve_factor(self, to_host: np.ndarray) -> float:
-        """The request's, or the smallest of six digits that the plan keeps to."""
+    def _used_reserve_factor(self, grad_on_host: np.ndarray) -> float:
+        """The request's factor, or the smallest six-digit one that the plan satisfies."""
         if self.request.reserve_factor is not None:
             return self.request.reserve_factor
-        total, stays = sum(self.sizes), sum(x for x, host in zip(self.sizes, to_host, strict=True) if not host)
-        if not to_host.any() or total == 0:
+        total, stays = sum(self.sizes), sum(x for x, host in zip(self.sizes, grad_on_host, strict=True) if not host)
+        if not grad_on_host.any() or total == 0:
             return 1.0
         share = decimal.Decimal(stays) / decimal.Decimal(total)
         return float(min(share.quantize(decimal.Decimal("1e-6"), rounding=decimal.ROUND_CEILING), decimal.Decimal(1)))
@@ -273,7 +277,7 @@ class AutoSearch:
     def _busiest_lane(self, best: Best) -> str:
         layers = self.profile.layers
         busy = dict.fromkeys(("GPU", "H2D", "D2H"), 0.0) | {"host": sum(self.profile.group_update_s)}
-        for layer, mode, host, again in zip(layers, best.modes, best.to_host, best.recomputes, strict=True):
+        for layer, mode, host, again in zip(layers, best.modes, best.grad_on_host, best.recomputes, strict=True):
             by_dha = mode in (DHA, DFGB)
             busy["GPU"] += layer.forward_dha_s if by_dha else layer.forward_s
             busy["GPU"] += (
@@ -287,13 +291,13 @@ class AutoSearch:
 
 
 def _without_needless_memory(profile: Profile, plan: Plan) -> Plan:
-    """The plan without `memory_bytes`, if no backward waits for room then either."""
+    """The plan without `memory_bytes`, if no backward waits for room even so."""
     without = dataclasses.replace(plan, memory_bytes=None)
     return without if schedule_step(profile, without) == schedule_step(profile, plan) else plan
 
 
 def _key(best: Best) -> bytes:
-    return best.modes.tobytes() + best.to_host.tobytes() + best.recomputes.tobytes()
+    return best.modes.tobytes() + best.grad_on_host.tobytes() + best.recomputes.tobytes()
 
 
 def _is_layerwise(best: Best) -> bool:
@@ -305,15 +309,17 @@ def _neighbours(best: Best, can_recompute: np.ndarray | None) -> tuple[np.ndarra
     size = len(best.modes)
     one = np.eye(size, dtype=bool)
     others = [np.where(one, np.int8(mode), best.modes) for mode in _ALL]
-    modes, to_host, recomputes = (
+    modes, grad_on_host, recomputes = (
         [*others, *(best.modes,) * 2],
-        [best.to_host] * len(_ALL),
+        [best.grad_on_host] * len(_ALL),
         [best.recomputes] * len(_ALL),
     )
-    to_host += [best.to_host ^ one, best.to_host]
+    grad_on_host += [best.grad_on_host ^ one, best.grad_on_host]
     recomputes += [best.recomputes, best.recomputes ^ one]
     if can_recompute is None:
-        modes, to_host, recomputes = modes[:-1], to_host[:-1], recomputes[:-1]
-    plans = [np.concatenate([np.broadcast_to(x, one.shape) for x in parts]) for parts in (modes, to_host, recomputes)]
+        modes, grad_on_host, recomputes = modes[:-1], grad_on_host[:-1], recomputes[:-1]
+    plans = [
+        np.concatenate([np.broadcast_to(x, one.shape) for x in parts]) for parts in (modes, grad_on_host, recomputes)
+    ]
     allowed = np.ones(len(plans[0]), dtype=bool) if can_recompute is None else ~(plans[2] & ~can_recompute).any(axis=1)
     return plans[0][allowed], plans[1][allowed], plans[2][allowed]

@@ -1,4 +1,4 @@
-"""What every policy answers, in the same words; `plan/registry.py` lists them all."""
+"""The interface of all policies; `plan/registry.py` lists them."""
 
 import abc
 import dataclasses
@@ -21,7 +21,7 @@ from jaxferry.units import format_bytes
 
 
 class Objective(enum.StrEnum):
-    """What a search makes least."""
+    """The quantity that a search minimizes."""
 
     FORWARD = "forward"
     STEP = "step"
@@ -29,25 +29,25 @@ class Objective(enum.StrEnum):
 
 
 def read_objective(name: str) -> Objective:
-    """The objective of that name.
+    """The objective with this name.
 
     Raises:
-      InputError: if there is none; the message lists those that there are.
+      InputError: if there is none; the message lists all objectives.
     """
     return Objective(check_choice(name, "objective", tuple(Objective)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a plan is asked for.
+    """The requirements on a plan.
 
     Attributes:
-      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device, the same for every policy;
-        None for the policy's default: 1, so that no gradient is GO, but 0 for `go-memferry`. `exact` decides between
-        the two, and `auto` freely. A plan says which factor it keeps to.
+      reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device, for any policy. None means
+        the policy's default: 1 (no gradient is GO), but 0 for `go-memferry`. `exact` chooses between these two, `auto`
+        freely. A plan states the factor that it satisfies.
       memory_budget_bytes: device memory that the plan must fit into, or None for no limit.
-      objective: what a search makes least; policies that do not search ignore it.
-      progress: called with a few words whenever a long search enters its next part.
+      objective: the quantity that a search minimizes; policies that do not search ignore it.
+      progress: called with a short description as each part of a long search starts.
 
     Raises:
       InputError: if a field is not acceptable.
@@ -66,40 +66,40 @@ class Request:
         object.__setattr__(self, "objective", read_objective(self.objective))
 
     def report(self, what: str) -> None:
-        """Tells `progress`, where there is one."""
+        """Calls `progress`, if given."""
         if self.progress is not None:
             self.progress(what)
 
 
 class Policy(abc.ABC):
-    """Decides for each layer of a profile in which mode it runs and where its gradient goes.
+    """Decides the mode and the gradient place of each layer of a profile.
 
-    The contract, which one test suite holds every policy to:
+    One test suite checks this contract for every policy:
 
-    - the plan is one for the profile: the same layers in the same order;
-    - gradients on the device take at most the reserve factor's share of all gradient bytes; with 1 none is GO;
+    - the plan has the profile's layers in the same order;
+    - gradients on the device take at most the reserve factor's share of all gradient bytes; with 1 no gradient is GO;
     - DFGB keeps MemFerry's window: its loads end before the first gradient leaves, and the last layer is never DFGB;
-    - the plan's peak device memory is within the budget, or `BudgetError` names the smallest one;
-    - `update_order` makes the steady step the shorter one, and `memory_bytes` is at most the budget;
-    - the same question has the same answer: no clock and no random number takes part.
+    - the plan's peak device memory is within the budget, or `BudgetError` names the smallest feasible one;
+    - `update_order` is the one with the shorter steady step, and `memory_bytes` is at most the budget;
+    - results are deterministic: no policy uses a clock or random numbers.
     """
 
     name: ClassVar[str]
     """The name in the command line and in plans."""
 
     summary: ClassVar[str]
-    """What it does, in a few words."""
+    """A short description."""
 
     default_reserve_factor: ClassVar[float] = 1.0
-    """What a request without a reserve factor means."""
+    """The reserve factor of a request without one."""
 
     @abc.abstractmethod
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
-        """Makes a plan; `predicted` is left to the simulator.
+        """Makes a plan; the simulator adds `predicted` later.
 
         Args:
           profile: times in seconds and sizes in bytes of each layer.
-          request: what is asked for; None asks for the defaults.
+          request: the requirements; None means the defaults.
 
         Raises:
           BudgetError: if no plan of this policy fits into `request.memory_budget_bytes`.
@@ -111,22 +111,22 @@ class Policy(abc.ABC):
 
 
 class ModePolicy(Policy):
-    """A policy that decides the modes once, without a search over memory; the reserve factor decides the gradients."""
+    """A policy that decides modes without regard to memory; the reserve factor decides the gradients."""
 
     loads: ClassVar[Loads] = Loads.LAYERWISE
     updates: ClassVar[Updates] = Updates.OVERLAPPED
 
     @abc.abstractmethod
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
-        """The mode codes of all layers, (layers,), given which gradients are written to the host, (layers,)."""
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
+        """The mode codes of all layers, (layers,), given the flags of gradients written to the host, (layers,)."""
 
     def plan(self, profile: Profile, request: Request | None = None) -> Plan:
-        """The modes that this policy decides, with the gradients that the reserve factor lets stay."""
+        """This policy's modes, with the gradients that the reserve factor lets stay."""
         request = request or Request()
         reserve_factor = self.reserve_factor(request)
-        to_host = gradients_to_host(profile, reserve_factor)
-        modes = self.modes(profile, to_host)
-        plan = make_plan(self.name, reserve_factor, profile, modes, to_host, self.loads, self.updates)
+        grad_on_host = gradients_to_host(profile, reserve_factor)
+        modes = self.modes(profile, grad_on_host)
+        plan = make_plan(self.name, reserve_factor, profile, modes, grad_on_host, self.loads, self.updates)
         if request.memory_budget_bytes is not None:
             peak_bytes = int(PlanEvaluator(profile).plan(plan).peak_bytes[0])
             check_budget(self.name, request.memory_budget_bytes, peak_bytes)
@@ -138,23 +138,26 @@ def make_plan(
     reserve_factor: float,
     profile: Profile,
     modes: np.ndarray,
-    to_host: np.ndarray,
+    grad_on_host: np.ndarray,
     loads: Loads = Loads.LAYERWISE,
     updates: Updates = Updates.OVERLAPPED,
     recomputes: np.ndarray | None = None,
 ) -> Plan:
-    """A plan from mode codes, gradient flags and flags of recomputation, (layers,) each."""
+    """A plan from mode codes, gradient flags and recomputation flags, (layers,) each."""
     places, remats = (GradientPlace.DEVICE, GradientPlace.HOST), (Remat.NONE, Remat.FULL)
     again = np.zeros(len(modes), dtype=bool) if recomputes is None else recomputes
     layers = tuple(
         LayerPlan(layer.name, MODES[int(mode)], places[int(host)], remats[int(recompute)])
-        for layer, mode, host, recompute in zip(profile.layers, modes, to_host, again, strict=True)
+        for layer, mode, host, recompute in zip(profile.layers, modes, grad_on_host, again, strict=True)
     )
     return Plan(policy, reserve_factor, layers, loads, updates)
 
 
 def check_budget(policy: str, budget_bytes: int, smallest_bytes: int, num_recomputing: int = 0) -> None:
-    """Raises BudgetError if the smallest peak of a policy's plans, in which so many layers recompute, is too large."""
+    """Raises BudgetError if the smallest peak of a policy's plans exceeds the budget.
+
+    `num_recomputing` is the number of layers that recompute in the plan with that peak.
+    """
     if smallest_bytes > budget_bytes:
         raise BudgetError(
             f"memory budget {format_bytes(budget_bytes)} ({budget_bytes} bytes) is too small: the smallest feasible "

@@ -1,28 +1,27 @@
 """Proven lower bounds on every plan of GFGB, DHA and DFGB with given gradients, in either order of updates.
 
-Waits for room and for saved values only delay tasks, so what is proven without them holds with them.
+Waits for room and for saved values only delay tasks, so a bound proven without them holds with them.
 
-**A step** takes three things whatever the plan. First, the forward ends no earlier than its optimum F
-(`plan/frontier.py`), and from there to the step's end it takes at least the tail a with every backward at its least.
-The tail counts updates in no particular order (`whole_step.gradient_tails`). Second, layers that are not loaded pay for
-it on the GPU, by `backward_dha_s - backward_s` after F, or by that and the forward's difference over the step. All
-loads must end inside the window, so they take no longer than the forward and the last backward together. How little
-must be paid for a given link time is a knapsack, bounded by cutting its last item (Dantzig). Third, after the last
-backward of a trained layer its gradient still has to travel and be applied.
+**A step** of any plan has three lower bounds. First, the forward ends no earlier than its optimum F
+(`plan/frontier.py`). From F to the step's end takes at least the tail a with every backward at its minimum. The tail
+assumes no order of updates (`whole_step.gradient_tails`). Second, each unloaded layer costs GPU time:
+`backward_dha_s - backward_s` after F, or over the whole step also the forward's difference. All loads must end inside
+the window, so they take no longer than the forward and the last backward together. The least cost for a given link time
+is a knapsack, bounded by cutting its last item (Dantzig). Third, after the last backward of a trained layer its
+gradient still has to be transferred and applied.
 
-**In an endless chain** each lane's work of one step has to fit into one period. Layer k's forward waits for its own
-update of the step before. So a period is no shorter than any of these loops:
+**In an endless chain** each lane's work of one step fits into one period. Layer k's forward waits for its own update of
+the previous step. So a period is no shorter than any of these loops:
 
-- From the update of k by way of the forwards and backwards of all layers from k on, and k's gradient, to k's next
-  update. All updates of layers up to k may stand in place of k's own: none of them starts before k's backward has
-  ended, and the last of them, whichever it is, is awaited by a forward of a layer up to k.
-- Let g be the first layer that is loaded for its forward. Its load follows its update, and all other loads follow that.
-  So the forward of the layers from g on takes at least its optimum without any lead, after g's update.
-- If g is not the first layer, then the layers before it run their forward by DHA, which the GPU's work of a step
-  includes.
+- From the update of k through the forwards and backwards of all layers from k on, and k's gradient, to k's next update.
+  The updates of all layers up to k may replace k's own: none of them starts before k's backward has ended, and a
+  forward of a layer up to k waits for the last of them, in any order.
+- Let g be the first layer that is loaded for its forward. Its load follows its update, and all other loads follow that
+  load. So after g's update the forward of the layers from g on takes at least its optimum without any lead.
+- If g is not the first layer, the layers before it run their forward by DHA. The GPU's work of a step includes this.
 
-For each g the largest of these holds. The least of them over all g is the bound. None of this depends on the order in
-which the host takes its updates.
+For each g the largest of these holds. The bound is the minimum over all g. None of this depends on the order of the
+host's updates.
 """
 
 import dataclasses
@@ -39,11 +38,11 @@ _MOST_EXACT = 24
 
 
 class Penalty:
-    """The least that unloaded layers pay on the GPU, given the link time that loads may take: convex, decreasing.
+    """The least GPU time that unloaded layers cost, given the link time for loads: convex, decreasing.
 
     Args:
       load_s: link time of each layer's load, (layers,).
-      penalty_s: what each pays on the GPU without it, (layers,).
+      penalty_s: GPU time that each layer costs if it is not loaded, (layers,).
     """
 
     def __init__(self, load_s: np.ndarray, penalty_s: np.ndarray):
@@ -54,16 +53,16 @@ class Penalty:
         self.loads = np.concatenate([[0.0], np.cumsum(load_s[order])])
         self.saved = np.concatenate([[0.0], np.cumsum(penalty_s[order])])
         self.worth_it_s = float(load_s[penalty_s > load_s].sum())
-        """Link time of the layers whose penalty exceeds their load."""
+        """Link time of the layers whose penalty exceeds their load time."""
 
     def __call__(self, link_s: float) -> float:
         """Seconds on the GPU if loads may take `link_s` on the link."""
         return float(self.saved[-1] - np.interp(max(link_s, 0.0), self.loads, self.saved))
 
 
-def step_lower_bound_s(profile: Profile, to_host: np.ndarray, optimal_forward_s: float) -> float:
+def step_lower_bound_s(profile: Profile, grad_on_host: np.ndarray, optimal_forward_s: float) -> float:
     """No plan of GFGB, DHA and DFGB within the window has a smaller `step_s`, with these gradients."""
-    costs = StepCosts.of(profile, to_host)
+    costs = StepCosts.of(profile, grad_on_host)
     load_s = group_loads(profile, costs)
     least_backward = float(np.minimum(costs.backward, costs.backward_dha).sum())
     last_backward = max(costs.backward[-1], costs.backward_dha[-1])
@@ -77,13 +76,13 @@ def step_lower_bound_s(profile: Profile, to_host: np.ndarray, optimal_forward_s:
 
 
 def steady_lower_bound_s(
-    profile: Profile, to_host: np.ndarray, optimal_forward_s: float, known_s: float = np.inf
+    profile: Profile, grad_on_host: np.ndarray, optimal_forward_s: float, known_s: float = np.inf
 ) -> float:
     """No plan of GFGB, DHA and DFGB within the window has a smaller `steady_step_s`, with these gradients.
 
-    `known_s` is that of a known plan; a higher bound is not looked for.
+    `known_s` is the value of a known plan; the search for a higher bound stops there.
     """
-    costs = StepCosts.of(profile, to_host)
+    costs = StepCosts.of(profile, grad_on_host)
     base_s = max(_lanes_s(profile, costs), _loops_s(profile, costs))
     best = known_s
     for first in range(len(profile.layers) + 1):
@@ -91,13 +90,13 @@ def steady_lower_bound_s(
         if quick >= best:
             break
         if first < min(len(profile.layers), _MOST_EXACT) and profile.layers[first].has_gradient:
-            quick = max(quick, _loaded_loop_s(profile, to_host, costs, first, optimal_forward_s, best))
+            quick = max(quick, _loaded_loop_s(profile, grad_on_host, costs, first, optimal_forward_s, best))
         best = min(best, quick)
     return float(best)
 
 
 def _lanes_s(profile: Profile, costs: StepCosts) -> float:
-    """The work of the link down and of the host, each in a row."""
+    """The larger of the total work of the link down and that of the host."""
     return max(float(costs.offload.sum()), sum(profile.group_update_s))
 
 
@@ -128,7 +127,7 @@ def _loops_s(profile: Profile, costs: StepCosts) -> float:
 def _unloaded_bound(profile: Profile, costs: StepCosts, first: int) -> float:
     """The GPU's work if the layers before `first` run their forward by DHA; it grows with `first`.
 
-    Where the first layer of all has a gradient, its travel and update belong to the loop through the GPU's work.
+    If layer 0 has a gradient, its transfer and update belong to the loop through the GPU's work.
     """
     load_s, after_gpu = group_loads(profile, costs), _own_tail_s(profile, costs, 0)
     forward = np.minimum(costs.forward, costs.forward_dha)
@@ -138,12 +137,12 @@ def _unloaded_bound(profile: Profile, costs: StepCosts, first: int) -> float:
 
 
 def _loaded_loop_s(
-    profile: Profile, to_host: np.ndarray, costs: StepCosts, first: int, optimal_forward_s: float, best: float
+    profile: Profile, grad_on_host: np.ndarray, costs: StepCosts, first: int, optimal_forward_s: float, best: float
 ) -> float:
-    """The loop through the first loaded layer. Only bounds below `best` matter; one above it says no more than that."""
+    """The loop through the first loaded layer. A value above `best` proves only that it exceeds `best`."""
     own_s = _own_tail_s(profile, costs, first)
     rest = dataclasses.replace(profile, layers=profile.layers[first:])
-    of_rest = StepCosts.of(rest, to_host[first:])
+    of_rest = StepCosts.of(rest, grad_on_host[first:])
     least_backward = float(np.minimum(of_rest.backward, of_rest.backward_dha).sum())
     forward_s = optimal_forward_s
     if first > 0:
@@ -155,13 +154,13 @@ def _loaded_loop_s(
 
 
 def group_loads(profile: Profile, costs: StepCosts) -> np.ndarray:
-    """Load times, 0 for layers of a group of several: their copies may be shared."""
+    """Load times; 0 for layers of a group with several layers, since these may share a copy."""
     alone = np.array([len(profile.groups[group]) == 1 for group in profile.group_of])
     return np.where(alone, costs.load, 0.0)
 
 
 def _compute(costs: StepCosts, load_s: np.ndarray, forward: np.ndarray) -> tuple[float, Penalty]:
-    """The GPU's least work in a step, and what unloaded layers add to it; `forward` is that of loaded layers."""
+    """The GPU's least work in a step, and the penalty of unloaded layers; `forward` is that of loaded layers."""
     loaded, unloaded = forward + costs.backward, costs.forward_dha + costs.backward_dha
     return float(np.minimum(loaded, unloaded).sum()), Penalty(load_s, unloaded - loaded)
 

@@ -1,8 +1,8 @@
-"""Which parameter groups have a copy on the device, for many plans at once, in as few bits as are needed.
+"""Which parameter groups have a copy on the device, for many plans at once, in as few bits as possible.
 
-A group's copy matters to a search from the group's first layer, which can load it, to its last, which can find it held.
-So a group has a bit in that span only, and spans that do not overlap share one: bits grow with the most groups that are
-open at once, not with the number of groups.
+A group's copy matters to a search from the group's first layer, which can load it, to its last, which can use it. A
+group has a bit only in that span, and disjoint spans share a bit. So the number of bits is the largest number of groups
+that are open at once, not the number of groups.
 
 A set of bits is a row of 64-bit words, (states, words).
 """
@@ -19,7 +19,7 @@ class SharedCopies:
 
     Attributes:
       num_words: words in a row.
-      num_open: per layer, how many groups have a bit after it.
+      num_open: for each layer, the number of groups that have a bit after it.
     """
 
     def __init__(self, profile: Profile):
@@ -43,7 +43,7 @@ class SharedCopies:
         self.num_words = -(-num_slots // _WORD_BITS)
 
     def none(self) -> np.ndarray:
-        """The row of one state that holds no copy."""
+        """The row of a state without copies."""
         return np.zeros((1, self.num_words), dtype=np.uint64)
 
     def held(self, rows: np.ndarray, layer: int) -> np.ndarray:
@@ -54,7 +54,7 @@ class SharedCopies:
         return (rows[:, slot // _WORD_BITS] & _bit(slot)) != 0
 
     def after(self, rows: np.ndarray, layer: int, loaded: bool) -> np.ndarray:
-        """The rows after a layer that used a copy on the device, or did not; a group's last layer clears its bit."""
+        """The rows after a layer that used a copy on the device or not; a group's last layer clears its bit."""
         slot = self._slots[layer]
         if slot is None or not (loaded or self._closes[layer]):
             return rows
@@ -80,7 +80,7 @@ def group_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def holds_as_much(rows: np.ndarray) -> np.ndarray:
-    """(states, states): whether the first state holds every copy that the second one does."""
+    """Whether the first state holds every copy that the second one holds, (states, states)."""
     as_much = np.ones((len(rows), len(rows)), dtype=bool)
     for word in rows.T:
         as_much &= (word[None, :] & ~word[:, None]) == 0

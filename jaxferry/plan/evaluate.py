@@ -1,4 +1,4 @@
-"""Times and memory of many plans at once: what the searches of this package ask thousands of times."""
+"""Times and memory of many plans at once, for the searches of this package."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jaxferry.profiling.records import Profile
 from jaxferry.simulate.machine import STEPS_BY_NEED
 
 PEAK_STEPS = 3
-"""Steps of the chain whose memory counts, as in the simulator."""
+"""Steps of the chain that the peak covers, as in the simulator."""
 
 _MOST_STEPS = 24
 _CHUNK_ELEMENTS = 1 << 16
@@ -20,18 +20,18 @@ _SAME = 1e-12
 
 @dataclasses.dataclass(frozen=True)
 class Outcomes:
-    """One element a plan.
+    """Arrays with one element per plan.
 
     Attributes:
       forward_s: seconds to the end of the last inter_forward.
       step_s: seconds to the end of the last update.
-      steady_step_s: seconds a step in an endless chain. It is exact for plans of GFGB, DHA and DFGB within the window,
-        which repeat from the second step on, if every layer has a gradient and no values go to host memory. For other
-        plans it is exact, or an upper bound where the chain has not become periodic after some steps. For DFGB outside
-        the window it is the second step's time. With updates by need it is what the simulator says.
-      peak_bytes: the most device memory held in a chain of `PEAK_STEPS` steps; zeros if it was not asked for.
-      in_window: whether DFGB keeps MemFerry's rule: its loads end before the first gradient leaves, which is the end of
-        the last layer's backward; and the last layer is not DFGB.
+      steady_step_s: seconds per step in an endless chain. It is exact for plans of GFGB, DHA and DFGB within the window
+        if every layer has a gradient and no values go to host memory: such plans repeat from the second step on. For
+        other plans it is exact, or an upper bound if the chain is not yet periodic after some steps. For DFGB outside
+        the window it is the second step's time. With updates by need it equals the simulator's.
+      peak_bytes: the most device memory held in a chain of `PEAK_STEPS` steps; zeros if not requested.
+      in_window: whether DFGB keeps MemFerry's rule: the last layer is not DFGB, and DFGB loads end before the first
+        gradient leaves, at the end of the last layer's backward.
       room_matters: whether some backward waits for an offload to have room.
     """
 
@@ -52,7 +52,7 @@ class PlanEvaluator:
     def __call__(
         self,
         modes: np.ndarray,
-        to_host: np.ndarray,
+        grad_on_host: np.ndarray,
         recomputes: np.ndarray | bool = False,
         *,
         bulk: bool = False,
@@ -66,17 +66,17 @@ class PlanEvaluator:
 
         Args:
           modes: (plans, layers) or (layers,) codes, see `recurrences.CODES`.
-          to_host: likewise, whether the gradient is written to the host.
-          recomputes: likewise, whether the backward runs the forward again; only for layers that can.
+          grad_on_host: likewise, whether the gradient is written to the host.
+          recomputes: likewise, whether the backward runs the forward again; only for layers that can do so.
           bulk: `loads: "bulk"`.
           after_all: `updates: "after-all"`.
           by_need: `update_order: "need"`.
           memory_bytes: the plans' `memory_bytes`.
-          steady: whether `steady_step_s` is wanted; else it is `step_s`.
-          peak: whether `peak_bytes` is wanted.
+          steady: whether to compute `steady_step_s`; else it is `step_s`.
+          peak: whether to compute `peak_bytes`.
         """
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
-        to_host = np.broadcast_to(np.asarray(to_host, dtype=bool), modes.shape)
+        grad_on_host = np.broadcast_to(np.asarray(grad_on_host, dtype=bool), modes.shape)
         again = np.broadcast_to(np.asarray(recomputes, dtype=bool), modes.shape) if np.any(recomputes) else None
         parts = []
         size = max(1, _CHUNK_ELEMENTS // modes.shape[1])
@@ -84,7 +84,7 @@ class PlanEvaluator:
             chunk = slice(first, first + size)
             flags = None if again is None else again[chunk].T.copy()
             kind = (bulk, after_all, flags, by_need, memory_bytes or 0)
-            batch = Batch(self.profile, modes[chunk].T.copy(), to_host[chunk].T.copy(), *kind)
+            batch = Batch(self.profile, modes[chunk].T.copy(), grad_on_host[chunk].T.copy(), *kind)
             parts.append(_outcomes(batch, steady, peak))
         fields = [field.name for field in dataclasses.fields(Outcomes)]
         return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
@@ -118,12 +118,12 @@ def _outcomes(batch: Batch, steady: bool, peak: bool) -> Outcomes:
 
 
 def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
-    """The growth of the host's end over a step, once all boundary times grow alike.
+    """The growth of the host's end over a step, once all boundary times grow equally.
 
-    Where they do not, the largest growth of any is an upper bound on the period (Collatz and Wielandt's).
+    If they do not, the largest growth is an upper bound on the period (Collatz and Wielandt's).
 
-    The second step's time is the period where every load waits for an update and there is neither RELOAD nor RESIDENT
-    nor a fetch. Then only the lead of a step's loads depends on the step before. That lead comes from the backward,
+    The second step's time is the period if every load waits for an update and there is no RELOAD, no RESIDENT and no
+    fetch. Then a step depends on the previous one only by the lead of its loads. The lead comes from the backward,
     which no load delays within the window.
     """
     if batch.by_need:
@@ -142,7 +142,7 @@ def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
 
 
 def _measured_period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
-    """The mean between two steps of a chain, as in the simulator; less of it once all boundary times grow alike."""
+    """The mean between two steps of a chain, as in the simulator; stops once all boundary times grow equally."""
     first, last = STEPS_BY_NEED
     ends = [steps[0].last_program]
     while len(steps) < last:
@@ -156,7 +156,7 @@ def _measured_period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
 
 
 def _peak_bytes(batch: Batch, steps: list[Step]) -> np.ndarray:
-    """Frees come first among changes at one instant, as what they free serves what is allocated then."""
+    """The peaks. At any instant frees precede allocations, which can use the freed memory."""
     changes = [(times, -size) for step in steps for times, size in step.frees()]
     changes += [change for step in steps for change in step.allocations()]
     times = np.concatenate([when for when, _ in changes])

@@ -1,21 +1,21 @@
 """The best plan under the machine model: the default of this package.
 
-- Objective `forward`: the optimum over GFGB and DHA by dynamic programming (`plan/frontier.py`), always.
+- Objective `forward`: always the optimum over GFGB and DHA, by dynamic programming (`plan/frontier.py`).
 - Objectives `step` and `steady`, over GFGB, DHA and DFGB: by enumeration for up to `MOST_ENUMERATED` layers. That is
-  optimal for updates in backward order, and for up to `MOST_PROVEN` layers for both orders. For more layers it is the
-  best of four sources: the forward optimum with the optimal DFGB for it; the dynamic programme over whole steps with a
-  beam (`plan/whole_step.py`), from loads that begin with the step and, for chains, before it; all other policies'
-  plans; and a local search from these. Updates by need are tried for the best of them. A plan states its `gap` to the
-  proven `lower_bound_s` (`plan/bounds.py`), which holds for both orders.
+  optimal for updates in backward order, and for up to `MOST_PROVEN` layers for both orders. For more layers the plan is
+  the best from four sources: the forward optimum with its optimal DFGB; a dynamic program over whole steps with a beam
+  (`plan/whole_step.py`), with loads that begin with the step and, for chains, before it; all other policies' plans; and
+  a local search from these. The best of them are also tried with updates by need. A plan states its `gap` to the proven
+  `lower_bound_s` (`plan/bounds.py`), which holds for both orders.
 
-The reserve factor decides the gradients, as for any policy: with 1 no gradient is GO, with less those that stay are
-GO-MemFerry's choice (`plan/gradients.py`). Where none is given, the policies of the list have two defaults: 1, and 0
-for `go-memferry`. So that it loses to none of them, `exact` then plans with both. It takes the default of the command
-line, 1, unless 0 makes the objective strictly smaller; the plan states the factor taken. The bound holds for both.
+The reserve factor decides the gradients, as for any policy: with 1 no gradient is GO; with less, GO-MemFerry chooses
+those that stay (`plan/gradients.py`). Without a given factor the policies have two defaults: 0 for `go-memferry`, 1 for
+all others. `exact` then plans with both, so it loses to no policy. It takes 1 unless 0 makes the objective strictly
+smaller, and the plan states the factor. The bound holds for both.
 
-With a memory budget the same plans and plans with fewer and fewer loaded layers compete. The bound of plans that are
-not enumerated is that without a budget. `auto`, which may also keep layers on the device for good (RESIDENT) and pick
-any gradients, can be faster still, at the price of their memory.
+With a memory budget, plans with fewer and fewer loaded layers compete too. The bound of plans that are not enumerated
+ignores the budget. `auto` can be faster still, because it may keep layers on the device (RESIDENT) and choose any
+gradients, at the price of their memory.
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ from jaxferry.plan.whole_step import StepSearch
 from jaxferry.profiling.records import Profile
 
 MOST_ENUMERATED = 10
-"""Layers up to which all plans of GFGB, DHA and DFGB are tried."""
+"""The most layers for which all plans of GFGB, DHA and DFGB are tried."""
 
 MOST_PROVEN = 6
-"""Layers up to which all of these are tried in both orders of updates, so that the best one is the optimum."""
+"""The most layers for which all of these are tried in both update orders, so that the best one is the optimum."""
 
 _ALLOWED = (GFGB, DHA, DFGB)
 _BEAM = 64
@@ -84,16 +84,16 @@ def reserve_factors(request: Request) -> tuple[float, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """A reserve factor, its place in the order of preference, its gradient flags, and some plans to begin with."""
+    """A reserve factor, its rank in the order of preference, its gradient flags, and initial plans."""
 
     factor: float
     rank: int
-    to_host: np.ndarray
+    grad_on_host: np.ndarray
     known: np.ndarray
 
 
 class _Search:
-    """The best plan so far, the reserve factor that it keeps to, and the bound on all plans."""
+    """The best plan so far, its reserve factor, and the bound on all plans."""
 
     def __init__(self, profile: Profile, request: Request):
         self.profile, self.request = profile, request
@@ -105,11 +105,11 @@ class _Search:
         self.smallest_bytes = _NO_PLAN
 
     def run(self) -> None:
-        """Plans with each reserve factor, the promising one first; without a budget only while it can be better."""
+        """Plans with each reserve factor, the promising one first; without a budget, skips a factor that cannot win."""
         flags = [(factor, gradients_to_host(self.profile, factor)) for factor in reserve_factors(self.request)]
         choices = [
-            _Choice(factor, rank, to_host, known_plans(self.profile, to_host, self.optimum.modes))
-            for rank, (factor, to_host) in enumerate(flags)
+            _Choice(factor, rank, grad_on_host, known_plans(self.profile, grad_on_host, self.optimum.modes))
+            for rank, (factor, grad_on_host) in enumerate(flags)
         ]
         limited = self.request.memory_budget_bytes is not None
         if self.request.objective is Objective.FORWARD and not limited:
@@ -119,12 +119,12 @@ class _Search:
                 self._explore(choice)
 
     def _known_s(self, choice: _Choice) -> float:
-        outcomes = PlanEvaluator(self.profile)(choice.known, choice.to_host, peak=False)
+        outcomes = PlanEvaluator(self.profile)(choice.known, choice.grad_on_host, peak=False)
         return float(objective_values(outcomes, self.request.objective).min())
 
     def _explore(self, choice: _Choice) -> None:
         request, pool = self.request, Pool(self.profile)
-        explore(pool, choice.to_host, request, choice.known, self.optimum.modes)
+        explore(pool, choice.grad_on_host, request, choice.known, self.optimum.modes)
         pool.run(peak=request.memory_budget_bytes is not None)
         self.smallest_bytes = min(self.smallest_bytes, pool.smallest_peak_bytes())
         found = pool.best(request.objective, request.memory_budget_bytes)
@@ -135,7 +135,7 @@ class _Search:
             self.best, self.choice = found, choice
 
     def _is_better(self, choice: _Choice, value_s: float) -> bool:
-        """Whether the value is smaller than the best one so far, or as small with a factor that is preferred."""
+        """Whether the value is smaller than the best one so far, or equal with a preferred factor."""
         if self.best is None or self.choice is None:
             return True
         return value_s < self.best.objective_s * (1 + math.copysign(_ROUNDING, self.choice.rank - choice.rank))
@@ -146,15 +146,15 @@ class _Search:
         return self._is_better(choice, self._bound_s(choice, self.best.objective_s * (1 + 2 * _ROUNDING)))
 
     def _bound_s(self, choice: _Choice, known_s: float) -> float:
-        """What no plan with these gradients is below; of a bound above `known_s` no more is known than that."""
+        """A lower bound on all plans with these gradients; one above `known_s` proves only that they exceed it."""
         forward_s = self.optimum.bound_s
         if self.request.objective is Objective.FORWARD:
             return forward_s
         if len(self.profile.layers) <= MOST_PROVEN:
             return known_s
         if self.request.objective is Objective.STEP:
-            return step_lower_bound_s(self.profile, choice.to_host, forward_s)
-        return steady_lower_bound_s(self.profile, choice.to_host, forward_s, known_s)
+            return step_lower_bound_s(self.profile, choice.grad_on_host, forward_s)
+        return steady_lower_bound_s(self.profile, choice.grad_on_host, forward_s, known_s)
 
 
 def _gap(objective: Objective, value_s: float, bound_s: float) -> dict[str, object]:
@@ -163,54 +163,54 @@ def _gap(objective: Objective, value_s: float, bound_s: float) -> dict[str, obje
     return {"objective": objective.value, "lower_bound_s": bound_s, "gap": gap}
 
 
-def explore(pool: Pool, to_host: np.ndarray, request: Request, known: np.ndarray, optimum: np.ndarray) -> None:
-    """Adds all plans of GFGB, DHA and DFGB that are worth a look.
+def explore(pool: Pool, grad_on_host: np.ndarray, request: Request, known: np.ndarray, optimum: np.ndarray) -> None:
+    """Adds all promising plans of GFGB, DHA and DFGB.
 
     Args:
-      pool: what they are added to.
-      to_host: which gradients are written to the host, (layers,).
+      pool: the pool to fill.
+      grad_on_host: which gradients are written to the host, (layers,).
       request: its objective and progress.
       known: `known_plans`, (plans, layers) mode codes.
       optimum: the optimal forward's modes, (layers,) codes.
     """
     profile = pool.profile
     request.report("plans of all policies")
-    pool.add(known, to_host, marked=True)
+    pool.add(known, grad_on_host, marked=True)
     gfgb = np.full(len(profile.layers), GFGB)
-    pool.add(gfgb, to_host, Loads.LAYERWISE, Updates.AFTER_ALL, marked=True)
-    pool.add(gfgb, to_host, Loads.BULK, Updates.AFTER_ALL, marked=True)
+    pool.add(gfgb, grad_on_host, Loads.LAYERWISE, Updates.AFTER_ALL, marked=True)
+    pool.add(gfgb, grad_on_host, Loads.BULK, Updates.AFTER_ALL, marked=True)
     if len(profile.layers) <= MOST_ENUMERATED:
-        pool.add(_all_modes(len(profile.layers)), to_host)
+        pool.add(_all_modes(len(profile.layers)), grad_on_host)
         return
     objective = Objective.STEP if request.objective is Objective.FORWARD else request.objective
-    search = LocalSearch(pool.evaluate, to_host, objective, _ALLOWED)
+    search = LocalSearch(pool.evaluate, grad_on_host, objective, _ALLOWED)
     request.report("whole steps by dynamic programming")
-    found = np.concatenate([known, _whole_steps(profile, to_host, search, known)])
+    found = np.concatenate([known, _whole_steps(profile, grad_on_host, search, known)])
     values = search.values(found)
     request.report("local search")
     improved = np.array([search.improve(start, _WORK_A_START) for start in _different(found, values)], dtype=np.int8)
     best = search.improve(improved[int(np.argmin(search.values(improved)))], _WORK_FOR_BEST)
-    pool.add(found, to_host)
-    pool.add(improved, to_host)
-    pool.add(best, to_host)
+    pool.add(found, grad_on_host)
+    pool.add(improved, grad_on_host)
+    pool.add(best, grad_on_host)
     for start in (best, gfgb, optimum):
-        pool.add(_within_window(pool, prefix_family(profile, start, points=_POINTS), to_host), to_host)
+        pool.add(_within_window(pool, prefix_family(profile, start, points=_POINTS), grad_on_host), grad_on_host)
 
 
 def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The best plan, and the best ones with another number of unloaded first layers: starts in different valleys."""
+    """The best plan for each of several numbers of unloaded first layers, as diverse starts of a local search."""
     starts: dict[int, np.ndarray] = {}
     for index in np.argsort(values, kind="stable"):
         starts.setdefault(int(np.argmax(np.append(modes[index], GFGB) == GFGB)), modes[index])
     return np.array(list(starts.values())[:_STARTS])
 
 
-def known_plans(profile: Profile, to_host: np.ndarray, optimum: np.ndarray) -> np.ndarray:
-    """Other policies' plans, and the optimal forward with the DFGB that suits it: (plans, layers) mode codes."""
+def known_plans(profile: Profile, grad_on_host: np.ndarray, optimum: np.ndarray) -> np.ndarray:
+    """Other policies' plans, and the optimal forward with DFGB added: (plans, layers) mode codes."""
     size = len(profile.layers)
     plans = [np.full(size, GFGB), np.full(size, DHA), optimum]
-    plans.append(MemFerry().modes(profile, to_host))
-    best_dfgb = StepSearch(profile, to_host, _BEAM).best(np.inf, fixed=optimum)
+    plans.append(MemFerry().modes(profile, grad_on_host))
+    best_dfgb = StepSearch(profile, grad_on_host, _BEAM).best(np.inf, fixed=optimum)
     return np.concatenate([np.array(plans, dtype=np.int8), best_dfgb])
 
 
@@ -219,22 +219,22 @@ def _all_modes(size: int) -> np.ndarray:
     return codes[codes[:, -1] != DFGB]
 
 
-def _whole_steps(profile: Profile, to_host: np.ndarray, search: LocalSearch, known: np.ndarray) -> np.ndarray:
-    """Whole steps with a beam; for chains also with a lead of the loads, by as much as the first updates take."""
-    step_s = search.evaluate(known, to_host, steady=False, peak=False)
+def _whole_steps(profile: Profile, grad_on_host: np.ndarray, search: LocalSearch, known: np.ndarray) -> np.ndarray:
+    """Whole steps with a beam; for chains also with loads that lead by the time of the first updates."""
+    step_s = search.evaluate(known, grad_on_host, steady=False, peak=False)
     limit_s = float(objective_values(step_s, Objective.STEP).min())
-    found = [StepSearch(profile, to_host, _BEAM).best(limit_s)]
+    found = [StepSearch(profile, grad_on_host, _BEAM).best(limit_s)]
     if search.objective is Objective.STEADY:
         limit_s = float(search.values(known).min())
         for head in (head for head in _HEADS if head < len(profile.layers)):
             lead_s = sum(profile.group_update_s[profile.group_of[index]] for index in range(head))
-            found.append(StepSearch(profile, to_host, _BEAM // 2).best(limit_s, head=head, lead_s=lead_s))
+            found.append(StepSearch(profile, grad_on_host, _BEAM // 2).best(limit_s, head=head, lead_s=lead_s))
     return np.concatenate(found)
 
 
-def _within_window(pool: Pool, modes: np.ndarray, to_host: np.ndarray) -> np.ndarray:
-    """The plans whose DFGB fits; the others with their DFGB layers back at DHA."""
+def _within_window(pool: Pool, modes: np.ndarray, grad_on_host: np.ndarray) -> np.ndarray:
+    """The plans; those whose DFGB does not fit get DHA for these layers."""
     if len(modes) == 0:
         return modes
-    fits = pool.evaluate(modes, to_host, steady=False, peak=False).in_window
+    fits = pool.evaluate(modes, grad_on_host, steady=False, peak=False).in_window
     return np.where(fits[:, None] | (modes != DFGB), modes, DHA).astype(np.int8)

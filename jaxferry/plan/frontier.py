@@ -6,15 +6,15 @@ layer's transitions are monotone in X and C,
     DHA   (X, C + forward_dha_s + inter_forward_s)
     GFGB  (X + load_s, max(C, X + load_s) + forward_s + inter_forward_s),
 
-so a state that is no better in X nor in C can never end better, and is dropped. States from which even the fastest
-rest exceeds a known plan are dropped too. The frontier is some hundred states in practice.
+so a state that is no better in X and no better in C than another can never end better. It is dropped. So is a state
+whose fastest continuation exceeds a known plan. In practice the frontier has some hundred states.
 
-Where parameter groups have several layers, a state also has the copies that are on the device (`plan/copies.py`), and
-frontiers are kept apart by them. Always optimal while at most `MOST_OPEN` groups are open at once, as a tied table
-is, or pairs of neighbours; so it is with more, while there are at most `MOST_STATES` states. Beyond that the states
-are sorted into buckets of similar X. The earliest few of each stay as they are. The others are merged into one that is
-as early in X and in C as any of them and holds all their copies: what follows from merged states is no plan, but no
-plan ends before it. So the optimum lies between `bound_s` and the best plan.
+If parameter groups have several layers, a state also records the copies on the device (`plan/copies.py`), and each set
+of copies has its own frontier. The result is always optimal with at most `MOST_OPEN` groups open at once, as with a
+tied table or pairs of neighbours. With more groups it is optimal up to `MOST_STATES` states. Beyond that, states are
+sorted into buckets of similar X. The earliest few of each bucket stay unchanged. The others are merged into one state
+that has their least X, their least C and all their copies. A continuation of merged states is not a plan, but no plan
+ends earlier. So the optimum lies between `bound_s` and the best plan.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ _ROUNDING = 1e-12
 
 @dataclasses.dataclass(frozen=True)
 class ForwardOptimum:
-    """The best forward that was found.
+    """The best forward found.
 
     Attributes:
       modes: (layers,) codes of GFGB and DHA.
       forward_s: when it ends.
-      bound_s: no forward ends before this; equal to `forward_s` where the optimum was found for certain.
+      bound_s: no forward ends earlier; equal to `forward_s` if the optimum is proven.
     """
 
     modes: np.ndarray
@@ -50,13 +50,13 @@ class ForwardOptimum:
 
 
 def optimal_forward(profile: Profile, head: int = 0, lead_s: float = 0.0, limit_s: float = np.inf) -> ForwardOptimum:
-    """The modes of GFGB and DHA whose forward ends first, and that end in seconds.
+    """The modes of GFGB and DHA whose forward ends first, and its end in seconds.
 
     Args:
       profile: the layers.
-      head: this many first layers are DHA.
-      lead_s: seconds before the forward's start at which the loads begin, as they may in a chain of steps.
-      limit_s: an optimum above this is not looked for; what is returned then is above it too, but not the optimum.
+      head: the number of first layers that are DHA.
+      lead_s: seconds by which loads begin before the forward, as they may in a chain of steps.
+      limit_s: the search stops above this value; the result then exceeds it too, but may not be the optimum.
     """
     known = _known_plans(profile, head, lead_s)
     known_s = min(end for _, end in known)
@@ -106,9 +106,9 @@ class _States:
     Attributes:
       link: X.
       gpu: C.
-      copies: (states, words), which groups' copies are on the device.
-      merged: whether the state stands for several.
-      origin: where it came from: 2 * state before, + 1 for GFGB.
+      copies: the groups' copies on the device, (states, words).
+      merged: whether the state represents several.
+      origin: 2 * the previous state, + 1 for GFGB.
     """
 
     link: np.ndarray
@@ -146,9 +146,9 @@ class _States:
         )
 
     def frontier(self) -> np.ndarray:
-        """Indices of the states that none with the same copies beats in both X and C; merged ones beat no others.
+        """Indices of the states that no other with the same copies beats in X and C; merged states beat no others.
 
-        One pass for all sets of copies: C counts by rank, less the number of all states for each set before.
+        One pass handles all sets of copies: C counts by rank, minus the number of all states for each earlier set.
         """
         if len(self.gpu) == 0:
             return np.zeros(0, dtype=np.int64)
@@ -159,7 +159,7 @@ class _States:
         return order[rank < best_before]
 
     def fewer(self) -> "_States":
-        """The earliest states of each bucket of similar X, and one in place of all others there."""
+        """The earliest states of each bucket of similar X, and one merged state for the rest of it."""
         size = len(self.gpu)
         by_link = np.argsort(self.link, kind="stable")
         bucket = np.empty(size, dtype=np.int64)
@@ -181,7 +181,7 @@ class _States:
 
 
 def _traces(states: _States, history: list[np.ndarray]) -> list[np.ndarray]:
-    """The modes behind the earliest state, and behind the earliest merged ones, which may be good plans."""
+    """The modes of the earliest state, and of the earliest merged states, which may be good plans."""
     order = np.argsort(states.gpu, kind="stable")
     merged = order[states.merged[order]]
     return [_trace(history, int(state)) for state in (*order[~states.merged[order]][:1], *merged[:_TRACED_MERGED])]

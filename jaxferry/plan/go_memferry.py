@@ -1,4 +1,4 @@
-"""GO-MemFerry (section IV-D): MemFerry whose gradients go to host memory unless the reserve factor lets them stay."""
+"""GO-MemFerry (section IV-D): MemFerry with gradients in host memory unless the reserve factor lets them stay."""
 
 from jaxferry.plan.memferry import MemFerry
 
@@ -7,5 +7,5 @@ class GOMemFerry(MemFerry):
     """`memferry` with every gradient offloaded by default, as in the paper's evaluation."""
 
     name = "go-memferry"
-    summary = "memferry with reserve factor 0 for a default"
+    summary = "memferry with default reserve factor 0"
     default_reserve_factor = 0.0

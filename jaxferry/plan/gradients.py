@@ -4,8 +4,8 @@ Names: `gain_s` is T_GBP - T_CBP, the seconds that a backward saves when its gra
 factor's share of all gradient bytes. The paper's table D over (layer, bytes) is kept as its Pareto frontier, so byte
 sizes are exact: states (bytes, gain) that no other state beats, less those that Dantzig's bound rules out.
 
-Optimal always, but for instances whose frontier exceeds `MOST_STATES` (hundreds of layers of unrelated sizes with gain
-proportional to size): there sizes are rounded up to capacity / 32768, which stays within the budget.
+The result is optimal unless the frontier exceeds `MOST_STATES` (hundreds of layers of unrelated sizes with gain
+proportional to size). Sizes are then rounded up to multiples of capacity / 32768, which keeps within the capacity.
 """
 
 import decimal
@@ -19,15 +19,15 @@ _ROUNDED_UNITS = 1 << 15
 
 
 def capacity_bytes(profile: Profile, reserve_factor: float) -> int:
-    """Bytes of gradients that may stay: the factor is read as a decimal, so that 0.29 of 100 bytes is 29."""
+    """Bytes of gradients that may stay. The factor is read as a decimal, so 0.29 of 100 bytes is 29."""
     total = sum(layer.grad_bytes for layer in profile.layers)
     return int(decimal.Decimal(repr(float(reserve_factor))) * total)
 
 
 def gradients_to_host(profile: Profile, reserve_factor: float) -> np.ndarray:
-    """Which gradients the backward writes to the host, (layers,) bools: all but the most gainful set that fits.
+    """Which gradients the backward writes to the host, (layers,) bools: all except the fitting set with the most gain.
 
-    A gradient without gain never stays; but with reserve factor 1 GO is off, and every gradient stays.
+    A gradient without gain never stays. With reserve factor 1, GO is off and every gradient stays.
     """
     if reserve_factor >= 1:
         return np.zeros(len(profile.layers), dtype=bool)
@@ -38,7 +38,7 @@ def gradients_to_host(profile: Profile, reserve_factor: float) -> np.ndarray:
 
 
 def choose_gradients(sizes_bytes: list[int], gains_s: list[float], capacity: int) -> set[int]:
-    """The indices whose gains sum to the most while their sizes sum to at most the capacity (0/1 knapsack).
+    """The indices with the largest total gain whose total size is at most the capacity (0/1 knapsack).
 
     Args:
       sizes_bytes: whole numbers, 0 or more.
@@ -85,7 +85,7 @@ def _knapsack(sizes: np.ndarray, gains: np.ndarray, capacity: int, most_states: 
 
 
 def _trace(parents: list[np.ndarray], state: int) -> list[int]:
-    """Which items were taken; an origin at or past the previous frontier's size means: taken."""
+    """Which items were taken. An origin at or beyond the previous frontier's size means taken."""
     picked = []
     for item in reversed(range(len(parents))):
         size_before = len(parents[item - 1]) if item else 1
@@ -105,7 +105,7 @@ def _greedy_gain(sizes: np.ndarray, gains: np.ndarray, capacity: int) -> float:
 
 
 def _dantzig(size_sums: np.ndarray, gain_sums: np.ndarray, first: int, room: np.ndarray) -> np.ndarray:
-    """The most that items from `first` on can add in the room if the last one may be cut."""
+    """The largest gain of items from `first` on within the room, if the last one may be cut."""
     reach = np.searchsorted(size_sums, size_sums[first] + room, side="right") - 1
     whole = gain_sums[reach] - gain_sums[first]
     left = size_sums[first] + room - size_sums[reach]

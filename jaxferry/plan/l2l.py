@@ -8,11 +8,11 @@ from jaxferry.profiling.records import Profile
 
 
 class L2L(ModePolicy):
-    """Every layer RELOAD: at most two layers' parameters are on the device, at the price of loading each one twice."""
+    """Every layer RELOAD: at most two layers' parameters are on the device, but each layer is loaded twice."""
 
     name = "l2l"
     summary = "every layer loaded twice, two on the device at a time"
 
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """RELOAD for every layer."""
         return np.full(len(profile.layers), RELOAD, dtype=np.int8)

@@ -29,13 +29,13 @@ class MemFerry(ModePolicy):
     name = "memferry"
     summary = "MemFerry's Algorithm 1 as its text means, then the DFGB greedy"
 
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """Algorithm 1, then the greedy."""
-        return with_dfgb(profile, forward_modes(profile), to_host)
+        return with_dfgb(profile, forward_modes(profile), grad_on_host)
 
 
 class Forward:
-    """The forward of GFGB and DHA layers, one layer after another; any number of plans at once."""
+    """The forward of GFGB and DHA layers, layer by layer; any number of plans at once."""
 
     def __init__(self, profile: Profile):
         self.profile = profile
@@ -55,20 +55,20 @@ class Forward:
         return end
 
     def copy(self) -> Forward:
-        """The same, to go on from here in another way."""
+        """A copy that can continue in another way."""
         other = Forward(self.profile)
         other.link, other.gpu, other.held = self.link, self.gpu, dict(self.held)
         return other
 
     def plan(self, number: int) -> Forward:
-        """One of the plans alone; all plans are alike where there is but one number for them."""
+        """One plan only. An array of one element applies to all plans."""
         other = Forward(self.profile)
         other.link, other.gpu = _one(self.link, number), _one(self.gpu, number)
         other.held = {group: _one(held, number) for group, held in self.held.items()}
         return other
 
     def holds(self, group: int) -> np.ndarray:
-        """Where the group's copy is on the device already, (plans,)."""
+        """Whether the group's copy is already on the device, (plans,)."""
         return self.held.get(group, np.zeros(1, dtype=bool))
 
 
@@ -101,12 +101,12 @@ def _stalls(before: Forward, layer: LayerProfile) -> bool:
 def _backtrack(profile: Profile, modes: np.ndarray, history: list[Forward], before: Forward) -> Forward:
     """Makes GFGB layers before a stalled one DHA, first to last; returns the forward before the stalled layer.
 
-    All candidates that are still ahead are tried at once; after the first one that helps, the later ones again.
+    All remaining candidates are tried at once; after the first one that helps, the later ones are tried again.
 
     Args:
       profile: the layers.
       modes: (layers,) codes, changed in place.
-      history: the forward before each layer that is ahead of the stalled one, changed in place.
+      history: the forward before each layer that precedes the stalled one, changed in place.
       before: the forward before the stalled layer.
     """
     first, stalled = 0, len(history)
@@ -133,18 +133,18 @@ def _backtrack(profile: Profile, modes: np.ndarray, history: list[Forward], befo
         history[start:] = [each.plan(chosen) for each in tried]
 
 
-def with_dfgb(profile: Profile, modes: np.ndarray, to_host: np.ndarray) -> np.ndarray:
-    """Makes DHA layers DFGB: largest gain first, kept if all kept loads still end inside the window.
+def with_dfgb(profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray) -> np.ndarray:
+    """Makes DHA layers DFGB, largest gain first. A layer is kept if all kept loads still end inside the window.
 
-    The window opens with the end of the last GFGB load and closes with the end of the last layer's backward, when the
-    first gradient leaves. Loads go in layer order, each not before its own DHA forward has ended. Only gains
-    above 0 count; ties go to the lower layer.
+    The window opens when the last GFGB load ends. It closes when the last layer's backward ends and the first gradient
+    leaves. Loads follow layer order, each not before its own DHA forward has ended. Only gains above 0 count; ties go
+    to the lower layer.
     """
     forward = Forward(profile)
     ends = [float(forward.layer(index, modes[index : index + 1] == DHA)[0]) for index in range(len(modes))]
     last, opens = profile.layers[-1], float(forward.link[0])
     closes = float(forward.gpu[0]) + last.inter_backward_s
-    closes += last.backward_for(bool(modes[-1] == DHA), bool(to_host[-1]))
+    closes += last.backward_for(bool(modes[-1] == DHA), bool(grad_on_host[-1]))
     gains = [layer.backward_dha_s - layer.backward_s for layer in profile.layers]
     candidates = [index for index in range(len(modes) - 1) if modes[index] == DHA and gains[index] > 0]
     loaded = {profile.group_of[index] for index in np.flatnonzero(modes == GFGB)}

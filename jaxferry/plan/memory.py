@@ -1,4 +1,4 @@
-"""How much device memory a plan takes."""
+"""The device memory of a plan."""
 
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.records import Plan
@@ -6,7 +6,7 @@ from jaxferry.profiling.records import Profile
 
 
 def peak_device_bytes(profile: Profile, plan: Plan) -> int:
-    """The most bytes held at any instant of a chain of steps: copies, activations, gradients; as the simulator says.
+    """The most bytes of copies, activations and gradients at any instant of a chain of steps, from the simulator.
 
     Raises:
       InputError: if the plan is for another profile.
@@ -16,9 +16,9 @@ def peak_device_bytes(profile: Profile, plan: Plan) -> int:
 
 
 def smallest_peak_bytes(profile: Profile) -> int:
-    """The peak that no plan goes below: all activations, which every plan holds between the last forward and backward.
+    """The smallest peak of any plan: all activations, which every plan holds between the last forward and backward.
 
-    Those count that are left if each layer that can runs its forward again. All layers DHA and all gradients GO reach
-    it.
+    Each layer that can recompute counts with what it then keeps. A plan with all layers DHA and all gradients GO
+    reaches this peak.
     """
     return sum(min(layer.kept_bytes(False), layer.kept_bytes(layer.can_recompute)) for layer in profile.layers)

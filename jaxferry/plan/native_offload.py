@@ -9,12 +9,12 @@ from jaxferry.profiling.records import Profile
 
 
 class NativeOffload(ModePolicy):
-    """Every layer GFGB; a forward waits for its own load only, updates wait for all gradients."""
+    """Every layer GFGB; a forward waits only for its own load, updates wait for all gradients."""
 
     name = "native-offload"
     summary = "loads layer by layer, updates after all gradients"
     updates = Updates.AFTER_ALL
 
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """GFGB for every layer."""
         return np.full(len(profile.layers), GFGB, dtype=np.int8)

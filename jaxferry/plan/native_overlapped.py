@@ -1,4 +1,4 @@
-"""Offloading with loads and updates layer by layer: all that can be overlapped without direct host access."""
+"""Offloading with loads and updates layer by layer: the most overlap without direct host access."""
 
 import numpy as np
 
@@ -13,6 +13,6 @@ class NativeOverlapped(ModePolicy):
     name = "native-overlapped"
     summary = "loads and updates layer by layer"
 
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """GFGB for every layer."""
         return np.full(len(profile.layers), GFGB, dtype=np.int8)

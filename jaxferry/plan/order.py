@@ -1,7 +1,7 @@
-"""The order of host updates that makes a plan's steady step the shorter one.
+"""The order of host updates that gives a plan the shorter steady step.
 
-By need is a greedy order, and most often the better one. But loads keep to the order of the list. RESIDENT copies are
-refreshed in backward order, and all of them would wait for updates that are put off because they are needed last.
+By need is a greedy order, and usually the better one. But loads follow the order of the list, and RESIDENT copies are
+refreshed in backward order. By need, all refreshes would wait for the updates that come last.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ _UNLIMITED_BYTES = 2**53
 
 
 def with_update_order(profile: Profile, plan: Plan) -> Plan:
-    """The plan with the order of updates whose steady step is the shorter; ties go to backward order.
+    """The plan with the order of updates that has the shorter steady step; ties go to backward order.
 
-    Where no times are known, the order is by need unless a layer is RESIDENT.
+    If no times are known, the order is by need unless a layer is RESIDENT.
 
-    More `memory_bytes` never makes the result slower. In backward order, fewer waits never do. By need they could,
-    since a greedy order has no such guarantee. So by need the plan is tried without `memory_bytes`, unless these end
-    all waits for room.
+    More `memory_bytes` never makes the result slower. In backward order, fewer waits never slow a step. By need they
+    could, since a greedy order gives no such guarantee. So by need the plan is tried without `memory_bytes`, unless
+    they end all waits for room.
 
     Raises:
       InputError: if the plan is for another profile.

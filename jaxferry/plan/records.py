@@ -1,4 +1,4 @@
-"""Plans: in which mode each layer runs, and where its gradient goes.
+"""Plans: the mode and the gradient place of each layer.
 
 `jaxferry.plan/1` is the JSON of a plan:
 
@@ -7,10 +7,10 @@
      "layers": [{"name": "wte", "mode": "DHA", "gradient": "device"}, ...],
      "predicted": {"forward_s": 0.1, "step_s": 0.5, "steady_step_s": 0.45, "peak_device_bytes": 1000}}
 
-A layer may have the key `remat`, `"full"` where its backward runs its forward again; the default is `"none"`. A plan
-may have the key `update_order`, `"need"` where the host takes the update that the next forward needs first; the default
-is `"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill. All further keys at the
-top, such as `lower_bound_s` and `gap` of `exact`, are a plan's `details`.
+A layer may have the key `remat`: `"full"` if its backward runs its forward again; the default is `"none"`. A plan may
+have the key `update_order`: `"need"` if the host picks the update that the next forward needs first; the default is
+`"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill. All further top-level keys,
+such as `lower_bound_s` and `gap` of `exact`, are the plan's `details`.
 """
 
 import dataclasses
@@ -45,25 +45,25 @@ class Loads(enum.StrEnum):
     """When forwards may start."""
 
     LAYERWISE = "layerwise"
-    """A forward waits for its own layer's load only."""
+    """A forward waits only for its own layer's load."""
     BULK = "bulk"
-    """No forward before all loads of the forward have arrived (ZeRO-Offload as DeepSpeed does it)."""
+    """No forward starts before all loads for the forward have arrived (ZeRO-Offload as in DeepSpeed)."""
 
 
 class Updates(enum.StrEnum):
     """When updates may start."""
 
     OVERLAPPED = "overlapped"
-    """An update waits for its own gradients only."""
+    """An update waits only for its own gradients."""
     AFTER_ALL = "after-all"
-    """No update before all gradients are on the host."""
+    """No update starts before all gradients are on the host."""
 
 
 class UpdateOrder(enum.StrEnum):
-    """Which of the updates that could start the host takes."""
+    """Which update the host picks among those that could start."""
 
     BACKWARD = "backward"
-    """The next one in backward order, even if another one could start before it."""
+    """The next one in backward order, even if another one could start earlier."""
     NEED = "need"
     """The one whose parameters the next forward needs first."""
 
@@ -76,7 +76,7 @@ class LayerPlan:
       name: the layer's name in the profile.
       mode: where its forward and backward read the parameters.
       gradient: where its backward writes the gradient.
-      remat: what it keeps on the device between the two.
+      remat: what it keeps on the device between forward and backward.
 
     Raises:
       InputError: if a field is not acceptable; the message names layer and field.
@@ -96,26 +96,26 @@ class LayerPlan:
 
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
-        """Reads one element of `layers`; `index` is its position, for errors about the name itself."""
+        """Reads one element of `layers`; `index` is its position, for errors about its name."""
         name, where = name_of_element(document, index)
         remat = document.get("remat", Remat.NONE)
         return cls(name, required(document, "mode", where), required(document, "gradient", where), remat)
 
     def to_json(self) -> dict[str, str]:
-        """The layer as an element of `layers`; `remat` only where it is not the default."""
+        """The layer as an element of `layers`; `remat` only if it is not the default."""
         document = {"name": self.name, "mode": self.mode.value, "gradient": self.gradient.value}
         return document if self.remat is Remat.NONE else {**document, "remat": self.remat.value}
 
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """What the simulator says about a plan: exact under the machine model.
+    """The simulator's prediction for a plan, exact under the machine model.
 
     Attributes:
       forward_s: seconds from the step's start to the end of the last `inter_forward_s`.
       step_s: seconds from the step's start to the end of the last update.
-      steady_step_s: seconds a step in a long run, where updates run into the next step's forward.
-      peak_device_bytes: the most device memory that is held at any instant.
+      steady_step_s: seconds per step in a long run, where updates run into the next step's forward.
+      peak_device_bytes: the most device memory held at any instant.
     """
 
     forward_s: float
@@ -151,11 +151,11 @@ class Plan:
       layers: in forward order.
       loads: when forwards may start.
       updates: when updates may start.
-      update_order: which of the updates that could start the host takes.
-      memory_bytes: device memory that gradients on their way to the host may fill; None for the peak that the step has
-        anyway. See `jaxferry.room`.
-      predicted: what the simulator says, or None before it was asked.
-      details: further facts by the policy, JSON values by name: `objective`, `lower_bound_s`, `gap`, `binding`, ...
+      update_order: which update the host picks among those that could start.
+      memory_bytes: device memory that gradients in flight to the host may fill; None for the peak that the step has in
+        any case. See `jaxferry.room`.
+      predicted: the simulator's prediction, or None before simulation.
+      details: further facts from the policy, JSON values by name: `objective`, `lower_bound_s`, `gap`, `binding`, ...
 
     Raises:
       InputError: if a field is not acceptable.
@@ -218,7 +218,7 @@ class Plan:
         return tuple(layer.remat is Remat.FULL for layer in self.layers)
 
     def check_profile(self, profile: Profile) -> None:
-        """Checks that the plan is one for this profile: the same layers in the same order, recomputed where it can be.
+        """Checks that the plan has this profile's layers in the same order, and recomputes only layers that can be.
 
         Raises:
           InputError: if it is not; the message names the first layer that differs.
@@ -244,7 +244,7 @@ class Plan:
         """Reads `jaxferry.plan/1`.
 
         Raises:
-          InputError: if a key is missing or a value not acceptable; the message names layer and key.
+          InputError: if a key is missing or a value is not acceptable; the message names layer and key.
         """
         fields = check_format(document, PLAN_FORMAT)
         layers = check_list(required(fields, "layers", "plan"), "layers")
@@ -262,7 +262,7 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as `jaxferry.plan/1`; `details` become keys at the top."""
+        """The plan as `jaxferry.plan/1`; `details` become top-level keys."""
         document: dict[str, Any] = {
             "format": PLAN_FORMAT,
             "policy": self.policy,

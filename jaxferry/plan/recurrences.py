@@ -1,8 +1,8 @@
 """The machine model as recurrences over many plans at once.
 
-The rules are those of `jaxferry/schedule.py`, written a second time. Tests hold the two against each other, equal to
-the last bit. `jaxferry.room`, which says which offloads a backward waits for, is shared.
-Arrays are (layers, plans), or (plans,) within a loop over layers.
+This module implements the rules of `jaxferry/schedule.py` a second time; tests compare the two bit by bit. Both use
+`jaxferry.room` for the offloads that a backward waits for. Arrays are (layers, plans), or (plans,) within a loop over
+layers.
 
     forward   X = max(X, waits) + load_s          X: the link's end    C: the GPU's end
               C = max(C, X or host copy) + forward_s
@@ -20,12 +20,12 @@ from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
 
 
 class Batch:
-    """Plans for one profile, and what follows from their modes and gradient places alone.
+    """Plans for one profile, and all that follows from their modes and gradient places alone.
 
     Args:
       profile: the layers.
       modes: codes, (layers, plans).
-      to_host: whether gradients are written to the host, (layers, plans).
+      grad_on_host: whether gradients are written to the host, (layers, plans).
       bulk: whether `loads` is "bulk".
       after_all: whether `updates` is "after-all".
       recomputes: whether backwards run their forwards again, (layers, plans); None for none.
@@ -37,7 +37,7 @@ class Batch:
         self,
         profile: Profile,
         modes: np.ndarray,
-        to_host: np.ndarray,
+        grad_on_host: np.ndarray,
         bulk: bool,
         after_all: bool,
         recomputes: np.ndarray | None = None,
@@ -45,14 +45,14 @@ class Batch:
         memory_bytes: int = 0,
     ):
         self.profile, self.layers = profile, profile.layers
-        self.modes, self.to_host = effective_codes(profile, modes, to_host)
+        self.modes, self.grad_on_host = effective_codes(profile, modes, grad_on_host)
         self.recomputes, self.by_need = recomputes, by_need
         self.bulk, self.after_all = bulk, after_all
         self.num_layers, self.num_plans = modes.shape
         self.by_dha = (self.modes == DHA) | (self.modes == DFGB)
         self.forward_s = np.where(self.by_dha, self.column("forward_dha_s"), self.column("forward_s"))
         self.backward_s = self._backwards()
-        self.held = Holdings(profile, self.modes, self.to_host)
+        self.held = Holdings(profile, self.modes, self.grad_on_host)
         self.any_forward_load = self.held.loads_forward.any(axis=1)
         self.any_between = self.held.loads_between.any(axis=1)
         self.waits_between_any = self.held.waits_between.any(axis=1)
@@ -90,25 +90,27 @@ class Batch:
         return np.array([getattr(layer, key) for layer in self.layers])[:, None]
 
     def _backwards(self) -> np.ndarray:
-        def durations(by_dha: bool, to_host: bool) -> np.ndarray:
+        def durations(by_dha: bool, grad_on_host: bool) -> np.ndarray:
             def each(recomputes: bool) -> np.ndarray:
-                return np.array([layer.backward_for(by_dha, to_host, recomputes) for layer in self.layers])[:, None]
+                return np.array([layer.backward_for(by_dha, grad_on_host, recomputes) for layer in self.layers])[
+                    :, None
+                ]
 
             return each(False) if self.recomputes is None else np.where(self.recomputes, each(True), each(False))
 
-        by_dha = np.where(self.to_host, durations(True, True), durations(True, False))
-        loaded = np.where(self.to_host, durations(False, True), durations(False, False))
+        by_dha = np.where(self.grad_on_host, durations(True, True), durations(True, False))
+        loaded = np.where(self.grad_on_host, durations(False, True), durations(False, False))
         return np.where(self.modes == DHA, by_dha, loaded)
 
     def activation_bytes(self) -> np.ndarray:
-        """What each layer keeps from its forward to its backward, (layers, plans)."""
+        """Bytes that each layer keeps from its forward to its backward, (layers, plans)."""
         kept, recomputed = (np.array([x.kept_bytes(again) for x in self.layers])[:, None] for again in (False, True))
         recomputes = np.zeros(self.modes.shape, dtype=bool) if self.recomputes is None else self.recomputes
         return np.where(recomputes, recomputed, kept)
 
 
 class Chain:
-    """Where the lanes of a batch stand, and when each group was last updated and refreshed; (plans,) arrays."""
+    """The end of each lane, and each group's last update and refresh; (plans,) arrays."""
 
     def __init__(self, batch: Batch):
         self.batch = batch
@@ -119,7 +121,7 @@ class Chain:
         self.reusable = {layer: zeros for layer, profile in enumerate(batch.layers) if not profile.has_gradient}
 
     def boundary(self) -> np.ndarray:
-        """All times that the next step waits for, the host's first; the host's in place of those that never change."""
+        """All times that the next step waits for, the host's first; it also replaces times that never change."""
         batch, held = self.batch, self.batch.held
         fetches = any(layer.fetch_bytes for layer in batch.layers)
         saves = any(layer.save_bytes for layer in batch.layers)
@@ -135,7 +137,7 @@ class Chain:
 
 
 class Step:
-    """One step of a chain: runs on construction, and remembers when memory is taken and given back."""
+    """One step of a chain: runs on construction, and records when memory is allocated and freed."""
 
     def __init__(self, chain: Chain):
         self.chain, self.batch, self.held = chain, chain.batch, chain.batch.held
@@ -164,7 +166,7 @@ class Step:
         self._free_copies()
 
     def _load(self, layer: int, loads: np.ndarray, wait: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Loads a layer where `loads` says so, and notes in `starts` when; returns the link's end."""
+        """Loads a layer where `loads` is set, and records the start in `starts`; returns the link's end."""
         chain = self.chain
         start = np.maximum(chain.link, wait)
         starts[layer] = np.where(loads, start, starts[layer])
@@ -184,7 +186,7 @@ class Step:
         return self._load(layer, self.held.loads_forward[layer], wait, self.load_start)
 
     def _bulk_loads(self) -> None:
-        """All loads before the first forward."""
+        """Runs all loads before the first forward."""
         batch, chain = self.batch, self.chain
         for layer in batch.load_order:
             if batch.any_forward_load[layer]:
@@ -281,9 +283,9 @@ class Step:
                 shared = (batch.modes[layer] == RELOAD) & held.loads_forward[layer]
                 self.slot_use = np.where(shared, end, self.slot_use)
         if profile.has_gradient:
-            to_host = batch.to_host[layer]
-            chain.back = np.where(to_host, chain.back, np.maximum(chain.back, end) + profile.offload_s)
-            self.arrivals[layer] = np.where(to_host, end, chain.back)
+            grad_on_host = batch.grad_on_host[layer]
+            chain.back = np.where(grad_on_host, chain.back, np.maximum(chain.back, end) + profile.offload_s)
+            self.arrivals[layer] = np.where(grad_on_host, end, chain.back)
 
     def _due(self, group: int) -> np.ndarray:
         """When the last gradient of a group is on the host."""
@@ -299,7 +301,7 @@ class Step:
             chain.updated[group] = chain.host
 
     def _update_by_need(self) -> None:
-        """Takes the lowest group of those that could start; groups are in the order of their first layers."""
+        """Picks the lowest group of those that could start; groups are in the order of their first layers."""
         batch, chain = self.batch, self.chain
         all_arrived = self.arrivals.max(axis=0)
         due = np.stack([all_arrived if batch.after_all else self._due(group) for group in batch.updated_groups])
@@ -332,13 +334,13 @@ class Step:
         return np.where(held.first_ends_by_backward, by_backward, by_forward)
 
     def _free_copies(self) -> None:
-        """Notes when a copy that no update outdates may be loaded again."""
+        """Records when a copy that no update outdates may be loaded again."""
         if self.chain.reusable:
             ends = self._ends_of_first_copies()
             self.chain.reusable = {layer: ends[layer] for layer in self.chain.reusable}
 
     def frees(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(times, bytes given back), (layers, plans) each."""
+        """(times, bytes freed), (layers, plans) each."""
         batch, held = self.batch, self.held
         params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
         second_end = np.take_along_axis(self.backward_ends, np.maximum(held.second_end, 0), axis=0)
@@ -353,7 +355,7 @@ class Step:
         ]
 
     def allocations(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(times, bytes taken), (layers, plans) each."""
+        """(times, bytes allocated), (layers, plans) each."""
         batch, held = self.batch, self.held
         params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
         return [

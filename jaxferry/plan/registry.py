@@ -32,10 +32,10 @@ def policies() -> tuple[str, ...]:
 
 
 def make_policy(name: str) -> Policy:
-    """The policy of that name.
+    """The policy with this name.
 
     Raises:
-      InputError: if there is none; the message lists those that there are.
+      InputError: if there is none; the message lists all policies.
     """
     if name not in _POLICIES:
         raise InputError(f"unknown policy {name!r}; the policies are {', '.join(policies())}")

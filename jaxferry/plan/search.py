@@ -1,12 +1,11 @@
-"""What the searching policies share: pools of plans, families of plans that need less and less memory, local search.
+"""Tools of the searching policies: pools of plans, families of plans with less and less memory, local search.
 
-A pool depends on the profile and the gradients alone, and a budget only picks from it. So a larger budget never makes a
-plan slower: a plan that fits still fits, and with a larger budget it waits for fewer gradient transfers. Nothing looks
-at a clock.
+A pool depends only on the profile and the gradients; a budget only picks from it. So a larger budget never gives a
+slower plan: a plan that fits still fits, and waits for fewer gradient transfers. Nothing reads a clock.
 
-Plans are searched for with updates in backward order. Updates by need are tried for the best plans of the pool and for
-those that are marked. Which these are does not depend on the budget. A greedy order gives no guarantee that fewer waits
-are no slower, so by need a plan counts without any budget's room, or without any waits where the budget ends them all.
+The search assumes updates in backward order. It tries updates by need for the best plans of the pool and for marked
+plans, independently of the budget. With a greedy order fewer waits can be slower. So by need a plan is evaluated
+without the budget's room for gradients, or without any waits if the budget ends them all.
 """
 
 import dataclasses
@@ -28,14 +27,14 @@ class Best:
     """A plan picked from a pool.
 
     Attributes:
-      modes, to_host, recomputes: mode codes, gradient flags and flags of recomputation, (layers,).
+      modes, grad_on_host, recomputes: mode codes, gradient flags and recomputation flags, (layers,).
       loads, updates, update_order, memory_bytes: as in `Plan`.
       objective_s: the objective in seconds.
       peak_bytes: its peak device memory.
     """
 
     modes: np.ndarray
-    to_host: np.ndarray
+    grad_on_host: np.ndarray
     recomputes: np.ndarray
     loads: Loads
     updates: Updates
@@ -50,7 +49,7 @@ _Kind = tuple[Loads, Updates]
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluated:
-    """Plans of one kind, (plans, 2, layers) codes, and what they take in backward order without a budget."""
+    """Plans of one kind, (plans, 2, layers) codes, and their outcomes in backward order without a budget."""
 
     kind: _Kind
     plans: np.ndarray
@@ -59,7 +58,7 @@ class _Evaluated:
 
 @dataclasses.dataclass(frozen=True)
 class _Option:
-    """Rows of an `_Evaluated` in one order of updates, with one room for gradients."""
+    """Rows of an `_Evaluated` with one order of updates and one room for gradients."""
 
     number: int
     rows: np.ndarray
@@ -73,8 +72,8 @@ class Pool:
 
     Args:
       profile: the layers.
-      by_need_on_frontier: whether updates by need are tried for plans over the whole frontier of time against memory,
-        not only for the fastest ones.
+      by_need_on_frontier: whether to try updates by need over the whole frontier of time and memory, not only for the
+        fastest plans.
     """
 
     def __init__(self, profile: Profile, by_need_on_frontier: bool = False):
@@ -89,25 +88,25 @@ class Pool:
     def add(
         self,
         modes: np.ndarray,
-        to_host: np.ndarray,
+        grad_on_host: np.ndarray,
         loads: Loads = Loads.LAYERWISE,
         updates: Updates = Updates.OVERLAPPED,
         recomputes: np.ndarray | bool = False,
         marked: bool = False,
     ) -> None:
-        """Adds plans: (plans, layers) or (layers,) mode codes; flags of gradients and of recomputation likewise.
+        """Adds plans: (plans, layers) or (layers,) mode codes; gradient and recomputation flags likewise.
 
-        With `marked`, updates by need are tried for all of them.
+        With `marked`, updates by need are tried for all of these.
         """
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
-        codes = np.asarray(to_host, dtype=np.int8) + _RECOMPUTES * np.asarray(recomputes, dtype=np.int8)
+        codes = np.asarray(grad_on_host, dtype=np.int8) + _RECOMPUTES * np.asarray(recomputes, dtype=np.int8)
         plans = np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1)
         self.parts.setdefault((loads, updates), []).append(plans)
         if marked:
             self.marked.setdefault((loads, updates), set()).update(plan.tobytes() for plan in plans)
 
     def run(self, peak: bool) -> None:
-        """Evaluates all plans that were added, each once, in backward order and without a budget."""
+        """Evaluates each added plan once, in backward order and without a budget."""
         for kind, parts in self.parts.items():
             unique = np.unique(np.concatenate(parts), axis=0)
             outcomes = self._outcomes(kind, unique, peak=peak)
@@ -121,12 +120,12 @@ class Pool:
     def best(self, objective: Objective, budget_bytes: int | None, leanest: bool = False) -> Best | None:
         """The plan with the least objective that fits into the budget; ties go to steady time, step, memory.
 
-        Updates come in backward order unless those by need are faster.
+        Updates follow backward order unless updates by need are faster.
 
         Args:
-          objective: what is made least.
+          objective: the quantity to minimize.
           budget_bytes: device memory, which gradients may fill; None for no limit.
-          leanest: whether plans that are as fast up to rounding are told apart by their memory alone.
+          leanest: whether only memory decides among plans that are equally fast up to rounding.
         """
         found = self._pick(self._in_backward_order(objective, budget_bytes), objective, budget_bytes, leanest)
         if objective is Objective.FORWARD:
@@ -147,7 +146,7 @@ class Pool:
         return options
 
     def _with_room(self, number: int, objective: Objective, budget_bytes: int) -> Outcomes:
-        """The outcomes with the budget's room, for those plans that it can make the best ones."""
+        """The outcomes with the budget's room, for the plans that this room can make the best."""
         each = self.evaluated[number]
         if number not in self._unlimited:
             rows = np.flatnonzero(each.outcomes.room_matters & each.outcomes.in_window)
@@ -194,7 +193,7 @@ class Pool:
         return options
 
     def _rows_by_need(self, each: _Evaluated, objective: Objective) -> np.ndarray:
-        """The plans of one kind that are tried with updates by need; they do not depend on a budget."""
+        """The plans of one kind to try with updates by need, independent of a budget."""
         candidates = np.flatnonzero(each.outcomes.in_window)
         if each.plans.shape[0] * each.plans.shape[2] <= _ALL_BY_NEED:
             return candidates
@@ -249,10 +248,10 @@ class Pool:
 
     def _picked(self, option: _Option, index: int, objective_s: float, budget_bytes: int | None) -> Best:
         each, row = self.evaluated[option.number], int(option.rows[index])
-        to_host, recomputes = _flags(each.plans[row, 1])
+        grad_on_host, recomputes = _flags(each.plans[row, 1])
         return Best(
             each.plans[row, 0],
-            to_host,
+            grad_on_host,
             recomputes,
             *each.kind,
             objective_s=objective_s,
@@ -268,7 +267,7 @@ class Pool:
 
 
 def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Gradient flags, and flags of recomputation."""
+    """Gradient flags and recomputation flags."""
     return codes % _RECOMPUTES == 1, codes >= _RECOMPUTES
 
 
@@ -295,8 +294,8 @@ def objective_values(outcomes: Outcomes, objective: Objective) -> np.ndarray:
 def prefix_family(profile: Profile, modes: np.ndarray, mode: int = DHA, points: int | None = None) -> np.ndarray:
     """Plans with the first k layers of several orders in the given mode: (plans, layers) codes.
 
-    The orders: least slowdown by DHA for a byte first, the largest first, forward order, backward order. There is one
-    plan for each change, or about `points` of each order.
+    The orders: least slowdown by DHA per byte first, largest first, forward order, backward order. Each order gives one
+    plan per change, or about `points` plans.
     """
     layers = profile.layers
     slowdown = [x.forward_dha_s - x.forward_s + x.backward_dha_s - x.backward_s for x in layers]
@@ -319,27 +318,29 @@ def prefix_family(profile: Profile, modes: np.ndarray, mode: int = DHA, points: 
 
 
 def plan_of(policy: str, reserve_factor: float, profile: Profile, best: Best) -> Plan:
-    """The plan that was picked from a pool."""
+    """The plan picked from a pool."""
     kind = (best.loads, best.updates)
-    plan = make_plan(policy, reserve_factor, profile, best.modes, best.to_host, *kind, recomputes=best.recomputes)
+    plan = make_plan(policy, reserve_factor, profile, best.modes, best.grad_on_host, *kind, recomputes=best.recomputes)
     plan = dataclasses.replace(plan, update_order=best.update_order, memory_bytes=best.memory_bytes)
     return plan if best.objective_s > 0 else with_update_order(profile, plan)
 
 
 class LocalSearch:
-    """Improves a plan by changes of one layer's mode and by swaps of near layers' modes, the best together."""
+    """Improves a plan by changing one layer's mode or swapping nearby layers' modes; combines the best changes."""
 
-    def __init__(self, evaluate: PlanEvaluator, to_host: np.ndarray, objective: Objective, allowed: tuple[int, ...]):
-        self.evaluate, self.to_host, self.objective, self.allowed = evaluate, to_host, objective, allowed
+    def __init__(
+        self, evaluate: PlanEvaluator, grad_on_host: np.ndarray, objective: Objective, allowed: tuple[int, ...]
+    ):
+        self.evaluate, self.grad_on_host, self.objective, self.allowed = evaluate, grad_on_host, objective, allowed
 
     def values(self, modes: np.ndarray) -> np.ndarray:
         """Seconds of each of (plans, layers) modes without waits for room; infinite outside the window."""
         steady = self.objective is Objective.STEADY
         options: dict[str, Any] = {"steady": steady, "peak": False, "memory_bytes": UNLIMITED}
-        return objective_values(self.evaluate(modes, self.to_host, **options), self.objective)
+        return objective_values(self.evaluate(modes, self.grad_on_host, **options), self.objective)
 
     def improve(self, modes: np.ndarray, most_work: int) -> np.ndarray:
-        """A local optimum, or what `most_work` evaluations of a layer lead to."""
+        """A local optimum, or the best plan after `most_work` evaluations of a layer."""
         best = float(self.values(modes)[0])
         work = 0
         while work < most_work:

@@ -1,17 +1,17 @@
-"""The whole step over GFGB, DHA and DFGB: forward and backward decided together, by one dynamic programme.
+"""The whole step over GFGB, DHA and DFGB: one dynamic program decides forward and backward together.
 
-The backward goes through the layers in the other direction, so what it costs is carried as a tail: `a` is the longest
-way from the GPU's arrival at the backward of the last layer so far to the end of the step. It depends on the layers so
-far alone. So do the tails t of each layer's gradient, which modes do not change:
+The backward visits the layers in reverse, so a state carries its cost as a tail: `a` is the longest path from the GPU's
+arrival at the backward of the last layer so far to the end of the step. It depends only on the layers so far. So do the
+tails t of the layers' gradients, which are independent of modes:
 
     a_l = inter_backward_s + backward_s(mode) + max(a_{l-1}, t_l)            step_s = C_L + a_L
 
-Names: a state is (X, C, a, S, Y): the link's and the GPU's end, the tail, and for the DFGB loads their sum S and
-their end Y if no GFGB load were before them; they end at max(X_L + S, Y), which must lie inside MemFerry's window.
+Names: a state is (X, C, a, S, Y): the link's end, the GPU's end, the tail, the sum S of the DFGB loads, and the end Y
+that these loads would have without GFGB loads. They end at max(X_L + S, Y), which must lie inside MemFerry's window.
 
-The formula leaves out waits for room and for saved values, so it is at most the step's time. It is exact where there
-are none and all gradients leave by the link. The search is exact while it drops only provably worse states. A beam
-limits the number of states, so on long models the result is a guess. `plan/bounds.py` limits its distance to the
+The formula omits waits for room and for saved values, so it is at most the step's time. It is exact if there are no
+such waits and all gradients leave by the link. The search is exact while it drops only provably worse states. A beam
+limits the number of states, so on long models the result is a heuristic. `plan/bounds.py` bounds its distance from the
 optimum.
 """
 
@@ -31,15 +31,15 @@ def first_trained(profile: Profile) -> int:
     return next(index for index, layer in enumerate(profile.layers) if layer.has_gradient)
 
 
-def gradient_tails(profile: Profile, to_host: np.ndarray) -> np.ndarray:
-    """Seconds from the end of each backward to the end of the step, at least, in either order of updates; (layers,).
+def gradient_tails(profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
+    """A lower bound on the seconds from each backward's end to the step's end, in either update order; (layers,).
 
     No update of this layer or a lower one starts before this backward has ended, so all of them follow it. If the
-    gradient leaves by the link, then all gradients of lower layers on the link follow it, and so do their updates.
+    gradient leaves by the link, all lower layers' gradients on the link follow it, and so do their updates.
 
     Args:
       profile: the layers.
-      to_host: effective flags of the gradients that are written to the host, (layers,).
+      grad_on_host: effective flags of the gradients that are written to the host, (layers,).
     """
     updates_s, after_link_s, link_tail_s = 0.0, 0.0, 0.0
     updated, after_link = set[int](), set[int]()
@@ -52,7 +52,7 @@ def gradient_tails(profile: Profile, to_host: np.ndarray) -> np.ndarray:
             updated.add(group)
             updates_s += profile.group_update_s[group]
         tails[index] = updates_s
-        if not to_host[index]:
+        if not grad_on_host[index]:
             if group not in after_link:
                 after_link.add(group)
                 after_link_s += profile.group_update_s[group]
@@ -63,7 +63,7 @@ def gradient_tails(profile: Profile, to_host: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """What the recursion needs of each layer, (layers,) each: compute times with the parameterless parts included."""
+    """The costs of each layer for the recursion, (layers,) each; compute times include the parameterless parts."""
 
     load: np.ndarray
     forward: np.ndarray
@@ -75,17 +75,17 @@ class StepCosts:
     tails: np.ndarray
 
     @classmethod
-    def of(cls, profile: Profile, to_host: np.ndarray) -> "StepCosts":
+    def of(cls, profile: Profile, grad_on_host: np.ndarray) -> "StepCosts":
         """The costs of a profile's layers, given which gradients are written to the host, (layers,)."""
         none = np.zeros((len(profile.layers), 1), dtype=np.int8)
-        to_host = effective_codes(profile, none, np.asarray(to_host, dtype=bool)[:, None])[1][:, 0]
+        grad_on_host = effective_codes(profile, none, np.asarray(grad_on_host, dtype=bool)[:, None])[1][:, 0]
 
         def column(key: str) -> np.ndarray:
             return np.array([getattr(layer, key) for layer in profile.layers])
 
         def backward(by_dha: bool) -> np.ndarray:
             return np.array(
-                [x.backward_for(by_dha, bool(host)) for x, host in zip(profile.layers, to_host, strict=True)]
+                [x.backward_for(by_dha, bool(host)) for x, host in zip(profile.layers, grad_on_host, strict=True)]
             )
 
         # A step ends with its last update, so backwards below the first trained layer do not count.
@@ -98,12 +98,12 @@ class StepCosts:
             inter_forward=inter_forward,
             backward=np.where(counts, backward(False) + inter_backward, 0.0),
             backward_dha=np.where(counts, backward(True) + inter_backward, 0.0),
-            offload=np.where(to_host, 0.0, column("offload_s")),
-            tails=gradient_tails(profile, to_host),
+            offload=np.where(grad_on_host, 0.0, column("offload_s")),
+            tails=gradient_tails(profile, grad_on_host),
         )
 
     def least_tail(self) -> float:
-        """The tail a_L if every backward took its least time."""
+        """The tail a_L if every backward takes its least time."""
         tail = 0.0
         for least, own in zip(np.minimum(self.backward, self.backward_dha), self.tails, strict=True):
             tail = least + max(tail, own)
@@ -131,11 +131,11 @@ class _States:
 
 
 class StepSearch:
-    """Searches whole-step plans; `best` returns the modes of several final states, best first."""
+    """Searches plans of whole steps; `best` returns the modes of several final states, best first."""
 
-    def __init__(self, profile: Profile, to_host: np.ndarray, beam: int):
+    def __init__(self, profile: Profile, grad_on_host: np.ndarray, beam: int):
         self.profile, self.beam = profile, beam
-        self.costs = StepCosts.of(profile, to_host)
+        self.costs = StepCosts.of(profile, grad_on_host)
         self.size = len(profile.layers)
         self.copies = SharedCopies(profile)
         least_forward = np.minimum(self.costs.forward, self.costs.forward_dha)
@@ -149,11 +149,11 @@ class StepSearch:
         """Modes, (plans, layers) codes, with a step below the limit, best first.
 
         Args:
-          limit_s: seconds of a known step; plans that cannot be faster are left out.
+          limit_s: seconds of a known step; plans that cannot be faster are skipped.
           fixed: forward modes to keep, GFGB or DHA for each layer, so that only DFGB is decided; None decides all.
-          head: this many first layers are not GFGB.
-          lead_s: seconds before the step's start at which loads begin, as they can in a chain if the first layers are
-            not loaded.
+          head: the number of first layers that are not GFGB.
+          lead_s: seconds by which loads begin before the step, as they can in a chain if the first layers are not
+            loaded.
         """
         link, gpu, tail, between_sum, between_end = (np.array([x]) for x in (-lead_s, 0.0, 0.0, 0.0, -np.inf))
         origin = np.zeros(1, dtype=np.int64)
@@ -172,7 +172,7 @@ class StepSearch:
         return np.array(found, dtype=np.int8).reshape(len(found), self.size)
 
     def options(self, index: int, fixed: np.ndarray | None, head: int) -> tuple[int, ...]:
-        """The modes that a layer may have."""
+        """The allowed modes of a layer."""
         options: tuple[int, ...] = (GFGB, DHA, DFGB)
         if fixed is not None:
             options = (GFGB,) if fixed[index] == GFGB else (DHA, DFGB)
@@ -205,7 +205,7 @@ class StepSearch:
         return _States(link, gpu, tail, between_sum, between_end, copies, 3 * np.arange(len(gpu)) + mode)
 
     def promising(self, states: _States, index: int, limit_s: float) -> np.ndarray:
-        """Indices of states that may still beat the limit and that no other state beats, at most a beam of them."""
+        """Indices of at most a beam of states that may still beat the limit and that no other state beats."""
         forward = states.gpu + self.rest_forward[index]
         bound = forward + np.maximum(states.tail + self.rest_backward[index], self.least_tail)
         latest = limit_s - self.least_tail + max(self.costs.backward[-1], self.costs.backward_dha[-1])
@@ -223,9 +223,9 @@ class StepSearch:
 
 
 def _undominated(states: _States) -> np.ndarray:
-    """Whether no other state is as good in all that matters; of equal states the first one stays.
+    """Whether no other state is at least as good in every component; of equal states the first one stays.
 
-    An earlier GPU also closes the window earlier, so the DFGB loads count relative to the GPU's end.
+    An earlier GPU also closes the window earlier, so DFGB loads are measured relative to the GPU's end.
     """
     keys = np.stack(
         [

@@ -1,6 +1,6 @@
-"""ZeRO-Offload as DeepSpeed does it (MemFerry, sections II-B and III-A): loads, programs, updates, in turn.
+"""ZeRO-Offload as in DeepSpeed (MemFerry, sections II-B and III-A): first loads, then programs, then updates.
 
-Gradients leave during the backward, and a load of the next step follows the update that it waits for.
+Gradients leave during the backward. A load of the next step follows the update that it waits for.
 """
 
 import numpy as np
@@ -12,13 +12,13 @@ from jaxferry.profiling.records import Profile
 
 
 class ZeroOffload(ModePolicy):
-    """Every layer GFGB; no forward before all loads have arrived, no update before all gradients have."""
+    """Every layer GFGB; forwards wait for all loads, updates for all gradients."""
 
     name = "zero-offload"
     summary = "DeepSpeed's ZeRO-Offload: bulk loads, updates after all gradients"
     loads = Loads.BULK
     updates = Updates.AFTER_ALL
 
-    def modes(self, profile: Profile, to_host: np.ndarray) -> np.ndarray:
+    def modes(self, profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
         """GFGB for every layer."""
         return np.full(len(profile.layers), GFGB, dtype=np.int8)

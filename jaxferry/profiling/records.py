@@ -1,4 +1,4 @@
-"""Profiles: what each layer of a model costs on a machine, in seconds and bytes.
+"""Profiles: the cost of each layer of a model on a machine, in seconds and bytes.
 
 The times are those of MemFerry, section IV-B; `jaxferry.profile/1` is the JSON of a profile:
 
@@ -6,11 +6,11 @@ The times are those of MemFerry, section IV-B; `jaxferry.profile/1` is the JSON 
      "machine": {"gpu": "H200"},
      "layers": [{"name": "wte", "param_bytes": 1000, "grad_bytes": 1000, "load_s": 0.1, ...}]}
 
-A layer may have optional keys for what is known of its programs beyond their times, such as `backward_reads`. Their
-defaults describe the plain machine model, and a file has them only where they differ from that.
+Optional keys of a layer, such as `backward_reads`, state facts of its programs beyond their times. Their defaults
+describe the plain machine model. A file has these keys only where they differ from the defaults.
 
-A layer has the keys of this version and no others, so that a misspelt key is an error. Everything else goes into
-`machine`, which is free-form. A version that changes what a layer without its new keys means has another number in its
+A layer has the keys of this version and no others, so a misspelt key is an error. Everything else goes into `machine`,
+which is free-form. A version whose new keys change the meaning of a layer without them has another number in its
 `format`.
 """
 
@@ -73,7 +73,7 @@ _OF_BACKWARD = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerProfile:
-    """The bytes and times of one layer; all times in seconds.
+    """The sizes and times of one layer; all times in seconds.
 
     Attributes:
       name: the layer's name, unique in its profile.
@@ -91,20 +91,20 @@ class LayerProfile:
       inter_forward_s: T_FP(A), parameterless compute right after this layer's forward.
       inter_backward_s: T_BP(A), parameterless compute right before this layer's backward.
       parameters: the parameter group; entries with the same group share one host vector. Default: `name`.
-      recompute_s: what it adds to the backward to run the forward again; None where no plan may choose that.
-      recompute_activation_bytes: what is kept on the device from forward to backward then. Both are given, or none.
-      backward_reads: whether the backward reads the parameters. That of a lookup does not.
+      recompute_s: extra time of a backward that runs the forward again; None if no plan may choose that.
+      recompute_activation_bytes: bytes then kept on the device from forward to backward. Give both keys or neither.
+      backward_reads: whether the backward reads the parameters. A lookup's backward does not.
       gradient_rows: whether the gradient leaves as rows of lookups. Such a gradient is never GO.
-      has_backward: whether there is a backward. Without one, every time and byte count of the backward, of
-        recomputation, of the gradient and of kept activations is 0 whatever is given.
-      has_gradient: whether the backward makes a gradient of the parameters. Without one, `grad_bytes`, `offload_s` and
-        `update_s` are 0 and `backward_go_s` is `backward_s` whatever is given. It needs `has_backward`.
-      fused_backward: whether forward and backward are one program. Only the last layer of a profile can be so.
-      save_bytes: values on the device that leave for host memory after this forward, the last one that reads them.
-      fetch_bytes: values that come back from there for this backward.
-      forward_workspace_bytes: device memory that the forward needs while it runs, beside parameters and kept
+      has_backward: whether there is a backward. Without one, all times and byte counts of the backward, of
+        recomputation, of the gradient and of kept activations are 0, and given values are ignored.
+      has_gradient: whether the backward computes a gradient of the parameters. Without one, `grad_bytes`, `offload_s`
+        and `update_s` are 0, `backward_go_s` is `backward_s`, and given values are ignored. It needs `has_backward`.
+      fused_backward: whether forward and backward are one program; possible only for the last layer of a profile.
+      save_bytes: bytes of values that leave for host memory after this forward, the last one that reads them.
+      fetch_bytes: bytes of values that return from host memory for this backward.
+      forward_workspace_bytes: device memory that the forward needs while it runs, besides parameters and kept
         activations.
-      backward_workspace_bytes: likewise for the backward; its gradient does not count here.
+      backward_workspace_bytes: likewise for the backward, without its gradient.
 
     Raises:
       InputError: if a field is not acceptable; the message names layer and field.
@@ -175,7 +175,7 @@ class LayerProfile:
 
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
-        """Reads one element of `layers`; `index` is its position, for errors about the name itself."""
+        """Reads one element of `layers`; `index` is its position, for errors about its name."""
         name, where = name_of_element(document, index)
         check_keys(document, tuple(field.name for field in dataclasses.fields(cls)), where)
         values = {key: required(document, key, where) for key in (*_BYTES, *_SECONDS) if key not in _OPTIONAL}
@@ -203,33 +203,33 @@ class LayerProfile:
         return self.recompute_s is not None
 
     def kept_bytes(self, recomputes: bool) -> int:
-        """Bytes kept on the device from the forward to the backward, which runs the forward again or not."""
+        """Bytes kept on the device from the forward to the backward, with or without recomputation."""
         return self.activation_bytes if not recomputes else self.recompute_activation_bytes or 0
 
     def without_recomputation(self) -> Self:
-        """The layer as one that no plan recomputes."""
+        """The layer without the option to recompute it."""
         return dataclasses.replace(self, recompute_s=None, recompute_activation_bytes=None)
 
-    def backward_for(self, by_dha: bool, to_host: bool, recomputes: bool = False) -> float:
+    def backward_for(self, by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> float:
         """Seconds of the backward: parameters read by DHA or not, gradient written to the host or not.
 
-        Both detours together cost the sum of what each costs alone, so that the gain of a gradient that stays is
-        T_GBP - T_CBP in every mode, as MemFerry's section IV-D has it; never less than 0. One that runs the forward
-        again takes `recompute_s` more, and by DHA what the forward is slower by.
+        The costs of both detours add up, so a gradient that stays gains T_GBP - T_CBP in every mode, as in MemFerry,
+        section IV-D. The result is never below 0. Running the forward again adds `recompute_s`, and by DHA also the
+        extra time of the forward by DHA.
         """
         more_s = 0.0
         if recomputes:
             more_s = (self.recompute_s or 0.0) + (max(self.forward_dha_s - self.forward_s, 0.0) if by_dha else 0.0)
         if not by_dha:
-            return (self.backward_go_s if to_host else self.backward_s) + more_s
-        if not to_host:
+            return (self.backward_go_s if grad_on_host else self.backward_s) + more_s
+        if not grad_on_host:
             return self.backward_dha_s + more_s
         return max(self.backward_dha_s + (self.backward_go_s - self.backward_s), 0.0) + more_s
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """The layers of a model in forward order, measured or estimated on a machine.
+    """The layers of a model in forward order, measured or estimated for a machine.
 
     Attributes:
       machine: free-form facts about the machine, JSON values by name.
@@ -272,7 +272,7 @@ class Profile:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Per parameter group the indices of its layers, ascending; groups in order of their first layer."""
+        """For each parameter group, the ascending indices of its layers; groups in order of their first layer."""
         members: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             members.setdefault(layer.parameters, []).append(index)
@@ -280,18 +280,18 @@ class Profile:
 
     @functools.cached_property
     def group_of(self) -> tuple[int, ...]:
-        """Per layer the index of its group in `groups`."""
+        """For each layer, the index of its group in `groups`."""
         names = dict.fromkeys(layer.parameters for layer in self.layers)
         number_of = {name: number for number, name in enumerate(names)}
         return tuple(number_of[layer.parameters] for layer in self.layers)
 
     @functools.cached_property
     def group_update_s(self) -> tuple[float, ...]:
-        """Per group the seconds of its one update: the longest that one of its entries states."""
+        """For each group, the seconds of its one update: the maximum over its entries."""
         return tuple(max(self.layers[index].update_s for index in members) for members in self.groups)
 
     def only_recomputing(self, allowed: Sequence[bool]) -> Self:
-        """The profile for plans that may recompute these layers alone, (layers,) flags."""
+        """The profile for plans that may recompute only these layers, (layers,) flags."""
         layers = zip(self.layers, allowed, strict=True)
         return dataclasses.replace(
             self, layers=tuple(layer if can else layer.without_recomputation() for layer, can in layers)

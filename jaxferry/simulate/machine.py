@@ -1,7 +1,7 @@
 """The machine: runs a list of tasks on four lanes, exactly and without fitted constants.
 
-A task starts when its lane is free and everything that it waits for has ended. Lanes work in the order of the list,
-except a host that takes updates by need (`Schedule.updates_by_need`).
+A task starts once its lane is free and all its dependencies have ended. Lanes follow the order of the list, except the
+host with updates by need (`Schedule.updates_by_need`).
 """
 
 import heapq
@@ -11,7 +11,7 @@ import numpy as np
 from jaxferry.tasks import Kind, Lane, Run, Schedule, Task, repeat
 
 STEPS_BY_NEED = (8, 24)
-"""With updates by need, the steady step is the mean between these steps of a chain."""
+"""With updates by need, the steady step is the mean time between these steps of a chain."""
 
 
 def run(schedule: Schedule) -> Run:
@@ -34,9 +34,9 @@ def _run_in_order(schedule: Schedule) -> Run:
 
 
 def _run_by_need(schedule: Schedule) -> Run:
-    """Event by event: the next update depends on what could start when the host is free.
+    """Runs event by event: the next update depends on which ones could start once the host is free.
 
-    The host chooses last of all lanes, once everything has ended that ends at this instant.
+    At each instant the host chooses after all other lanes, once all tasks that end at that instant have ended.
     """
     tasks = schedule.tasks
     waiting: list[list[int]] = [[] for _ in tasks]
@@ -119,12 +119,12 @@ def device_bytes(of: Run) -> list[tuple[float, int]]:
 def critical_path(of: Run) -> list[int]:
     """Indices of the tasks, first to last, that determine the end of the first step's last update.
 
-    Each starts the instant its predecessor ends, and the first one starts at 0.
+    Each one starts when its predecessor ends; the first starts at 0.
     """
     tasks = of.schedule.tasks
     before: dict[int, int | None] = {}
     last: dict[Lane, int] = {}
-    # In the order in which a lane has taken them, which need not be that of the list (updates by need).
+    # Follow the order in which a lane ran its tasks. With updates by need it can differ from that of the list.
     for index in sorted(range(len(tasks)), key=lambda index: (of.starts_s[index], of.ends_s[index], index)):
         before[index] = last.get(tasks[index].lane)
         last[tasks[index].lane] = index
@@ -142,9 +142,9 @@ def critical_path(of: Run) -> list[int]:
 def steady_step_s(step: Schedule) -> float:
     """Seconds a step in an endless chain of this step.
 
-    The next step waits for some tasks: each lane's last one, updates, refreshes. Their ends follow from those of the
-    previous step by a max-plus linear map. The period of its powers is its largest cycle mean, which Karp's theorem
-    gives exactly, whatever the transient of the chain and however many steps its cycle spans.
+    The next step waits for each lane's last task, for updates and for refreshes. A max-plus linear map yields the ends
+    of these tasks from those of the previous step. The period of the map's powers is its largest cycle mean. Karp's
+    theorem gives it exactly, for any transient of the chain and any number of steps in its cycle.
 
     With updates by need the map is not linear. The period is then measured, see `STEPS_BY_NEED`.
     """

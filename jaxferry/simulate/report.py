@@ -1,4 +1,4 @@
-"""What the simulator says about a plan."""
+"""The simulator's report on a plan."""
 
 import dataclasses
 from typing import Any
@@ -9,12 +9,12 @@ from jaxferry.schedule import Kind, Lane, Schedule, repeat, schedule_step
 from jaxferry.simulate import machine
 
 CHAIN_STEPS = 3
-"""Steps of the chain whose memory counts: loads of the next step overlap the end of this one."""
+"""Steps of the chain that the peak covers: loads of the next step overlap the end of this one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LaneUse:
-    """How long a lane is busy and how long it is idle, until the last task of one step has ended."""
+    """A lane's busy and idle time until the last task of one step has ended."""
 
     busy_s: float
     idle_s: float
@@ -48,7 +48,7 @@ class Simulation:
 
     @property
     def predicted(self) -> Predicted:
-        """The part of this that a plan carries."""
+        """The part that a plan carries."""
         return Predicted(self.forward_s, self.step_s, self.steady_step_s, self.peak_device_bytes)
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Simulation:
 
 
 def simulate(profile: Profile, plan: Plan) -> Simulation:
-    """Runs one step of a plan, and chains of it.
+    """Runs one step of a plan, and chains of such steps.
 
     Raises:
       InputError: if the plan is for another profile.
@@ -89,7 +89,7 @@ def simulate_schedule(profile: Profile, step: Schedule) -> Simulation:
 
 
 def predict(profile: Profile, plan: Plan) -> Plan:
-    """The plan with `predicted` as the simulator says.
+    """The plan with the simulator's `predicted`.
 
     Raises:
       InputError: if the plan is for another profile.

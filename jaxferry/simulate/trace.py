@@ -1,4 +1,4 @@
-"""Chrome traces: open the file in Perfetto (ui.perfetto.dev) or chrome://tracing; one row a lane."""
+"""Chrome traces: open the file in Perfetto (ui.perfetto.dev) or chrome://tracing; one row per lane."""
 
 from typing import Any
 

@@ -29,9 +29,9 @@ def test_no_plan_of_few_layers_that_fits_is_faster(profile, budget):
     size = len(profile.layers)
     modes = np.array(list(itertools.product(range(5), repeat=size)))
     least = np.inf
-    for to_host in itertools.product((False, True), repeat=size):
+    for grad_on_host in itertools.product((False, True), repeat=size):
         for by_need in (False, True):
-            outcomes = PlanEvaluator(profile)(modes, np.array(to_host), by_need=by_need)
+            outcomes = PlanEvaluator(profile)(modes, np.array(grad_on_host), by_need=by_need)
             fits = outcomes.in_window & (outcomes.peak_bytes <= budget)
             least = min(least, outcomes.steady_step_s[fits].min(initial=np.inf))
     if least == np.inf:
@@ -113,9 +113,9 @@ def test_no_memory_is_taken_for_nothing(profile):
     size = len(profile.layers)
     modes = np.array(list(itertools.product(range(5), repeat=size)))
     times, peaks = [], []
-    for to_host in itertools.product((False, True), repeat=size):
+    for grad_on_host in itertools.product((False, True), repeat=size):
         for by_need, memory_bytes in itertools.product((False, True), (None, UNLIMITED_BYTES)):
-            outcomes = PlanEvaluator(profile)(modes, np.array(to_host), by_need=by_need, memory_bytes=memory_bytes)
+            outcomes = PlanEvaluator(profile)(modes, np.array(grad_on_host), by_need=by_need, memory_bytes=memory_bytes)
             times.append(outcomes.steady_step_s[outcomes.in_window])
             peaks.append(outcomes.peak_bytes[outcomes.in_window])
     steady_s, peak_bytes = np.concatenate(times), np.concatenate(peaks)

@@ -45,11 +45,11 @@ def test_the_window_is_the_model_s_and_within_it_the_period_is_exact(case):
 def test_many_plans_at_once_evaluate_as_one_by_one():
     profile = transformer(10, tied=True)
     modes = np.random.default_rng(0).integers(0, 5, (700, 10))
-    to_host = np.random.default_rng(1).integers(0, 2, (700, 10)).astype(bool)
+    grad_on_host = np.random.default_rng(1).integers(0, 2, (700, 10)).astype(bool)
     evaluate = PlanEvaluator(profile)
-    together = evaluate(modes, to_host)
+    together = evaluate(modes, grad_on_host)
     for row in (0, 1, 511, 512, 699):
-        alone = evaluate(modes[row], to_host[row])
+        alone = evaluate(modes[row], grad_on_host[row])
         for field in ("forward_s", "step_s", "peak_bytes", "in_window"):
             assert getattr(alone, field)[0] == getattr(together, field)[row]
         assert alone.steady_step_s[0] == pytest.approx(together.steady_step_s[row], rel=1e-9)
@@ -65,8 +65,8 @@ def test_codes_and_flags_are_those_of_the_plan():
 def test_no_plan_goes_below_the_activations():
     profile = transformer(4)
     codes = np.array(np.meshgrid(*[range(5)] * 4)).reshape(4, -1).T
-    for to_host in (False, True):
-        peaks = PlanEvaluator(profile)(codes, np.full(4, to_host)).peak_bytes
+    for grad_on_host in (False, True):
+        peaks = PlanEvaluator(profile)(codes, np.full(4, grad_on_host)).peak_bytes
         assert peaks.min() >= smallest_peak_bytes(profile)
     assert peaks.min() == smallest_peak_bytes(profile)
     bare = dataclasses.replace(

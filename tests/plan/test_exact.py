@@ -33,10 +33,10 @@ GFGB_OR_DHA = ("GFGB", "DHA")
 RIVALS = tuple(name for name in policies() if name not in ("exact", "auto"))
 
 
-def brute_force(profile, to_host, **more):
+def brute_force(profile, grad_on_host, **more):
     """The least forward, step and steady time of all plans of GFGB, DHA and DFGB, within the window, in both orders."""
     modes = np.array(list(itertools.product(range(3), repeat=len(profile.layers))))
-    found = [PlanEvaluator(profile)(modes, to_host, peak=False, by_need=order, **more) for order in (False, True)]
+    found = [PlanEvaluator(profile)(modes, grad_on_host, peak=False, by_need=order, **more) for order in (False, True)]
     fits = found[0].in_window & (modes[:, -1] != DFGB)
     return {
         Objective.FORWARD: found[0].forward_s.min(),
@@ -92,11 +92,11 @@ def test_few_layers_are_optimal_and_say_so(objective, profile):
 @many
 @given(st.booleans().flatmap(lambda programs: profiles(max_layers=4, programs=programs)))
 def test_bounds_are_below_every_plan_in_both_orders(factor, profile):
-    to_host = gradients_to_host(profile, factor)
+    grad_on_host = gradients_to_host(profile, factor)
     optimum_s = optimal_forward(profile).bound_s
-    least = brute_force(profile, to_host, memory_bytes=UNLIMITED_BYTES)
-    assert step_lower_bound_s(profile, to_host, optimum_s) <= least[Objective.STEP] * (1 + 1e-12)
-    assert steady_lower_bound_s(profile, to_host, optimum_s) <= least[Objective.STEADY] * (1 + 1e-12)
+    least = brute_force(profile, grad_on_host, memory_bytes=UNLIMITED_BYTES)
+    assert step_lower_bound_s(profile, grad_on_host, optimum_s) <= least[Objective.STEP] * (1 + 1e-12)
+    assert steady_lower_bound_s(profile, grad_on_host, optimum_s) <= least[Objective.STEADY] * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("objective", ["step", "steady"])
@@ -117,21 +117,21 @@ def test_the_search_for_many_layers_is_near_the_optimum_and_honest_about_its_gap
 @few
 @given(profiles(max_layers=6, tied=False))
 def test_the_whole_step_programme_is_optimal_while_it_drops_nothing(profile):
-    to_host = gradients_to_host(profile, 1.0)
-    search = StepSearch(profile, to_host, beam=5000)
+    grad_on_host = gradients_to_host(profile, 1.0)
+    search = StepSearch(profile, grad_on_host, beam=5000)
     found = search.best(np.inf)
     assert search.complete
-    outcomes = PlanEvaluator(profile)(found[:1], to_host, memory_bytes=UNLIMITED_BYTES, steady=False, peak=False)
+    outcomes = PlanEvaluator(profile)(found[:1], grad_on_host, memory_bytes=UNLIMITED_BYTES, steady=False, peak=False)
     assert outcomes.in_window[0]
-    assert outcomes.step_s[0] == brute_force(profile, to_host, memory_bytes=UNLIMITED_BYTES)[Objective.STEP]
+    assert outcomes.step_s[0] == brute_force(profile, grad_on_host, memory_bytes=UNLIMITED_BYTES)[Objective.STEP]
 
 
 @deterministic
 @given(profiles(max_layers=6))
 def test_a_step_is_its_forward_and_the_tail_of_its_backward(profile):
-    to_host = gradients_to_host(profile, 0.5)
-    tail = StepCosts.of(profile, to_host).least_tail()
-    assert brute_force(profile, to_host)[Objective.STEP] >= optimal_forward(profile).bound_s + tail - 1e-9
+    grad_on_host = gradients_to_host(profile, 0.5)
+    tail = StepCosts.of(profile, grad_on_host).least_tail()
+    assert brute_force(profile, grad_on_host)[Objective.STEP] >= optimal_forward(profile).bound_s + tail - 1e-9
 
 
 @pytest.mark.parametrize("objective", list(Objective))

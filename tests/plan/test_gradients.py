@@ -33,8 +33,8 @@ def test_the_choice_is_the_best_of_all_sets_that_fit(pairs, capacity):
 @deterministic
 @given(profiles(), st.integers(0, 100))
 def test_what_stays_takes_at_most_the_factor_s_share(profile, percent):
-    to_host = gradients_to_host(profile, percent / 100)
-    stays = sum(x.grad_bytes for x, host in zip(profile.layers, to_host, strict=True) if not host)
+    grad_on_host = gradients_to_host(profile, percent / 100)
+    stays = sum(x.grad_bytes for x, host in zip(profile.layers, grad_on_host, strict=True) if not host)
     assert 100 * stays <= percent * sum(x.grad_bytes for x in profile.layers)
 
 

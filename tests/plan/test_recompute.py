@@ -27,8 +27,8 @@ def all_outcomes(profile):
     modes = np.array(list(itertools.product(range(5), repeat=size)))
     flags = [(False, True)] * size
     again = [(False, True) if layer.can_recompute else (False,) for layer in profile.layers]
-    for to_host, recomputes in itertools.product(itertools.product(*flags), itertools.product(*again)):
-        outcomes = PlanEvaluator(profile)(modes, np.array(to_host), np.array(recomputes))
+    for grad_on_host, recomputes in itertools.product(itertools.product(*flags), itertools.product(*again)):
+        outcomes = PlanEvaluator(profile)(modes, np.array(grad_on_host), np.array(recomputes))
         yield outcomes.steady_step_s[outcomes.in_window], outcomes.peak_bytes[outcomes.in_window]
 
 

@@ -116,10 +116,10 @@ def test_errors_of_a_file_s_content_name_the_file(tmp_path):
 
 def test_host_gradient_and_host_parameters_cost_the_sum_of_both_detours():
     (layer,) = Profile.from_json(document(backward_s=2, backward_dha_s=3, backward_go_s=5)).layers
-    assert layer.backward_for(by_dha=False, to_host=False) == 2
-    assert layer.backward_for(by_dha=True, to_host=False) == 3
-    assert layer.backward_for(by_dha=False, to_host=True) == 5
-    assert layer.backward_for(by_dha=True, to_host=True) == 6
+    assert layer.backward_for(by_dha=False, grad_on_host=False) == 2
+    assert layer.backward_for(by_dha=True, grad_on_host=False) == 3
+    assert layer.backward_for(by_dha=False, grad_on_host=True) == 5
+    assert layer.backward_for(by_dha=True, grad_on_host=True) == 6
 
 
 @pytest.mark.parametrize("key", ["inter_forward", "activation_byte", "comment", "mode"])
@@ -182,10 +182,10 @@ def test_what_recomputation_costs_is_given_whole_or_not_at_all():
 def test_recomputation_adds_the_forward_once_more_and_by_dha_the_slower_one():
     times = {"forward_s": 1, "forward_dha_s": 4, "backward_s": 2, "backward_dha_s": 3, "backward_go_s": 5}
     (layer,) = Profile.from_json(document(**times, recompute_s=1.5, recompute_activation_bytes=0)).layers
-    assert layer.backward_for(by_dha=False, to_host=False, recomputes=True) == 2 + 1.5
-    assert layer.backward_for(by_dha=False, to_host=True, recomputes=True) == 5 + 1.5
-    assert layer.backward_for(by_dha=True, to_host=False, recomputes=True) == 3 + 1.5 + 3
-    assert layer.backward_for(by_dha=True, to_host=True, recomputes=True) == 6 + 1.5 + 3
+    assert layer.backward_for(by_dha=False, grad_on_host=False, recomputes=True) == 2 + 1.5
+    assert layer.backward_for(by_dha=False, grad_on_host=True, recomputes=True) == 5 + 1.5
+    assert layer.backward_for(by_dha=True, grad_on_host=False, recomputes=True) == 3 + 1.5 + 3
+    assert layer.backward_for(by_dha=True, grad_on_host=True, recomputes=True) == 6 + 1.5 + 3
 
 
 def test_a_profile_can_be_kept_from_recomputing():
