@@ -301,8 +301,8 @@ class TrainState:
             return
         if self.accumulated.num_batches:
             raise StateError(
-                "a batch of another structure, with other layers, arrived while gradients are accumulated: pass it after "
-                "an update"
+                "a batch of another structure, with other layers, arrived while gradients are accumulated: pass it "
+                "after an update"
             )
         self.settle()
         self.optimizer.check_parts(layers)
