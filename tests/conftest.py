@@ -1,4 +1,4 @@
-"""What holds for every test: JAX runs on the CPU, and hypothesis tries the same cases each time."""
+"""Settings for all tests: JAX runs on the CPU, and hypothesis is deterministic."""
 
 import atexit
 import os
@@ -10,7 +10,7 @@ import tempfile
 
 import hypothesis
 
-# What compiles for a GPU lies beside the environment (tools/gpu-packages); last, so that it replaces nothing.
+# Packages that compile for a GPU lie beside the environment (tools/gpu-packages); last, so they replace nothing.
 GPU_PACKAGES = pathlib.Path(sys.prefix) / "gpu-packages"
 if GPU_PACKAGES.is_dir():
     sys.path.append(str(GPU_PACKAGES))
@@ -29,7 +29,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Most of a test's time is tracing and lowering, and a quarter of that goes into saying which line an operation is from.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-# What tests measure is no measurement, and no business of the user's own cache.
+# Timings in tests are not measurements and must not enter the user's cache.
 os.environ["JAXFERRY_CACHE_DIR"] = os.path.join(_CACHE, f"jaxferry-{os.getpid()}")
 
 # A shell gives what it runs in the background a SIGINT that is ignored, and so do its children: no test would be
@@ -42,10 +42,10 @@ hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max
 
 
 def pytest_configure(config):
-    """More examples of one property are repetitions: they are left to runs that have the slow tests too."""
+    """Leaves repetitions, that is further examples of one property, to runs that include the slow tests."""
     hypothesis.settings.load_profile("few" if "not slow" in config.option.markexpr else "deterministic")
 
 
 def pytest_make_parametrize_id(val):
-    """Functions are named, not addressed: processes that share the tests among them must agree on the names."""
+    """Names functions without addresses: processes that share the tests must agree on the names."""
     return getattr(val, "__name__", None) if callable(val) else None

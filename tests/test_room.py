@@ -21,7 +21,7 @@ many = hypothesis.settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def any_durations(step, seed):
-    """The same tasks, as long or short as they may be; some take no time."""
+    """The same tasks with random durations; some take no time."""
     draw = np.random.default_rng(seed)
     seconds = draw.choice([0.0, 0.01, 1.0, 100.0], size=len(step.tasks))
     tasks = [dataclasses.replace(task, duration_s=float(x)) for task, x in zip(step.tasks, seconds, strict=True)]
@@ -112,7 +112,7 @@ def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
 
 
 def two_slot_waits(step):
-    """The rule before: a backward waits for all gradients but the last two before it."""
+    """The previous rule: a backward waits for all earlier gradients except the last two."""
     offloads, tasks = [], []
     for index, task in enumerate(step.tasks):
         if task.kind is Kind.BACKWARD:

@@ -1,4 +1,4 @@
-"""What a step has loaded before it is called: when it begins, what it takes, and when it is freed again."""
+"""Prefetched loads: when they begin, what they need, and when they are freed."""
 
 import gc
 import time
@@ -63,7 +63,7 @@ def test_loads_begin_while_the_step_before_is_in_its_backward():
         last_offload = max(end for task, _, end in tasks if task.step == number and task.lane is Lane.D2H)
         loads = [start for task, start, _ in tasks if task.step == number + 1 and task.kind is Kind.LOAD]
         earlier_s.append(last_offload - min(loads))
-    assert np.median(earlier_s) > 0.04  # three more gradients leave by then, one after the other
+    assert np.median(earlier_s) > 0.04  # by then three more gradients have been offloaded, one after another
     assert len(state.prefetch.copies) == DEPTH // 2
 
 
@@ -173,7 +173,7 @@ def test_nothing_stays_on_the_device_once_the_training_step_is_gone():
     state = state_after(step, params, BATCH, 2)
     assert len(device_arrays()) > before
     del step, state
-    for _ in range(50):  # threads let go of what they have done a little later
+    for _ in range(50):  # threads release finished work a little later
         gc.collect()
         if len(device_arrays()) <= before:
             break

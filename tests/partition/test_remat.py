@@ -1,4 +1,4 @@
-"""What segments keep: policies as in `jax.checkpoint`, and one choice for each segment."""
+"""Values that segments keep: policies as in `jax.checkpoint`, and a choice for each segment."""
 
 import jax
 import jax.numpy as jnp
