@@ -125,7 +125,7 @@ def two_slot_waits(step):
 
 
 def worst_peak_bytes(profile, step, needs):
-    """The most that the step can hold: what each backward needs, beside all gradients that it has not waited for."""
+    """The most that the step can hold: each backward's demand plus all gradients that it has not waited for."""
     most, outstanding = int(needs.natural[0]), []
     ended = -1
     for index, task in enumerate(step.tasks):

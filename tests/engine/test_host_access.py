@@ -55,7 +55,7 @@ def run(task, plan=None, optimizer=ADAMW, **options):
     ],
 )
 def plain(request, task):
-    """Training without the library's help: the model, the dtype that it computes in, and what comes of it."""
+    """Training without the library: the model, its compute dtype, and the results."""
     dtype = request.param
     task = task if dtype is None else models.adapters(depth=2)
     return task, dtype, trained(task, ADAMW, STEPS, transport="device_put", compute_dtype=dtype)

@@ -199,7 +199,7 @@ class TestMarks(MarkSuite):
             jax.block_until_ready(operations.mark(token, array, queue=1))
             is_queued = library.emulation_num_queued() > 0
             [(_, end_s)] = marks.read_marks([token.unsafe_buffer_pointer()], [0])
-            # Reading the clocks may let other queues go on, but not before the event was asked for.
+            # Reading the clocks may advance other queues, but only after the event was queried.
             late += is_queued and math.isnan(end_s)
             operations.wait(array)
             [(_, end_s)] = self.read(marks, (token, 0))
