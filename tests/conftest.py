@@ -1,4 +1,4 @@
-"""What holds for every test: JAX runs on the CPU, and hypothesis tries the same cases each time."""
+"""Settings for all tests: JAX runs on the CPU, and hypothesis is deterministic."""
 
 import atexit
 import os
@@ -10,7 +10,7 @@ import tempfile
 
 import hypothesis
 
-# What compiles for a GPU lies beside the environment (tools/gpu-packages); last, so that it replaces nothing.
+# Packages that compile for a GPU lie beside the environment (tools/gpu-packages); last, so they replace nothing.
 GPU_PACKAGES = pathlib.Path(sys.prefix) / "gpu-packages"
 if GPU_PACKAGES.is_dir():
     sys.path.append(str(GPU_PACKAGES))
@@ -18,8 +18,8 @@ if GPU_PACKAGES.is_dir():
 # Before any test module imports jax: where a machine has an accelerator, placement is tested without it all the same.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Many tests train the same small models, some in processes of their own: what one has compiled the next one finds. The
-# processes that share the tests share one folder: the first makes it, and the others inherit its name.
+# Many tests train the same small models, some in separate processes, so they share a compilation cache. All processes
+# that share the tests use one folder: the first makes it, and the others inherit its name.
 _CACHE = os.environ.get("JAXFERRY_TESTS_CACHE", "")
 if not _CACHE:
     _CACHE = os.environ["JAXFERRY_TESTS_CACHE"] = tempfile.mkdtemp(prefix="jaxferry-tests-")
@@ -27,13 +27,12 @@ if not _CACHE:
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Most of a test's time is tracing and lowering, and a quarter of that goes into saying which line an operation is from.
+# Most of a test's time is tracing and lowering; a quarter of that would record the source line of each operation.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-# What tests measure is no measurement, and no business of the user's own cache.
+# Timings in tests are not measurements and must not enter the user's cache.
 os.environ["JAXFERRY_CACHE_DIR"] = os.path.join(_CACHE, f"jaxferry-{os.getpid()}")
 
-# A shell gives what it runs in the background a SIGINT that is ignored, and so do its children: no test would be
-# interrupted.
+# A shell's background jobs and their children ignore SIGINT; tests of interrupts need Python's default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -42,10 +41,10 @@ hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max
 
 
 def pytest_configure(config):
-    """More examples of one property are repetitions: they are left to runs that have the slow tests too."""
+    """Leaves repetitions, that is further examples of one property, to runs that include the slow tests."""
     hypothesis.settings.load_profile("few" if "not slow" in config.option.markexpr else "deterministic")
 
 
 def pytest_make_parametrize_id(val):
-    """Functions are named, not addressed: processes that share the tests among them must agree on the names."""
+    """Names functions without addresses: processes that share the tests must agree on the names."""
     return getattr(val, "__name__", None) if callable(val) else None

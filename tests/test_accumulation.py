@@ -213,7 +213,7 @@ def test_micro_batches_may_differ_in_shape_so_that_a_lookup_is_dense_in_some(len
     ],
 )
 def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_add_up_gradients(gpt, monkeypatch, order):
-    """On the device, in host memory by programs, or there since the device has no room."""
+    """Plans that sum on the device, by programs in host memory, or in host memory for lack of room."""
     rows = {"d": [0, 1], "h": [1], "n": [1, 0, 1]}
     whole = {name: jax.tree.map(lambda leaf, of=of: np.asarray(leaf)[of], gpt.batch) for name, of in rows.items()}
     places = {"d": GradientPlace.DEVICE, "h": GradientPlace.HOST, "n": GradientPlace.DEVICE}

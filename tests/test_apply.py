@@ -1,4 +1,4 @@
-"""Forwards without a backward: `step.apply` and `step.evaluate` against plain `jit`, under memory budgets."""
+"""Evaluation: `step.apply` and `step.evaluate` against plain `jit`, under memory budgets."""
 
 import itertools
 import signal
@@ -31,7 +31,7 @@ def logits_fn(params, tokens):
 
 
 def everything(params, batch, scale, train=False):
-    """A tree of whatever a function may return: of parameters, of the batch alone, a parameter, a constant."""
+    """A tree of everything a function may return: values of parameters or of the batch, a parameter, a constant."""
     logits = logits_fn(params, batch["tokens"])
     return {
         "last": logits[:, -1] * scale,
@@ -106,7 +106,7 @@ def test_a_function_is_traced_once_for_each_structure_of_its_arguments(gpt):
     state, _ = step(state, gpt.batch)
     changed = float(step.apply(state, function, gpt.batch, scale=1.0))
     assert changed != first
-    assert traced == [gpt.batch.shape] * 2  # the layers of the first training step took the place of its own
+    assert traced == [gpt.batch.shape] * 2  # the first training step's layers replaced its own
     step.apply(state, function, gpt.batch[:1])
     step.apply(state, function, gpt.batch)
     assert len(traced) == 4
@@ -160,7 +160,7 @@ class Watch:
 
 
 def narrow(params, tokens):
-    """A model with a large table, of which a few rows are looked up."""
+    """A model with a large table that looks up a few rows."""
     x = params["table"][tokens]
     for block in params["blocks"]:
         x = x + jax.nn.relu(x @ block["up"]["kernel"]) @ block["down"]["kernel"]

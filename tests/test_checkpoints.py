@@ -1,4 +1,4 @@
-"""Checkpoints that are odd, damaged, or interrupted while they are written."""
+"""Unusual and damaged checkpoints, and interrupts during writes."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Which plan a training step gets from a policy."""
+"""The plans that training steps receive from policies."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def parts():
 
 @pytest.mark.parametrize("policy", ["auto", "exact", "memferry"])
 def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy):
-    """The engine counts for itself afterwards; a plan for a device without limits would be far from fitting."""
+    """The engine counts bytes itself afterwards; a plan without a memory limit would be far from fitting."""
     profile = estimate_profile(partition_costs(parts, "none"), MACHINES["h200-pcie5"])
     with pytest.raises(BudgetError) as caught:
         make_plan(profile, policy, memory_budget_bytes=1)
@@ -56,7 +56,7 @@ NUM_LAYERS = 16
 
 
 def busy_profile(compute_s=1.0, load_s=0.9, offload_s=0.7, update_s=0.9):
-    """Equal layers whose lanes are nearly equally busy; arguments are of all layers together."""
+    """Equal layers whose lanes are nearly equally busy; arguments are totals over all layers."""
     layer = LayerProfile(
         name="layer",
         param_bytes=1000,

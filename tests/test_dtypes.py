@@ -1,4 +1,4 @@
-"""Parameters of several dtypes in one tree: each is seen in its own, all are updated in fp32."""
+"""Parameters of several dtypes in one tree: the loss sees each in its own; updates are in fp32."""
 
 import itertools
 import os
@@ -57,7 +57,7 @@ def task(is_half):
 
 
 def plain_loop(task, optimizer, num_steps):
-    """Plain Optax on fp32 masters: the loss is given a copy in the model's dtypes."""
+    """Plain Optax on fp32 masters; the loss receives a copy in the model's dtypes."""
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, task.params)
 
     @jax.jit

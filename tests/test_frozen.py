@@ -215,7 +215,7 @@ def test_every_plan_and_transport_has_the_same_bits(task, dtype, accumulate):
 
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_an_engine_that_only_issues_its_work_has_the_same_bits(task, transport, monkeypatch):
-    """As on an accelerator, whose pinned memory the optimizer does not reach."""
+    """As on an accelerator, whose pinned memory the optimizer cannot access."""
 
     def run(plan):
         step = jaxferry.train_step(

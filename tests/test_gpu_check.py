@@ -1,4 +1,4 @@
-"""What of benchmarks/gpu needs no GPU: how it builds, what it concludes, and how it fails without one."""
+"""The parts of benchmarks/gpu that need no GPU: builds, conclusions, and failure without a GPU."""
 
 import json
 import os

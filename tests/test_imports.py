@@ -10,9 +10,8 @@ import jaxferry.errors
 
 ROOT = Path(jaxferry.errors.__file__).parent
 
-# Lowest first; a module belongs to the longest name that it starts with. What plans are (records) lies below the
-# schedule that is made from them; who makes them (the policies, and planning, which asks them all) lies above the
-# simulator that judges them.
+# Lowest first; a module belongs to the longest name that it starts with. Plan records lie below the schedule that is
+# made from them. Planners (the policies, and `planning`, which calls them) lie above the simulator that judges plans.
 LAYERS = (
     ("errors",),
     ("units", "modes"),
@@ -87,7 +86,7 @@ def import_graph(root):
 
 
 def with_packages(graph):
-    """Adds what Python runs besides: importing a.b runs a, unless one is in a already. The root is left out."""
+    """Adds parent packages: importing a.b runs a, unless the importer is in a. Leaves out the root."""
     return {
         name: {
             part
@@ -115,7 +114,7 @@ def layer_of(name):
 
 
 def upward_imports(graph):
-    """Pairs of modules of which the first imports the second from a higher layer."""
+    """Pairs of modules; the first imports the second from a higher layer."""
     pairs = [(name, target) for name, targets in graph.items() for target in targets]
     return [(name, target) for name, target in pairs if RANKS[layer_of(name)] < RANKS[layer_of(target)]]
 

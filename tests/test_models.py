@@ -14,8 +14,7 @@ from tolerances import LOSS_RTOL
 ROOT = Path(__file__).parent.parent
 model_table = importlib.import_module("benchmarks.model_table")
 
-# Segments and programs: what surrounds the blocks, and one program for all blocks that do the same. How scans and
-# frozen parameters are cut is tested elsewhere.
+# Numbers of segments and programs; equal blocks share one program. Other tests cover scans and frozen parameters.
 EXPECTED = {
     "gpt": (8, 5),
     "nnx_net": (5, 3),

@@ -22,7 +22,7 @@ POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memfe
 
 
 def frozen_lookup():
-    """A table that is looked up and not trained: rows, a frozen group, and a layer without a backward."""
+    """A model that only looks up its table; freezing the table gives a layer without a backward."""
     generator = np.random.default_rng(0)
     params = {f"l{i}": {"w": generator.normal(size=(16, 16)).astype(np.float32) * 0.1} for i in range(3)}
     params["table"] = {"w": generator.normal(size=(32, 16)).astype(np.float32)}
@@ -101,7 +101,7 @@ def test_so_it_is_within_a_budget_that_the_plan_fits(measured, policy, share, ca
     if made.plan.to_json()["layers"] == plan["layers"] and made.plan.memory_bytes == plan.get("memory_bytes"):
         check(made, plan, path)
     else:
-        # Temporaries, which a profile does not know, have changed the plan. What runs is the plan that it says.
+        # Temporary memory, which a profile does not contain, has changed the plan. `Prepared.plan` is what runs.
         assert policy == "auto" or share == 1.0
         plan = simulate(Profile.load(path), made.plan)
         assert plan.run.schedule == made.schedule

@@ -1,4 +1,4 @@
-"""Arguments of `train_step` that are not acceptable: one line that names the argument and its value."""
+"""Invalid arguments of `train_step`: errors are one line with the argument and its value."""
 
 import jax
 import jax.numpy as jnp

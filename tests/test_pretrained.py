@@ -1,4 +1,4 @@
-"""Safetensors files read into host layers: values, names, errors, and the memory that it takes."""
+"""Safetensors files read into host layers: values, names, errors and memory use."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Training models that scan over their layers: as plain Optax does, by layer, under every plan."""
+"""Models that scan over their layers train like plain Optax, layer by layer, under every plan."""
 
 import warnings
 
@@ -70,7 +70,7 @@ def lax():
 
 
 def whole(task):
-    """The same loss so that nothing can be cut by layer."""
+    """The same loss in a form that cannot be cut by layer."""
 
     def loss_fn(params, batch):
         return task.loss_fn(params, batch) + 0.0 * sum(jnp.max(leaf) for leaf in jax.tree.leaves(params["blocks"]))

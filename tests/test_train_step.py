@@ -34,7 +34,7 @@ def gpt():
 
 @pytest.fixture(scope="module")
 def whole_gpt():
-    """The same model with more blocks, for what depends on their number."""
+    """The same model with more blocks, for tests that depend on their number."""
     return models.gpt()
 
 

@@ -1,4 +1,4 @@
-"""Runs the command line in this process, and files to run it on."""
+"""Runs the command line in this process; makes its input files."""
 
 import dataclasses
 import shutil
@@ -13,7 +13,7 @@ from profiles import transformer
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a command left behind."""
+    """The result of a command."""
 
     status: int
     out: str
@@ -35,7 +35,7 @@ def jaxferry(capsys):
 
 @pytest.fixture
 def refused(jaxferry):
-    """Runs a command that must be refused: status 2, nothing on standard output, one line on standard error."""
+    """Runs a command that must fail: status 2, nothing on standard output, one line on standard error."""
 
     def run(*arguments):
         result = jaxferry(*arguments)

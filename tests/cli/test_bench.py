@@ -21,7 +21,7 @@ SHORT = ("--steps", 4, "--rounds", 2)
 
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory):
-    """Nothing of what is measured here is kept."""
+    """Keeps no measurements of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXFERRY_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -52,7 +52,7 @@ def test_a_bench_holds_measured_and_predicted_steps(bench):
     losses = [row["losses"] for row in document["rows"]]
     assert len(losses[0]) == 4 * 3
     assert losses[0] == losses[1]
-    assert losses[2] == pytest.approx(losses[0], rel=1e-5)  # products in host memory may sum in another order
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)  # products in host memory may be summed in another order
 
 
 def test_a_report_shows_a_bench_again(bench, jaxferry, tmp_path):

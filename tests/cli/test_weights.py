@@ -50,7 +50,7 @@ def profile_file(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def run(*arguments: object) -> str:
-    """Runs the command as one of an application; its errors come out as they are."""
+    """Runs the command within an application; errors propagate."""
     app = typer.Typer()
     weights.register(app)
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)

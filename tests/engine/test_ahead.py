@@ -1,4 +1,4 @@
-"""What a step has loaded before it is called: when it begins, what it takes, and when it is freed again."""
+"""Prefetched loads: when they begin, what they need, and when they are freed."""
 
 import gc
 import time
@@ -35,9 +35,9 @@ def perceptron():
     return loss_fn, params
 
 
-def made(modes=(Mode.DHA,) * (DEPTH // 2) + (Mode.GFGB,) * (DEPTH // 2), **options):
+def made(modes=(Mode.DHA,) * (DEPTH // 2) + (Mode.GFGB,) * (DEPTH // 2), gradient=GradientPlace.DEVICE, **options):
     loss_fn, params = perceptron()
-    layers = (LayerPlan(name, mode, GradientPlace.DEVICE) for name, mode in zip(params, modes, strict=True))
+    layers = (LayerPlan(name, mode, gradient) for name, mode in zip(params, modes, strict=True))
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=Plan("any", 1.0, tuple(layers)), **options)
     return step, params
 
@@ -63,7 +63,7 @@ def test_loads_begin_while_the_step_before_is_in_its_backward():
         last_offload = max(end for task, _, end in tasks if task.step == number and task.lane is Lane.D2H)
         loads = [start for task, start, _ in tasks if task.step == number + 1 and task.kind is Kind.LOAD]
         earlier_s.append(last_offload - min(loads))
-    assert np.median(earlier_s) > 0.04  # three more gradients leave by then, one after the other
+    assert np.median(earlier_s) > 0.04  # by then three more gradients have been offloaded, one after another
     assert len(state.prefetch.copies) == DEPTH // 2
 
 
@@ -143,13 +143,14 @@ def test_a_load_that_fails_ahead_is_tried_again_when_its_step_is_called(monkeypa
 
 
 def test_no_more_is_loaded_ahead_than_fits_into_the_budget():
-    free, params = made()
+    """Gradients on the device would leave their room to what is loaded ahead, so here none is."""
+    free, params = made(gradient=GradientPlace.HOST)
     free.init(params)
     prepared = free.prepare(BATCH)
     assert len(prepared.runner.runnable.loads_ahead) == DEPTH // 2
     numbers = []
     for budget in range(prepared.peak.total - LOADED_BYTES, prepared.peak.total + 1, LOADED_BYTES // 6):
-        step, _ = made(memory_budget=budget)
+        step, _ = made(gradient=GradientPlace.HOST, memory_budget=budget)
         step.init(params)
         found = step.prepare(BATCH)
         numbers.append(len(found.runner.runnable.loads_ahead))
@@ -173,7 +174,7 @@ def test_nothing_stays_on_the_device_once_the_training_step_is_gone():
     state = state_after(step, params, BATCH, 2)
     assert len(device_arrays()) > before
     del step, state
-    for _ in range(50):  # threads let go of what they have done a little later
+    for _ in range(50):  # threads release finished work a little later
         gc.collect()
         if len(device_arrays()) <= before:
             break

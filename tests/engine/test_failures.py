@@ -1,4 +1,4 @@
-"""Steps that fail: what becomes of the state, by a callback of the model that really raises and by tasks that do."""
+"""Failing steps and the resulting state: a callback of the model raises, or a task raises."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_a_callback_that_raises_before_any_update_costs_no_step_and_no_bit(gradi
         with pytest.raises(
             jaxferry.TaskError, match=r"the callback broke.*the state is that before the step"
         ) as caught:
-            for _ in range(2):  # a device may tell of it late
+            for _ in range(2):  # a device may report it late
                 state, metrics = step(state, BATCH)
         assert caught.value.layer in params
         assert_same_bits(state.params, expected[state.step])
@@ -71,7 +71,7 @@ def test_a_callback_that_raises_before_any_update_costs_no_step_and_no_bit(gradi
 
 @pytest.mark.usefixtures("threads")
 def test_the_first_step_of_a_structure_updates_after_all_gradients_so_every_failure_is_rolled_back(tmp_path):
-    """Without clipping, where later steps update layer by layer."""
+    """A step without clipping: later steps update layer by layer."""
     fault = Fault()
     expected = [state_after(*make(Fault()), BATCH, n).params for n in range(3)]
     for at in range(1, 2 * DEPTH + 1):
@@ -89,7 +89,7 @@ def test_the_first_step_of_a_structure_updates_after_all_gradients_so_every_fail
 
 
 class OutOfMemory:
-    """Makes the device fail where more bytes of activations are asked for than it has."""
+    """A backward that runs out of memory on batches of more than `most_rows` rows."""
 
     def __init__(self, most_rows):
         self.most_rows = most_rows
@@ -189,7 +189,7 @@ def test_a_micro_batch_that_fails_is_rolled_back_or_takes_the_state_to_the_last_
             fault.arm(at)
             with pytest.raises(jaxferry.TaskError, match="the callback broke") as caught:
                 step(state, BATCH)
-            # The last forward and its backward are one program, the first one that adds to what there is.
+            # The last forward and its backward are one program, the first that adds to existing sums.
             is_before_all_sums = before == 3 or at < DEPTH or (at <= DEPTH + 1 and sums != "by programs")
             if is_before_all_sums:
                 assert state.step == before and "the state is that before the step" in str(caught.value)

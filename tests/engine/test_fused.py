@@ -51,7 +51,7 @@ def parameters():
 
 
 def gradients_at(step, dtype):
-    """Of every size down to the dtype's subnormal numbers, and some zeros."""
+    """Random gradients of all magnitudes down to the dtype's subnormal numbers, and some zeros."""
     rng = np.random.default_rng(step)
     shapes = jax.tree.map(np.shape, parameters(), is_leaf=lambda x: isinstance(x, np.ndarray))
 
@@ -70,7 +70,7 @@ def layer_of(params, dtype):
 
 @dataclasses.dataclass
 class Updater:
-    """The one unit of the parameters, and its compiled update."""
+    """The single unit of the parameters, and its compiled update."""
 
     optimizer: HostOptimizer
     unit: UpdateGroup
@@ -107,7 +107,7 @@ class Updater:
 
 @pytest.fixture
 def is_fused():
-    """Says whether an optimizer's update is the native operation."""
+    """Whether an optimizer's update is the native operation."""
 
     def check(optimizer):
         updater = Updater.make(optimizer, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The programs of a training step, compiled for an H200 on a machine that has none."""
+"""The programs of a training step, compiled for an H200 on any machine."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ CONFIG = gpt2.Config(num_layers=2, num_heads=4, channels=256, max_length=128, vo
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A partitioned GPT-2 in bfloat16; everything is shapes."""
+    """A partitioned GPT-2 in bfloat16, made of shapes only."""
 
     parts: object
     derivatives: dict
@@ -64,9 +64,9 @@ def model():
 
 @pytest.fixture(scope="module")
 def direct(model):
-    """Every program of a step in which all layers are DHA and all gradients GO, by what it sees."""
+    """Every program of a step in which all layers are DHA and all gradients GO, by its key."""
     with pytest.MonkeyPatch.context() as patch:
-        # The gradients of this small model are below what is computed by panels otherwise.
+        # Lowers the threshold for panels, which this small model's gradients would not reach.
         patch.setattr(host_stores, "FUSED_BYTES", 2**16)
         return {use: model.compile(use) for use in model.uses(Mode.DHA, GradientPlace.HOST)}
 
@@ -148,7 +148,7 @@ def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
     for tokens in ((), (token,)):
         executable = compile_lowered(lower_traced(program.trace(*arguments, *tokens), "cuda"))
         stats = executable.get_compiled_memory_stats()
-        # A table of the results' addresses is all that there may be.
+        # Only a table of the results' addresses may remain.
         assert stats.temp_size_in_bytes < 1024 and stats.host_temp_size_in_bytes == 0
         assert not {i.opcode for i in instructions(executable)} & {"copy", "copy-start", "fusion"}
         found[len(tokens)] = [i.target for i in instructions(executable) if i.opcode == "custom-call"]

@@ -37,7 +37,7 @@ def task():
 
 
 def with_gradients(plan, places):
-    """The plan with its gradients in these places in turn."""
+    """The plan with these gradient places in turn."""
     pairs = zip(plan.layers, itertools.cycle(places), strict=False)
     return dataclasses.replace(plan, layers=tuple(dataclasses.replace(p, gradient=place) for p, place in pairs))
 
@@ -55,7 +55,7 @@ def run(task, plan=None, optimizer=ADAMW, **options):
     ],
 )
 def plain(request, task):
-    """Training without the library's help: the model, the dtype that it computes in, and what comes of it."""
+    """Training without the library: the model, its compute dtype, and the results."""
     dtype = request.param
     task = task if dtype is None else models.adapters(depth=2)
     return task, dtype, trained(task, ADAMW, STEPS, transport="device_put", compute_dtype=dtype)
@@ -189,12 +189,12 @@ def test_program_keys_name_one_place_for_each_read_and_write(task):
     layers = zip(names, modes, places, strict=True)
     uses = program_keys(parts, derivatives, Plan("any", 1.0, tuple(LayerPlan(*layer) for layer in layers)))
     last = len(names) - 1
-    # The lookup is done in host memory, the head of the same table on its copy; rows of the lookup are stored alone.
+    # The lookup reads host memory, the head reads its copy of the same table; the lookup stores only rows.
     assert (names[0], names[last]) == ("wte", "wte#2")
     assert (uses[0].reads, uses[last].reads) == (Source.HOST, Source.DEVICE)
     assert (uses[last].kind, uses[last].writes) == (ProgramKind.LOSS, Target.HOST)
     assert uses[2 * last].writes is Target.DEVICE
-    # DFGB reads host memory in the forward, its copy in the backward.
+    # DFGB reads host memory in the forward and its copy in the backward.
     assert (uses[block].reads, uses[2 * last - block].reads) == (Source.HOST, Source.DEVICE)
     assert uses[2 * last - block].writes is Target.HOST
 
@@ -218,7 +218,7 @@ def test_an_unknown_transport_is_named(task):
 
 @pytest.fixture(scope="module")
 def reloading(task):
-    """A step that loads every layer twice, and what four of its steps give."""
+    """A step that loads every layer twice, and the results of four such steps."""
     step = jaxferry.train_step(task.loss_fn, ADAMW, plan=plan_of(task, [Mode.RELOAD]))
     state, losses = train(step, task, 4)
     return step, state.params, losses
@@ -247,7 +247,7 @@ def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloa
         monkeypatch.setattr(transport, "load", original)
         state.block_until_ready()
         assert transport.device_bytes == 0 and not transport.in_flight
-        # A lane's thread loads: this one may be told only once it has committed the step.
+        # A lane's thread loads: this thread may learn of it only after it has committed the step.
         done, others = state.step, []
         for _ in range(done, 4):
             state, metrics = step(state, task.batch)
@@ -271,7 +271,7 @@ def test_states_and_steps_may_be_forgotten_while_copies_are_under_way(modes, tas
             value = step.evaluate(state, task.batch)
             del step, state
             gc.collect()
-            junk = [np.full(2**15, np.nan, np.float32) for _ in range(64)]  # takes whatever memory was freed
+            junk = [np.full(2**15, np.nan, np.float32) for _ in range(64)]  # reuses any freed memory
             assert float(metrics["loss"]) == losses[0]
             np.testing.assert_allclose(float(value), losses[1], rtol=1e-6)
             del junk

@@ -46,7 +46,7 @@ def gpt():
 
 @pytest.fixture(scope="module")
 def net():
-    """Less to trace than a transformer, with matrices, vectors and a table as well."""
+    """Faster to trace than a transformer, but also has matrices, vectors and a table."""
     return models.adapters(depth=2)
 
 

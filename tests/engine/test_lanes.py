@@ -1,4 +1,4 @@
-"""The threads that run task lists: what starts when, what happens to failures, how close they come to the simulator."""
+"""The threads that run task lists: start times, failures, agreement with the simulator."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ TOGETHER = [(Lane.H2D, Lane.D2H, Lane.GPU), (Lane.HOST,)]
 
 
 def chain(lanes, schedule, num_steps, action):
-    """Runs steps one after the other as the engine does, each begun ahead; returns all of them."""
+    """Runs consecutive steps as the engine does, each with prefetched loads; returns all of them."""
     tasks, loads = TaskList(schedule), leading_loads(schedule)
     works = [lanes.make(tasks, functools.partial(action, 0))]
     for step in range(num_steps):
@@ -84,7 +84,7 @@ def test_the_host_takes_the_update_that_is_needed_first():
         return True
 
     chain(Lanes(), schedule, 1, action)
-    assert order[0] == 5  # the only one that could start
+    assert order[0] == 5  # the only one that can start
     assert order[1:] == [0, 1, 2, 3, 4]
 
 
@@ -119,7 +119,7 @@ def test_loads_of_the_next_step_start_before_it_is_submitted_once_their_updates_
     for load in loads:
         [update] = schedule.tasks[load].after_previous
         assert work.ends_s[update] <= ahead.starts_s[load]
-    # The layers behind are updated first, and loaded while those before them are still in their backward.
+    # Later layers are updated first, and loaded while earlier ones are still in their backward.
     assert ahead.ends_s[loads[0]] < work.starts_s[last_backward]
     assert not ahead.is_over()
     rest = []
@@ -219,7 +219,7 @@ def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
 
 
 def test_no_sleeping_task_ends_before_the_simulator_says():
-    """In a fixed order of updates, other processes can only make tasks later. How much: `benchmarks/overlap.py`."""
+    """With a fixed order of updates, load from other processes only delays tasks: see `benchmarks/overlap.py`."""
     profile, num_steps = transformer(16), 4
     schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 16), order=UpdateOrder.BACKWARD)
     scale = 0.6 / machine.steady_step_s(schedule)

@@ -1,4 +1,4 @@
-"""What lies on the device during a step, counted from JAX's own list of live arrays."""
+"""Device memory during a step, counted from JAX's own list of live arrays."""
 
 import itertools
 
@@ -44,7 +44,7 @@ def test_all_gfgb_holds_the_whole_model_at_the_end_of_the_forward(gpt, monkeypat
 )
 def test_live_bytes_stay_under_the_predicted_peak_and_come_near_it(gpt, monkeypatch, modes):
     emulator = library("cpu")
-    emulator.set_bandwidth("store", 1e7)  # so slow that gradients wait on the device for as long as they may
+    emulator.set_bandwidth("store", 1e7)  # slow, so that gradients stay on the device as long as they may
     try:
         watch, metrics, prepared, _ = watched_steps(gpt, monkeypatch, plan=plan_of(gpt, modes))
     finally:
@@ -96,7 +96,7 @@ def test_nothing_is_left_on_the_device_after_a_step(gpt):
     ],
 )
 def test_direct_host_access_is_given_up_where_only_its_temporaries_do_not_fit(gpt, budget, expected):
-    """Counted bytes as they might be: a DHA segment costs more than one that is loaded twice."""
+    """Fake byte counts in which a DHA segment needs more memory than one that is loaded twice."""
     cost = {Mode.DHA: 30, Mode.GFGB: 20, Mode.RELOAD: 10}
 
     def peak_of(plan):

@@ -38,7 +38,7 @@ MOVES = (Kind.SAVE, Kind.FETCH)
 
 @functools.cache
 def gpt():
-    """A model whose activations are large beside its layers."""
+    """A model whose activations are large relative to its layers."""
     task = models.gpt(depth=4)
     return dataclasses.replace(task, batch=jax.random.randint(jax.random.key(1), (8, 33), 0, 128))
 
@@ -50,7 +50,7 @@ def plan(*modes):
 
 @functools.cache
 def expected(remat, accumulate=1):
-    """What a step gives that keeps everything on the device."""
+    """The results of a step that keeps everything on the device."""
     step = jaxferry.train_step(gpt().loss_fn, optax.adamw(1e-3), remat=REMATS[remat], accumulate=accumulate)
     state, losses = train(step, gpt(), 3 * accumulate)
     return state.params, losses
@@ -96,7 +96,7 @@ def test_no_bit_changes_under_other_modes_and_transports(modes, transport):
 
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_no_bit_changes_with_direct_host_access(transport):
-    """Its products are summed in another order, so it is compared with itself."""
+    """DHA products are summed in another order, so these steps are compared with each other."""
     options = {"plan": plan(Mode.DHA, Mode.DFGB, Mode.GFGB), "transport": transport, "remat": "full"}
     runs = [
         train(step, gpt(), 2)
@@ -158,7 +158,7 @@ def moves_of(program):
 
 
 def watched(monkeypatch, slow_s=0.0, **options):
-    """Steps whose moves take so long; they are counted as loads are."""
+    """Steps whose saves and fetches take this long; they are counted like loads."""
     watches = []
 
     def slow(move, *args):
@@ -188,7 +188,7 @@ def test_live_bytes_stay_under_the_predicted_peak_and_below_those_without(remat,
 
 
 def perceptron(depth, rows=64, width=16):
-    """Narrow layers under large activations."""
+    """A perceptron whose activations are large relative to its layers."""
     params = {f"l{i:02}": {"w": np.full((width, width), 0.01, np.float32)} for i in range(depth)}
 
     def loss_fn(params, x):
@@ -258,7 +258,7 @@ def test_a_value_that_many_segments_read_stays_until_the_last_of_them():
 
 
 def test_values_of_layers_without_a_backward_do_not_move():
-    """A low-rank model in small: what lies before the first trained layer is read by no backward."""
+    """A small low-rank model: no backward reads values before the first trained layer."""
     options = {"trainable": lambda path: "h_1" in path or "h_3" in path, "remat": "full"}
     runs = []
     for moves in (False, True):
@@ -288,7 +288,7 @@ def test_small_values_keys_and_what_is_read_soon_stay():
 
 
 def moving(profile, plan, sizes=None):
-    """The step's tasks where each layer's values leave for host memory and come back."""
+    """The step's tasks if each layer's values are saved and fetched."""
     sizes = (0,) * len(profile.layers) if sizes is None else sizes
     return lowered(profile, plan, save_bytes=sizes, fetch_bytes=sizes)
 
@@ -363,7 +363,7 @@ def make(fault, **options):
         for i in range(DEPTH):
             x = x + faulty(jnp.tanh(x @ params[f"l{i}"]["w"] + params[f"l{i}"]["b"]))
             skip = x if i == 0 else skip
-            x = x + skip if i == 3 else x  # a value that two backwards read, and two forwards
+            x = x + skip if i == 3 else x  # a value that two forwards and two backwards read
         return jnp.mean((x - 1) ** 2)
 
     generator = np.random.default_rng(0)
@@ -390,7 +390,7 @@ def test_a_callback_that_raises_before_any_update_costs_no_bit(threads, remat, m
         state = state_after(step, params, BATCH, 2)
         fault.arm(at)
         with pytest.raises(jaxferry.TaskError, match=r"the callback broke.*the state is that before the step"):
-            for _ in range(2):  # a device may tell of it late
+            for _ in range(2):  # a device may report it late
                 state, _ = step(state, BATCH)
         assert_same_bits(state.params, expected[state.step])
         while state.step < 4:

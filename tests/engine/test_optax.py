@@ -1,4 +1,4 @@
-"""Optimizers as users write them: run layer by layer and overlapped, or jointly with a warning; the same either way."""
+"""Optimizers as users write them, run layer by layer or jointly with a warning: the results are the same."""
 
 import functools
 import warnings
@@ -22,7 +22,7 @@ SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, NUM_STEPS)
 
 
 def each(function):
-    """A tree of what a function says of the path and the shape of each parameter."""
+    """Maps a function of path and shape over a tree of parameters."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(path[0].key, leaf.ndim), TASK.params)
 
 
@@ -31,7 +31,7 @@ class AverageState(NamedTuple):
 
 
 def average_of_params(decay):
-    """Keeps an exponential moving average of the parameters, as the last of a chain; updates pass through."""
+    """Keeps an exponential moving average of the parameters at the end of a chain; leaves updates unchanged."""
 
     def init(params):
         return AverageState(jax.tree.map(jnp.asarray, params))
@@ -130,7 +130,7 @@ def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
 
 
 def test_lookahead_is_trained_on_its_pair_of_parameters():
-    """Its update takes gradients of the fast parameters alone, so a loop of one tree needs these three lines."""
+    """Lookahead's update takes gradients of the fast parameters only, so a loop over one tree needs a wrapper."""
     ahead = optax.lookahead(optax.sgd(0.1), sync_period=3, slow_step_size=0.5)
     optimizer = optax.GradientTransformation(
         ahead.init, lambda gradients, state, params: ahead.update(gradients.fast, state, params)

@@ -1,4 +1,4 @@
-"""Transports that the collector takes while their copies are under way."""
+"""Transports that are garbage-collected while their copies are in flight."""
 
 import subprocess
 import sys

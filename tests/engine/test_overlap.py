@@ -1,4 +1,4 @@
-"""Steps that overlap: whatever the plan, the sizes and the delays, the bits are those of one task after the other."""
+"""Overlapping steps are bit-identical to sequential tasks under any plan, sizes and delays."""
 
 import itertools
 import pathlib
@@ -29,7 +29,7 @@ from watched import has_not_grown, settled_arrays
 
 
 def network(draw):
-    """A multi-layer perceptron with random sizes, whose first table is used again at the end."""
+    """A multi-layer perceptron of random sizes that uses its first table again at the end."""
     widths = [draw.randint(3, 40) for _ in range(draw.randint(2, 5))]
     generator = np.random.default_rng(draw.randint(0, 99))
     sizes = [*itertools.pairwise([8, *widths]), (widths[-1], 8)]
@@ -146,7 +146,7 @@ def test_leaving_the_process_waits_for_updates_that_are_under_way():
 
 
 def lookup(draw):
-    """As `network`, with a table that is looked up and nothing else: its gradient leaves as rows."""
+    """Like `network`, with a table that is only looked up: its gradient leaves as rows."""
     _, params, batch = network(draw)
 
     def loss_fn(params, tokens):
@@ -160,7 +160,7 @@ def lookup(draw):
 @pytest.mark.parametrize("make", [network, pytest.param(lookup, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, monkeypatch):
-    """A soak in short; `benchmarks/soak.py` takes 2,000 steps and counts the host's memory as well."""
+    """A short soak test; `benchmarks/soak.py` takes 2,000 steps and measures host memory too."""
     if threads != "lanes":
         monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     loss_fn, params, batch = make(random.Random(1))
@@ -171,7 +171,7 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
 
     def live():
         state.block_until_ready()
-        # Those that see when copies end begin when they are needed, up to a limit.
+        # Threads that wait for copies start on demand, up to a limit.
         threads = [thread for thread in threading.enumerate() if not thread.name.startswith("jaxferry marks")]
         return settled_arrays(), len(threads)
 
@@ -182,7 +182,7 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
         state, _ = step(state, batch)
     after, num_threads_after = live()
     assert has_not_grown(before, after), (before, after)
-    assert num_threads_after <= num_threads  # those of other tests may end meanwhile
+    assert num_threads_after <= num_threads  # threads of other tests may end meanwhile
 
 
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
@@ -281,7 +281,7 @@ def test_a_failure_of_one_state_leaves_the_copies_of_another_alone(monkeypatch):
 
 @pytest.mark.parametrize("place", list(GradientPlace))
 def test_clipping_has_the_same_bits_wherever_gradients_are_written(place):
-    """The last digit of a norm depends on the program that takes it, so all plans take it by the same."""
+    """All plans use the same norm program, since a norm's last digit depends on the program."""
     rows = []
     for other in (place, GradientPlace.DEVICE):
         draw = random.Random(7)

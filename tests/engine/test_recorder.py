@@ -1,4 +1,4 @@
-"""When tasks really started and ended, where one thread issues them: against the simulator, and the emulated link."""
+"""Recorded task times when one thread issues all tasks, against the simulator and the emulated link."""
 
 import math
 import pathlib
@@ -38,14 +38,14 @@ WIDTH = 256
 @deterministic
 @given(planned(), st.integers(1, 2), st.booleans(), st.randoms(use_true_random=False))
 def test_from_ends_alone_follows_what_the_simulator_says(case, num_steps, knows_programs, draw):
-    """Tasks are issued early, and updates wait for their gradients in their thread: what was issued tells nothing."""
+    """Issue times carry no information: tasks are issued early, and updates wait for gradients in their thread."""
     profile, plan = case
     chain = repeat(lowered(profile, plan) if knows_programs else schedule_step(profile, plan), num_steps)
     truth = machine.run(chain)
     issued, known = [], {}
     host = sorted((s, e) for t, s, e in zip(chain.tasks, truth.starts_s, truth.ends_s, strict=True) if t.lane == "host")
     for index, (task, start, end) in enumerate(zip(chain.tasks, truth.starts_s, truth.ends_s, strict=True)):
-        # Its thread takes an update up once the one before has been done.
+        # Its thread starts an update once the previous one is done.
         free = max((e for s, e in host if (s, e) < (start, end)), default=0.0) if task.lane is Lane.HOST else 0.0
         issued.append(draw.choice([free, start]))
         if task.lane is not Lane.HOST and start < end:
@@ -57,7 +57,7 @@ def test_from_ends_alone_follows_what_the_simulator_says(case, num_steps, knows_
 
 
 class Watched:
-    """Marks without the native library, read by a clock that tests turn."""
+    """Marks without the native library, on a clock that tests control."""
 
     def __init__(self):
         self.now_s = 0.0
@@ -116,7 +116,7 @@ for _ in range(60):
 
 
 def test_arrays_may_be_deleted_while_somebody_waits_for_them():
-    """JAX crashes in nearly every run that waits for the arrays themselves."""
+    """Without copies of the arrays, JAX crashes in nearly every run."""
     root = pathlib.Path(jaxferry.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", DELETING], capture_output=True, text=True, timeout=120, cwd=root)
     assert done.returncode == 0, done.stderr
@@ -205,7 +205,7 @@ def test_marks_start_anew_after_a_failure(monkeypatch):
     state.block_until_ready()
     run = step.recorded()
     check_times(run)
-    # Times of another step would lie elsewhere.
+    # Another step's times would differ.
     spans = [end - start for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)]
     copies = [i for i, task in enumerate(run.schedule.tasks) if task.kind in (Kind.LOAD, Kind.OFFLOAD)]
     assert copies and all(spans[i] > 0 for i in copies)

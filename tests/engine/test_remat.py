@@ -1,4 +1,4 @@
-"""Steps whose segments recompute: memory, bits, and what a memory budget leads to."""
+"""Steps whose segments recompute: memory, bits, and the effect of a memory budget."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-3)
 
 @pytest.fixture(scope="module")
 def gpt():
-    """A model whose activations are large beside its layers."""
+    """A model whose activations are large relative to its layers."""
     return with_large_batch(models.gpt())
 
 
@@ -36,7 +36,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def kept_bytes(gpt):
-    """The most bytes of a step that keeps everything."""
+    """Peak bytes of a step that keeps everything."""
     with pytest.MonkeyPatch.context() as patch:
         return watched_steps(gpt, patch)[0].most
 
@@ -165,7 +165,7 @@ def test_a_measured_profile_says_what_recomputation_costs_where_the_plan_may_cho
     for layer in left.layers:
         if layer.can_recompute:
             assert layer.recompute_activation_bytes < layer.activation_bytes
-    # How much longer these tiny programs take is within what a shared machine adds.
+    # The extra time of these tiny programs is within a shared machine's noise.
     assert all(layer.recompute_s is not None for layer in left.layers if layer.can_recompute)
     assert Profile.from_json(left.to_json()) == left
 

@@ -1,4 +1,4 @@
-"""Updates of parts of stacked parameters are those parts of the update of the whole, as plain Optax does it."""
+"""Updates of parts of stacked parameters equal those parts of plain Optax's whole update."""
 
 import warnings
 
@@ -18,7 +18,7 @@ from planned import assert_same_bits
 
 LENGTH = 3
 SHAPES = {"head": {"bias": (LENGTH, 4)}, "layers": {"kernel": (LENGTH, 4, 5), "scale": (5, LENGTH)}}
-"""Of the layers' parameters the one is stacked along its first axis, the other along its last."""
+"""One of the layers' parameters is stacked along its first axis, the other along its last."""
 
 
 def shapes():
@@ -32,7 +32,7 @@ def random(seed):
 
 
 def layers(num_in_a_layer=1):
-    """One layer of what is whole, and the parts in layers of one or of several iterations."""
+    """One layer of whole parameters, and layers that hold parts of one or several iterations."""
     cut = [(1, 0), (2, 1)]
     origins = [(0, None), *((leaf, Part(i, LENGTH, axis)) for leaf, axis in cut for i in range(LENGTH))]
     leaves = jax.tree.leaves(shapes())
@@ -44,7 +44,7 @@ def layers(num_in_a_layer=1):
 
 
 class Run:
-    """An optimizer over the layers, as a state and an executor use it."""
+    """An optimizer over the layers, used as by a state and an executor."""
 
     def __init__(self, optimizer, layers, clip_norm=None):
         self.place, self.layers = make_placement(), layers

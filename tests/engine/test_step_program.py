@@ -1,4 +1,4 @@
-"""The step program: what each instruction knows before the first step, and memory as a fold over the list."""
+"""The step program: facts of each instruction before the first step, and memory as a fold over the list."""
 
 import collections
 import dataclasses
@@ -118,7 +118,7 @@ def test_temporaries_count_where_their_program_runs(parts, derivatives):
 
 
 def test_memory_is_a_fold_that_an_independent_walk_over_values_confirms(parts, derivatives):
-    """DHA and GO leave values, residuals and cotangents alone: counted here value by value from the partition."""
+    """DHA and GO do not change values, residuals or cotangents; this counts them one by one from the partition."""
     program = program_of(parts, derivatives, [Mode.DHA], [GradientPlace.HOST])
     size, last = parts.graph.num_bytes, len(parts.segments) - 1
     alive = {v: size(v) for v in (*parts.graph.batch, *parts.graph.constants, *parts.prelude_outputs)}

@@ -17,7 +17,7 @@ PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(
 
 @pytest.fixture(params=["cpu", "accelerator"])
 def placement(request, monkeypatch):
-    """The two ways of moving data; that of an accelerator works on a CPU as well, with more copies."""
+    """The placements of a CPU and of an accelerator; the latter also works on a CPU, with more copies."""
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: request.param == "cpu"))
     return make_placement()
 

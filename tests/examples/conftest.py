@@ -1,4 +1,4 @@
-"""What the examples' tests train on."""
+"""Data for the examples' tests."""
 
 import random
 

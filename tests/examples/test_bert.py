@@ -25,7 +25,7 @@ SPECIAL = len(data.SPECIAL_TOKENS)
 
 @pytest.fixture(scope="module")
 def params():
-    """Parameters of which none is zero, so that none can be left out unnoticed."""
+    """Parameters without zeros, so that omitting one is noticed."""
     fresh = jax.jit(model.make_init(SMALL))(jax.random.key(0))
     leaves, tree = jax.tree.flatten(fresh)
     rng = np.random.default_rng(2)
@@ -34,7 +34,7 @@ def params():
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """What batches ask of a tokenizer."""
+    """The part of a tokenizer that batches use."""
 
     size: int
 

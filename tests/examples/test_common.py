@@ -1,4 +1,4 @@
-"""examples/common: what the examples' own tests do not come upon."""
+"""examples/common: code that the examples' own tests do not reach."""
 
 import json
 
@@ -15,7 +15,7 @@ from jaxferry.errors import InputError
 
 
 def loss_fn(params, batch):
-    """Pulls a vector to the batch's, and hands on how many batches there were and what they sum up to."""
+    """Pulls a vector towards the batch's; passes on the number and sum of batches so far."""
     error = jnp.square(params["w"] - batch["x"]).mean()
     past = {"count": batch["past"]["count"] + 1, "sum": batch["past"]["sum"] + batch["x"]}
     return error, {"past": past, "largest": jnp.abs(params["w"]).max()}

@@ -34,7 +34,7 @@ CONFIGS = [SMALL, SCALED, ADAPTED]
 
 
 def make_params(config):
-    """Parameters of which none is zero or one, so that none can be left out unnoticed."""
+    """Parameters without zeros and ones, so that omitting one is noticed."""
     leaves, tree = jax.tree.flatten(jax.jit(model.make_init(config))(jax.random.key(0)))
     rng = np.random.default_rng(2)
     return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])

@@ -1,4 +1,4 @@
-"""examples/roberta: what it has of its own beside BERT: its sizes, its sentences, its command line."""
+"""examples/roberta: its differences from BERT: sizes, sentences, command line."""
 
 import math
 
@@ -49,7 +49,7 @@ def test_all_blocks_share_one_program(batches):
 
 
 def test_padding_changes_nothing(batches):
-    """Neither how much of it there is, nor what stands where it is not looked at."""
+    """Neither the amount of padding nor the tokens at masked positions change the loss."""
     params = jax.jit(model.make_init(SMALL))(jax.random.key(0))
     loss_fn = jax.jit(model.make_loss(SMALL))
     batch = batches(0)

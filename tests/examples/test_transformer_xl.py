@@ -24,7 +24,7 @@ B, T, M = 3, 6, 8
 
 @pytest.fixture(scope="module")
 def params():
-    """Parameters of which none is zero, so that none can be left out unnoticed."""
+    """Parameters without zeros, so that omitting one is noticed."""
     fresh = jax.jit(model.make_init(SMALL))(jax.random.key(0))
     leaves, tree = jax.tree.flatten(fresh)
     rng = np.random.default_rng(2)
@@ -99,7 +99,7 @@ def test_logits_and_memory_are_those_of_a_numpy_transformer_xl(length, params):
 
 
 def test_the_memory_reaches_further_back_than_the_segment(params):
-    """What stood two segments ago changes what is expected now."""
+    """A token two segments ago changes the predictions."""
     tokens = np.random.default_rng(4).integers(SMALL.vocab_size, size=(1, 3 * T))
     other = tokens.copy()
     other[0, 1] = (other[0, 1] + 1) % SMALL.vocab_size

@@ -24,7 +24,7 @@ SMALL = dataclasses.replace(model.SIZES["tiny"], num_layers=2, num_heads=2, chan
 
 @pytest.fixture(scope="module")
 def params():
-    """Parameters of which none is zero, so that none can be left out unnoticed."""
+    """Parameters without zeros, so that omitting one is noticed."""
     leaves, tree = jax.tree.flatten(jax.jit(model.make_init(SMALL))(jax.random.key(0)))
     rng = np.random.default_rng(2)
     return jax.tree.unflatten(tree, [leaf + rng.normal(0, 0.1, leaf.shape).astype(np.float32) for leaf in leaves])

@@ -1,4 +1,4 @@
-"""The operations reach nine tenths of the speed of a plain copy of pinned memory, or of what they compute."""
+"""The operations reach nine tenths of the speed of a plain copy of pinned memory, or of their computation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The operations on a real GPU: what holds on the emulated one, at larger sizes too; our declarations of cuBLASLt."""
+"""The operations on a real GPU: the emulated device's tests, also at larger sizes; our declarations of cuBLASLt."""
 
 import ctypes
 import pathlib

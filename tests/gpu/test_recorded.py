@@ -1,4 +1,4 @@
-"""What `step.recorded()` says of a real GPU; needs the package's own libraries (`jaxferry build-native`)."""
+"""`step.recorded()` on a real GPU; needs the package's own libraries (`jaxferry build-native`)."""
 
 import statistics
 import time

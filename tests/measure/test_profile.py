@@ -1,4 +1,4 @@
-"""Measured profiles: whose time is whose, what is measured again, and what is left behind."""
+"""Measured profiles: which time belongs to which layer, caching, and memory left in use."""
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ TIMES = ("load_s", "offload_s", "update_s", "forward_s", "forward_dha_s", *BACKW
 
 
 class Setting:
-    """A partition and everything that measuring it takes."""
+    """A partition and everything needed to measure it."""
 
     def __init__(self, loss_fn, params, batch, optimizer=None, kind="ferry"):
         leaves, tree = jax.tree.flatten(params)
@@ -52,7 +52,7 @@ class Setting:
 
 
 class Table(MeasurementCache):
-    """A cache that knows everything: a number of seconds for each content, the same ones unless told otherwise."""
+    """A cache that answers every content, with the same seconds unless told otherwise."""
 
     def __init__(self, seconds=None):
         super().__init__(None, {})
@@ -103,7 +103,7 @@ def count(monkeypatch):
 
 @pytest.fixture(scope="module")
 def table():
-    """A model whose last segment has the table that the first looks up."""
+    """A model whose last segment uses the table that the first looks up."""
     return Setting(tied, TIED, IDS)
 
 
@@ -147,7 +147,7 @@ def test_equal_segments_have_equal_times(measured):
 
 
 def test_a_layer_that_computes_more_measures_as_slower():
-    """On a machine where a product takes a second, and nothing else any time."""
+    """A machine where a product takes a second and everything else no time."""
 
     class Products(Table):
         def get(self, content):
@@ -267,7 +267,7 @@ def test_nothing_is_left_between_two_measurements():
     setting = stack_of(["a", "b", "c"])
     layer_bytes = 128 * 128 * 4
     gc.collect()
-    gc.disable()  # memory is free at once, not when Python looks for circles
+    gc.disable()  # memory is freed at once, without Python's cycle collector
     before = {id(array) for array in jax.live_arrays()}
     left = []
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """A model to train; equal to itself alone, so that what is made for it can be looked up by it.
+    """A model to train; compared by identity, so that it can be a cache key.
 
     Attributes:
       loss_fn: `loss_fn(params, batch)`.
@@ -132,7 +132,7 @@ def nnx_net(vocab: int = 64, width: int = 16, depth: int = 3) -> Task:
 
 
 def quickly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One program that is compiled in little time: for what is dear to optimise and runs once, as initialisers do."""
+    """Compiles one program without optimisation: for initialisers, which run once and are slow to optimise."""
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
@@ -152,7 +152,7 @@ def initialise_nnx(make: Callable[[], nnx.Module]) -> Any:
 
 
 def stateful_nnx_task(make: Callable[[], nnx.Module], loss_of: Callable[[Any, Any], Any], batch: Any) -> Task:
-    """An NNX model; whatever it holds beside parameters is handed in, and comes back as aux."""
+    """An NNX model; all its state besides parameters is passed in and returned as aux."""
     graph, params, rest = split_nnx(initialise_nnx(make), nnx.Param, ...)
 
     def loss_fn(params: Any, batch: Any) -> tuple[jax.Array, Any]:

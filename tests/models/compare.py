@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What ten steps of AdamW gave.
+    """The results of ten steps of AdamW.
 
     Attributes:
       partition: the segments.
@@ -30,7 +30,7 @@ class Comparison:
       plain_losses: of the plain loop's.
       device_param_bytes_peak: the most bytes of parameters that were on the device at a time.
       param_bytes: those of the whole model in the dtype in which the device sees it.
-      messages: what JaxFerry warned of.
+      messages: JaxFerry's warnings.
     """
 
     partition: Partition
@@ -48,7 +48,7 @@ class Comparison:
 
 
 def compare(task: Task) -> Comparison:
-    """Trains the task both ways; JaxFerry by the policy that needs least memory, every layer loaded twice."""
+    """Trains the task both ways; JaxFerry under the policy with the least memory, which loads every layer twice."""
     optimizer = optax.adamw(LEARNING_RATE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -100,7 +100,7 @@ class NnxResNet(nnx.Module):
 
 
 def nnx_resnet() -> Task:
-    """The NNX ResNet; what `nnx.BatchNorm` has counted comes back as aux."""
+    """The NNX ResNet; the statistics of `nnx.BatchNorm` come back as aux."""
 
     def loss_of(model: Any, batch: Any) -> jax.Array:
         return _classification(model(batch["images"]), batch)
@@ -109,7 +109,7 @@ def nnx_resnet() -> Task:
 
 
 class UNet(nn.Module):
-    """Down, up, and what went down beside what comes up: values alive across many segments."""
+    """A U-Net; its skip connections are values alive across many segments."""
 
     widths: tuple[int, ...] = (8, 16, 32)
 

@@ -1,4 +1,4 @@
-"""Encoder-decoder transformers: what the encoder made is alive until the last cross attention has read it."""
+"""Encoder-decoder transformers: the encoder's output is alive until the last cross attention."""
 
 from __future__ import annotations
 

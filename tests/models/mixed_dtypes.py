@@ -12,7 +12,7 @@ from models import Task, initialise, next_token_loss
 
 
 class MixedBlock(nn.Module):
-    """Products in bfloat16 parameters, norms and biases in float32; what is computed is float32."""
+    """Kernels in bfloat16, norms and biases in float32; computes in float32."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

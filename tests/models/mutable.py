@@ -35,7 +35,7 @@ class Codebook(nn.Module):
 
 
 class QuantizedAutoencoder(nn.Module):
-    """Encoder with spectral norms, codebook, decoder; what it sees last is kept in a memory."""
+    """Encoder with spectral norms, codebook, decoder; a memory keeps the last encoder output."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

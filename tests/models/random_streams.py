@@ -75,7 +75,7 @@ class DropoutNet(nnx.Module):
 
 
 def nnx_dropout() -> Task:
-    """An NNX model that draws from its own `nnx.Rngs`: what they have counted comes back as aux."""
+    """An NNX model that draws from its own `nnx.Rngs`; their counts come back as aux."""
 
     def loss_of(model: Any, batch: Any) -> jax.Array:
         return next_token_loss(model(batch["tokens"][:, :-1]), batch["tokens"])

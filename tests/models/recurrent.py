@@ -38,7 +38,7 @@ def linen_lstm() -> Task:
 
 
 class NnxRecurrent(nnx.Module):
-    """Two LSTMs in a list, whose last state is what the head reads."""
+    """Two LSTMs in a list; the head reads the last state."""
 
     def __init__(self, vocab: int, width: int, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(vocab, width, rngs=rngs)

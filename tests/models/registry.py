@@ -36,7 +36,7 @@ class Model:
     """A model that is compared with plain Optax.
 
     Attributes:
-      name: what it is, as the table shows it.
+      name: its name in the table.
       style: `linen` or `NNX`.
       make: makes the task.
       package: the distribution that its code is from; None for ours.

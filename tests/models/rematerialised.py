@@ -12,7 +12,7 @@ from models import Block, NnxNet, Task, gpt, initialise_nnx, next_token_loss, sp
 
 
 def linen_remat() -> Task:
-    """The GPT-2 with each block under `nn.remat`, which keeps products alone."""
+    """The GPT-2 with each block under `nn.remat`, which keeps only products."""
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return gpt(depth=3, block=nn.remat(Block, static_argnums=(2,), policy=policy))
 

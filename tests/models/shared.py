@@ -72,7 +72,7 @@ def linen_universal_transformer() -> Task:
 
 
 class TiedNet(nnx.Module):
-    """Blocks of which the first half is the second half once more, and a head tied to the table."""
+    """Blocks whose second half repeats the first, and a head tied to the table."""
 
     def __init__(self, vocab: int, width: int, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(vocab, width, rngs=rngs)
@@ -87,7 +87,7 @@ class TiedNet(nnx.Module):
 
 
 def nnx_tied() -> Task:
-    """The NNX model with tied blocks: NNX itself sees to it that each parameter is there once."""
+    """The NNX model with tied blocks; NNX itself stores each parameter once."""
     graph, params = split_nnx(initialise_nnx(lambda: TiedNet(64, 16, nnx.Rngs(0))), nnx.Param)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Compiles programs for an H200 on a machine that has none, to see what XLA makes of them.
+"""Compiles programs for an H200 on any machine, to inspect XLA's result.
 
 It takes the plugin packages jax-cuda13-plugin and jax-cuda13-pjrt in jax's version, and none of CUDA's libraries. The
 topology's devices list no memory spaces, so that no sharding with a memory kind can be made on them: a program is
@@ -49,7 +49,7 @@ class Instruction:
 
     @property
     def target(self):
-        """What a custom call calls, else None."""
+        """The target of a custom call, else None."""
         found = re.search(r'custom_call_target="([^"]+)"', self.text)
         return found[1] if found else None
 
@@ -85,7 +85,7 @@ def compile_for_gpu(fn, *args, out_shardings, donate_argnums=()):
 
 
 def compile_lowered(lowered):
-    """Compiles what was lowered for CUDA for an H200."""
+    """Compiles a program lowered for CUDA, for an H200."""
     topology = _topology()
     options = compiler.get_compile_options(num_replicas=1, num_partitions=1, env_options_overrides=NO_TUNING)
     devices = xla_client.DeviceList(tuple(topology.devices))

@@ -1,4 +1,4 @@
-"""Calls the native operations by their targets, without the package's wrappers, and says what they should do.
+"""Calls the native operations by their targets, without the package's wrappers, and computes reference results.
 
 A platform is the real one, on a GPU, or the CUDA library on an emulated device (`emulated_cuda.py`): both run the same
 tests, `OperationsSuite`.

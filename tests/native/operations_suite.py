@@ -244,7 +244,7 @@ class MarkSuite:
             marks.open_marks(made[-1].unsafe_buffer_pointer(), num_kept)
             return made[-1]
 
-        # Copies of other tests that nobody has marked would else be a part of the first one here.
+        # Otherwise unmarked copies of other tests would belong to the first mark here.
         jax.block_until_ready([operations.mark(operations.token(), queue=queue) for queue in (1, 2)])
         yield make
         for token in made:

@@ -1,11 +1,11 @@
-"""A plugin of pytest for runs under the thread sanitizer, with a native library built for it (tools/sanitize_steps).
+"""A pytest plugin for runs under the thread sanitizer, with a native library built for it (tools/sanitize_steps).
 
-The sanitizer sees neither XLA's own synchronisation nor what XLA computes. So a thread releases, before it does a task,
-what the native library's handlers acquire; and whoever has waited for XLA acquires what handlers have released until
-then (xla_ffi/common/sanitizer.h). All else that orders copies, products in host memory and updates are the engine's own
-locks, which it sees.
+The sanitizer sees neither XLA's synchronisation nor its computations. So before a task a thread makes a release, which
+the native library's handlers acquire. After a wait for XLA, a thread acquires everything that handlers have released
+so far (xla_ffi/common/sanitizer.h). Everything else that orders copies, products in host memory and updates is the
+engine's own locks, which the sanitizer sees.
 
-With JAXFERRY_TEST_CARELESS=1 nobody waits for XLA: there must be reports.
+JAXFERRY_TEST_CARELESS=1 disables waits for XLA: there must be reports.
 """
 
 import ctypes

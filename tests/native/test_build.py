@@ -1,4 +1,4 @@
-"""Building a native library from nothing, and what is said when that fails."""
+"""Builds a native library from scratch, and checks the messages of failed builds."""
 
 import json
 import pathlib

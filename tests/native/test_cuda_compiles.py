@@ -89,7 +89,7 @@ def custom_calls(executable):
 
 
 def check_host_operands(executable):
-    """No copy of a host buffer anywhere, and nothing for the host's processor."""
+    """Checks that no host buffer is copied, and that nothing runs on the host's processor."""
     found = {instruction.name: instruction for instruction in instructions(executable)}
     on_host = [instruction for instruction in found.values() if instruction.is_on_host]
     assert on_host
@@ -190,7 +190,7 @@ class TestProgramsForAnH200:
             assert [found.target for found in custom_calls(executable)] == [f"jaxferry_ferry_{name}", "jaxferry_mark"]
             check_host_operands(executable)
             stats = executable.get_compiled_memory_stats()
-            # A table of the results' addresses is all that there may be.
+            # Only a table of the results' addresses may remain.
             assert stats.temp_size_in_bytes < 64 and stats.host_temp_size_in_bytes == 0
             assert stats.alias_size_in_bytes + stats.host_alias_size_in_bytes >= moved
 

@@ -1,4 +1,4 @@
-"""The CUDA library's own code, kernels and orders of streams, on an emulated device."""
+"""The CUDA library's own code, kernels and stream order, on an emulated device."""
 
 import ctypes
 import math
@@ -109,7 +109,7 @@ class TestProducts(ProductSuite):
 
 
 class TestFailures:
-    """Whichever call of CUDA fails, the operation says so in one line, leaves nothing queued, and works again."""
+    """If any CUDA call fails, the operation reports it in one line, leaves nothing queued, and works again."""
 
     def check(self, library, run, message):
         num_failed = 0
@@ -199,7 +199,7 @@ class TestMarks(MarkSuite):
             jax.block_until_ready(operations.mark(token, array, queue=1))
             is_queued = library.emulation_num_queued() > 0
             [(_, end_s)] = marks.read_marks([token.unsafe_buffer_pointer()], [0])
-            # Reading the clocks may let other queues go on, but not before the event was asked for.
+            # Reading the clocks may advance other queues, but only after the event was queried.
             late += is_queued and math.isnan(end_s)
             operations.wait(array)
             [(_, end_s)] = self.read(marks, (token, 0))
@@ -286,7 +286,7 @@ class TestMarks(MarkSuite):
 
 
 class TestBenchmarks:
-    """That the benchmarks of a real link run; what they find here means nothing."""
+    """The link benchmarks run; their figures mean nothing here."""
 
     def test_each_operation_is_measured(self, bench):
         rates = [bench.matmul(3, False), bench.matmul(3, True, 1), bench.matmul_gradient(2), bench.gather(10)]

@@ -1,4 +1,4 @@
-"""The emulator under operations that read or write host memory themselves: they take as long as their bytes."""
+"""The emulator under operations on host memory: their time is proportional to their bytes."""
 
 import time
 

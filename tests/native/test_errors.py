@@ -1,4 +1,4 @@
-"""What the native operations refuse: one line that names operation, argument and shapes; nothing else happens."""
+"""Invalid calls of native operations: one line with operation, argument and shapes, and no side effects."""
 
 import functools
 

@@ -12,7 +12,7 @@ import pytest
 
 from native_calls import add, ferry_load, load, store, wait
 
-# What is queued is kept alive until it has been copied: a result that nobody holds is memory that XLA gives to others.
+# Tests keep arrays alive until their copies have ended: XLA reuses the memory of unreferenced results.
 
 NUM_BYTES = 1 << 20
 

@@ -73,7 +73,7 @@ def flushed(x):
 
 
 class Rounded:
-    """fp32 numbers whose every operation is rounded, and flushed, by itself."""
+    """fp32 numbers; every operation is rounded and flushed separately."""
 
     def __init__(self, x):
         self.x = flushed(np.asarray(x, np.float32))
@@ -124,7 +124,7 @@ def expected_of(kind, gradient, master, moments, copy, decays=True, numbers=NUMB
 
 
 def assert_same_bits(actual, expected):
-    """But for those of NaN."""
+    """Compares bits, except for those of NaN."""
     for ours, theirs in zip(actual, expected, strict=True):
         are_nan = np.isnan(theirs.astype(np.float32))
         np.testing.assert_array_equal(np.isnan(ours.astype(np.float32)), are_nan)

@@ -1,4 +1,4 @@
-"""Which native libraries are taken, and what is said of the others."""
+"""Which native libraries load, and the messages for the others."""
 
 import os
 import pathlib
@@ -19,7 +19,7 @@ ALL_TARGETS = (*TARGETS, *CPU_TARGETS)
 
 @pytest.fixture
 def fake(tmp_path):
-    """Makes a library that says what it is told to; its operations do nothing."""
+    """Makes a library with given answers; its operations do nothing."""
 
     def make(name="cpu", folder="", platform=None, abi=1, major=None, minor=None, info=None, targets=ALL_TARGETS):
         installed = ffi_version()

@@ -1,4 +1,4 @@
-"""Marks of the CPU's library: what the engine knows of tasks that are only issued, where there is no GPU."""
+"""Marks of the CPU's library: the times of tasks that are only issued, without a GPU."""
 
 import itertools
 import time

@@ -1,4 +1,4 @@
-"""Programs that read parameters in host memory and write gradients there, against the programs that they come from."""
+"""Programs that read parameters and write gradients in host memory, against the original programs."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ OPERATIONS = ("dha_gather", "dha_matmul", "dha_read", "dha_matmul_gradient", "gr
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts operations; each is carried out by its twin."""
+    """Counts operations and runs their twins."""
     counted = collections.Counter()
 
     def count(name, made):
@@ -159,7 +159,7 @@ def test_products_in_every_form_are_done_in_host_memory(name, calls):
     assert calls == {"dha_matmul": len(case.weights)}
 
 
-# What is no product with a stored matrix: the weight is read whole.
+# Not a product with a stored matrix: the weight is read whole.
 OTHERS = {
     "summed dimension in the middle": (lambda w, x: jnp.einsum("bh,dhk->bdk", x, w[0]), [(3, 2, 4)], (5, 2)),
     "batched": (lambda w, x: jnp.einsum("bd,bdk->bk", x, w[0]), [(3, 6, 4)], (3, 6)),

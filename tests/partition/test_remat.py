@@ -1,4 +1,4 @@
-"""What segments keep: policies as in `jax.checkpoint`, and one choice for each segment."""
+"""Values that segments keep: policies as in `jax.checkpoint`, and a choice for each segment."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def test_every_choice_has_the_same_derivative(gpt, policy):
     expected = run(gpt, differentiate(gpt.graph, block_of(gpt)))
     found = run(gpt, differentiate(gpt.graph, block_of(gpt), policy))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        # Some sums cancel, so what rounding leaves is as large as their terms make it.
+        # Some sums cancel, so the tolerance is relative to the largest element.
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * np.abs(other).max(initial=0.0))
 
 

@@ -1,4 +1,4 @@
-"""Scans over layers: cut into one segment an iteration, or left whole with a note that says why."""
+"""Scans over layers: one segment per iteration, or left whole with a note that explains why."""
 
 import io
 
@@ -184,7 +184,7 @@ def test_a_recurrence_over_time_stays_whole():
 
 
 def also(read):
-    """A loss that scans over the blocks and reads them in another way besides."""
+    """A loss that scans over the blocks and also reads them in another way."""
 
     def loss(params, x):
         return jnp.mean(jax.lax.scan(step, x, params["blocks"])[0]) + read(params["blocks"])

@@ -109,7 +109,7 @@ def test_no_budget_is_at_least_as_good_as_any_on_a_long_model_and_as_exact():
 @few
 @given(profiles(max_layers=2))
 def test_no_memory_is_taken_for_nothing(profile):
-    """Of plans that are equally fast the leanest is taken, also without a budget."""
+    """Of equally fast plans, the one with the least memory is taken, also without a budget."""
     size = len(profile.layers)
     modes = np.array(list(itertools.product(range(5), repeat=size)))
     times, peaks = [], []

@@ -1,4 +1,4 @@
-"""The recurrences that searches use say what the simulator says, to the last bit."""
+"""The recurrences of the searches agree with the simulator to the last bit."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""MemFerry's algorithms against slow second writings from the text, and the literal reading by hand."""
+"""MemFerry's algorithms against slow implementations from the text, and the literal reading by hand."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What the cache of measurements gives back, and when it has nothing."""
+"""The cache of measurements: hits and misses."""
 
 import json
 import os

@@ -197,6 +197,6 @@ def test_recomputation_adds_about_a_forward_and_leaves_what_crosses_segments() -
         assert 0.8 * costs[name].forward_flops < again.flops < 1.2 * costs[name].forward_flops
         assert again.activation_bytes < costs[name].activation_bytes
     kept = [again.activation_bytes if (again := c.recomputation) else c.activation_bytes for c in costs.values()]
-    # Of a mixture it is never counted too low, so that of all together may be too high, by less than what it frees.
+    # Counts are never too low for any mixture of recomputing layers, so the sum over all of them may be too high.
     everything, nothing = (sum(c.activation_bytes for c in some.values()) for some in (costs, full))
     assert nothing <= sum(kept) < 0.5 * everything

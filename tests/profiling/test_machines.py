@@ -34,7 +34,7 @@ def test_the_machines_of_the_papers_are_there() -> None:
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_memory_is_faster_than_the_link_and_16_bits_than_32(machine: Machine) -> None:
-    """What every offloading decision rests on; a slip of a power of ten would break it."""
+    """Every offloading decision depends on these figures; an error of a power of ten would break it."""
     assert 10 * machine.link_bytes_per_s < machine.memory_bytes_per_s
     assert machine.float32_flops_per_s < machine.flops_per_s
     assert machine.link_bytes_per_s < machine.host_bytes_per_s < machine.memory_bytes_per_s

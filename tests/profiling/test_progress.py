@@ -1,4 +1,4 @@
-"""The bar is there for people, and for nobody else."""
+"""The progress bar appears only on terminals."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What is timed and what is not: with a clock that the calls themselves advance, and once with real programs."""
+"""What the timers measure: with a clock that the calls advance, and once with real programs."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The simulator agrees with a second one written from the model's text, and with numbers worked out by hand."""
+"""The simulator agrees with a second one written from the model's text, and with figures computed by hand."""
 
 import dataclasses
 import itertools

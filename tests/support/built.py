@@ -1,4 +1,4 @@
-"""What takes a compiler long is built once for all processes that share the tests."""
+"""Builds expensive libraries once for all processes that share the tests."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Models that fail on purpose: a callback that raises in the middle of a program."""
+"""Models that fail on purpose: a callback raises in the middle of a program."""
 
 import time
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Fault:
-    """An identity on the host, in the forward and in the backward, that can be made to raise.
+    """An identity on the host, in forward and backward, that can be made to raise.
 
     Attributes:
       at: which call raises, counted from 1; None for none.

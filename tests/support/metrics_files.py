@@ -1,4 +1,4 @@
-"""What an example's --metrics wrote."""
+"""Reads the file that an example's --metrics wrote."""
 
 import json
 

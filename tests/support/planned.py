@@ -34,7 +34,7 @@ def segment_names(task: Task) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=32)
 def step_of(task: Task, optimizer: optax.GradientTransformation, **options: Any) -> jaxferry.TrainStep:
-    """One step for all that ask for the same. Most of a test's time is tracing, and a step serves many states."""
+    """Caches steps by arguments. Most of a test's time is tracing, and a step serves many states."""
     return jaxferry.train_step(task.loss_fn, optimizer, **options)
 
 
@@ -42,7 +42,7 @@ def step_of(task: Task, optimizer: optax.GradientTransformation, **options: Any)
 def trained(
     task: Task, optimizer: optax.GradientTransformation, num_steps: int, **options: Any
 ) -> tuple[Any, list[float]]:
-    """The parameters and losses after so many steps of a step that others may use too: what tests compare with."""
+    """Reference parameters and losses after this many steps; the training step is shared."""
     state, losses = train(step_of(task, optimizer, **options), task, num_steps)
     return state.params, losses
 

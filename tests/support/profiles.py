@@ -147,7 +147,7 @@ def with_modes(profile, modes, gradients=None, **kwargs):
 
 
 def recomputing(profile, seconds_of_forward=1.0, share=0.25):
-    """The profile, of which every layer but the last may recompute: its forward once more, for a share of the bytes."""
+    """The profile in which every layer except the last may recompute its forward, for a share of the bytes."""
     layers = [
         dataclasses.replace(
             layer,

@@ -1,10 +1,10 @@
-"""What must hold of recorded steps."""
+"""Properties of recorded steps."""
 
 from jaxferry.schedule import Lane
 
 
 def check_times(run):
-    """Everything follows what it waits for, and the lanes of the device their order."""
+    """Checks that each task follows the tasks that it waits for, and that device lanes keep their order."""
     last = {}
     for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
         assert 0 <= start <= end, task

@@ -12,12 +12,12 @@ from jaxferry.engine.step import StepContext
 
 
 def transport_of(step, batch):
-    """What moves the groups of a prepared step."""
+    """The transport of a prepared step."""
     return step.prepare(batch).runner.runnable.resources.transport
 
 
 def with_sums_in_host_memory(prepared):
-    """Lets a prepared step add up no gradients on the device."""
+    """Makes a prepared step sum no gradients on the device."""
     runner = prepared.runner
     program = runner.runnable.program.with_sums_of(frozenset())
     runner.runnable = dataclasses.replace(runner.runnable, program=program)
@@ -26,7 +26,7 @@ def with_sums_in_host_memory(prepared):
 
 
 def delay(monkeypatch, draw, longest_s):
-    """Makes each task of every step take up to so much longer."""
+    """Delays each task of every step by up to this much."""
 
     def slowed(function):
         def slow(*args):

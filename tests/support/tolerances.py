@@ -1,4 +1,4 @@
-"""How near results must come where they cannot be the same bits, in one place."""
+"""Tolerances for results that cannot be bit-identical, in one place."""
 
 LOSS_RTOL = 1e-5
 """fp32 losses against a plain jitted Optax loop (DESIGN: exact numerics)."""

@@ -1,4 +1,4 @@
-"""Steps during which device memory is counted, from JAX's own list of live arrays."""
+"""Counts device memory during steps, from JAX's own list of live arrays."""
 
 import gc
 import itertools
@@ -31,7 +31,7 @@ def settled_arrays():
 
 
 def has_not_grown(before, after):
-    """Whether there are no more arrays, and no more bytes; fewer, where those of an earlier test went meanwhile."""
+    """Whether arrays and bytes have not increased; they may decrease as earlier tests' arrays are freed."""
     return all(a <= b for a, b in zip(after, before, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The MILP against the formulation of the paper, spelled out and solved by trying all binaries."""
+"""The MILP against the paper's formulation, written out and solved by enumerating all binaries."""
 
 import dataclasses
 import itertools

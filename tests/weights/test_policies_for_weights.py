@@ -94,7 +94,7 @@ def test_no_selection_at_all_beats_the_bound(instance: Instance) -> None:
 
 
 def _fits(instance: Instance, choices: tuple[Choice, ...]) -> bool:
-    """Whether every operation fits once the chosen weights are away: section 3, spelled out."""
+    """Whether every operation fits once the chosen weights are offloaded: section 3, written out."""
     for now in range(instance.num_layers):
         away = {c.layer for c in choices if (c.layer < now if c.before_backward else c.layer > now)}
         others = sum(w for k, w in enumerate(instance.weights) if k != now and k not in away)

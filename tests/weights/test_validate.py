@@ -1,4 +1,4 @@
-"""The validator refuses what breaks each single rule: a schedule that it accepts, with one thing changed."""
+"""The validator rejects a violation of each single rule: an accepted schedule with one change."""
 
 import dataclasses
 
