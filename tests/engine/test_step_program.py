@@ -8,7 +8,7 @@ import random
 import pytest
 
 import models
-from jaxferry.engine import Operation, derivatives_of, loads_ahead, lower, peak_bytes
+from jaxferry.engine import Operation, Peak, derivatives_of, loads_ahead, lower, peak_bytes
 from jaxferry.engine.facts import with_program_facts, without_times
 from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.modes import GradientPlace, Mode
@@ -160,6 +160,16 @@ def test_loads_ahead_never_raise_the_peak_and_grow_with_the_budget(parts, deriva
     free = loads_ahead(program, peak_of)
     assert len(free) >= counts[-1]
     assert [program.instructions[i].task.kind for i in free] == [Kind.LOAD] * len(free)
+
+
+def test_as_many_loads_run_ahead_as_the_budget_has_room_for(parts, derivatives):
+    """Counted bytes as they might be: each load ahead takes ten more."""
+    program = program_of(parts, derivatives, [Mode.GFGB])
+    num_loads = len(loads_ahead(program, lambda ahead: Peak(0, 0, 0)))
+    assert num_loads > 4
+    for budget, expected in ((99, 0), (100, 0), (125, 2), (130, 3), (10**6, num_loads), (None, num_loads)):
+        assert len(loads_ahead(program, lambda ahead: Peak(0, 0, 100 + 10 * len(ahead)), budget)) == expected
+    assert len(loads_ahead(program, lambda ahead: Peak(max(len(ahead), 3), 0, 0))) == 3
 
 
 def test_sums_on_the_device_change_nothing_but_which_groups_are_summed(parts, derivatives):
