@@ -183,10 +183,11 @@ class _Transfers:
         for load, last in self._last_use.items():
             for place in range(self._last_program[load] + 1, last + 1):
                 copies[place] += self._bytes_of(load)
-        for load in ahead:
+        first = 0
+        for load in ahead:  # each waits for the one before
             waits = [*self._program.schedule.tasks[load].after_previous]
             waits += [self._last_on_lane[Lane.H2D]] if Lane.H2D in self._last_on_lane else []
-            first = max((self._last_program[earlier] for earlier in waits), default=-1) + 1
+            first = max([first, *(self._last_program[earlier] + 1 for earlier in waits)])
             for place in range(first, self._num_places):
                 copies[place] += self._bytes_of(load)
         return copies
