@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxferry.choice import choose_plan
+from jaxferry.engine import derivatives_of
+from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode
 from jaxferry.partition import partition
@@ -35,10 +37,12 @@ def parts():
 def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy):
     """The engine counts for itself afterwards; a plan for a device without limits would be far from fitting."""
     profile = estimate_profile(partition_costs(parts, "none"), MACHINES["h200-pcie5"])
+    profile = with_program_facts(profile, parts, derivatives_of(parts, "none"))
     with pytest.raises(BudgetError) as caught:
         make_plan(profile, policy, memory_budget_bytes=1)
     plan, _ = choose_plan(
         parts,
+        derivatives_of(parts, "none"),
         plan=None,
         policy=policy,
         profile=profile,
@@ -76,7 +80,7 @@ def busy_profile(compute_s=1.0, load_s=0.9, offload_s=0.7, update_s=0.9):
     return Profile({}, tuple(layers))
 
 
-@pytest.mark.parametrize(("policy", "is_by_need"), [("native-overlapped", True), ("memferry", True), ("auto", False)])
+@pytest.mark.parametrize(("policy", "is_by_need"), [("native-overlapped", True), ("exact", True), ("auto", False)])
 def test_the_host_updates_in_the_order_that_makes_steps_shorter(policy, is_by_need):
     profile = busy_profile()
     plan = make_plan(profile, policy)
