@@ -206,10 +206,8 @@ def test_micro_batches_may_differ_in_shape_so_that_a_lookup_is_dense_in_some(len
     "order",
     [
         "dhd",
-        "hdd",
-        "dnd",
         "nhd",
-        *(pytest.param(order, marks=pytest.mark.slow) for order in ("ddh", "dhh", "hdh", "ddn")),
+        *(pytest.param(order, marks=pytest.mark.slow) for order in ("hdd", "dnd", "ddh", "dhh", "hdh", "ddn")),
     ],
 )
 def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_add_up_gradients(gpt, monkeypatch, order):
@@ -224,7 +222,7 @@ def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_add_up_gr
         for shape in 2 * order:
             plan = plan_of(gpt, [Mode.GFGB], [places[shape]])
             with monkeypatch.context() as patch:
-                patch.setattr("jaxferry.compile.choose_plan", lambda *args, plan=plan, **_: (plan, None))
+                patch.setattr("jaxferry.compile.choose_plan", lambda *args, chosen=plan, **_: (chosen, None))
                 prepared = step.prepare(whole[shape])
             assert prepared.plan.layers == plan.layers
             if shape == "n":

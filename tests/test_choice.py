@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxferry.choice import choose_plan
+from jaxferry.engine import derivatives_of
+from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode
 from jaxferry.partition import partition
@@ -35,10 +37,12 @@ def parts():
 def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy):
     """The engine counts bytes itself afterwards; a plan without a memory limit would be far from fitting."""
     profile = estimate_profile(partition_costs(parts, "none"), MACHINES["h200-pcie5"])
+    profile = with_program_facts(profile, parts, derivatives_of(parts, "none"))
     with pytest.raises(BudgetError) as caught:
         make_plan(profile, policy, memory_budget_bytes=1)
     plan, _ = choose_plan(
         parts,
+        derivatives_of(parts, "none"),
         plan=None,
         policy=policy,
         profile=profile,

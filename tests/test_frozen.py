@@ -465,7 +465,7 @@ def test_lora_of_nnx_is_fine_tuned_in_its_own_tree():
         (lambda path: "nothing" in path, "trainable leaves no parameter to train"),
         (False, "trainable leaves no parameter to train"),
         (lambda path: None, "must say True or False for every parameter, got None for 'block_0/bias/b'"),
-        ({"table": True}, "no tree of booleans that fits the parameters"),
+        ({"table": True}, "not a tree of booleans that matches the parameters"),
         ("lora", "must say True or False"),
     ],
 )

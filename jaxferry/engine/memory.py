@@ -210,10 +210,10 @@ class _Transfers:
         tasks = self._program.schedule.tasks
         copies, more = [0] * self._num_places, [0] * self._num_places
         link = [self._last_on_lane[Lane.H2D]] if Lane.H2D in self._last_on_lane else []
-        arrived = -1
-        for load in ahead:
+        arrived, first = -1, 0
+        for load in ahead:  # each waits for the one before
             updates = tasks[load].after_previous
-            first = max((self._last_program[earlier] for earlier in (*updates, *link)), default=-1) + 1
+            first = max([first, *(self._last_program[earlier] + 1 for earlier in (*updates, *link))])
             offloads = [i for update in updates for i in tasks[update].after if tasks[i].lane is Lane.D2H]
             arrived = max([arrived, *offloads])
             for place in range(first, self._num_places):

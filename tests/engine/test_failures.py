@@ -172,8 +172,17 @@ def test_an_update_task_that_fails_before_any_update_rolls_back_a_step_that_has_
     assert_same_bits(state.params, expected[1])
 
 
-@pytest.mark.parametrize("clip_norm", [1.0, None])
-@pytest.mark.parametrize("sums", ["on the device", "by transfers", "by programs"])
+@pytest.mark.parametrize(
+    ("sums", "clip_norm"),
+    [
+        ("on the device", None),
+        ("by transfers", 1.0),
+        ("by programs", None),
+        pytest.param("on the device", 1.0, marks=pytest.mark.slow),
+        pytest.param("by transfers", None, marks=pytest.mark.slow),
+        pytest.param("by programs", 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_micro_batch_that_fails_is_rolled_back_or_takes_the_state_to_the_last_update(sums, clip_norm, tmp_path):
     fault = Fault()
     gradient = GradientPlace.HOST if sums == "by programs" else GradientPlace.DEVICE

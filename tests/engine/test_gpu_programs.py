@@ -131,7 +131,9 @@ def test_without_the_library_programs_copy_the_layer_themselves_and_compute_noth
             assert executable.get_compiled_memory_stats().temp_size_in_bytes >= model.layer(use).num_bytes
 
 
-@pytest.mark.parametrize(("name", "moves"), [("load", "ferry_load"), ("store", "ferry_store")])
+@pytest.mark.parametrize(
+    ("name", "moves"), [pytest.param("load", "ferry_load", marks=pytest.mark.slow), ("store", "ferry_store")]
+)
 def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
     placement, layers = make_placement(), model.parts.layers
     layer = max(range(len(layers)), key=lambda i: len(layers[i].leaves))

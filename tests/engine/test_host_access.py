@@ -84,7 +84,9 @@ def test_without_the_library_direct_host_access_changes_no_bit(name, plain):
 
 
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", GFGB_LIKE)
+@pytest.mark.parametrize(
+    "name", ["some go", "reload and resident", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ferry", "go"))]
+)
 def test_moving_data_changes_no_bit(name, transport, plain):
     task, dtype, (expected, losses) = plain
     modes, places = GFGB_LIKE[name]
@@ -94,7 +96,7 @@ def test_moving_data_changes_no_bit(name, transport, plain):
     assert_same_bits(state.params, expected)
 
 
-@pytest.mark.parametrize("factor", [0, 0.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.25, 1))])
+@pytest.mark.parametrize("factor", [0.5, *(pytest.param(x, marks=pytest.mark.slow) for x in (0, 0.25, 1))])
 def test_no_reserve_factor_changes_a_bit(factor, plain):
     task, dtype, (expected, losses) = plain
     state, others = run(task, reserve_factor=factor, compute_dtype=dtype)
@@ -140,7 +142,13 @@ def test_direct_host_access_is_within_rounding_and_has_the_same_bits_whatever_ha
         assert_same_bits(state.params, results[0][0].params)
 
 
-@pytest.mark.parametrize("modes", [[Mode.DFGB], [Mode.DHA, Mode.GFGB], [Mode.DFGB, Mode.DHA, Mode.RELOAD]])
+@pytest.mark.parametrize(
+    "modes",
+    [
+        *(pytest.param(modes, marks=pytest.mark.slow) for modes in ([Mode.DFGB], [Mode.DHA, Mode.GFGB])),
+        [Mode.DFGB, Mode.DHA, Mode.RELOAD],
+    ],
+)
 def test_mixed_modes_are_within_rounding(modes, task):
     _, losses = trained(task, MOMENTUM, STEPS, transport="device_put")
     _, others = run(task, plan_of(task, modes), MOMENTUM)
@@ -224,7 +232,7 @@ def reloading(task):
     return step, state.params, losses
 
 
-@pytest.mark.parametrize("after", [1, 6])
+@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloading, task, monkeypatch):
     step, expected, losses = reloading
     state = step.init(task.params)

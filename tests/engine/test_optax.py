@@ -87,6 +87,8 @@ LESS_OFTEN = (
     "lamb",
     "lars",
     "adaptive clipping",
+    "schedule",
+    "muon",
 )
 JOINT = {
     "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),
@@ -164,7 +166,16 @@ def plain_state(optimizer, num_steps):
     return params, state
 
 
-@pytest.mark.parametrize("name", ["ema of parameters", "hyperparameters", "tree of labels", "schedule-free"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tree of labels",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("ema of parameters", "hyperparameters", "schedule-free")
+        ),
+    ],
+)
 def test_the_state_is_handed_back_as_optax_makes_it(name):
     optimizer = SEPARABLE[name]
     _, expected = plain_state(optimizer, 4)
@@ -190,7 +201,13 @@ def test_what_is_kept_in_the_state_is_used_as_optax_says():
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["tree of labels", "tree of masked decay", "ema of parameters"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tree of labels",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("tree of masked decay", "ema of parameters")),
+    ],
+)
 def test_a_state_of_such_an_optimizer_is_resumed(name, tmp_path):
     step = step_of(TASK, SEPARABLE[name])
     whole, losses = train(step, TASK, 6)

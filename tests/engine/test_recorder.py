@@ -164,7 +164,7 @@ def test_copies_are_recorded_as_long_as_the_link_takes():
 
 
 @pytest.mark.usefixtures("issued")
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_whatever_the_plan_times_fit_the_tasks_and_memory_is_flat(seed, transport):
     draw, (loss_fn, params, batch) = random.Random(seed), perceptron()

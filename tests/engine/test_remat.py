@@ -100,7 +100,7 @@ def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat(gpt):
     ]
 
 
-@pytest.mark.parametrize("remat", ["full", MIXED])
+@pytest.mark.parametrize("remat", ["full", pytest.param(MIXED, marks=pytest.mark.slow)])
 def test_live_bytes_stay_under_the_predicted_peak_and_below_those_that_keep_everything(
     gpt, kept_bytes, monkeypatch, remat
 ):
@@ -125,12 +125,12 @@ def test_auto_recomputes_only_what_a_budget_asks_for_and_none_stays_none(gpt, mo
     assert caught.value.smallest_bytes == with_it
     assert set(prepared(gpt, memory_budget=without, remat="auto").remat) == {"none"}
     counts = []
-    for budget in np.linspace(with_it, without - 1, 3).astype(int).tolist():
+    for budget in np.linspace(with_it, without - 1, 2).astype(int).tolist():
         watch, _, made, _ = watched_steps(gpt, monkeypatch, memory_budget=budget, remat="auto")
         assert watch.most <= made.peak.total <= budget
         counts.append(made.remat.count("full"))
     assert f"with {counts[0]} segments" in str(caught.value)
-    assert counts[0] >= counts[1] >= counts[2] > 0
+    assert counts[0] >= counts[1] > 0
 
 
 def test_segments_that_are_not_left_to_the_plan_stay_as_they_are(gpt):

@@ -194,7 +194,7 @@ class TestProgramsForAnH200:
             assert stats.temp_size_in_bytes < 64 and stats.host_temp_size_in_bytes == 0
             assert stats.alias_size_in_bytes + stats.host_alias_size_in_bytes >= moved
 
-    @pytest.mark.parametrize("where", [DEVICE, HOST])
+    @pytest.mark.parametrize("where", [pytest.param(DEVICE, marks=pytest.mark.slow), HOST])
     def test_a_mark_of_a_program_is_one_call_that_copies_nothing(self, where):
         def mark(token, result):
             return call("mark", MARKED, queue=0)(token, result)
