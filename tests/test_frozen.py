@@ -87,7 +87,13 @@ def frozen_copies(state):
     ]
 
 
-@pytest.mark.parametrize("say", ["function", "prefix tree", "labels", "tree of labels", "masks", "one pass"])
+@pytest.mark.parametrize(
+    "say",
+    [
+        *("function", "tree of labels", "one pass"),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("prefix tree", "labels", "masks")),
+    ],
+)
 def test_however_it_is_said_it_is_what_plain_optax_does(task, say):
     inner = ADAMW
     expected, expected_losses = plain(task, inner, 10)
@@ -176,10 +182,11 @@ def test_a_frozen_parameter_keeps_its_dtype_and_bits_whatever_the_compute_dtype(
 @pytest.mark.parametrize(
     ("dtype", "accumulate"),
     [
-        (None, 1),
         (jnp.bfloat16, 2),
-        pytest.param(None, 2, marks=pytest.mark.slow),
-        pytest.param(jnp.bfloat16, 1, marks=pytest.mark.slow),
+        *(
+            pytest.param(dtype, times, marks=pytest.mark.slow)
+            for dtype, times in ((None, 1), (None, 2), (jnp.bfloat16, 1))
+        ),
     ],
 )
 def test_every_plan_and_transport_has_the_same_bits(task, dtype, accumulate):
@@ -281,7 +288,9 @@ def test_grad_norm_is_that_of_the_gradients_that_exist(task):
     np.testing.assert_allclose(train(step, task, 5)[1], expected, rtol=LOSS_RTOL)
 
 
-@pytest.mark.parametrize("spoken", ["function", "tree", "argument"])
+@pytest.mark.parametrize(
+    "spoken", ["tree", *(pytest.param(x, marks=pytest.mark.slow) for x in ("function", "argument"))]
+)
 def test_a_joint_optimizer_of_the_trained_parameters_leaves_the_others_frozen(task, spoken):
     inner = CLIPPED
     expected = plain(task, inner, 5)[1]
@@ -390,7 +399,11 @@ def quantised(dtype):
     return models.Task(loss_fn, params, draw.normal(size=(8, WIDTH)).astype(np.float32))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, bool, jnp.int32, jnp.complex64, jnp.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.int8, jnp.complex64, *(pytest.param(x, marks=pytest.mark.slow) for x in (bool, jnp.int32, jnp.float8_e4m3fn))],
+    ids=str,
+)
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_frozen_parameters_of_dtypes_that_cannot_be_trained_are_as_plain_optax_sees_them(dtype, transport, tmp_path):
     task = quantised(dtype)

@@ -76,6 +76,9 @@ def check(made, plan, path):
     assert machine.steady_step_s(made.schedule) == predicted["steady_step_s"]
     again = simulate(Profile.load(path), Plan.from_json(plan))
     assert again.run.schedule == made.schedule
+    # What the last layer keeps lives within one program: the engine has it among the temporaries.
+    inside = Profile.load(path).layers[-1].activation_bytes
+    assert max(held for _, held in machine.device_bytes(run)) <= made.peak.held + inside
 
 
 @pytest.mark.parametrize("policy", POLICIES)

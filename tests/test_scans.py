@@ -213,7 +213,7 @@ def test_frozen_stacked_parameters_beside_trained_ones_are_kept_to_the_bit(lax, 
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     task = Task(loss_fn, params, lax.batch.astype(compute_dtype or jnp.float32))
-    optimizer = jaxferry.adamw(3e-3)
+    optimizer = jaxferry.adamw(1e-2, eps=1e-3)  # a smaller one makes rounding of the least gradients visible
     step = jaxferry.train_step(
         loss_fn, optimizer, trainable=lambda path: "adapters" in path, compute_dtype=compute_dtype
     )
@@ -229,7 +229,7 @@ def test_frozen_stacked_parameters_beside_trained_ones_are_kept_to_the_bit(lax, 
     assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
     if compute_dtype is None:
         labels = {name: "train" if name == "adapters" else "freeze" for name in params}
-        plain = optax.multi_transform({"train": optax.adamw(3e-3), "freeze": optax.set_to_zero()}, labels)
+        plain = optax.multi_transform({"train": optax.adamw(1e-2, eps=1e-3), "freeze": optax.set_to_zero()}, labels)
         expected, plain_losses = plain_loop(task, plain, 4)
         np.testing.assert_allclose(losses, plain_losses, rtol=LOSS_RTOL)
         for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):

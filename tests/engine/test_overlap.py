@@ -139,7 +139,7 @@ print("leaving", flush=True)
 
 def test_leaving_the_process_waits_for_updates_that_are_under_way():
     root = pathlib.Path(jaxferry.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=120, cwd=root)
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=500, cwd=root)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split().count("updated") == 2
     assert done.stdout.split()[-1] == "updated"
