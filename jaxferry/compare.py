@@ -187,12 +187,14 @@ class _Trained:
 
     def run_steps(self, num_steps: int) -> None:
         """Runs steps and stores the duration of each except the first."""
+        # The first step of all updates after all gradients: its tasks are others, and it is not recorded with the rest.
+        num_recorded = num_steps - (self._run is None)
         for _ in range(num_steps):
             self._state, metrics = self._step(self._state, self._batch)
             self._losses.append(float(metrics["loss"]))
         self._state.block_until_ready()
         self._run = self._step.recorded()
-        if self._run is None or self._run.schedule.steps < num_steps:
+        if self._run is None or self._run.schedule.steps < num_recorded:
             raise InputError(f"the step must record at least {num_steps} steps: record_steps={num_steps}")
         ends = ends_of_steps(self._run)[-num_steps:]
         self._seconds += [after - before for before, after in itertools.pairwise(ends)]
