@@ -71,6 +71,7 @@ def test_losses_are_those_of_optax_multi_steps(gpt, batches, clip_norm):
     assert (state.step, state.updated_step) == (7, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_every_plan_and_transport_has_the_same_bits(gpt, dtype):
     task = gpt if dtype is None else models.adapters(depth=2)

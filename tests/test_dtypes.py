@@ -101,6 +101,7 @@ def test_losses_are_those_of_plain_optax_on_fp32_masters(task, is_half, optimize
             assert copy.tobytes() == master.astype(leaf.dtype).ravel().tobytes()
 
 
+@pytest.mark.slow
 def test_every_plan_and_transport_has_the_same_bits(task, tmp_path):
     def run(num_steps=5, **options):
         step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), clip_norm=0.1, accumulate=2, **options)

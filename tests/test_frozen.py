@@ -179,6 +179,7 @@ def test_a_frozen_parameter_keeps_its_dtype_and_bits_whatever_the_compute_dtype(
     assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "accumulate"),
     [
@@ -326,6 +327,7 @@ def test_a_parameter_with_state_or_decay_is_not_frozen(task, where):
         np.testing.assert_allclose(mine, theirs, rtol=PARAMS_RTOL, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_bit_identically(task, tmp_path):
     def make(**more):
         return jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, **more)
@@ -344,6 +346,7 @@ def test_a_resumed_run_continues_bit_identically(task, tmp_path):
     assert_same_bits(resumed.opt_state, whole.opt_state)
 
 
+@pytest.mark.slow
 def test_a_profile_knows_what_frozen_layers_do_not_cost_and_policies_plan_with_it(task):
     def make(**more):
         return jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, **more)
@@ -435,6 +438,7 @@ def test_what_cannot_be_trained_must_be_frozen():
         jaxferry.train_step(task.loss_fn, ADAMW).init(task.params)
 
 
+@pytest.mark.slow
 def test_lora_of_nnx_is_fine_tuned_in_its_own_tree():
     class Net(nnx.Module):
         def __init__(self, rngs):

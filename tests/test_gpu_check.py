@@ -129,6 +129,7 @@ def test_the_benchmarks_of_links_import_without_a_gpu():
     assert overlap.SIDE % 128 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

@@ -152,6 +152,7 @@ def test_remat_changes_memory_not_losses(gpt, remat):
     np.testing.assert_allclose(train(step, gpt, 3)[1], trained(gpt, SGD, 3)[1], rtol=LOSS_RTOL)
 
 
+@pytest.mark.slow
 def test_init_from_makes_what_the_initialiser_makes(gpt):
     model = models.GPT(depth=2)
 
@@ -203,6 +204,7 @@ def test_what_the_caller_does_with_its_arrays_changes_nothing(options):
     assert_same_bits(metrics["aux"], others["aux"])
 
 
+@pytest.mark.slow
 @BOTH_LIBRARIES
 def test_a_resumed_run_continues_bit_identically(make, tmp_path):
     task, optimizer = make(), optax.adamw(1e-2)
@@ -514,6 +516,7 @@ def test_every_policy_trains_with_the_same_bits_but_for_products_in_host_memory(
         assert_same_bits(state.params, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", WITHOUT_MOST)
 def test_without_the_native_library_every_policy_trains_with_the_same_bits(gpt, policy):
     params, expected = trained(gpt, ADAMW_SLOW, 3)
@@ -591,6 +594,7 @@ def test_evaluating_first_does_not_make_the_state_change_its_layers_back_and_for
     assert state.layers is layers
 
 
+@pytest.mark.slow
 def test_a_16_bit_model_is_restored_as_one(tmp_path, gpt):
     half = models.Task(gpt.loss_fn, jax.tree.map(lambda x: x.astype(jnp.bfloat16), gpt.params), gpt.batch)
     step = jaxferry.train_step(half.loss_fn, optax.sgd(0.1))

@@ -73,6 +73,7 @@ ALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("dha", marks=pytest.mark.slow), "dha and go"])
 def test_without_the_library_direct_host_access_changes_no_bit(name, plain):
     task, dtype, (expected, losses) = plain
@@ -266,6 +267,7 @@ def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloa
     assert_same_bits(state.params, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modes", [pytest.param([Mode.RESIDENT], marks=pytest.mark.slow), [Mode.GFGB]])
 def test_states_and_steps_may_be_forgotten_while_copies_are_under_way(modes, task):
     emulator = library("cpu")

@@ -53,6 +53,7 @@ def test_live_bytes_stay_under_the_predicted_peak_and_come_near_it(gpt, monkeypa
     assert metrics["device_param_bytes_peak"] == prepared.peak.parameters
 
 
+@pytest.mark.slow
 def test_a_memory_budget_is_kept_by_reloading_and_changes_no_bit(gpt, monkeypatch):
     free_state, _ = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3)), gpt, 3)
     free = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3))

@@ -94,6 +94,7 @@ def test_no_bit_changes_under_other_modes_and_transports(modes, transport):
     check_bits("full", plan=plan(*modes), transport=transport)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_no_bit_changes_with_direct_host_access(transport):
     """DHA products are summed in another order, so these steps are compared with each other."""
@@ -106,6 +107,7 @@ def test_no_bit_changes_with_direct_host_access(transport):
     assert_same_bits(runs[0][0].params, runs[1][0].params)
 
 
+@pytest.mark.slow
 def test_no_bit_changes_with_micro_batches_clipping_and_evaluation():
     step, state = check_bits("full", accumulate=2)
     assert float(step.evaluate(state, gpt().batch)) > 0
@@ -240,6 +242,7 @@ def test_nothing_is_left_on_the_device_nor_in_pinned_memory_after_a_step():
     assert counts[1:] == counts[1:2] * 3
 
 
+@pytest.mark.slow
 def test_a_value_that_many_segments_read_stays_until_the_last_of_them():
     task = encoder_decoder.linen_translator()
     task = dataclasses.replace(task, batch={name: jnp.tile(x, (4, 1)) for name, x in task.batch.items()})
@@ -258,6 +261,7 @@ def test_a_value_that_many_segments_read_stays_until_the_last_of_them():
     assert_same_bits(runs[0][0].params, runs[1][0].params)
 
 
+@pytest.mark.slow
 def test_values_of_layers_without_a_backward_do_not_move():
     """A small low-rank model: no backward reads values before the first trained layer."""
     options = {"trainable": lambda path: "h_1" in path or "h_3" in path, "remat": "full"}
@@ -271,6 +275,7 @@ def test_values_of_layers_without_a_backward_do_not_move():
     assert moved == ["save h_1", "save h_2", "save h_3", "fetch h_3", "fetch h_2", "fetch h_1"]
 
 
+@pytest.mark.slow
 def test_small_values_keys_and_what_is_read_soon_stay():
     task = random_streams.gpt_dropout()
     step = offloading(task)
@@ -429,6 +434,7 @@ def test_a_move_that_fails_costs_no_step_and_no_bit(kind, threads, monkeypatch):
     assert num_moves >= 2
 
 
+@pytest.mark.slow
 def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(monkeypatch):
     draw = random.Random(0)
     plain, params = make(Fault(), offload_activations=False, remat="full")

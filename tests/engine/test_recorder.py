@@ -115,6 +115,7 @@ for _ in range(60):
 """
 
 
+@pytest.mark.slow
 def test_arrays_may_be_deleted_while_somebody_waits_for_them():
     """Without copies of the arrays, JAX crashes in nearly every run."""
     root = pathlib.Path(jaxferry.__file__).parents[1]

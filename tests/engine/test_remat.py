@@ -85,6 +85,7 @@ def test_every_plan_has_the_same_bits_with_the_same_remat(request, dtype):
         assert_same_bits(state.params, runs[0][0].params)
 
 
+@pytest.mark.slow
 def test_a_plan_that_recomputes_has_the_bits_of_the_same_remat(gpt):
     plan = plan_of(gpt, [Mode.GFGB])
     layers = [dataclasses.replace(x, remat=Remat.FULL if x.name in ("h_0", "h_3") else Remat.NONE) for x in plan.layers]
@@ -115,6 +116,7 @@ def test_full_recomputation_keeps_what_crosses_segments_alone(gpt):
     assert all(derivatives[segment.program].saved == () for segment in made.partition.segments)
 
 
+@pytest.mark.slow
 def test_auto_recomputes_only_what_a_budget_asks_for_and_none_stays_none(gpt, monkeypatch):
     without, with_it = smallest_of(gpt), smallest_of(gpt, remat="auto")
     assert with_it < 0.8 * without
@@ -154,6 +156,7 @@ def test_policy_auto_chooses_recomputation_by_the_profile_and_the_same_plan_is_r
     assert again.plan == made.plan and again.remat.count("full") == sum(made.plan.recomputes)
 
 
+@pytest.mark.slow
 def test_a_measured_profile_says_what_recomputation_costs_where_the_plan_may_choose(gpt):
     def profile_of(remat):
         step = jaxferry.train_step(gpt.loss_fn, SGD, remat=remat)
@@ -170,6 +173,7 @@ def test_a_measured_profile_says_what_recomputation_costs_where_the_plan_may_cho
     assert Profile.from_json(left.to_json()) == left
 
 
+@pytest.mark.slow
 def test_sums_of_micro_batches_and_scaled_losses_work_with_recomputation(gpt):
     options = {"accumulate": 2, "clip_norm": 0.1, "loss_scale": 8.0}
     runs = [
