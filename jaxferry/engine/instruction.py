@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping
 
 from jaxferry.engine.program_keys import ProgramKey
@@ -111,7 +112,7 @@ class StepProgram:
     instructions: tuple[Instruction, ...]
     summed: frozenset[int] = frozenset()
 
-    @property
+    @functools.cached_property
     def programs(self) -> list[Instruction]:
         """The instructions that run a program, in order."""
         return sorted((i for i in self.instructions if i.key is not None), key=lambda i: i.place)
@@ -121,7 +122,7 @@ class StepProgram:
         """The program of each place."""
         return [instruction.key for instruction in self.programs if instruction.key is not None]
 
-    @property
+    @functools.cached_property
     def resident(self) -> frozenset[int]:
         """Groups whose device copy outlives the step."""
         segments = zip(self.partition.segments, self.plan.modes, strict=True)
