@@ -157,9 +157,12 @@ def test_no_other_policy_wins_on_few_layers(objective, profile, factor):
 @few
 @given(profiles(max_layers=4), st.sampled_from([None, 0.0, 0.5, 1.0]))
 def test_auto_is_faster_only_by_resident_layers_or_other_gradients(profile, factor):
-    """What `auto` may do and `exact` may not: hold copies for good, and pick any gradients, not a policy's default."""
-    best = make_plan(profile, "exact", reserve_factor=factor)
-    auto = make_plan(profile, "auto", reserve_factor=factor)
+    """What `auto` may do and `exact` may not: hold copies for good, and pick any gradients, not a policy's default.
+
+    Both have the same room for gradients: without a budget `auto` takes all that there is, `exact` none beyond its peak.
+    """
+    best = make_plan(profile, "exact", reserve_factor=factor, memory_budget_bytes=UNLIMITED_BYTES)
+    auto = make_plan(profile, "auto", reserve_factor=factor, memory_budget_bytes=UNLIMITED_BYTES)
     assert auto.predicted.steady_step_s <= best.predicted.steady_step_s * (1 + 1e-12)
     if auto.predicted.steady_step_s < best.predicted.steady_step_s * (1 - 1e-12):
         choices = [gradients_to_host(profile, x) for x in ((1.0, 0.0) if factor is None else (factor,))]

@@ -57,7 +57,7 @@ def test_names_are_found_in_any_case_and_files_by_their_path(tmp_path: pathlib.P
     ("change", "message"),
     [
         ({"format": "x"}, "format must be"),
-        ({"name": ""}, "name must be a string"),
+        ({"name": ""}, "name must be a non-empty string, got ''"),
         ({"flops_per_s": 0}, "flops_per_s must be positive and finite, got 0"),
         ({"link_bytes_per_s": -1}, "link_bytes_per_s must be positive and finite, got -1"),
         ({"host_bytes_per_s": float("inf")}, "host_bytes_per_s must be positive"),
