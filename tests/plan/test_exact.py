@@ -159,7 +159,7 @@ def test_no_other_policy_wins_on_few_layers(objective, profile, factor):
 def test_auto_is_faster_only_by_resident_layers_or_other_gradients(profile, factor):
     """What `auto` may do and `exact` may not: hold copies for good, and pick any gradients, not a policy's default.
 
-    Both have the same room for gradients: without a budget `auto` takes all that there is, `exact` none beyond its peak.
+    Both have the same room for gradients. Without a budget `auto` takes all there is, `exact` none beyond its peak.
     """
     best = make_plan(profile, "exact", reserve_factor=factor, memory_budget_bytes=UNLIMITED_BYTES)
     auto = make_plan(profile, "auto", reserve_factor=factor, memory_budget_bytes=UNLIMITED_BYTES)
