@@ -1,4 +1,8 @@
-"""The layout of a layer's leaves in its flat vectors."""
+"""The layout of a layer's leaves in its flat vectors.
+
+Large leaves come first in a vector, then all small ones (`SMALL_BYTES`), each in tree order. So the small ones are side
+by side and one transfer can move them, and a small leaf of odd size does not misalign a matrix.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+SMALL_BYTES = 128 * 1024
+"""A transfer of fewer bytes is mostly latency: 6 us (`Machine.link_latency_s`) at 25 GB/s are 150 KB."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +68,11 @@ class Leaf:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def is_small(self) -> bool:
+        """Whether a transfer of it alone would be mostly latency."""
+        return _is_small(self.shape, self.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -82,7 +94,7 @@ class Layer:
         sizes: dict[int, int] = {}
         dtypes: dict[int, np.dtype] = {}
         for leaf in self.leaves:
-            sizes[leaf.vector] = leaf.offset + leaf.size
+            sizes[leaf.vector] = sizes.get(leaf.vector, 0) + leaf.size
             dtypes[leaf.vector] = leaf.dtype
         return tuple(jax.ShapeDtypeStruct((sizes[i],), dtypes[i]) for i in sorted(sizes))
 
@@ -115,7 +127,7 @@ class Layer:
         """
         parts: list[list[jax.Array]] = [[] for _ in self.vectors]
         written = None if into is None else list(into)
-        for leaf, array in zip(self.leaves, leaves, strict=True):
+        for leaf, array in sorted(zip(self.leaves, leaves, strict=True), key=lambda pair: pair[0].offset):
             part = jnp.ravel(array).astype(leaf.dtype)
             if written is None:
                 parts[leaf.vector].append(part)
@@ -157,14 +169,18 @@ def make_layer(
     for index in sorted(indices, key=lambda index: index in frozen):
         numbers.setdefault((index in frozen, np.dtype(avals[index].dtype)), len(numbers))
     filled: dict[int, int] = {}
-    leaves = []
-    for index in indices:
+    leaves: dict[int, Leaf] = {}
+    for index in sorted(indices, key=lambda index: _is_small(avals[index].shape, avals[index].dtype)):
         dtype, shape, is_trained = np.dtype(avals[index].dtype), tuple(avals[index].shape), index not in frozen
         vector = numbers[not is_trained, dtype]
         offset = filled.get(vector, 0)
         source, part = (index, None) if origins is None else origins[index]
-        leaves.append(
-            Leaf(index, paths[index], shape, dtype, master_dtypes[index], vector, offset, source, part, is_trained)
+        leaves[index] = Leaf(
+            index, paths[index], shape, dtype, master_dtypes[index], vector, offset, source, part, is_trained
         )
-        filled[vector] = offset + leaves[-1].size
-    return Layer(name, tuple(leaves))
+        filled[vector] = offset + leaves[index].size
+    return Layer(name, tuple(leaves[index] for index in indices))
+
+
+def _is_small(shape: Sequence[int], dtype: Any) -> bool:
+    return math.prod(shape) * np.dtype(dtype).itemsize < SMALL_BYTES

@@ -152,7 +152,10 @@ def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
         stats = executable.get_compiled_memory_stats()
         # Only a table of the results' addresses may remain.
         assert stats.temp_size_in_bytes < 1024 and stats.host_temp_size_in_bytes == 0
-        assert not {i.opcode for i in instructions(executable)} & {"copy", "copy-start", "fusion"}
+        assert not {i.opcode for i in instructions(executable)} & {"copy", "copy-start"}
+        # Small gradients are packed by one kernel; all else is copied from where it lies.
+        packing = [i for i in instructions(executable) if i.opcode in ("fusion", "concatenate")]
+        assert len(packing) == (1 if name == "store" else 0)
         found[len(tokens)] = [i.target for i in instructions(executable) if i.opcode == "custom-call"]
     assert found[0] == [f"jaxferry_{moves}"] * len(found[0])
     assert found[1] == [*found[0], "jaxferry_mark"]

@@ -8,8 +8,11 @@ import jaxferry
 import models
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.transport.device_put import DevicePut
+from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.modes import Mode
 from jaxferry.partition import layers_by_path
+from jaxferry.partition.groups import leaf_paths
+from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits, plan_of, train, trained
 
 PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}, "c": np.ones(2)}
@@ -74,3 +77,58 @@ def test_gradients_are_stored_added_up_and_freed(placement):
     (vector,) = transfers.gather(0, total)
     np.testing.assert_array_equal(np.asarray(vector), np.full(9, 11.0))
     assert vector.sharding.memory_kind in ("pinned_host", "unpinned_host")
+
+
+def _mixed():
+    """A layer of two matrices above, and four vectors below the size of what is packed."""
+    shapes = {
+        "bias": (3,),
+        "kernel": (256, 129),
+        "norm": {"bias": (5,), "scale": (5,)},
+        "up": {"b": (7,), "w": (300, 128)},
+    }
+    params = jax.tree.map(lambda shape: jnp.zeros(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    avals = jax.tree.leaves(params)
+    return make_layer(
+        "a",
+        range(len(avals)),
+        ["/".join(path) for path in leaf_paths(params)],
+        avals,
+        [np.dtype("float32")] * len(avals),
+    )
+
+
+def test_large_parameters_come_first_in_a_vector_and_small_ones_adjoin():
+    layer = _mixed()
+    by_offset = sorted(layer.leaves, key=lambda leaf: leaf.offset)
+    assert [leaf.path for leaf in by_offset] == [
+        "kernel",
+        "up/w",
+        "bias",
+        "norm/bias",
+        "norm/scale",
+        "up/b",
+    ]
+    assert [leaf.offset for leaf in by_offset] == list(np.cumsum([0, *(leaf.size for leaf in by_offset[:-1])]))
+    assert layer.vectors == (jax.ShapeDtypeStruct((sum(leaf.size for leaf in layer.leaves),), jnp.float32),)
+    leaves = [np.random.default_rng(leaf.index).normal(size=leaf.shape).astype(np.float32) for leaf in layer.leaves]
+    for vectors in (layer.pack(leaves), layer.pack(leaves, [jnp.zeros(v.shape) for v in layer.vectors])):
+        assert_same_bits(layer.unpack(vectors), leaves)
+
+
+def test_small_gradients_leave_as_one_transfer():
+    layer, placement = _mixed(), make_placement()
+    transport = Ferry(placement, [layer])
+    made = [np.random.default_rng(leaf.index).normal(size=leaf.shape).astype(np.float32) for leaf in layer.leaves]
+    vectors = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in layer.vectors]
+    traced = transport.program("store", 0).trace(made, vectors).jaxpr
+    (store,) = [e for e in traced.eqns if e.params.get("target_name") == "jaxferry_ferry_store"]
+    assert [operand.aval.size for operand in store.invars] == [256 * 129, 300 * 128, 20, layer.vectors[0].size]
+    assert transport.staging_bytes == 4 * (3 + 5 + 5 + 7)
+    total = None
+    for _ in range(2):
+        gradients = [jax.device_put(gradient, placement.device) for gradient in made]
+        total = transport.store(0, gradients, total)
+        (vector,) = transport.gather(0, total)
+        assert all(gradient.is_deleted() for gradient in gradients)
+    assert_same_bits(layer.unpack([jnp.asarray(vector)]), [gradient + gradient for gradient in made])

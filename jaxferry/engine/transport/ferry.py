@@ -1,12 +1,14 @@
 """The transport of the native library: copies on its own queues, between host memory and existing device buffers.
 
 One program enqueues a copy and another waits for it, so the copy overlaps everything that the device runs between the
-two. A parameter is copied directly into a buffer of its own shape, and a gradient from one: nothing is packed or split
-on the device. The next layer of the same layout reuses the buffers of a dropped layer.
+two. A parameter is copied directly into a buffer of its own shape, and a large gradient from one. All small gradients
+of a vector are packed into one array and leave as one transfer, since a transfer of each would be mostly latency. The
+next layer of the same layout reuses the buffers of a dropped layer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors
+from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors, delete_all
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
 from jaxferry.native import library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
@@ -30,6 +32,9 @@ class Ferry(Transport):
         super().__init__(placement, layers)
         self.library = library(placement.platform)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
+        self._transfers = [_transfers(layer.trained) for layer in layers]
+        # The packed gradients exist beside the small ones while they are packed.
+        self.staging_bytes = max(map(_packed_bytes, layers, self._transfers))
         # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
         self.in_flight: dict[int, tuple[DeviceLayer, Vectors]] = {}
         ORPHANED_COPIES.watch(self, self.library, self.in_flight)
@@ -44,18 +49,19 @@ class Ferry(Transport):
         """See `Transport.store`."""
         if any(isinstance(gradient, RowGradient) for gradient in gradients):
             stored = self._store_rows(layer, gradients, onto, mark)
-            for leaf in jax.tree.leaves(gradients):
-                leaf.delete()
+            delete_all(jax.tree.leaves(gradients))
             return stored
         into = self.destinations(layer, onto)
         store = self.program("store" if onto is None else "accumulate", layer)
-        vectors = _marked(store, (gradients, into), mark)
+        transfers = self._transfers[layer]
+        vectors, packed = _marked(store, (gradients, into), mark)
+        sources = [*packed, *(gradients[t.leaves[0]] for t in transfers if not t.is_packed)]
+        delete_all(jax.tree.leaves([gradients[i] for t in transfers if t.is_packed for i in t.leaves]))
         wait = self.program("landed", layer)
 
         def arrive(vectors: Vectors) -> Vectors:
-            landed, sources = wait(vectors, gradients)
-            for source in sources:
-                source.delete()
+            landed, ended = wait(vectors, sources)
+            delete_all(ended)
             return tuple(landed)
 
         return HostGradient(tuple(vectors), self._placement.is_cpu, arrive)
@@ -75,7 +81,7 @@ class Ferry(Transport):
             return arrived
 
         with deferred_interrupts():
-            held = DeviceLayer(layer, size, _marked(load, (vectors, free.pop()), mark), arrive)
+            held = DeviceLayer(layer, size, list(_marked(load, (vectors, free.pop()), mark)), arrive)
             in_flight[id(held)] = (held, vectors)
         return held
 
@@ -107,13 +113,13 @@ class Ferry(Transport):
             return arrays, [targets.mark(each, arrays, "load") for each in token]
 
         def store(accumulate: bool, gradients: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
-            stored = list(into)
+            stored, packed = list(into), []
             for number in range(len(into)):
-                chosen = [i for i, leaf in enumerate(layer.leaves) if leaf.vector == number]
-                stored[number] = targets.ferry_store(
-                    [gradients[i] for i in chosen], into[number], [offsets[i] for i in chosen], accumulate
-                )
-            return stored, [targets.mark(each, stored, "store") for each in token]
+                transfers = [t for t in _transfers(layer) if t.vector == number]
+                sources = [t.source(gradients) for t in transfers]
+                packed += [source for t, source in zip(transfers, sources, strict=True) if t.is_packed]
+                stored[number] = targets.ferry_store(sources, into[number], [t.offset for t in transfers], accumulate)
+            return (stored, packed), [targets.mark(each, stored, "store") for each in token]
 
         def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
             return targets.ferry_wait(arrays)
@@ -123,7 +129,7 @@ class Ferry(Transport):
 
         def jitted_store(accumulate: bool) -> Any:
             function = functools.partial(store, accumulate)
-            return jax.jit(function, donate_argnums=1, out_shardings=(pinned, device))
+            return jax.jit(function, donate_argnums=1, out_shardings=((pinned, device), device))
 
         made = {
             "buffers": lambda: jax.jit(buffers, out_shardings=device),
@@ -137,11 +143,57 @@ class Ferry(Transport):
         return made[name]() if name in made else super()._jitted(name, layer)
 
 
-def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> Sequence[jax.Array]:
+def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> Any:
     """Runs a program that enqueues copies, marks their start and end if there is a mark, and returns its results."""
     if mark is None:
         queued, _ = program(*arguments)
     else:
         queued, [marked] = program(*arguments, mark.token())
         mark.add(marked)
-    return list(queued)
+    return queued
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transfer:
+    """One copy of one large gradient, or of all small gradients of a vector, to host memory.
+
+    Attributes:
+      vector: the index of the layer's vector.
+      offset: the first element in that vector.
+      leaves: indices of the gradients, in the order of their offsets.
+    """
+
+    vector: int
+    offset: int
+    leaves: tuple[int, ...]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether several gradients are packed into one array."""
+        return len(self.leaves) > 1
+
+    def source(self, gradients: Sequence[jax.Array]) -> jax.Array:
+        """The array to copy, within a jitted function."""
+        if not self.is_packed:
+            return gradients[self.leaves[0]]
+        return jnp.concatenate([gradients[i].ravel() for i in self.leaves])
+
+
+def _transfers(layer: Layer) -> list[_Transfer]:
+    """The copies that bring a layer's gradients to host memory."""
+    small: dict[int, list[int]] = {}
+    made = []
+    for i, leaf in enumerate(layer.leaves):
+        if leaf.is_small:
+            small.setdefault(leaf.vector, []).append(i)
+        else:
+            made.append(_Transfer(leaf.vector, leaf.offset, (i,)))
+    for vector, leaves in small.items():
+        leaves.sort(key=lambda i: layer.leaves[i].offset)
+        made.append(_Transfer(vector, layer.leaves[leaves[0]].offset, tuple(leaves)))
+    return made
+
+
+def _packed_bytes(layer: Layer, transfers: Sequence[_Transfer]) -> int:
+    leaves = [layer.trained.leaves[i] for t in transfers if t.is_packed for i in t.leaves]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
