@@ -54,6 +54,7 @@ Memory is counted over these spans:
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -131,6 +132,119 @@ def fetch_seconds_a_byte(profile: Profile) -> float:
     return _seconds_a_byte((layer.load_s, layer.param_bytes) for layer in profile.layers)
 
 
+class _TaskList:
+    """The tasks so far, in dispatch order."""
+
+    def __init__(self, profile: Profile):
+        self.layers, self.tasks = profile.layers, list[Task]()
+
+    def emit(self, kind: Kind, lane: Lane, layer: int, duration: tuple[str, float], after: tuple[int, ...] = ()) -> int:
+        """Appends a task and returns its index."""
+        name = f"{kind.value} {self.layers[layer].name}"
+        self.tasks.append(Task(name, layer, kind, lane, *duration, after))
+        return len(self.tasks) - 1
+
+    def add_bytes(self, task: int, **more: int) -> None:
+        """Adds to attributes of a task."""
+        old = self.tasks[task]
+        self.tasks[task] = dataclasses.replace(old, **{key: getattr(old, key) + more[key] for key in more})
+
+    def set(self, task: int, **values: Any) -> None:
+        """Replaces attributes of a task."""
+        self.tasks[task] = dataclasses.replace(self.tasks[task], **values)
+
+
+class _Copies:
+    """The copies of parameters on the device: their loads and their uses.
+
+    Attributes:
+      all: in the order of their loads.
+      first_loads: the loads for forwards, each with its group; they wait for the previous step's update.
+      held: by group, the copy that every layer of the group uses.
+      fused: the RELOAD copy that serves a forward and a backward in one program.
+      reload_uses: the programs that read RELOAD copies, in order.
+      resident: the groups whose copy is on the device before the step.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan, tasks: _TaskList):
+        self.profile, self.modes, self.tasks = profile, plan.modes, tasks
+        self.all: list[_Copy] = []
+        self.first_loads: list[tuple[int, int]] = []
+        self.held: dict[int, _Copy] = {}
+        self.fused: _Copy | None = None
+        self.reload_uses: list[int] = []
+        self.resident = {
+            group
+            for group, members in enumerate(profile.groups)
+            if any(self.modes[layer] is Mode.RESIDENT for layer in members)
+        }
+
+    def load(self, kind: Kind, layer: int, after: tuple[int, ...] = ()) -> _Copy:
+        profile = self.profile.layers[layer]
+        task = self.tasks.emit(kind, Lane.H2D, layer, ("load_s", profile.load_s), after)
+        self.tasks.add_bytes(task, start_bytes=profile.param_bytes)
+        self.all.append(_Copy(task))
+        return self.all[-1]
+
+    def free_slot(self) -> tuple[int, ...]:
+        """The task that the next load of a RELOAD layer waits for: the use before the previous one."""
+        return tuple(self.reload_uses[-2:-1])
+
+    def for_forward(self, layer: int) -> _Copy | None:
+        """The copy that a forward reads, loaded unless it is held; None if it reads another place."""
+        mode, group = self.modes[layer], self.profile.group_of[layer]
+        if group in self.resident or mode not in (Mode.GFGB, Mode.RELOAD):
+            return None
+        if group in self.held:
+            return self.held[group]
+        copy = self.load(Kind.LOAD, layer, self.free_slot() if mode is Mode.RELOAD else ())
+        self.first_loads.append((copy.load, group))
+        if mode is Mode.GFGB:
+            self.held[group] = copy
+        return copy
+
+    def between(self, layer: int, forward: int) -> None:
+        """Loads a DFGB layer's copy after its forward."""
+        group = self.profile.group_of[layer]
+        if self.modes[layer] is Mode.DFGB and group not in self.resident and group not in self.held:
+            self.held[group] = self.load(Kind.LOAD, layer, (forward,))
+
+    def for_backward(self, layer: int, forward: int) -> _Copy | None:
+        """The copy that a backward reads, loaded unless it is held; None if it reads another place, or nothing."""
+        mode, group = self.modes[layer], self.profile.group_of[layer]
+        if mode is Mode.DHA or group in self.resident:
+            return None
+        if self.profile.layers[layer].fused_backward and self.fused is not None:
+            return self.fused
+        if mode is not Mode.RELOAD or self.still_held(layer, group):
+            return self.held[group]
+        if not self.profile.layers[layer].backward_reads:
+            return None
+        return self.load(Kind.RELOAD, layer, tuple(sorted({forward, *self.free_slot()})))
+
+    def still_held(self, layer: int, group: int) -> bool:
+        """Whether another layer holds the group's copy beyond this layer's backward."""
+        members = self.profile.groups[group]
+        return any(other < layer and self.modes[other] in (Mode.GFGB, Mode.DFGB) for other in members)
+
+    def note_use(self, copy: _Copy, layer: int, task: int) -> None:
+        """Notes that a forward or backward reads a copy."""
+        copy.last_use = task
+        self.tasks.set(task, copy=copy.load)
+        if copy is self.fused:
+            self.reload_uses[-1] = task
+        elif copy is not self.held.get(self.profile.group_of[layer]):
+            self.reload_uses.append(task)
+            self.fused = copy if self.profile.layers[layer].fused_backward else None
+
+    def free(self) -> None:
+        """Frees each copy at its last use."""
+        for copy in self.all:
+            if copy.last_use is not None:
+                num_bytes = self.profile.layers[self.tasks.tasks[copy.load].segment].param_bytes
+                self.tasks.add_bytes(copy.last_use, end_bytes=num_bytes)
+
+
 class _StepBuilder:
     """Emits the tasks of one step in dispatch order, from an effective plan."""
 
@@ -139,25 +253,17 @@ class _StepBuilder:
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
         self.recomputes = plan.recomputes
         held, needs = step_demand(profile, plan)
-        self.save_s_a_byte, self.fetch_s_a_byte = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
         self.room = [int(layer) for layer in waits(held, needs, plan.memory_bytes or 0)[:, 0]]
+        self.save_s_a_byte, self.fetch_s_a_byte = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
+        self.list = _TaskList(profile)
+        self.copies = _Copies(profile, plan, self.list)
         self.saves_of_programs: list[tuple[int, ...]] = []
         self.fetched: dict[int, int] = {}
         self.last_program = -1
-        self.tasks: list[Task] = []
         self.forwards: list[int] = []
         self.arrivals: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self.refreshes: dict[int, int] = {}
-        self.held: dict[int, _Copy] = {}
-        self.copies: list[_Copy] = []
-        self.reload_uses: list[int] = []
-        self.fused_copy: _Copy | None = None
-        self.resident = {
-            group
-            for group, members in enumerate(profile.groups)
-            if any(self.modes[layer] is Mode.RESIDENT for layer in members)
-        }
         self.waits_for_update: list[tuple[int, int]] = []
         self.waits_for_refresh: list[tuple[int, int]] = []
 
@@ -167,9 +273,9 @@ class _StepBuilder:
             self.bulk_forwards()
         else:
             for layer in order:
-                self.forward(layer, self.load_for_forward(layer), ())
+                self.forward(layer, self.copies.for_forward(layer), ())
         for layer in order:
-            self.load_between(layer)
+            self.copies.between(layer, self.forwards[layer])
         for layer in reversed(order):
             self.backward(layer)
         if self.plan.updates is Updates.AFTER_ALL:
@@ -178,75 +284,39 @@ class _StepBuilder:
                 self.update(layer, everything)
         for group in self.updates:
             self.refresh(group)
-        self.free_copies()
+        self.copies.free()
         self.wait_for_previous()
         groups = self.profile.groups
-        resident_bytes = sum(self.layers[groups[group][0]].param_bytes for group in self.resident)
+        resident_bytes = sum(self.layers[groups[group][0]].param_bytes for group in self.copies.resident)
         by_need = self.plan.update_order is UpdateOrder.NEED
-        return Schedule(tuple(self.tasks), resident_bytes, updates_by_need=by_need)
+        return Schedule(tuple(self.list.tasks), resident_bytes, updates_by_need=by_need)
 
     def bulk_forwards(self) -> None:
         """Emits all loads in the order of updates, then the forwards, which wait for the last load."""
-        own = {int(layer): self.load_for_forward(int(layer)) for layer in load_order(self.profile, bulk=True)}
-        barrier = tuple(range(len(self.tasks)))[-1:]
+        own = {int(layer): self.copies.for_forward(int(layer)) for layer in load_order(self.profile, bulk=True)}
+        barrier = tuple(range(len(self.list.tasks)))[-1:]
         for layer in range(len(self.layers)):
             self.forward(layer, own[layer], barrier)
 
-    def emit(self, kind: Kind, lane: Lane, layer: int, duration: tuple[str, float], after: tuple[int, ...] = ()) -> int:
-        name = f"{kind.value} {self.layers[layer].name}"
-        self.tasks.append(Task(name, layer, kind, lane, *duration, after))
-        return len(self.tasks) - 1
-
-    def add_bytes(self, task: int, **more: int) -> None:
-        old = self.tasks[task]
-        self.tasks[task] = dataclasses.replace(old, **{key: getattr(old, key) + more[key] for key in more})
-
-    def load(self, kind: Kind, layer: int, after: tuple[int, ...] = ()) -> _Copy:
-        profile = self.layers[layer]
-        task = self.emit(kind, Lane.H2D, layer, ("load_s", profile.load_s), after)
-        self.add_bytes(task, start_bytes=profile.param_bytes)
-        self.copies.append(_Copy(task))
-        return self.copies[-1]
-
-    def free_slot(self) -> tuple[int, ...]:
-        """The task that the next load of a RELOAD layer waits for: the use before the previous one."""
-        return tuple(self.reload_uses[-2:-1])
-
-    def load_for_forward(self, layer: int) -> _Copy | None:
-        mode, group = self.modes[layer], self.profile.group_of[layer]
-        if group in self.resident or mode not in (Mode.GFGB, Mode.RELOAD):
-            return None
-        if group in self.held:
-            return self.held[group]
-        copy = self.load(Kind.LOAD, layer, self.free_slot() if mode is Mode.RELOAD else ())
-        self.waits_for_update.append((copy.load, group))
-        if mode is Mode.GFGB:
-            self.held[group] = copy
-        return copy
-
     def forward(self, layer: int, copy: _Copy | None, barrier: tuple[int, ...]) -> None:
-        profile, mode, group = self.layers[layer], self.modes[layer], self.profile.group_of[layer]
-        by_dha = mode in (Mode.DHA, Mode.DFGB)
+        profile, group = self.layers[layer], self.profile.group_of[layer]
+        by_dha = self.modes[layer] in (Mode.DHA, Mode.DFGB)
         key = "forward_dha_s" if by_dha else "forward_s"
         after = tuple(sorted({*self.saves_to_wait_for(), *barrier, *(() if copy is None else (copy.load,))}))
-        task = self.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
-        self.tasks[task] = dataclasses.replace(self.tasks[task], copy=None if copy is None else copy.load)
+        task = self.list.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
         kept_bytes = profile.kept_bytes(self.recomputes[layer])
-        self.add_bytes(task, start_bytes=kept_bytes, workspace_bytes=profile.forward_workspace_bytes)
+        self.list.add_bytes(task, start_bytes=kept_bytes, workspace_bytes=profile.forward_workspace_bytes)
         self.forwards.append(task)
         self.last_program = task
-        if by_dha:
+        if copy is not None:
+            self.copies.note_use(copy, layer, task)
+        elif by_dha:
             self.waits_for_update.append((task, group))
-        elif copy is None:
-            self.waits_for_refresh.append((task, group))
         else:
-            copy.last_use = task
-            if copy is not self.held.get(group):
-                self.reload_uses.append(task)
-                self.fused_copy = copy if profile.fused_backward else None
+            self.waits_for_refresh.append((task, group))
         if profile.inter_forward_s > 0:
             duration = ("inter_forward_s", profile.inter_forward_s)
-            self.emit(Kind.INTER_FORWARD, Lane.GPU, layer, duration, (task,))
+            self.list.emit(Kind.INTER_FORWARD, Lane.GPU, layer, duration, (task,))
         self.saves_of_programs.append(self.save(layer, task))
 
     def saves_to_wait_for(self) -> tuple[int, ...]:
@@ -259,8 +329,8 @@ class _StepBuilder:
         if num_bytes == 0:
             return ()
         duration = ("offload_s", num_bytes * self.save_s_a_byte)
-        task = self.emit(Kind.SAVE, Lane.D2H, layer, duration, (forward,))
-        self.add_bytes(task, end_bytes=num_bytes)
+        task = self.list.emit(Kind.SAVE, Lane.D2H, layer, duration, (forward,))
+        self.list.add_bytes(task, end_bytes=num_bytes)
         return (task,)
 
     def fetch_for_next(self, layer: int) -> None:
@@ -270,54 +340,26 @@ class _StepBuilder:
         if following is None or num_bytes == 0:
             return
         duration = ("load_s", num_bytes * self.fetch_s_a_byte)
-        self.fetched[following] = self.emit(Kind.FETCH, Lane.H2D, following, duration, (self.last_program,))
-        self.add_bytes(self.fetched[following], start_bytes=num_bytes)
-
-    def load_between(self, layer: int) -> None:
-        group = self.profile.group_of[layer]
-        if self.modes[layer] is Mode.DFGB and group not in self.resident and group not in self.held:
-            self.held[group] = self.load(Kind.LOAD, layer, (self.forwards[layer],))
-
-    def copy_for_backward(self, layer: int) -> _Copy | None:
-        mode, group = self.modes[layer], self.profile.group_of[layer]
-        if mode is Mode.DHA or group in self.resident:
-            return None
-        if self.layers[layer].fused_backward and self.fused_copy is not None:
-            return self.fused_copy
-        if mode is not Mode.RELOAD or self.still_held(layer, group):
-            return self.held[group]
-        if not self.layers[layer].backward_reads:
-            return None
-        return self.load(Kind.RELOAD, layer, tuple(sorted({self.forwards[layer], *self.free_slot()})))
-
-    def still_held(self, layer: int, group: int) -> bool:
-        """Whether another layer holds the group's copy beyond this layer's backward."""
-        members = self.profile.groups[group]
-        return any(other < layer and self.modes[other] in (Mode.GFGB, Mode.DFGB) for other in members)
+        self.fetched[following] = self.list.emit(Kind.FETCH, Lane.H2D, following, duration, (self.last_program,))
+        self.list.add_bytes(self.fetched[following], start_bytes=num_bytes)
 
     def backward(self, layer: int) -> None:
-        profile, mode, group = self.layers[layer], self.modes[layer], self.profile.group_of[layer]
+        profile = self.layers[layer]
         if not profile.has_backward:
             return
-        copy = self.copy_for_backward(layer)
+        copy = self.copies.for_backward(layer, self.forwards[layer])
         self.fetch_for_next(layer)
         if profile.inter_backward_s > 0:
-            self.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
-        by_dha, grad_on_host = mode is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
+            self.list.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
+        by_dha, grad_on_host = self.modes[layer] is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
         again = self.recomputes[layer]
         key = f"backward{'_dha' * by_dha}{'_go' * grad_on_host}{'_recompute' * again}_s"
         duration = (key, profile.backward_for(by_dha, grad_on_host, again))
-        after = self.backward_waits(layer, copy)
-        task = self.emit(Kind.BACKWARD, Lane.GPU, layer, duration, after)
+        task = self.list.emit(Kind.BACKWARD, Lane.GPU, layer, duration, self.backward_waits(layer, copy))
         self.last_program = task
-        self.tasks[task] = dataclasses.replace(self.tasks[task], copy=None if copy is None else copy.load)
-        self.add_bytes(task, end_bytes=profile.kept_bytes(again), workspace_bytes=profile.backward_workspace_bytes)
+        self.list.add_bytes(task, end_bytes=profile.kept_bytes(again), workspace_bytes=profile.backward_workspace_bytes)
         if copy is not None:
-            copy.last_use = task
-            if copy is self.fused_copy:
-                self.reload_uses[-1] = task
-            elif copy is not self.held.get(group):
-                self.reload_uses.append(task)
+            self.copies.note_use(copy, layer, task)
         if profile.has_gradient:
             self.gradient(layer, task, grad_on_host)
 
@@ -335,21 +377,21 @@ class _StepBuilder:
     def gradient(self, layer: int, backward: int, grad_on_host: bool) -> None:
         self.arrivals[layer] = backward if grad_on_host else self.offload(layer, backward)
         if grad_on_host:
-            self.add_bytes(backward, host_start_bytes=self.layers[layer].grad_bytes)
+            self.list.add_bytes(backward, host_start_bytes=self.layers[layer].grad_bytes)
         if self.plan.updates is Updates.OVERLAPPED:
             members = self.profile.groups[self.profile.group_of[layer]]
             self.update(layer, tuple(self.arrivals[other] for other in members if other in self.arrivals))
 
     def last_arrivals(self) -> tuple[int, ...]:
         """The last offload and the last backward that writes to the host; all other gradients arrive earlier."""
-        last = {self.tasks[task].kind: task for task in self.arrivals.values()}
+        last = {self.list.tasks[task].kind: task for task in self.arrivals.values()}
         return tuple(sorted(last.values()))
 
     def offload(self, layer: int, backward: int) -> int:
         profile = self.layers[layer]
-        self.add_bytes(backward, start_bytes=profile.grad_bytes)
-        task = self.emit(Kind.OFFLOAD, Lane.D2H, layer, ("offload_s", profile.offload_s), (backward,))
-        self.add_bytes(task, end_bytes=profile.grad_bytes, host_start_bytes=profile.grad_bytes)
+        self.list.add_bytes(backward, start_bytes=profile.grad_bytes)
+        task = self.list.emit(Kind.OFFLOAD, Lane.D2H, layer, ("offload_s", profile.offload_s), (backward,))
+        self.list.add_bytes(task, end_bytes=profile.grad_bytes, host_start_bytes=profile.grad_bytes)
         return task
 
     def update(self, layer: int, after: tuple[int, ...]) -> None:
@@ -359,25 +401,22 @@ class _StepBuilder:
         if layer != members[0] or not self.layers[layer].has_gradient:
             return
         duration = ("update_s", self.profile.group_update_s[group])
-        task = self.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted(after)))
-        self.add_bytes(task, host_end_bytes=sum(self.layers[other].grad_bytes for other in members))
+        task = self.list.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted(after)))
+        self.list.add_bytes(task, host_end_bytes=sum(self.layers[other].grad_bytes for other in members))
         self.updates[group] = task
 
     def refresh(self, group: int) -> None:
-        if group in self.resident:
+        if group in self.copies.resident:
             layer = self.profile.groups[group][0]
             duration = ("load_s", self.layers[layer].load_s)
-            self.refreshes[group] = self.emit(Kind.REFRESH, Lane.H2D, layer, duration, (self.updates[group],))
-
-    def free_copies(self) -> None:
-        for copy in self.copies:
-            if copy.last_use is not None:
-                self.add_bytes(copy.last_use, end_bytes=self.layers[self.tasks[copy.load].segment].param_bytes)
+            self.refreshes[group] = self.list.emit(Kind.REFRESH, Lane.H2D, layer, duration, (self.updates[group],))
 
     def wait_for_previous(self) -> None:
-        last_uses = {copy.load: copy.last_use for copy in self.copies}
-        for waiting, ends in ((self.waits_for_update, self.updates), (self.waits_for_refresh, self.refreshes)):
+        """Adds the waits for the previous step: of loads and forwards by DHA, and of forwards on RESIDENT copies."""
+        last_uses = {copy.load: copy.last_use for copy in self.copies.all}
+        reads = (*self.copies.first_loads, *self.waits_for_update)
+        for waiting, ends in ((reads, self.updates), (self.waits_for_refresh, self.refreshes)):
             for task, group in waiting:
                 end = ends.get(group, last_uses.get(task))
                 if end is not None:
-                    self.tasks[task] = dataclasses.replace(self.tasks[task], after_previous=(end,))
+                    self.list.set(task, after_previous=(end,))

@@ -66,7 +66,7 @@ class StepRunner:
         """Compiles the update of every unit ahead of the first step."""
         read = {segment.group for segment in self.runnable.program.partition.segments}
         is_read = [group in read for group in range(len(state.layers))]
-        self._resources.optimizer.compile_updates(state.units, state.layers, is_read)
+        self._resources.optimizer.updates.compile(state.units, state.layers, is_read)
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> StepContext:
         """Starts the tasks of a step on its prefetched copies."""

@@ -349,7 +349,7 @@ class TrainState:
         for unit in units:
             unit.masters = [masters.take(key) for key in unit.keys]
             if state is None:
-                unit.state = self.optimizer.init_state(unit, unit.masters)
+                unit.state = self.optimizer.updates.init_state(unit, unit.masters)
             else:
                 unit.state = [state.take(key) for key in unit.state_keys]
         return units

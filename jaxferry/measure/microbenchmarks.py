@@ -209,9 +209,9 @@ def update_subject(
 
     def time(effort: Effort) -> float:
         masters = [sample(aval, placement.host) for aval in unit.masters]
-        state = optimizer.init_state(unit, masters)
+        state = optimizer.updates.init_state(unit, masters)
         own = dataclasses.replace(unit, masters=masters, state=state, programs={})
-        optimizer.compile_updates([own], layers, is_read)
+        optimizer.updates.compile([own], layers, is_read)
         [program] = own.programs.values()
         on_cpu = placement.is_cpu
         parts = [layers[i].trained for i in unit.layers]
@@ -233,7 +233,7 @@ def update_subject(
 
         return median_s(update, lambda num_calls: [tuple(current)], effort)
 
-    text = optimizer.update_text(unit, layers, is_read)
+    text = optimizer.updates.text(unit, layers, is_read)
     return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{text}", time)
 
 

@@ -168,7 +168,7 @@ class _Measured:
         for unit in optimizer.units_of(layers):
             if used.isdisjoint(unit.layers):
                 continue
-            key = ("update", optimizer.update_key(unit, layers, is_read))
+            key = ("update", optimizer.updates.key(unit, layers, is_read))
             if key not in self.subjects:
                 self.subjects[key] = update_subject(optimizer, placement, unit, layers, is_read)
             all_bytes = sum(layers[layer].trained.num_bytes for layer in used.intersection(unit.layers))

@@ -87,8 +87,8 @@ class Updater:
         masters = [jax.device_put(leaf, place.host, may_alias=False) for leaf in leaves]
         indices = tuple(leaf.index for leaf in layers[0].leaves)
         [unit] = host.units_of(layers)
-        unit = dataclasses.replace(unit, masters=masters, state=host.init_state(unit, masters))
-        host.compile_updates([unit], layers, [True])
+        unit = dataclasses.replace(unit, masters=masters, state=host.updates.init_state(unit, masters))
+        host.updates.compile([unit], layers, [True])
         packed = layers[0].pack([masters[i] for i in indices])
         return cls(host, unit, layers, [tuple(jax.device_put(v, place.pinned, may_alias=False) for v in packed)])
 

@@ -55,8 +55,8 @@ class Run:
         masters = Pieces({i: {None: self.put(leaf)} for i, leaf in enumerate(jax.tree.leaves(random(0)))}, self.place)
         for unit in self.units:
             unit.masters = [masters.take(key) for key in unit.keys]
-            unit.state = self.host.init_state(unit, unit.masters)
-        self.host.compile_updates(self.units, layers, [True] * len(layers))
+            unit.state = self.host.updates.init_state(unit, unit.masters)
+        self.host.updates.compile(self.units, layers, [True] * len(layers))
 
     def put(self, array, pinned=False):
         return jax.device_put(np.array(array), self.place.pinned if pinned else self.place.host, may_alias=False)

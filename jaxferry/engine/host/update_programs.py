@@ -1,0 +1,223 @@
+"""The programs of the host optimizer: initial states, and one donated jitted update for each unit.
+
+    gradient vectors --unscale, clip--> update --> master, state (in place), compute copy (in place)
+
+With an optimizer of `jaxferry.optimizers` and the native library, the update is one operation (`fused.py`); otherwise
+XLA compiles Optax's update. Masters and state are leaves of the model's own tree; gradients and the compute copy are
+flat vectors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxferry.engine.host.fused import clip_factor, fused_rule, fused_update
+from jaxferry.engine.host.optimized_tree import OptimizedTree
+from jaxferry.engine.host.separable import init_content
+from jaxferry.engine.host.subtree import path_names, subtree
+from jaxferry.engine.host.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart
+from jaxferry.engine.placement import Placement
+from jaxferry.optimizers import FusedTransformation, HostRule
+from jaxferry.partition import Layer, Part
+
+
+class UpdatePrograms:
+    """Compiles updates; equal units share one.
+
+    Args:
+      tree: the transformation on the model's tree.
+      placement: where arrays live.
+      clip_norm: global norm to clip gradients to, or None.
+    """
+
+    def __init__(self, tree: OptimizedTree, placement: Placement, clip_norm: float | None) -> None:
+        self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
+        self._programs: dict[Any, Any] = {}
+
+    def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
+        """The initial Optax state of a unit, in host memory."""
+        leaves, held = unit.leaves, unit.keys
+
+        def init(masters: Any) -> list[jax.Array]:
+            masters = jax.device_put(masters, jax.memory.Space.Device)
+            if unit.parts:
+                return self._tree.by_part.init(held, masters)
+            return jax.tree.leaves(
+                self._tree.optimizer.init(self._tree.subtree(dict(zip(leaves, masters, strict=True))))
+            )
+
+        key: Any = ("init", leaves, tuple(master.shape for master in masters))
+        if not unit.parts:
+            key = (
+                init_content(self._tree.optimizer, self._tree.tree, self._tree.avals, leaves, self._tree.prunes) or key
+            )
+        if key not in self._programs:
+            self._programs[key] = jax.jit(init, out_shardings=self._placement.host)
+        state: list[jax.Array] = self._programs[key](masters)
+        return state
+
+    def compile(self, units: Sequence[UpdateGroup], layers: Sequence[Layer], is_read: Sequence[bool]) -> None:
+        """Stores the compiled update of every unit in `unit.programs`; equal units share it.
+
+        It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
+        `gradients` hold the flat vectors of each layer's trained parameters; `gradients` is an empty tuple for a layer
+        that no segment reads. Gradients are divided by `scale` first; `norm` is the global norm after the division.
+        Both are fp32 scalars. The first three arguments are donated. The old `vectors` only provide memory; they are
+        empty tuples if the CPU backend cannot reach pinned memory.
+        """
+        lowered: dict[Any, Any] = {}
+        wanted = []
+        for unit in units:
+            reads = tuple(is_read[layer] for layer in unit.layers)
+            if reads not in unit.programs:
+                key = self.key(unit, layers, is_read)
+                wanted.append((unit, reads, key))
+                if key not in self._programs and key not in lowered:
+                    lowered[key] = self._lower(unit, layers, reads)
+        with ThreadPoolExecutor() as pool:
+            compiled = pool.map(lambda program: program.compile(), lowered.values())
+            self._programs |= zip(lowered, compiled, strict=True)
+        for unit, reads, key in wanted:
+            unit.programs[reads] = self._programs[key]
+
+    def key(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
+        """Returns everything that the update of a unit depends on: units with equal keys share a program."""
+        layouts = tuple(layers[i].trained.layout for i in unit.layers)
+        shapes = tuple(tuple(master.shape) for master in unit.masters)
+        content = self._tree.whole.content(unit.leaves) or unit.leaves
+        return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
+
+    def text(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
+        """Returns the text of a unit's update before XLA compiles it; masters and state may be shapes."""
+        text: str = self._lower(unit, layers, tuple(is_read[i] for i in unit.layers)).as_text()
+        return text
+
+    def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
+        place, unit_layers = self._placement, [layers[i].trained for i in unit.layers]
+        state = self._state_tree(unit)
+        rule = self._rule(unit, state, unit_layers, reads)
+        if rule is not None:
+            update: Any = functools.partial(self._fused_update, rule, self._decays(rule, unit))
+        elif unit.parts:
+            update = functools.partial(self._part_update, unit.keys)
+        else:
+            update = self._optax_update
+
+        def flat_update(masters: Any, state_leaves: Any, vectors: Any, gradients: Any, *numbers: jax.Array) -> Any:
+            # Operands of different memory kinds do not mix; on a CPU this placement copies nothing.
+            host = (masters, state_leaves, vectors, gradients)
+            masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
+            params, before = masters, state_leaves
+            if rule is not None or not unit.parts:
+                params = subtree(
+                    self._tree.tree, dict(zip(unit.leaves, masters, strict=True)), self._tree.prunes and not unit.parts
+                )
+                before = jax.tree.unflatten(jax.tree.structure(state), state_leaves)
+            params, after, packed = update(unit_layers, params, before, vectors, gradients, *numbers)
+            return jax.tree.leaves(params), jax.tree.leaves(after), packed
+
+        def struct(x: Any, where: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+        arrived = [tuple(struct(v, place.update_output) for v in layer.vectors) for layer in unit_layers]
+        gradients = [vectors if is_read else () for vectors, is_read in zip(arrived, reads, strict=True)]
+        vectors = arrived if place.is_cpu else [() for _ in arrived]
+        number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
+        masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
+
+        jitted = jax.jit(
+            flat_update,
+            donate_argnums=(0, 1, 2),
+            keep_unused=True,
+            out_shardings=(place.host, place.host, place.update_output),
+        )
+        return jitted.trace(masters, states, vectors, gradients, number, number).lower()
+
+    def _rule(self, unit: UpdateGroup, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
+        """Returns the native library's rule for a unit; None if Optax has to update it."""
+        is_cut = any(leaf.part is not None for layer in layers for leaf in layer.leaves)
+        if state is None or (is_cut and not unit.parts) or [name for name, _ in unit.state_keys] != path_names(state):
+            return None
+        return fused_rule(self._tree.optimizer, state, layers, reads)
+
+    def _state_tree(self, unit: UpdateGroup) -> Any:
+        """Returns shapes of a unit's Optax state; None if parts have no usable state tree of their own."""
+        if not unit.parts:
+            return self._tree.state(unit.leaves)
+        if not isinstance(self._tree.optimizer, FusedTransformation) or len(set(unit.leaves)) < len(unit.leaves):
+            return None
+        return jax.eval_shape(self._tree.optimizer.init, self._tree.subtree_of(unit.leaves))
+
+    def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool] | None:
+        """Returns which masters of a unit of parts decay, by the mask of the model's own tree."""
+        if not unit.parts:
+            return None
+        found: list[bool] = []
+        shown = self._tree.subtree_of(self._tree.shown)
+        jax.eval_shape(lambda params: found.extend(rule.decays(params)), shown)
+        decays = dict(zip(self._tree.shown, found, strict=True))
+        return [decays[leaf] for leaf in unit.leaves]
+
+    def _fused_update(
+        self,
+        rule: HostRule,
+        decays: Sequence[bool] | None,
+        layers: Sequence[Layer],
+        params: Any,
+        state: Any,
+        vectors: Any,
+        gradients: Any,
+        norm: jax.Array,
+        scale: jax.Array,
+    ) -> Any:
+        copies = [into or layer.vectors for layer, into in zip(layers, vectors, strict=True)]
+        clip = clip_factor(norm, self._clip_norm)
+        return fused_update(rule, layers, params, state, copies, gradients, clip, scale, decays)
+
+    def _part_update(
+        self,
+        held: Sequence[tuple[int, Part | None]],
+        layers: Sequence[Layer],
+        masters: Any,
+        state: Any,
+        vectors: Any,
+        gradients: Any,
+        norm: jax.Array,
+        scale: jax.Array,
+    ) -> Any:
+        found = self._clipped(by_leaf(layers, gradients, scale), norm)
+        masters, state = self._tree.by_part.update(held, [found[index] for index in sorted(found)], masters, state)
+        return masters, state, packed(layers, dict(zip(sorted(found), masters, strict=True)), vectors)
+
+    def _optax_update(
+        self,
+        layers: Sequence[Layer],
+        params: Any,
+        state: Any,
+        vectors: Any,
+        gradients: Any,
+        norm: jax.Array,
+        scale: jax.Array,
+    ) -> Any:
+        whole = put_together(layers, self._clipped(by_leaf(layers, gradients, scale), norm))
+        updates, state = self._tree.optimizer.update(self._tree.subtree(whole), state, params)
+        params = optax.apply_updates(params, updates)
+        masters = dict(zip(sorted(whole), jax.tree.leaves(params), strict=True))
+        return params, state, packed(layers, taken_apart(layers, masters), vectors)
+
+    def _clipped(self, gradients: dict[int, jax.Array], norm: jax.Array) -> dict[int, jax.Array]:
+        """Scales gradients to `clip_norm` if `norm` exceeds it: `optax.clip_by_global_norm` with a given norm."""
+        if self._clip_norm is None:
+            return gradients
+        limit = jnp.float32(self._clip_norm)
+        return {
+            i: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit.astype(g.dtype))
+            for i, g in gradients.items()
+        }
