@@ -22,6 +22,7 @@ from jaxferry.units import format_bytes, format_seconds
 
 _INTERRUPTED = 130
 _LINES = 10
+_STEPS_IN_TRACE = 8
 
 
 def register(app: typer.Typer) -> None:
@@ -80,6 +81,7 @@ def train(
             compute_dtype=read_dtype(compute_dtype),
             remat=remat,
             offload_activations=offload_activations,
+            record_steps=0 if trace is None else _STEPS_IN_TRACE,
         )
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
         run = _Run(user, step, state, Console(stderr=True, highlight=False))

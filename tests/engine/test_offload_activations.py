@@ -124,7 +124,9 @@ def test_the_way_of_accelerators_has_the_same_bits_and_records_the_moves(transpo
     expected("full")
     plan(Mode.RELOAD, Mode.GFGB)
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
-    step, state = check_bits("full", plan=plan(Mode.RELOAD, Mode.GFGB), transport=transport, compute_dtype=jnp.float32)
+    step, state = check_bits(
+        "full", plan=plan(Mode.RELOAD, Mode.GFGB), transport=transport, compute_dtype=jnp.float32, record_steps=2
+    )
     state.block_until_ready()
     run = step.recorded()
     for index, (task, start, end) in enumerate(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)):
@@ -139,7 +141,7 @@ def test_the_way_of_accelerators_has_the_same_bits_and_records_the_moves(transpo
 
 
 def test_the_trace_of_recorded_steps_shows_the_moves():
-    step = offloading(gpt(), remat="full")
+    step = offloading(gpt(), remat="full", record_steps=2)
     state, _ = train(step, gpt(), 2)
     state.block_until_ready()
     events = [event for event in chrome_trace(step.recorded())["traceEvents"] if event.get("cat") in MOVES]

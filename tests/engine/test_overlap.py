@@ -68,9 +68,7 @@ def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, m
     transport, is_issued = ["ferry", "device_put"][seed // 2 % 2], seed // 4 % 2
 
     def make(plan):
-        return jaxferry.train_step(
-            loss_fn, adam(1e-2), plan=plan, clip_norm=clip_norm, transport=transport, record_steps=0
-        )
+        return jaxferry.train_step(loss_fn, adam(1e-2), plan=plan, clip_norm=clip_norm, transport=transport)
 
     plan = random_plan(draw, loss_fn, params, batch, list(Mode))
     other = make(plan)
@@ -206,7 +204,7 @@ def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatc
         assert all(run.ends_s[earlier] <= start for earlier in task.after), index
     names = {event["name"] for event in chrome_trace(run)["traceEvents"]}
     assert {task.name for task in run.schedule.tasks} < names
-    silent = jaxferry.train_step(loss_fn, optax.sgd(0.1), record_steps=0)
+    silent = jaxferry.train_step(loss_fn, optax.sgd(0.1))
     silent(silent.init(params), batch)
     assert silent.recorded() is None
     with pytest.raises(jaxferry.InputError, match="record_steps"):
