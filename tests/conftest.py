@@ -37,7 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max_examples=25)
+hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max_examples=10)
 
 
 def pytest_configure(config):

@@ -93,7 +93,7 @@ def test_what_plan_prints_is_the_simulation_of_the_schedule_that_runs(measured, 
 
 
 @pytest.mark.parametrize("policy", ["auto", "memferry", "l2l"])
-@pytest.mark.parametrize("share", [1.0, 1.3])
+@pytest.mark.parametrize("share", [1.0, pytest.param(1.3, marks=pytest.mark.slow)])
 def test_so_it_is_within_a_budget_that_the_plan_fits(measured, policy, share, capsys):
     task, options, path = measured
     free = prepared(task, options, path, policy=policy)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,9 +14,9 @@ from jaxferry.planning import make_plan
 from jaxferry.room import NO_WAIT, copy_bytes, copy_spans, waits
 from jaxferry.schedule import Kind, Lane, repeat, schedule_step, step_demand
 from jaxferry.simulate import machine
-from profiles import UNLIMITED_BYTES, deterministic, planned, transformer, with_modes
+from profiles import UNLIMITED_BYTES, deterministic, examples, planned, transformer, with_modes
 
-many = hypothesis.settings(derandomize=True, deadline=None, max_examples=100)
+many = examples(100)
 
 
 def any_durations(step, seed):

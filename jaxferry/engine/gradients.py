@@ -8,6 +8,7 @@ program --> pending (device) --offload--> in flight --> on_host --gather--> upda
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -128,7 +129,7 @@ class StepGradients:
         while self._inflight:
             instruction, group = self._inflight.popleft()
             try:
-                self.gather(group)
+                self.on_host[group].land()
             except Exception as error:
                 raise LateFailure(instruction.index) from error
             self.note_arrival(group)
@@ -148,7 +149,9 @@ class StepGradients:
         if self._num_arrived[group] < self._num_uses[group] or not self._is_last:
             return
         norm = self._device_norms[group] if self._num_uses[group] == 1 and not self._earlier else None
-        self._taken_norms[group] = self._norms.of(self.gather(group), norm)
+        # The update may take the gradient away before its norm is computed.
+        gather = functools.partial(self._transport.gather, group, self.on_host[group])
+        self._taken_norms[group] = self._norms.of(gather, norm)
 
     def gather(self, group: int) -> Vectors:
         """The vectors of a group's gradient that the optimizer reads."""

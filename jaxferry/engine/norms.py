@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
@@ -31,18 +31,16 @@ class Norms:
         self.none = jax.device_put(np.float32(0), placement.host_compute)
         """The argument of an update that needs no norm."""
 
-    def of(self, vectors: Vectors, known: jax.Array | None) -> Future[jax.Array]:
-        """The squared norm of a whole gradient.
+    def of(self, gather: Callable[[], Vectors], known: jax.Array | None) -> Future[jax.Array]:
+        """The squared norm of a whole gradient, in host memory. The caller does not wait for the device.
 
         Args:
-          vectors: the gradient in host memory.
+          gather: returns the gradient in host memory; may wait.
           known: the norm computed by the gradient's program; None if it does not cover the whole gradient.
         """
         if known is None or self._on_host:
-            return self._thread.submit(self._of_vectors, vectors)
-        done: Future[jax.Array] = Future()
-        done.set_result(jax.device_put(known, self._placement.host_compute))
-        return done
+            return self._thread.submit(lambda: self._of_vectors(gather()))
+        return self._thread.submit(jax.device_put, known, self._placement.host_compute)
 
     def total(self, squared: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
         """The global norm of the mean gradient, an fp32 scalar in host memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ class Placement:
         """Whether the device is itself a CPU, so that the optimizer can access its pinned memory directly."""
         return self.platform == "cpu"
 
-    @property
+    @functools.cached_property
     def platform(self) -> str:
         """The device's platform: `cpu`, `gpu`, ..."""
         device: Any = next(iter(self.device.device_set))

@@ -114,7 +114,7 @@ class Layer:
         """Bytes in the compute dtype, which a load transfers."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
 
-    @property
+    @functools.cached_property
     def layout(self) -> tuple[Any, ...]:
         """What the layer's programs depend on; layers with equal layouts share programs."""
         return tuple((leaf.shape, leaf.dtype, leaf.master_dtype, leaf.vector, leaf.offset) for leaf in self.leaves)

@@ -86,7 +86,7 @@ def test_without_the_library_direct_host_access_changes_no_bit(name, plain):
 
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", ["some go", "reload and resident", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ferry", "go"))]
+    "name", ["some go", *(pytest.param(x, marks=pytest.mark.slow) for x in ("reload and resident", "ferry", "go"))]
 )
 def test_moving_data_changes_no_bit(name, transport, plain):
     task, dtype, (expected, losses) = plain
@@ -160,8 +160,13 @@ def test_products_that_go_to_the_host_by_panels_are_within_rounding(monkeypatch,
     monkeypatch.setattr(host_stores, "FUSED_BYTES", 0)
     plan = with_gradients(plan_of(task, [Mode.GFGB]), [GradientPlace.HOST])
     _, losses = run(task, optimizer=MOMENTUM, transport="device_put", clip_norm=0.5)
+    written = []
+    by_panels = host_stores.operations.dha_matmul_gradient
+    monkeypatch.setattr(
+        host_stores.operations, "dha_matmul_gradient", lambda *a, **k: (written.append(1), by_panels(*a, **k))[1]
+    )
     _, others = run(task, plan, MOMENTUM, clip_norm=0.5)
-    assert others != losses
+    assert written
     np.testing.assert_allclose(others, losses, rtol=TOLERANCE[None])
 
 

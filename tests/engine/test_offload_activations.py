@@ -85,7 +85,7 @@ def test_no_bit_changes_whatever_is_recomputed(remat):
     ("transport", "modes"),
     [
         ("ferry", [Mode.RESIDENT, Mode.GFGB, Mode.RELOAD]),
-        ("device_put", [Mode.RELOAD]),
+        pytest.param("device_put", [Mode.RELOAD], marks=pytest.mark.slow),
         pytest.param("ferry", [Mode.RELOAD], marks=pytest.mark.slow),
         pytest.param("device_put", [Mode.RESIDENT, Mode.GFGB, Mode.RELOAD], marks=pytest.mark.slow),
     ],

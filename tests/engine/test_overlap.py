@@ -156,7 +156,7 @@ def lookup(draw):
 @pytest.mark.parametrize("threads", ["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [network, pytest.param(lookup, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, monkeypatch):
     """A short soak test; `benchmarks/soak.py` takes 2,000 steps and measures host memory too."""
     if threads != "lanes":

@@ -61,7 +61,7 @@ def smallest_of(task, **options):
     "remat",
     [
         MIXED,
-        lambda name: "full" if name == "h_2" else "none",
+        pytest.param(lambda name: "full" if name == "h_2" else "none", marks=pytest.mark.slow),
         pytest.param("full", marks=pytest.mark.slow),
         pytest.param(POLICY, marks=pytest.mark.slow),
     ],

@@ -1,3 +1,6 @@
+import collections
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,3 +135,34 @@ def test_small_gradients_leave_as_one_transfer():
         (vector,) = transport.gather(0, total)
         assert all(gradient.is_deleted() for gradient in gradients)
     assert_same_bits(layer.unpack([jnp.asarray(vector)]), [gradient + gradient for gradient in made])
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_the_issuing_thread_copies_nothing_to_the_cpu_client_and_waits_for_nothing(
+    gpt, transport, clip_norm, monkeypatch
+):
+    """Such a copy waits for the device: it is for the host's threads, which wait anyway."""
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    step = jaxferry.train_step(
+        gpt.loss_fn, ADAMW, plan=plan_of(gpt, [Mode.GFGB, Mode.RELOAD]), transport=transport, clip_norm=clip_norm
+    )
+    state = step.init(gpt.params)
+    calls = collections.Counter()
+
+    def seen(name, function):
+        def call(*args, **kwargs):
+            to = [x.memory_kind for x in args[1:] if isinstance(x, jax.sharding.Sharding)]
+            calls[name, *to, threading.current_thread().name.startswith("jaxferry H2D")] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(jax, "device_put", seen("device_put", jax.device_put))
+    monkeypatch.setattr(jax, "block_until_ready", seen("block_until_ready", jax.block_until_ready))
+    for _ in range(3):
+        state, _ = step(state, gpt.batch)
+    state.block_until_ready()
+    by_issuing_thread = {call[:-1] for call in calls if call[-1]}
+    assert not {call for call in by_issuing_thread if call[0] == "block_until_ready" or "unpinned_host" in call}
+    assert ("device_put", "unpinned_host", False) in calls

@@ -313,7 +313,7 @@ def test_another_size_cannot_be_resumed_from(small, cache, text, tmp_path, monke
 @pytest.mark.parametrize(
     "args",
     [
-        ["--reserve-factor", "0.5"],
+        pytest.param(["--reserve-factor", "0.5"], marks=pytest.mark.slow),
         pytest.param(["--compute-dtype", "bfloat16"], marks=pytest.mark.slow),
         ["--memory-budget", "1MiB"],
     ],

@@ -81,8 +81,8 @@ def test_iterations_with_dropout_and_remat_share_a_program(config):
     "make",
     [
         scanned.nnx_net,
-        scanned.plain,
         lambda: scanned.plain(reverse=True),
+        pytest.param(scanned.plain, marks=pytest.mark.slow),
         pytest.param(lambda: scanned.linen(axis=1), marks=pytest.mark.slow),
         pytest.param(lambda: scanned.linen(remat=True), marks=pytest.mark.slow),
     ],

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
@@ -15,9 +14,9 @@ from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate.report import simulate
-from profiles import UNLIMITED_BYTES, planned, profiles, transformer, with_modes
+from profiles import UNLIMITED_BYTES, examples, planned, profiles, transformer, with_modes
 
-many = hypothesis.settings(derandomize=True, deadline=None, max_examples=100)
+many = examples(100)
 
 
 @many
@@ -27,7 +26,7 @@ def test_no_plan_is_below_the_bound(case):
     assert simulate(profile, plan).steady_step_s >= any_plan_lower_bound_s(profile) * (1 - 1e-12)
 
 
-@hypothesis.settings(derandomize=True, deadline=None, max_examples=15)
+@examples(15)
 @given(profiles(max_layers=2))
 def test_no_plan_of_two_layers_is_below_the_bound(profile):
     bound_s = any_plan_lower_bound_s(profile)

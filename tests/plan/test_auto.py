@@ -2,7 +2,6 @@
 
 import itertools
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -16,10 +15,10 @@ from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.simulate.report import predict
-from profiles import UNLIMITED_BYTES, profiles, transformer
+from profiles import UNLIMITED_BYTES, examples, profiles, transformer
 
-few = hypothesis.settings(derandomize=True, deadline=None, max_examples=15)
-fewer = hypothesis.settings(derandomize=True, deadline=None, max_examples=3)
+few = examples(15)
+fewer = examples(3)
 NEARLY = 1 + 1e-9
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -25,10 +24,10 @@ from jaxferry.plan.whole_step import StepCosts, StepSearch
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
 from oracle import Oracle
-from profiles import UNLIMITED_BYTES, deterministic, profiles, transformer, with_modes
+from profiles import UNLIMITED_BYTES, deterministic, examples, profiles, transformer, with_modes
 
-few = hypothesis.settings(derandomize=True, deadline=None, max_examples=25)
-many = hypothesis.settings(derandomize=True, deadline=None, max_examples=60)
+few = examples(25)
+many = examples(60)
 GFGB_OR_DHA = ("GFGB", "DHA")
 RIVALS = tuple(name for name in policies() if name not in ("exact", "auto"))
 
@@ -135,9 +134,14 @@ def test_a_step_is_its_forward_and_the_tail_of_its_backward(profile):
 
 
 @pytest.mark.parametrize("objective", list(Objective))
-@pytest.mark.parametrize("factor", [None, 0.0, 0.3, 1.0])
+@pytest.mark.parametrize("factor", [None, 0.3, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 1.0))])
 @pytest.mark.parametrize(
-    "profile", [transformer(24, 3), transformer(40, 4, tied=True), transformer(8, 5)], ids=["24", "40-tied", "8"]
+    "profile",
+    [
+        pytest.param(transformer(24, 3), id="24", marks=pytest.mark.slow),
+        pytest.param(transformer(40, 4, tied=True), id="40-tied"),
+        pytest.param(transformer(8, 5), id="8"),
+    ],
 )
 def test_no_other_policy_wins_on_its_own_objective(objective, factor, profile):
     best = objective_of(make_plan(profile, "exact", objective=objective, reserve_factor=factor), objective)

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import random
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -16,9 +15,9 @@ from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.frontier import forward_s, optimal_forward
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import LayerProfile, Profile
-from profiles import profiles
+from profiles import examples, profiles
 
-some = hypothesis.settings(derandomize=True, deadline=None, max_examples=40)
+some = examples(40)
 
 ORDERS = {
     "adjacent": lambda groups: [group for group in groups for _ in range(2)],
@@ -115,7 +114,10 @@ def test_bounds_of_merged_states_are_not_always_the_optimum(monkeypatch):
 
 
 @orders
-@pytest.mark.parametrize(("num_groups", "objective"), [(65, "forward"), (65, "steady"), (200, "steady")])
+@pytest.mark.parametrize(
+    ("num_groups", "objective"),
+    [(65, "forward"), (65, "steady"), pytest.param(200, "steady", marks=pytest.mark.slow)],
+)
 def test_many_groups_state_their_gap(order, num_groups, objective):
     """Adjacent pairs are exact, however many. Enumerating the states of the others would never end."""
     plan = make_plan(pairs(num_groups, order), "exact", objective=objective, reserve_factor=1.0)

@@ -2,7 +2,6 @@
 
 import json
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -17,9 +16,9 @@ from jaxferry.plan.registry import make_policy, policies
 from jaxferry.planning import make_plan
 from jaxferry.simulate.report import simulate
 from oracle import Oracle
-from profiles import profiles, transformer
+from profiles import examples, profiles, transformer
 
-few = hypothesis.settings(derandomize=True, deadline=None, max_examples=12)
+few = examples(12)
 factors = st.sampled_from([None, 0.0, 0.29, 0.5, 1.0])
 everyone = pytest.mark.parametrize("name", policies())
 
@@ -75,7 +74,7 @@ def test_a_plan_fits_the_budget_or_the_error_names_one_that_does(name, profile, 
 
 
 @everyone
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_same_question_has_the_same_answer(name, tied):
     profile = transformer(14, tied=tied)
     assert make_plan(profile, name, reserve_factor=0.5) == make_plan(profile, name, reserve_factor=0.5)

@@ -2,7 +2,6 @@
 
 import itertools
 
-import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -15,9 +14,9 @@ from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.planning import make_plan
 from jaxferry.simulate.report import predict
-from profiles import profiles, recomputing, transformer
+from profiles import examples, profiles, recomputing, transformer
 
-few = hypothesis.settings(derandomize=True, deadline=None, max_examples=12)
+few = examples(12)
 NEARLY = 1 + 1e-9
 
 

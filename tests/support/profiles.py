@@ -11,7 +11,13 @@ from jaxferry.plan.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.schedule import schedule_step
 
-deterministic = hypothesis.settings(derandomize=True, deadline=None, max_examples=60)
+
+def examples(most):
+    """Settings for this many examples; fewer in runs without the slow tests (tests/conftest.py)."""
+    return hypothesis.settings(max_examples=min(most, hypothesis.settings.default.max_examples))
+
+
+deterministic = examples(60)
 
 seconds = st.integers(0, 40).map(lambda eighths: eighths / 8)
 positive_bytes = st.integers(1, 60)

@@ -62,12 +62,22 @@ class HostGradient:
       is_gathered: whether the optimizer can read them; otherwise they are in memory that the device can write.
       arrive: converts `vectors` to readable ones; None if no transfer is in flight.
       written: the vectors that the device wrote, if the optimizer reads a copy of them.
+      finish: makes the vectors that the optimizer reads, and may wait for the device; None for a copy of `vectors`.
+      lock: held while the gradient changes its place: several threads may ask for it.
     """
 
     vectors: Vectors
     is_gathered: bool
     arrive: Callable[[Vectors], Vectors] | None = None
     written: Vectors = ()
+    finish: Callable[[], Vectors] | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def land(self) -> None:
+        """Issues the wait for the transfer in flight; does nothing without one."""
+        if self.arrive is not None:
+            arrive, self.arrive = self.arrive, None
+            self.vectors = arrive(self.vectors)
 
 
 class Transport:
@@ -89,6 +99,7 @@ class Transport:
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         self._placement, self._layers = placement, list(layers)
         self._programs: dict[Any, Any] = {}
+        self._of_layer: dict[tuple[str, int], Any] = {}
         self._spare: dict[int, list[Vectors]] = {}
         self._lock = threading.Lock()
         self.device_bytes = 0
@@ -165,25 +176,33 @@ class Transport:
         """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it."""
         if onto is None:
             return self._take(layer)
+        if onto.finish is not None:
+            self.gather(layer, onto)
         if onto.is_gathered and not self._placement.is_cpu:
             written, onto.written = onto.written, ()
             return written or tuple(jax.device_put(v, self._placement.pinned) for v in onto.vectors)
-        return onto.vectors if onto.arrive is None else onto.arrive(onto.vectors)
+        onto.land()
+        return onto.vectors
 
     def written(self, vectors: Sequence[jax.Array]) -> HostGradient:
         """Wraps the gradient that a program has written into `destinations`."""
         return HostGradient(tuple(vectors), self._placement.is_cpu)
 
     def gather(self, layer: int, gradient: HostGradient) -> Vectors:
-        """Returns the gradient's vectors in memory that the optimizer reads."""
-        if gradient.arrive is not None:
-            gradient.vectors = gradient.arrive(gradient.vectors)
-            gradient.arrive = None
-        if not gradient.is_gathered:
-            written = gradient.vectors
-            gradient.vectors = tuple(jax.device_put(v, self._placement.host) for v in written)
-            gradient.written, gradient.is_gathered = written, True
-        return gradient.vectors
+        """Returns the gradient's vectors in memory that the optimizer reads.
+
+        On an accelerator this waits for the device, so the issuing thread must not call it for a gradient that has just
+        left; `HostGradient.land` is its part.
+        """
+        with gradient.lock:
+            gradient.land()
+            if gradient.finish is not None:
+                gradient.vectors, gradient.finish, gradient.is_gathered = gradient.finish(), None, True
+            if not gradient.is_gathered:
+                written = gradient.vectors
+                gradient.vectors = tuple(jax.device_put(v, self._placement.host) for v in written)
+                gradient.written, gradient.is_gathered = written, True
+            return gradient.vectors
 
     def recycle(self, layer: int, gradient: HostGradient) -> None:
         """Reuses the vectors of a gradient once the optimizer has read it.
@@ -209,11 +228,17 @@ class Transport:
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None
     ) -> HostGradient:
         """Adds gradients of lookups on the host; they become dense only there."""
-        known = self._zeros(layer) if onto is None else self.gather(layer, onto)
-        rows = gradients if self._placement.is_cpu else jax.device_put(gradients, self._placement.host)
+
+        def dense(rows: Sequence[Gradient]) -> Vectors:
+            known = self._zeros(layer) if onto is None else self.gather(layer, onto)
+            return tuple(self.program("add", layer)(rows, known))
+
+        if self._placement.is_cpu:
+            return HostGradient(dense(gradients), True)
+        rows = jax.device_put(gradients, self._placement.pinned)
         if mark is not None:
             mark.watch(jax.tree.leaves(rows))
-        return HostGradient(self.program("add", layer)(rows, known), True)
+        return HostGradient((), False, finish=lambda: dense(jax.device_put(rows, self._placement.host)))
 
     def _zeros(self, layer: int) -> Vectors:
         """Returns vectors of zeros that the optimizer can read."""
@@ -225,11 +250,14 @@ class Transport:
 
     def program(self, name: str, layer: int) -> Any:
         """The jitted function of a name; groups of the same layout share it."""
-        made = self._layers[layer] if name in _OF_LOADS else self._layers[layer].trained
-        key = (name, made.layout)
-        if key not in self._programs:
-            self._programs[key] = self._jitted(name, made)
-        return self._programs[key]
+        known = self._of_layer.get((name, layer))
+        if known is None:
+            made = self._layers[layer] if name in _OF_LOADS else self._layers[layer].trained
+            key = (name, made.layout)
+            if key not in self._programs:
+                self._programs[key] = self._jitted(name, made)
+            known = self._of_layer[name, layer] = self._programs[key]
+        return known
 
     def _jitted(self, name: str, layer: Layer) -> Any:
         gathered, pinned = self._placement.update_output, self._placement.pinned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,16 +44,21 @@ class DevicePut(Transport):
             stored = self._store_rows(layer, gradients, onto, mark)
         else:
             packed = self.program("pack", layer)(gradients)
-            pinned = [jax.device_put(v, self._placement.pinned) for v in packed]
-            host = tuple(jax.device_put(v, self._placement.host) for v in pinned)
+            pinned = tuple(jax.device_put(v, self._placement.pinned) for v in packed)
             if mark is not None:
-                mark.watch(host)
-            stored = HostGradient(
-                host if onto is None else self.program("sum", layer)(self.gather(layer, onto), host), True
-            )
+                mark.watch(pinned)
             delete_all(packed)
+            stored = HostGradient(pinned, False)
+            if onto is not None:
+                if onto.finish is not None:
+                    self.gather(layer, onto)  # else every micro-batch would hold its own vectors until the update
+                stored.finish = functools.partial(self._sum, layer, onto, pinned)
         delete_all(jax.tree.leaves(gradients))
         return stored
+
+    def _sum(self, layer: int, onto: HostGradient, pinned: Vectors) -> Vectors:
+        arrived = tuple(jax.device_put(v, self._placement.host) for v in pinned)
+        return tuple(self.program("sum", layer)(self.gather(layer, onto), arrived))
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         unpack = self.program("unpack", layer)
