@@ -1,6 +1,7 @@
 """Settings for all tests: JAX runs on the CPU, and hypothesis is deterministic."""
 
 import atexit
+import gc
 import os
 import pathlib
 import shutil
@@ -9,6 +10,7 @@ import sys
 import tempfile
 
 import hypothesis
+import pytest
 
 # Packages that compile for a GPU lie beside the environment (tools/gpu-packages); last, so they replace nothing.
 GPU_PACKAGES = pathlib.Path(sys.prefix) / "gpu-packages"
@@ -43,6 +45,16 @@ hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max
 def pytest_configure(config):
     """Leaves repetitions, that is further examples of one property, to runs that include the slow tests."""
     hypothesis.settings.load_profile("few" if "not slow" in config.option.markexpr else "deterministic")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_programs():
+    """Frees JAX's caches after each module: a process that keeps gigabytes of them becomes slower and slower."""
+    yield
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_make_parametrize_id(val):

@@ -116,7 +116,7 @@ def test_one_at_a_time_holds_one_state(user_model):
         return state
 
     def make_step(policy):
-        return package.train_step(user.loss_fn, optax.sgd(0.1), policy=policy, profile=measured)
+        return package.train_step(user.loss_fn, optax.sgd(0.1), policy=policy, profile=measured, record_steps=4)
 
     order = []
     compared = compare_policies(

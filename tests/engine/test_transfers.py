@@ -124,7 +124,8 @@ def test_small_gradients_leave_as_one_transfer():
     transport = Ferry(placement, [layer])
     made = [np.random.default_rng(leaf.index).normal(size=leaf.shape).astype(np.float32) for leaf in layer.leaves]
     vectors = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in layer.vectors]
-    traced = transport.program("store", 0).trace(made, vectors).jaxpr
+    sources = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (256 * 129, 300 * 128, 20)]
+    traced = transport.program("store", 0).trace(sources, vectors).jaxpr
     (store,) = [e for e in traced.eqns if e.params.get("target_name") == "jaxferry_ferry_store"]
     assert [operand.aval.size for operand in store.invars] == [256 * 129, 300 * 128, 20, layer.vectors[0].size]
     assert transport.staging_bytes == 4 * (3 + 5 + 5 + 7)
@@ -166,3 +167,23 @@ def test_the_issuing_thread_copies_nothing_to_the_cpu_client_and_waits_for_nothi
     by_issuing_thread = {call[:-1] for call in calls if call[-1]}
     assert not {call for call in by_issuing_thread if call[0] == "block_until_ready" or "unpinned_host" in call}
     assert ("device_put", "unpinned_host", False) in calls
+
+
+def test_a_small_gradient_beside_an_empty_one_leaves_whole():
+    """XLA drops an empty operand, so what is packed is then the gradient itself, or a copy of it."""
+    shapes = {"b": (256,), "e": (0, 7), "w": (256, 256)}
+    params = {
+        f"l{index}": {name: np.full(shape, 0.01 * (index + 1), np.float32) for name, shape in shapes.items()}
+        for index in range(6)
+    }
+
+    def loss_fn(params, x):
+        for layer in params.values():
+            x = jnp.tanh(x @ layer["w"] + layer["b"]) + layer["e"].sum()
+        return jnp.mean(x**2)
+
+    task = models.Task(loss_fn, params, jnp.ones((8, 256)))
+    expected, losses = train(jaxferry.train_step(loss_fn, ADAMW, transport="device_put"), task, 4)
+    state, others = train(jaxferry.train_step(loss_fn, ADAMW, transport="ferry"), task, 4)
+    assert others == losses
+    assert_same_bits(state.params, expected.params)

@@ -32,7 +32,7 @@ class Ferry(Transport):
         super().__init__(placement, layers)
         self.library = library(placement.platform)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
-        self._transfers = [_transfers(layer.trained) for layer in layers]
+        self._transfers = [transfers_of(layer.trained) for layer in layers]
         # The packed gradients exist beside the small ones while they are packed.
         self.staging_bytes = max(map(_packed_bytes, layers, self._transfers))
         # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
@@ -53,10 +53,8 @@ class Ferry(Transport):
             return stored
         into = self.destinations(layer, onto)
         store = self.program("store" if onto is None else "accumulate", layer)
-        transfers = self._transfers[layer]
-        vectors, packed = _marked(store, (gradients, into), mark)
-        sources = [*packed, *(gradients[t.leaves[0]] for t in transfers if not t.is_packed)]
-        delete_all(jax.tree.leaves([gradients[i] for t in transfers if t.is_packed for i in t.leaves]))
+        sources = self._sources(layer, gradients)
+        vectors = _marked(store, (sources, into), mark)
         wait = self.program("landed", layer)
 
         def arrive(vectors: Vectors) -> Vectors:
@@ -65,6 +63,21 @@ class Ferry(Transport):
             return tuple(landed)
 
         return HostGradient(tuple(vectors), self._placement.is_cpu, arrive)
+
+    def _sources(self, layer: int, gradients: Sequence[Any]) -> list[jax.Array]:
+        """The arrays to copy, one for each transfer; small gradients are packed and freed.
+
+        Packing is a program of its own. The copies run on after the program that queues them, so its arguments must be
+        their sources: XLA may copy a value that a program both computes and returns.
+        """
+        transfers = self._transfers[layer]
+        sources: list[jax.Array] = [gradients[t.leaves[0]] for t in transfers]
+        if any(t.is_packed for t in transfers):
+            small = [[gradients[i] for i in t.leaves] for t in transfers if t.is_packed]
+            packed = iter(self.program("packed", layer)(small))
+            sources = [next(packed) if t.is_packed else x for t, x in zip(transfers, sources, strict=True)]
+            delete_all(jax.tree.leaves(small))
+        return sources
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         layout = self._layers[layer].layout
@@ -112,14 +125,16 @@ class Ferry(Transport):
             arrays = targets.ferry_load(vectors, into, numbers, offsets)
             return arrays, [targets.mark(each, arrays, "load") for each in token]
 
-        def store(accumulate: bool, gradients: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
-            stored, packed = list(into), []
+        def packed(small: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+            return [jnp.concatenate([gradient.ravel() for gradient in each]) for each in small]
+
+        def store(accumulate: bool, sources: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
+            stored, transfers = list(into), transfers_of(layer)
             for number in range(len(into)):
-                transfers = [t for t in _transfers(layer) if t.vector == number]
-                sources = [t.source(gradients) for t in transfers]
-                packed += [source for t, source in zip(transfers, sources, strict=True) if t.is_packed]
-                stored[number] = targets.ferry_store(sources, into[number], [t.offset for t in transfers], accumulate)
-            return (stored, packed), [targets.mark(each, stored, "store") for each in token]
+                chosen = [i for i, t in enumerate(transfers) if t.vector == number]
+                offsets = [transfers[i].offset for i in chosen]
+                stored[number] = targets.ferry_store([sources[i] for i in chosen], into[number], offsets, accumulate)
+            return stored, [targets.mark(each, stored, "store") for each in token]
 
         def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
             return targets.ferry_wait(arrays)
@@ -129,13 +144,14 @@ class Ferry(Transport):
 
         def jitted_store(accumulate: bool) -> Any:
             function = functools.partial(store, accumulate)
-            return jax.jit(function, donate_argnums=1, out_shardings=((pinned, device), device))
+            return jax.jit(function, donate_argnums=1, out_shardings=(pinned, device))
 
         made = {
             "buffers": lambda: jax.jit(buffers, out_shardings=device),
             "load": lambda: jax.jit(load, donate_argnums=1, out_shardings=device),
             # The copy's source vectors are an argument so that their memory is not reused before it has ended.
             "arrived": lambda: jax.jit(arrived, donate_argnums=0, keep_unused=True, out_shardings=device),
+            "packed": lambda: jax.jit(packed, out_shardings=device),
             "store": lambda: jitted_store(False),
             "accumulate": lambda: jitted_store(True),
             "landed": lambda: jax.jit(landed, donate_argnums=(0, 1), out_shardings=(pinned, device)),
@@ -154,7 +170,7 @@ def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Transfer:
+class Transfer:
     """One copy of one large gradient, or of all small gradients of a vector, to host memory.
 
     Attributes:
@@ -172,14 +188,8 @@ class _Transfer:
         """Whether several gradients are packed into one array."""
         return len(self.leaves) > 1
 
-    def source(self, gradients: Sequence[jax.Array]) -> jax.Array:
-        """The array to copy, within a jitted function."""
-        if not self.is_packed:
-            return gradients[self.leaves[0]]
-        return jnp.concatenate([gradients[i].ravel() for i in self.leaves])
 
-
-def _transfers(layer: Layer) -> list[_Transfer]:
+def transfers_of(layer: Layer) -> list[Transfer]:
     """The copies that bring a layer's gradients to host memory."""
     small: dict[int, list[int]] = {}
     made = []
@@ -187,13 +197,13 @@ def _transfers(layer: Layer) -> list[_Transfer]:
         if leaf.is_small:
             small.setdefault(leaf.vector, []).append(i)
         else:
-            made.append(_Transfer(leaf.vector, leaf.offset, (i,)))
+            made.append(Transfer(leaf.vector, leaf.offset, (i,)))
     for vector, leaves in small.items():
         leaves.sort(key=lambda i: layer.leaves[i].offset)
-        made.append(_Transfer(vector, layer.leaves[leaves[0]].offset, tuple(leaves)))
+        made.append(Transfer(vector, layer.leaves[leaves[0]].offset, tuple(leaves)))
     return made
 
 
-def _packed_bytes(layer: Layer, transfers: Sequence[_Transfer]) -> int:
+def _packed_bytes(layer: Layer, transfers: Sequence[Transfer]) -> int:
     leaves = [layer.trained.leaves[i] for t in transfers if t.is_packed for i in t.leaves]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
