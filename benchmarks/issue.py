@@ -125,7 +125,7 @@ def main():
     arguments = parser.parse_args()
     result = run(arguments.segments, arguments.transports, arguments.steps)
     table = Table(
-        "transport", "segments", "issuing [ms a segment]", "in jit calls", "host [ms a segment]", "in jit calls",
+        "transport", "segments", "issuing, ms a segment", "in jit calls", "host, ms a segment", "in jit calls",
         title=f"one cached jit call: {1e6 * result['jit_call_s']:.1f} us",
     )  # fmt: skip
     for point in result["points"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,7 @@ def choose_plan(
     memory_budget_bytes: int | None,
     remat: Any = None,
     offload_activations: bool = False,
+    updates_after_all: bool = False,
 ) -> tuple[Plan, Profile | None]:
     """Chooses the modes of the segments; returns the plan and the profile behind it, if any.
 
@@ -56,6 +58,7 @@ def choose_plan(
       remat: what all segments keep between forward and backward; None for each segment's own choice. `AUTO` leaves it
         to the plan.
       offload_activations: whether values wait in host memory for their backward.
+      updates_after_all: whether updates wait for all gradients under any plan.
 
     Raises:
       InputError: if the plan or the profile is for another model, or the policy does not exist.
@@ -64,6 +67,7 @@ def choose_plan(
     if profile is not None:
         _check_names("profile", [layer.name for layer in profile.layers], names)
         profile = with_program_facts(profile, parts, derivatives, offload_activations)
+        profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
     if plan is not None:
         _check_names("plan", [layer.name for layer in plan.layers], names)
         return plan, profile
@@ -77,6 +81,7 @@ def choose_plan(
         machine = _machine_of(device_kind)
         profile = estimate_profile(partition_costs(parts, remat), MACHINES[machine], {"device": device_kind})
         profile = with_program_facts(profile, parts, derivatives, offload_activations)
+        profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
     choices = [segment.remat if remat is None else remat for segment in parts.segments]
     profile = profile.only_recomputing([choice == AUTO for choice in choices])
     options: dict[str, Any] = {"reserve_factor": reserve_factor}

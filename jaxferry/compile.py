@@ -50,6 +50,7 @@ from jaxferry.planning import with_update_order
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Schedule
+from jaxferry.simulate.report import simulate_schedule
 from jaxferry.structure import split_flags, structure_of
 
 
@@ -226,12 +227,13 @@ class Compiler:
             reserve_factor=options.reserve_factor,
             memory_budget_bytes=options.memory_budget_bytes,
             offload_activations=options.offload_activations,
+            updates_after_all=self._needs_all_gradients(variants.base),
         )
 
     def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
         remat = self._options.remat
         with progress_bar("measuring") as progress:
-            return measure_profile(
+            profile = measure_profile(
                 variants.base,
                 programs,
                 self.model.optimizer,
@@ -242,6 +244,7 @@ class Compiler:
                 offload_activations=self._options.offload_activations,
                 progress=progress,
             )
+        return dataclasses.replace(profile, updates_after_all=self._needs_all_gradients(variants.base))
 
 
 class Shared:
@@ -289,7 +292,7 @@ class _StepCompiler:
         self._variants, self._programs = variants, programs
         parts, is_offloaded = variants.base, options.offload_activations
         known = profile or with_program_facts(without_times(parts), parts, variants.derivatives, is_offloaded)
-        self._profile = known
+        self._profile, self._has_times = known, profile is not None
         self._resources, self._options = resources, options
 
     def compile(self, plan: Plan) -> Prepared:
@@ -298,6 +301,8 @@ class _StepCompiler:
         if program.plan != plan:
             # The budget has changed the plan, so the other order of updates may be faster now.
             program = self._lower(with_update_order(self._profile, program.plan)).with_sums_of(program.summed)
+        if self._has_times or program.plan != plan:
+            program = self._predicted(program)
         keys = self._keys(program)
         self._programs.require(keys)
         self._programs.keep(keys)
@@ -306,6 +311,11 @@ class _StepCompiler:
         runnable = self._runnable(program, ahead)
         runner = StepRunner(self._first(runnable), runnable)
         return Prepared(program, peak_ahead(ahead), self._programs.num_executables, runner)
+
+    def _predicted(self, program: StepProgram) -> StepProgram:
+        """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
+        predicted = simulate_schedule(self._profile, program.schedule).predicted if self._has_times else None
+        return dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
 
     def _first(self, runnable: RunnableStep) -> RunnableStep:
         """The step that runs first: its updates start after all gradients have arrived."""

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.records import Plan
+from jaxferry.plan.records import Plan, Updates
 from jaxferry.profiling.records import Profile
 
 GFGB, DHA, DFGB, RELOAD, RESIDENT = range(5)
@@ -50,14 +50,15 @@ def effective_codes(profile: Profile, modes: np.ndarray, grad_on_host: np.ndarra
 
 
 def effective(profile: Profile, plan: Plan) -> Plan:
-    """The plan with the modes and gradient places that its step runs with, see `effective_codes`."""
+    """The plan with the modes, gradient places and updates that its step runs with, see `effective_codes`."""
     modes, grad_on_host = effective_codes(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None])
     places = (GradientPlace.DEVICE, GradientPlace.HOST)
     layers = tuple(
         dataclasses.replace(layer, mode=MODES[int(mode)], gradient=places[int(host)])
         for layer, mode, host in zip(plan.layers, modes[:, 0], grad_on_host[:, 0], strict=True)
     )
-    return dataclasses.replace(plan, layers=layers)
+    updates = Updates.AFTER_ALL if profile.updates_after_all else plan.updates
+    return dataclasses.replace(plan, layers=layers, updates=updates)
 
 
 class Holdings:

@@ -9,7 +9,7 @@ from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto, AutoSearch
 from jaxferry.plan.base import Objective, Request, read_objective
 from jaxferry.plan.order import with_update_order
-from jaxferry.plan.records import Plan
+from jaxferry.plan.records import Plan, Updates
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate.report import predict, simulate
@@ -58,7 +58,12 @@ def make_plan(
 
 def plan_for(profile: Profile, policy: str, request: Request) -> Plan:
     """Like `make_plan`, for a request."""
-    return predict(profile, make_policy(policy).plan(profile, request))
+    return predict(profile, _plan_of(policy, profile, request))
+
+
+def _plan_of(policy: str, profile: Profile, request: Request) -> Plan:
+    plan = make_policy(policy).plan(profile, request)
+    return dataclasses.replace(plan, updates=Updates.AFTER_ALL) if profile.updates_after_all else plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +140,7 @@ def compare(profile: Profile, request: Request) -> Compared:
 def _compared(profile: Profile, request: Request, name: str, bound_s: float) -> Comparison:
     request.report(name)
     try:
-        plan = make_policy(name).plan(profile, request)
+        plan = _plan_of(name, profile, request)
     except BudgetError as error:
         return Comparison(name, None, smallest_bytes=error.smallest_bytes, problem=str(error))
     simulation = simulate(profile, plan)

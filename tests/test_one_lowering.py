@@ -41,6 +41,8 @@ MODELS = {
     "gpt that offloads activations": (lambda: models.gpt(depth=4), {"remat": "full", "offload_activations": True}),
     "frozen table": (frozen_lookup, {"trainable": lambda path: "table" not in path}),
     "lookup": (frozen_lookup, {}),
+    "lookup that clips": (frozen_lookup, {"clip_norm": 1.0}),
+    "lookup that accumulates": (frozen_lookup, {"accumulate": 2}),
 }
 
 
@@ -69,6 +71,7 @@ def prepared(task, options, path, **more):
 
 def check(made, plan, path):
     """The plan's prediction is the simulation of the schedule that runs, to the bit."""
+    assert made.plan.predicted.to_json() == plan["predicted"]
     run = machine.run(made.schedule)
     predicted = plan["predicted"]
     assert machine.step_s(run) == predicted["step_s"]
@@ -108,6 +111,7 @@ def test_so_it_is_within_a_budget_that_the_plan_fits(measured, policy, share, ca
         assert policy == "auto" or share == 1.0
         plan = simulate(Profile.load(path), made.plan)
         assert plan.run.schedule == made.schedule
+        assert plan.predicted == made.plan.predicted
 
 
 def test_a_budget_that_turns_layers_into_reload_is_in_the_plan_that_runs(capsys, tmp_path):

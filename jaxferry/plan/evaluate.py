@@ -78,6 +78,7 @@ class PlanEvaluator:
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         grad_on_host = np.broadcast_to(np.asarray(grad_on_host, dtype=bool), modes.shape)
         again = np.broadcast_to(np.asarray(recomputes, dtype=bool), modes.shape) if np.any(recomputes) else None
+        after_all = after_all or self.profile.updates_after_all
         parts = []
         size = max(1, _CHUNK_ELEMENTS // modes.shape[1])
         for first in range(0, len(modes), size):

@@ -235,6 +235,8 @@ class Profile:
       machine: free-form facts about the machine, JSON values by name.
       layers: at least one layer; names are unique; entries of one parameter group agree on `param_bytes` and
         `has_gradient`; only the last one may have `fused_backward`, and it has a backward; some layer has a gradient.
+      updates_after_all: whether updates wait for all gradients under any plan, as with clipping, accumulation or an
+        optimizer that looks at all parameters at once.
 
     Raises:
       InputError: if a field is not acceptable.
@@ -242,8 +244,11 @@ class Profile:
 
     machine: Mapping[str, Any]
     layers: tuple[LayerProfile, ...]
+    updates_after_all: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.updates_after_all, bool):
+            raise InputError(f"updates_after_all must be true or false, got {self.updates_after_all!r}")
         if not isinstance(self.machine, Mapping):
             raise InputError(f"machine must be a JSON object, got {self.machine!r}")
         object.__setattr__(self, "machine", dict(self.machine))
@@ -307,7 +312,8 @@ class Profile:
         fields = check_format(document, PROFILE_FORMAT)
         machine = fields.get("machine", {})
         layers = check_list(required(fields, "layers", "profile"), "layers")
-        return cls(machine, tuple(LayerProfile.from_json(layer, index) for index, layer in enumerate(layers)))
+        records = tuple(LayerProfile.from_json(layer, index) for index, layer in enumerate(layers))
+        return cls(machine, records, fields.get("updates_after_all", False))
 
     def to_json(self) -> dict[str, Any]:
         """The profile as `jaxferry.profile/1`."""
@@ -315,6 +321,7 @@ class Profile:
             "format": PROFILE_FORMAT,
             "machine": dict(self.machine),
             "layers": [layer.to_json() for layer in self.layers],
+            **({"updates_after_all": True} if self.updates_after_all else {}),
         }
 
     @classmethod

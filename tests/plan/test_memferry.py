@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,6 +22,8 @@ from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.simulate.report import simulate
 from oracle import Oracle
 from profiles import deterministic, profiles, with_modes
+
+many = hypothesis.settings(max_examples=60)
 
 
 def run(layers, modes):
@@ -65,14 +68,14 @@ def dfgb_greedy(profile, modes):
     return modes
 
 
-@deterministic
+@many
 @given(profiles(max_layers=9, tied=False))
 def test_memferry_is_algorithm_1_as_its_text_means_then_the_greedy(profile):
     plan = make_plan(profile, "memferry")
     assert list(plan.modes) == dfgb_greedy(profile, algorithm_1(profile.layers))
 
 
-@deterministic
+@many
 @given(profiles(max_layers=9))
 def test_the_greedy_leaves_no_gain_that_fits(profile):
     plan = make_plan(profile, "memferry")
@@ -140,6 +143,34 @@ def test_dfgb_loads_end_before_the_first_gradient_leaves():
         assert make_plan(window_profile(load_s), "memferry").modes[0] is mode
         modes = np.array([DFGB, GFGB])
         assert PlanEvaluator(window_profile(load_s))(modes, False).in_window[0] == (mode is Mode.DFGB)
+
+
+@pytest.mark.parametrize(
+    ("mode", "in_host_memory", "changes", "longest_s"),
+    [
+        pytest.param(GFGB, False, {}, 2.0, id="its backward"),
+        pytest.param(GFGB, False, {"inter_backward_s": 0.75}, 2.75, id="what precedes it"),
+        pytest.param(DHA, False, {"forward_dha_s": 1.0, "backward_dha_s": 2.0}, 3.0, id="by direct host access"),
+        pytest.param(GFGB, True, {"backward_go_s": 1.5}, 2.5, id="a gradient in host memory"),
+    ],
+)
+def test_the_window_closes_with_the_backward_of_the_last_layer(mode, in_host_memory, changes, longest_s):
+    """a runs to 1.5 and b to 2.5; a's load starts at 1.5 and may take until the end of b's backward."""
+    for load_s, expected in ((longest_s, DFGB), (longest_s + 0.125, DHA)):
+        first, last = window_profile(load_s).layers
+        profile = Profile({}, (first, dataclasses.replace(last, **changes)))
+        assert with_dfgb(profile, np.array([DHA, mode]), np.array([False, in_host_memory]))[0] == expected
+
+
+def test_a_copy_that_is_on_the_device_is_not_loaded_again():
+    """The table's load takes far longer than the window; the other use of the table loads it anyway."""
+    lookup = dataclasses.replace(layer("lookup", 100, 1, 1.0), backward_dha_s=50.0, parameters="table")
+    head = dataclasses.replace(layer("head", 100, 1, 900), parameters="table")
+    profile = Profile({}, (lookup, layer("b", 1, 1, 9), head))
+    assert list(with_dfgb(profile, np.array([DHA, GFGB, GFGB]), np.zeros(3, bool))) == [DFGB, GFGB, GFGB]
+    again = dataclasses.replace(layer("again", 5, 1, 1.5), parameters="first")
+    profile = Profile({}, (dataclasses.replace(layer("first", 1, 1, 9), parameters="first"), again))
+    assert list(make_plan(profile, "memferry").modes) == [Mode.GFGB, Mode.GFGB]
 
 
 @pytest.mark.parametrize("larger", [0, 1])
