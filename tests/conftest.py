@@ -39,7 +39,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max_examples=10)
+# Shrinking an example can take minutes, which a run of all tests does not have.
+_PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max_examples=10, phases=_PHASES)
 
 
 def pytest_configure(config):
