@@ -18,7 +18,9 @@ from jaxferry.profiling.records import Profile
 from jaxferry.simulate import machine
 from jaxferry.simulate.report import simulate
 
-POLICIES = ("zero-offload", "native-offload", "native-overlapped", "l2l", "memferry", "go-memferry", "exact", "auto")
+OFTEN = ("zero-offload", "memferry", "exact", "auto")
+SELDOM = ("native-offload", "native-overlapped", "l2l", "go-memferry")
+POLICIES = [*OFTEN, *(pytest.param(policy, marks=pytest.mark.slow) for policy in SELDOM)]
 
 
 def frozen_lookup():
@@ -95,7 +97,7 @@ def test_what_plan_prints_is_the_simulation_of_the_schedule_that_runs(measured, 
     check(made, plan, path)
 
 
-@pytest.mark.parametrize("policy", ["auto", "memferry", "l2l"])
+@pytest.mark.parametrize("policy", ["auto", "l2l", pytest.param("memferry", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [1.0, pytest.param(1.3, marks=pytest.mark.slow)])
 def test_so_it_is_within_a_budget_that_the_plan_fits(measured, policy, share, capsys):
     task, options, path = measured
