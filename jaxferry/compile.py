@@ -134,7 +134,7 @@ class Compiler:
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
             variants, programs = self._variants(args, kwargs)
             plan, profile = self._plan(variants, programs)
-            if self._needs_all_gradients(variants.base):
+            if self._needs_all_gradients(variants.base) and plan.updates is not Updates.AFTER_ALL:
                 plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
                 plan = plan if profile is None else with_update_order(profile, plan)
             resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
