@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
-from typing import Any
 
+from jaxferry.engine import RematVariants
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
-from jaxferry.partition import AUTO, Derivative, Partition
-from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
-from jaxferry.planning import make_plan, with_update_order
+from jaxferry.options import Options
+from jaxferry.partition import AUTO
+from jaxferry.plan.base import Request
+from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder, Updates
+from jaxferry.planning import plan_for, with_update_order
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.records import Profile
@@ -30,65 +31,58 @@ def needs_times(policy: str | None) -> bool:
 
 
 def choose_plan(
-    parts: Partition,
-    derivatives: Mapping[int, Derivative],
-    *,
-    plan: Plan | None,
-    policy: str | None,
-    profile: Profile | None,
-    device_kind: str,
-    reserve_factor: float | None,
-    memory_budget_bytes: int | None,
-    remat: Any = None,
-    offload_activations: bool = False,
-    updates_after_all: bool = False,
+    variants: RematVariants, options: Options, profile: Profile | None, device_kind: str, updates_after_all: bool
 ) -> tuple[Plan, Profile | None]:
     """Chooses the modes of the segments; returns the plan and the profile behind it, if any.
 
+    A given plan is used for exactly these segments. Without plan and policy, every layer is loaded once (GFGB), and the
+    reserve factor alone chooses gradients. If no plan of a policy fits into the memory budget, the policy plans for its
+    smallest feasible budget instead: the engine counts exact bytes afterwards.
+
     Args:
-      parts: the segments.
-      derivatives: by program number.
-      plan: a plan for exactly these segments, used unchanged; None asks the policy.
-      policy: the policy; None loads every layer once (GFGB), and chooses gradients by the reserve factor alone.
-      profile: the profile to plan with; None estimates one by roofline.
+      variants: the segments and their derivatives.
+      options: those of the training step.
+      profile: the profile to plan with; None estimates one by roofline if the policy needs one.
       device_kind: the device's own name, such as `"NVIDIA H200"`.
-      reserve_factor: share of all gradient bytes that may stay on the device; None for the policy's default.
-      memory_budget_bytes: device memory, passed to the policy. If no plan of the policy fits, the policy plans for its
-        smallest feasible budget instead: the engine counts exact bytes afterwards.
-      remat: what all segments keep between forward and backward; None for each segment's own choice. `AUTO` leaves it
-        to the plan.
-      offload_activations: whether values wait in host memory for their backward.
       updates_after_all: whether updates wait for all gradients under any plan.
 
     Raises:
       InputError: if the plan or the profile is for another model, or the policy does not exist.
     """
-    names = [segment.name for segment in parts.segments]
+    names = [segment.name for segment in variants.base.segments]
+    policy = options.policy
+    if policy is None and options.reserve_factor is not None and options.reserve_factor < 1:
+        policy = "native-overlapped"
+    if profile is None and options.plan is None and policy is not None:
+        machine = MACHINES[_machine_of(device_kind)]
+        profile = estimate_profile(partition_costs(variants.base, None), machine, {"device": device_kind})
     if profile is not None:
         _check_names("profile", [layer.name for layer in profile.layers], names)
-        profile = with_program_facts(profile, parts, derivatives, offload_activations)
+        profile = with_program_facts(profile, variants.base, variants.derivatives, options.offload_activations)
         profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
-    if plan is not None:
-        _check_names("plan", [layer.name for layer in plan.layers], names)
-        return plan, profile
-    if policy is None and reserve_factor is not None and reserve_factor < 1:
-        policy = "native-overlapped"
-    if policy is None:
+    if options.plan is not None:
+        _check_names("plan", [layer.name for layer in options.plan.layers], names)
+        return _with_updates(options.plan, profile, updates_after_all), profile
+    if policy is None or profile is None:
         layers = tuple(LayerPlan(name, Mode.GFGB) for name in names)
         plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
-        return plan if profile is None else with_update_order(profile, plan), profile
-    if profile is None:
-        machine = _machine_of(device_kind)
-        profile = estimate_profile(partition_costs(parts, remat), MACHINES[machine], {"device": device_kind})
-        profile = with_program_facts(profile, parts, derivatives, offload_activations)
-        profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
-    choices = [segment.remat if remat is None else remat for segment in parts.segments]
-    profile = profile.only_recomputing([choice == AUTO for choice in choices])
-    options: dict[str, Any] = {"reserve_factor": reserve_factor}
+        plan = plan if profile is None else with_update_order(profile, plan)
+        return _with_updates(plan, profile, updates_after_all), profile
+    profile = profile.only_recomputing([segment.remat == AUTO for segment in variants.base.segments])
+    request = Request(options.reserve_factor, options.memory_budget_bytes)
     try:
-        return make_plan(profile, policy, memory_budget_bytes=memory_budget_bytes, **options), profile
+        return plan_for(profile, policy, request), profile
     except BudgetError as error:
-        return make_plan(profile, policy, memory_budget_bytes=error.smallest_bytes, **options), profile
+        leanest = dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes)
+        return plan_for(profile, policy, leanest), profile
+
+
+def _with_updates(plan: Plan, profile: Profile | None, after_all: bool) -> Plan:
+    """The plan, with updates after all gradients where they must wait."""
+    if not after_all or plan.updates is Updates.AFTER_ALL:
+        return plan
+    plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
+    return plan if profile is None else with_update_order(profile, plan)
 
 
 def _machine_of(device_kind: str) -> str:

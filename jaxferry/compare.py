@@ -153,24 +153,15 @@ def compare_policies(
         trained.discard_times()
         return trained
 
-    def next_round(trained: _Trained) -> None:
-        notify(trained.policy, next(count), total)
-        trained.run_steps(num_steps)
-
-    def alone(policy: str) -> PolicyRun:
-        trained = begin(policy)
-        for _ in range(num_rounds):
-            next_round(trained)
-        return trained.row()
-
-    if one_at_a_time:
-        rows = [alone(policy) for policy in policies]
-    else:
+    def in_turns(policies: Sequence[str]) -> list[PolicyRun]:
         every = [begin(policy) for policy in policies]
         for _, trained in itertools.product(range(num_rounds), every):
-            next_round(trained)
-        rows = [trained.row() for trained in every]
-    return Comparison(works_s(profile), tuple(rows))
+            notify(trained.policy, next(count), total)
+            trained.run_steps(num_steps)
+        return [trained.row() for trained in every]
+
+    together = [[policy] for policy in policies] if one_at_a_time else [policies]
+    return Comparison(works_s(profile), tuple(row for each in together for row in in_turns(each)))
 
 
 class _Trained:

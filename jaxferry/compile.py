@@ -134,9 +134,6 @@ class Compiler:
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
             variants, programs = self._variants(args, kwargs)
             plan, profile = self._plan(variants, programs)
-            if self._needs_all_gradients(variants.base) and plan.updates is not Updates.AFTER_ALL:
-                plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
-                plan = plan if profile is None else with_update_order(profile, plan)
             resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
             compiler = _StepCompiler(variants, programs, profile, resources, self._options)
             self._prepared[key] = compiler.compile(plan)
@@ -217,18 +214,9 @@ class Compiler:
         profile = options.profile
         if profile == MEASURE or (profile is None and needs_times(options.policy)):
             profile = self._measured(variants, programs)
-        return choose_plan(
-            variants.base,
-            variants.derivatives,
-            plan=options.plan,
-            policy=options.policy,
-            profile=profile if isinstance(profile, Profile) else None,
-            device_kind=self._shared.placement.device_kind,
-            reserve_factor=options.reserve_factor,
-            memory_budget_bytes=options.memory_budget_bytes,
-            offload_activations=options.offload_activations,
-            updates_after_all=self._needs_all_gradients(variants.base),
-        )
+        known = profile if isinstance(profile, Profile) else None
+        updates_after_all = self._needs_all_gradients(variants.base)
+        return choose_plan(variants, options, known, self._shared.placement.device_kind, updates_after_all)
 
     def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
         remat = self._options.remat

@@ -28,18 +28,18 @@ MEASURE, ESTIMATE = "measure", "estimate"
 class Options:
     """The checked arguments of `jaxferry.train_step`, which documents them."""
 
-    memory_budget_bytes: int | None
-    reserve_factor: float | None
-    clip_norm: float | None
-    compute_dtype: Any
-    plan: Plan | None
-    policy: str | None
-    profile: Profile | str | None
-    remat: Any
-    skip_nonfinite: bool
-    record_steps: int
-    accumulate: int
-    loss_scale: LossScale | None
+    memory_budget_bytes: int | None = None
+    reserve_factor: float | None = None
+    clip_norm: float | None = None
+    compute_dtype: Any = None
+    plan: Plan | None = None
+    policy: str | None = None
+    profile: Profile | str | None = None
+    remat: Any = "none"
+    skip_nonfinite: bool = False
+    record_steps: int = 0
+    accumulate: int = 1
+    loss_scale: LossScale | None = None
     trainable: Trainable | None = None
     offload_activations: bool = False
 
@@ -66,42 +66,50 @@ def read_options(
     Raises:
       InputError: if an argument is invalid.
     """
-    if reserve_factor is not None and not (_is_number(reserve_factor) and 0 <= reserve_factor <= 1):
-        raise InputError(f"reserve_factor must lie in [0, 1], got {reserve_factor!r}")
-    if clip_norm is not None and not (_is_number(clip_norm) and math.isfinite(clip_norm) and clip_norm > 0):
-        raise InputError(f"clip_norm must be a positive number or None, got {clip_norm!r}")
-    if not isinstance(skip_nonfinite, bool):
-        raise InputError(f"skip_nonfinite must be True or False, got {skip_nonfinite!r}")
-    if not isinstance(offload_activations, bool):
-        raise InputError(f"offload_activations must be True or False, got {offload_activations!r}")
-    if not (_is_whole(record_steps) and record_steps >= 0):
-        raise InputError(f"record_steps must be a number of steps, 0 or more, got {record_steps!r}")
-    if not (_is_whole(accumulate) and accumulate >= 1):
-        raise InputError(f"accumulate must be a number of micro-batches, 1 or more, got {accumulate!r}")
     if plan is not None and policy is not None:
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r}): give one")
     if policy is not None:
         make_policy(policy)
     return Options(
         memory_budget_bytes=None if memory_budget is None else parse_bytes(memory_budget, "memory_budget"),
-        reserve_factor=reserve_factor,
-        clip_norm=clip_norm,
+        reserve_factor=_read_reserve_factor(reserve_factor),
+        clip_norm=_read_clip_norm(clip_norm),
         compute_dtype=_read_dtype(compute_dtype),
         plan=_read_record(Plan, plan, "plan"),
         policy=policy,
         profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
         remat=check_remat(remat),
-        skip_nonfinite=skip_nonfinite,
-        record_steps=record_steps,
-        accumulate=accumulate,
+        skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
+        record_steps=_read_count(record_steps, 0, "record_steps must be a number of steps"),
+        accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
         loss_scale=_read_loss_scale(loss_scale, compute_dtype, accumulate),
         trainable=trainable,
-        offload_activations=offload_activations,
+        offload_activations=_read_flag(offload_activations, "offload_activations"),
     )
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _read_reserve_factor(value: Any) -> float | None:
+    if value is not None and not (_is_number(value) and 0 <= value <= 1):
+        raise InputError(f"reserve_factor must lie in [0, 1], got {value!r}")
+    return value
+
+
+def _read_clip_norm(value: Any) -> float | None:
+    if value is not None and not (_is_number(value) and math.isfinite(value) and value > 0):
+        raise InputError(f"clip_norm must be a positive number or None, got {value!r}")
+    return value
+
+
+def _read_flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _read_count(value: Any, least: int, rule: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{rule}, {least} or more, got {value!r}")
+    return value
 
 
 def _is_number(value: Any) -> bool:

@@ -117,10 +117,10 @@ def test_applying_first_does_not_make_the_state_change_its_layers_back_and_forth
     state = step.init(gpt.params)
     step.apply(state, lambda params: params["wte"]["embedding"].sum())
     state, _ = step(state, gpt.batch)
-    layers = state.layers
+    layers = state.host.layers
     step.apply(state, logits_fn, gpt.batch)
     step.apply(state, lambda params: params["h_1"]["ln_1"]["scale"].sum())
-    assert state.layers is layers
+    assert state.host.layers is layers
 
 
 def test_a_function_without_parameters_is_refused(gpt):
@@ -213,7 +213,7 @@ def test_every_budget_that_is_not_refused_holds(transport, monkeypatch):
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
         evaluator = step.compiler.evaluator(narrow, (tokens,), {})
         assert evaluator.peak.total <= budget
-        assert evaluator.transport.peak_device_bytes <= evaluator.peak.parameters
+        assert evaluator.transport.held.peak <= evaluator.peak.parameters
         reads.update(evaluator.stream.reads)
         waits.update(evaluator.stream.ahead)
     assert reads == {Source.DEVICE, Source.HOST}
@@ -229,14 +229,15 @@ def test_evaluation_has_the_budget_of_training_and_frees_what_that_keeps(gpt, mo
     state, losses = train(free, gpt, 2)
     budget = free.prepare(gpt.batch).peak.total
     expected = float(free.evaluate(state, jnp.tile(gpt.batch, (8, 1))))
-    assert len(state.resident) == len(state.layers)
+    assert len(state.resident) == len(state.host.layers)
     step = make(budget, plan=plan)
     state, _ = train(step, gpt, 1)
-    assert len(state.resident) == len(state.layers)
+    assert len(state.resident) == len(state.host.layers)
     wide = next(
         wide
         for wide in (jnp.tile(gpt.batch, (copies, 1)) for copies in range(2, 64))
-        if step.compiler.evaluator(gpt.loss_fn, (wide,), {}).peak.total + sum(layer.num_bytes for layer in state.layers)
+        if step.compiler.evaluator(gpt.loss_fn, (wide,), {}).peak.total
+        + sum(layer.num_bytes for layer in state.host.layers)
         > budget
     )
     step.evaluate(state, wide)
@@ -253,10 +254,10 @@ def test_at_most_two_layers_are_on_the_device(gpt):
     state = step.init(gpt.params)
     step.apply(state, logits_fn, gpt.batch)
     evaluator = step.compiler.evaluator(logits_fn, (gpt.batch,), {})
-    sizes = [state.layers[segment.group].num_bytes for segment in evaluator.partition.segments]
+    sizes = [state.host.layers[segment.group].num_bytes for segment in evaluator.partition.segments]
     most = max(a + b for a, b in itertools.pairwise(sizes))
-    assert evaluator.transport.peak_device_bytes == most < sum(layer.num_bytes for layer in state.layers)
-    assert evaluator.transport.device_bytes == 0
+    assert evaluator.transport.held.peak == most < sum(layer.num_bytes for layer in state.host.layers)
+    assert evaluator.transport.held.now == 0
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -275,7 +276,7 @@ def test_an_interrupt_leaves_nothing_behind(gpt, at, monkeypatch):
         after_each_program(patch, interrupt)
         with pytest.raises(KeyboardInterrupt):
             step.apply(state, logits_fn, gpt.batch)
-    assert evaluator.transport.device_bytes == 0
+    assert evaluator.transport.held.now == 0
     evaluator.transport.release()
     assert device_bytes() <= held
     assert_same_bits(step.apply(state, logits_fn, gpt.batch), before)

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxferry.choice import choose_plan
-from jaxferry.engine import derivatives_of
+from jaxferry.engine import RematVariants, derivatives_of
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import BudgetError
 from jaxferry.modes import Mode
+from jaxferry.options import Options
 from jaxferry.partition import partition
 from jaxferry.planning import make_plan, with_update_order
 from jaxferry.profiling.estimate import estimate_profile
@@ -40,17 +41,8 @@ def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy)
     profile = with_program_facts(profile, parts, derivatives_of(parts, "none"))
     with pytest.raises(BudgetError) as caught:
         make_plan(profile, policy, memory_budget_bytes=1)
-    plan, _ = choose_plan(
-        parts,
-        derivatives_of(parts, "none"),
-        plan=None,
-        policy=policy,
-        profile=profile,
-        device_kind="cpu",
-        reserve_factor=None,
-        memory_budget_bytes=1,
-        remat="none",
-    )
+    options = Options(policy=policy, memory_budget_bytes=1)
+    plan, _ = choose_plan(RematVariants(parts, "none"), options, profile, "cpu", updates_after_all=False)
     assert plan.predicted is not None
     assert plan.predicted.peak_device_bytes == caught.value.smallest_bytes
     assert Mode.RESIDENT not in plan.modes

@@ -92,7 +92,7 @@ def test_losses_are_those_of_plain_optax_on_fp32_masters(task, is_half, optimize
     for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == np.float32
         np.testing.assert_allclose(ours, theirs, rtol=HALF_RTOL, atol=1e-2 if is_half else 1e-5)
-    for layer, vectors in zip(state.layers, state.vectors, strict=True):
+    for layer, vectors in zip(state.host.layers, state.host.vectors, strict=True):
         assert [vector.dtype for vector in vectors] == [vector.dtype for vector in layer.vectors]
         assert {vector.dtype for vector in vectors} == {jnp.dtype(dtype) for dtype in DTYPES.values()}
         for leaf in layer.leaves:
@@ -141,7 +141,7 @@ def test_a_compute_dtype_is_that_of_all():
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), compute_dtype=jnp.bfloat16)
     state, _ = step(step.init(params), jnp.ones((2, 4), jnp.bfloat16))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
-    assert [vector.dtype for vector in state.vectors[0]] == [jnp.bfloat16]
+    assert [vector.dtype for vector in state.host.vectors[0]] == [jnp.bfloat16]
 
 
 FLOAT64 = """

@@ -70,7 +70,7 @@ def tasks_of(step, task, kind):
 def masters_beside(state, known):
     """Arrays in host memory that are not `known`, and no masters or moments of trained parameters."""
     gc.collect()
-    trained = {id(array) for unit in state.units for array in jax.tree.leaves((unit.masters, unit.state))}
+    trained = {id(array) for unit in state.host.units for array in jax.tree.leaves((unit.masters, unit.state))}
     return [array for array in host_arrays() if id(array) not in known | trained and array.size >= WIDTH]
 
 
@@ -82,7 +82,7 @@ def frozen_copies(state):
     """Where each vector of frozen parameters lies."""
     return [
         vector.unsafe_buffer_pointer()
-        for layer, vectors in zip(state.layers, state.vectors, strict=True)
+        for layer, vectors in zip(state.host.layers, state.host.vectors, strict=True)
         for vector in vectors[len(layer.trained.vectors) :]
     ]
 
@@ -113,7 +113,11 @@ def test_however_it_is_said_it_is_what_plain_optax_does(task, say):
     state, losses = train(jaxferry.train_step(task.loss_fn, optimizer, **options), task, 10)
     np.testing.assert_allclose(losses, expected_losses, rtol=LOSS_RTOL)
     assert losses[-1] < losses[0]
-    assert [state.layers[layer].name for unit in state.units for layer in unit.layers] == ["block_1", "block_2", "norm"]
+    assert [state.host.layers[layer].name for unit in state.host.units for layer in unit.layers] == [
+        "block_1",
+        "block_2",
+        "norm",
+    ]
     assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state)) < 3 * (4 * WIDTH * RANK + WIDTH)
     for label, ours, theirs, given in zip(
         *map(jax.tree.leaves, (labels(task.params), state.params, expected, task.params)), strict=True
@@ -133,7 +137,7 @@ def test_only_what_training_needs_is_scheduled_and_computed(task):
     segments = {segment.name: segment for segment in step.prepare(task.batch).partition.segments}
     assert not segments["block_0"].outputs and not segments["block_1"].inputs
     assert segments["block_1"].program != segments["block_0"].program != segments["block_3"].program
-    block = next(layer for layer in state.layers if layer.name == "block_1")
+    block = next(layer for layer in state.host.layers if layer.name == "block_1")
     assert block.num_parameters == WIDTH * (WIDTH + 2 * RANK + 1)
     assert [leaf.path for leaf in block.trained.leaves] == ["block_1/lora/a", "block_1/lora/b"]
     assert [vector.shape for vector in block.vectors] == [(2 * WIDTH * RANK,), (WIDTH * WIDTH + WIDTH,)]
@@ -149,9 +153,9 @@ def test_the_copy_of_a_frozen_parameter_is_never_written_again_and_the_only_one(
     state.settle()
     assert frozen_copies(state) == before and len(before) == 1 + DEPTH
     assert not masters_beside(state, known)
-    assert sum(len(unit.masters) for unit in state.units) == 5
+    assert sum(len(unit.masters) for unit in state.host.units) == 5
     # Another arrangement of the layers takes them along.
-    state.arrange(tuple(reversed(state.layers)))
+    state.arrange(tuple(reversed(state.host.layers)))
     assert_same_bits(state.params["block_0"], task.params["block_0"])
     state, _ = step(state, task.batch)
     state.settle()
@@ -169,7 +173,7 @@ def test_a_frozen_parameter_keeps_its_dtype_and_bits_whatever_the_compute_dtype(
     known = {id(array) for array in host_arrays()}
     state, losses = train(step, models.Task(task.loss_fn, params, task.batch), 3)
     assert losses[-1] < losses[0]
-    assert {str(v.dtype) for vectors in state.vectors for v in vectors} == {"bfloat16"}
+    assert {str(v.dtype) for vectors in state.host.vectors for v in vectors} == {"bfloat16"}
     state.settle()
     assert len(masters_beside(state, known)) == (0 if given == jnp.bfloat16 else 1 + DEPTH * 4 - 4)
     for label, ours, theirs in zip(*map(jax.tree.leaves, (labels(params), state.params, params)), strict=True):
@@ -265,10 +269,10 @@ def test_a_layer_that_is_frozen_and_resident_is_loaded_once(task):
     step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-2), trainable=is_trained, plan=plan)
     state, _ = train(step, task, 2)
     assert tasks_of(step, task, Kind.REFRESH) == ["norm", "block_2", "block_1"]
-    names = [state.layers[layer].name for layer in state.resident]
+    names = [state.host.layers[layer].name for layer in state.resident]
     held = {name: state.resident[layer] for name, layer in zip(names, state.resident, strict=True)}
     state, _ = step(state, task.batch)
-    now = {state.layers[layer].name: copy for layer, copy in state.resident.items()}
+    now = {state.host.layers[layer].name: copy for layer, copy in state.resident.items()}
     state.settle()
     assert now["block_0"] is held["block_0"] and now["table"] is held["table"]
 
@@ -300,7 +304,7 @@ def test_a_joint_optimizer_of_the_trained_parameters_leaves_the_others_frozen(ta
     with pytest.warns(UserWarning, match="looks at all parameters at once"):
         state, losses = train(step, task, 5)
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-    assert len(state.units) == 1 and len(state.units[0].leaves) == 5
+    assert len(state.host.units) == 1 and len(state.host.units[0].leaves) == 5
     assert tasks_of(step, task, Kind.OFFLOAD) == ["norm", "block_2", "block_1"]
 
 
@@ -311,7 +315,7 @@ def test_a_parameter_whose_gradient_others_depend_on_is_not_frozen(task):
     with pytest.warns(UserWarning, match="looks at all parameters at once"):
         state, losses = train(step, task, 5)
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-    assert len(state.units[0].leaves) == len(jax.tree.leaves(task.params))
+    assert len(state.host.units[0].leaves) == len(jax.tree.leaves(task.params))
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
@@ -322,7 +326,7 @@ def test_a_parameter_with_state_or_decay_is_not_frozen(task, where):
     expected, losses = models.plain_loop(task, optimizer, 3)
     state, ours = train(jaxferry.train_step(task.loss_fn, optimizer), task, 3)
     np.testing.assert_allclose(ours, losses, rtol=LOSS_RTOL)
-    assert len(state.units) == len(state.layers)
+    assert len(state.host.units) == len(state.host.layers)
     for mine, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=PARAMS_RTOL, atol=1e-6)
 
@@ -470,7 +474,11 @@ def test_lora_of_nnx_is_fine_tuned_in_its_own_tree():
         state, losses = train(jaxferry.train_step(nnx_loss, optimizer, trainable=trainable), task, 10)
         np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
         assert jax.tree.structure(state.params) == jax.tree.structure(params)
-        assert {layer.name for layer in state.layers if layer.trained.leaves} == {"blocks/0", "blocks/1", "blocks/2"}
+        assert {layer.name for layer in state.host.layers if layer.trained.leaves} == {
+            "blocks/0",
+            "blocks/1",
+            "blocks/2",
+        }
         results.append(state.params)
     assert_same_bits(results[0], results[1])
     assert_same_bits(results[0], results[2])

@@ -62,7 +62,7 @@ def two_layers():
 
 
 def is_fused(state):
-    return all("jaxferry_host_step" in p.as_text() for unit in state.units for p in unit.programs.values())
+    return all("jaxferry_host_step" in p.as_text() for unit in state.host.units for p in unit.programs.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -158,7 +158,7 @@ def test_a_mask_given_as_a_whole_tree_leaves_layers_of_dictionaries_apart(recwar
     mask = is_matrix(task.params)
     state, losses = train(jaxferry.train_step(task.loss_fn, jaxferry.adamw(1e-3, mask=mask)), task, 3)
     assert not [warning for warning in recwarn if "overlap" in str(warning.message)]
-    assert len(state.units) == 2 and is_fused(state)
+    assert len(state.host.units) == 2 and is_fused(state)
     other, others = train(jaxferry.train_step(task.loss_fn, jaxferry.adamw(1e-3, mask=is_matrix)), task, 3)
     assert losses == others
     assert_same_bits(state.params, other.params)
@@ -167,7 +167,7 @@ def test_a_mask_given_as_a_whole_tree_leaves_layers_of_dictionaries_apart(recwar
 def test_a_mask_given_as_a_whole_tree_leaves_layers_of_other_containers_apart(net):
     mask = is_matrix(net.params)
     state, _ = train(jaxferry.train_step(net.loss_fn, jaxferry.adamw(1e-2, mask=mask, weight_decay=1)), net, 2)
-    assert len(state.units) == len(state.layers) and is_fused(state)
+    assert len(state.host.units) == len(state.host.layers) and is_fused(state)
     other, _ = train(jaxferry.train_step(net.loss_fn, jaxferry.adamw(1e-2, mask=is_matrix, weight_decay=1)), net, 2)
     assert_same_bits(state.params, other.params)
 

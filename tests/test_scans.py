@@ -46,7 +46,7 @@ def test_scanned_models_train_as_plain_optax_does_under_every_plan(name):
         np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
         assert losses == runs[0][0]
         assert_same_bits(state.params, runs[0][1].params)
-        assert len(state.units) == len(state.layers) >= DEPTH
+        assert len(state.host.units) == len(state.host.layers) >= DEPTH
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
     for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
@@ -58,10 +58,10 @@ def test_with_reload_two_layers_are_on_the_device_at_most_and_the_compute_dtype_
         task.loss_fn, jaxferry.adamw(1e-2), plan=plan_of(task, (Mode.RELOAD,)), compute_dtype=jnp.bfloat16
     )
     state, metrics = step(step.init(task.params), task.batch)
-    sizes = sorted(layer.num_bytes for layer in state.layers)
+    sizes = sorted(layer.num_bytes for layer in state.host.layers)
     assert metrics["device_param_bytes_peak"] <= sizes[-1] + sizes[-2] < sum(sizes) / 2
     assert step.prepare(task.batch).partition.num_programs == 3
-    assert {vector.dtype for vectors in state.vectors for vector in vectors} == {jnp.dtype(jnp.bfloat16)}
+    assert {vector.dtype for vectors in state.host.vectors for vector in vectors} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +105,10 @@ def test_checkpoints_are_those_of_the_stacked_model_whether_it_was_cut_or_not(la
 def test_a_state_moves_between_layers_whole_and_in_parts_without_losing_a_bit(lax):
     step = jaxferry.train_step(lax.loss_fn, optax.adamw(1e-2))
     state = step.init(lax.params)
-    first = state.layers
+    first = state.host.layers
     state, _ = step(state, lax.batch)
     params, moments = state.params, {name: np.array(leaf) for name, leaf in state.optimizer_state().items()}
-    by_layer = state.layers
+    by_layer = state.host.layers
     for layers in (first, by_layer, tuple(reversed(by_layer)), first):
         state.arrange(layers)
         assert_same_bits(state.params, params)
@@ -146,7 +146,7 @@ def test_other_updates_of_stacked_parameters_are_those_of_plain_optax(lax, name)
         state, losses = train(step, lax, 4)
     assert sum("overlap" in str(warning.message) for warning in seen) == (name in optimizers)
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-    assert len(state.units) == {"lamb": 2, "joint": 1}.get(name, DEPTH + 1)
+    assert len(state.host.units) == {"lamb": 2, "joint": 1}.get(name, DEPTH + 1)
 
 
 def test_init_from_runs_a_stacked_initialiser_once_and_makes_what_it_makes(lax):
@@ -222,7 +222,7 @@ def test_frozen_stacked_parameters_beside_trained_ones_are_kept_to_the_bit(lax, 
         "first",
         *(f"scan/{i}" for i in range(DEPTH)),
     ]
-    assert len(state.units) == DEPTH and losses[-1] < losses[0]
+    assert len(state.host.units) == DEPTH and losses[-1] < losses[0]
     for name in ("blocks", "first"):
         assert_same_bits(state.params[name], params[name])
     step.save(state, tmp_path / "saved")

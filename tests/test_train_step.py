@@ -587,11 +587,11 @@ def test_evaluating_first_does_not_make_the_state_change_its_layers_back_and_for
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
     state = step.init(params)
     step.evaluate(state, jnp.arange(6))
-    layers = state.layers
+    layers = state.host.layers
     assert [layer.name for layer in layers] == ["embeddings/word", "embeddings", "head"]
     state, _ = step(state, jnp.arange(9))
     step.evaluate(state, jnp.arange(6))
-    assert state.layers is layers
+    assert state.host.layers is layers
 
 
 @pytest.mark.slow

@@ -1,13 +1,26 @@
 """`jaxferry bench`: trains a model under several policies and compares measured with predicted steps."""
 
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import optax
 import typer
 
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, read_budget
-from jaxferry.cli.model import OPTIMIZERS, ModelName, UserModel, call_model, make_optimizer, read_dtype, user_code
+from jaxferry.cli.model import ModelName, call_model, make_optimizer, read_dtype, user_code
+from jaxferry.cli.step_options import (
+    ComputeDtype,
+    MemoryBudget,
+    OffloadActivations,
+    Optimizer,
+    Remat,
+    ReserveFactor,
+    Seed,
+)
 from jaxferry.compare import Comparison, compare_policies
+from jaxferry.engine import TrainState
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
@@ -33,22 +46,18 @@ def bench(
     profile: Annotated[
         Path | None, typer.Option(metavar="PROFILE.json", help="The profile to plan with; default: measure one.")
     ] = None,
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "adamw",
+    optimizer: Optimizer = "adamw",
     steps: Annotated[int, typer.Option(min=4, help="Consecutive steps per round.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, after one warm-up round.")] = 3,
     one_at_a_time: Annotated[
         bool, typer.Option("--one-at-a-time", help="Hold one state in host memory; policies do not take turns.")
     ] = False,
-    memory_budget: Annotated[str | None, typer.Option(help='Device memory, such as "8GiB".')] = None,
-    reserve_factor: Annotated[
-        float | None, typer.Option(help="Share of gradient bytes that may stay on the device.")
-    ] = None,
-    compute_dtype: Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")] = None,
-    remat: Annotated[str, typer.Option(help="What is recomputed in the backward.")] = "none",
-    offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")] = 0,
+    memory_budget: MemoryBudget = None,
+    reserve_factor: ReserveFactor = None,
+    compute_dtype: ComputeDtype = None,
+    remat: Remat = "none",
+    offload_activations: OffloadActivations = False,
+    seed: Seed = 0,
     plot: Annotated[
         Path | None, typer.Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")
     ] = None,
@@ -68,40 +77,9 @@ def bench(
         "offload_activations": offload_activations,
         "record_steps": steps,
     }
-    names = policy or _DEFAULT_POLICIES
-    for name in names:
-        make_policy(name)  # rejects unknown policies before anything is measured
-    update = make_optimizer(optimizer)
-    known = None if profile is None else Profile.load(profile)
-    with user_code(model):
-        user = call_model(model)
-        user.check_is_whole()
-    batch = user.batch_of(0)
-
-    def make_step(policy: str | None, planned: Profile | str = "measure") -> TrainStep:
-        return train_step(user.loss_fn, update, policy=policy, profile=planned, **options)
-
-    with user_code(model):
-        measured = make_step(None).measure(user.shapes(), batch) if known is None else known
-        with progress_bar("training") as report, naming(*(() if profile is None else (profile,))):
-            compared = compare_policies(
-                names,
-                measured,
-                lambda name: make_step(name, measured),
-                lambda step: user.new_state(step, seed),
-                batch,
-                num_steps=steps,
-                num_rounds=rounds,
-                one_at_a_time=one_at_a_time,
-                report=report,
-            )
-    _report_results(compared, user, optimizer, plot, output, as_json)
-
-
-def _report_results(
-    compared: Comparison, user: UserModel, optimizer: str, plot: Path | None, output: Path | None, as_json: bool
-) -> None:
-    document: dict[str, Any] = {**compared.to_json(), "model": user.name, "optimizer": optimizer}
+    rules = {"num_steps": steps, "num_rounds": rounds, "one_at_a_time": one_at_a_time}
+    compared = _compared(model, policy or _DEFAULT_POLICIES, profile, make_optimizer(optimizer), seed, options, rules)
+    document: dict[str, Any] = {**compared.to_json(), "model": model, "optimizer": optimizer}
     if output is not None:
         write_json(output, document)
     if plot is not None:
@@ -110,3 +88,34 @@ def _report_results(
         print_json(document)
     else:
         print_report(bench_table(compared), *bench_lines(compared))
+
+
+def _compared(
+    model: str,
+    policies: Sequence[str],
+    profile: Path | None,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    options: Mapping[str, Any],
+    rules: Mapping[str, Any],
+) -> Comparison:
+    """Trains the model under each policy; `options` are those of `train_step`, `rules` those of `compare_policies`."""
+    for name in policies:
+        make_policy(name)  # rejects unknown policies before anything is measured
+    known = None if profile is None else Profile.load(profile)
+    with user_code(model):
+        user = call_model(model)
+        user.check_is_whole()
+    batch = user.batch_of(0)
+
+    def make_step(policy: str | None, planned: Profile | str = "measure") -> TrainStep:
+        return train_step(user.loss_fn, optimizer, policy=policy, profile=planned, **options)
+
+    def new_state(step: TrainStep) -> TrainState:
+        return user.new_state(step, seed)
+
+    with user_code(model):
+        measured = make_step(None).measure(user.shapes(), batch) if known is None else known
+        planned = functools.partial(make_step, planned=measured)
+        with progress_bar("training") as report, naming(*(() if profile is None else (profile,))):
+            return compare_policies(policies, measured, planned, new_state, batch, report=report, **rules)

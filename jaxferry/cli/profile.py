@@ -9,6 +9,7 @@ import typer
 
 from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, make_optimizer, read_dtype, user_code
+from jaxferry.cli.step_options import ComputeDtype
 from jaxferry.engine import TRANSPORTS, derivatives_of
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import InputError
@@ -34,7 +35,7 @@ def profile(
             metavar="NAME|FILE", help=f"The machine to estimate: one of {', '.join(MACHINES)}, or a JSON file."
         ),
     ] = None,
-    compute_dtype: Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")] = None,
+    compute_dtype: ComputeDtype = None,
     remat: Annotated[
         str,
         typer.Option(help=f"What is recomputed in the backward: {' or '.join(REMAT)}; {AUTO} leaves it to plans."),

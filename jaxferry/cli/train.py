@@ -8,7 +8,16 @@ import typer
 from rich.console import Console
 
 from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
-from jaxferry.cli.model import OPTIMIZERS, ModelName, UserModel, call_model, make_optimizer, read_dtype, user_code
+from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype, user_code
+from jaxferry.cli.step_options import (
+    ComputeDtype,
+    MemoryBudget,
+    OffloadActivations,
+    Optimizer,
+    Remat,
+    ReserveFactor,
+    Seed,
+)
 from jaxferry.compare import plan_counts
 from jaxferry.engine import TrainState
 from jaxferry.engine.host.checkpoint import check_target
@@ -33,25 +42,21 @@ def register(app: typer.Typer) -> None:
 def train(
     model: ModelName,
     steps: Annotated[int, typer.Option(min=0, help="Train up to this step, counting steps before a resume.")] = 10,
-    optimizer: Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")] = "adamw",
+    optimizer: Optimizer = "adamw",
     learning_rate: Annotated[float, typer.Option(help="The learning rate.")] = 1e-3,
     policy: Annotated[str | None, typer.Option(help=f"The planning policy: {', '.join(policies())}.")] = None,
     plan: Annotated[Path | None, typer.Option(metavar="PLAN.json", help="A plan instead of a policy.")] = None,
     profile: Annotated[
         str | None, typer.Option(metavar="PROFILE.json|measure|estimate", help="The profile to plan with.")
     ] = None,
-    memory_budget: Annotated[str | None, typer.Option(help='Device memory, such as "8GiB".')] = None,
-    reserve_factor: Annotated[
-        float | None, typer.Option(help="Share of gradient bytes that may stay on the device.")
-    ] = None,
+    memory_budget: MemoryBudget = None,
+    reserve_factor: ReserveFactor = None,
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this global norm.")] = None,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per update; their gradients are averaged.")] = 1,
-    compute_dtype: Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")] = None,
-    remat: Annotated[str, typer.Option(help="What is recomputed in the backward.")] = "none",
-    offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")] = 0,
+    compute_dtype: ComputeDtype = None,
+    remat: Remat = "none",
+    offload_activations: OffloadActivations = False,
+    seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue from a saved state.")] = None,
     trace: Annotated[
@@ -60,41 +65,37 @@ def train(
     as_json: AsJson = False,
 ) -> int:
     """Trains the model; its batch is a function of the step's number, or the same for every step."""
-    # Output paths are checked before training.
+    _check_outputs(save, trace)
+    options: dict[str, Any] = {
+        "policy": policy,
+        "plan": plan,
+        "profile": profile,
+        "memory_budget": read_budget(memory_budget),
+        "reserve_factor": reserve_factor,
+        "clip_norm": clip_norm,
+        "accumulate": accumulate,
+        "compute_dtype": read_dtype(compute_dtype),
+        "remat": remat,
+        "offload_activations": offload_activations,
+        "record_steps": 0 if trace is None else _STEPS_IN_TRACE,
+    }
+    with user_code(model):
+        user = call_model(model)
+        user.check_is_whole()
+        step = train_step(user.loss_fn, make_optimizer(optimizer, learning_rate), **options)
+        state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
+        run = _Run(user, step, state, Console(stderr=True, highlight=False))
+        was_interrupted = run.train(steps)
+    run.report(save, trace, as_json)
+    return _INTERRUPTED if was_interrupted else 0
+
+
+def _check_outputs(save: Path | None, trace: Path | None) -> None:
+    """Checks output paths, before training."""
     if save is not None:
         check_target(save)
     if trace is not None and not trace.absolute().parent.is_dir():
         raise InputError(f"cannot write {trace}: {trace.parent} is not a folder")
-    with user_code(model):
-        user = call_model(model)
-        user.check_is_whole()
-        step = train_step(
-            user.loss_fn,
-            make_optimizer(optimizer, learning_rate),
-            policy=policy,
-            plan=plan,
-            profile=profile,
-            memory_budget=read_budget(memory_budget),
-            reserve_factor=reserve_factor,
-            clip_norm=clip_norm,
-            accumulate=accumulate,
-            compute_dtype=read_dtype(compute_dtype),
-            remat=remat,
-            offload_activations=offload_activations,
-            record_steps=0 if trace is None else _STEPS_IN_TRACE,
-        )
-        state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
-        run = _Run(user, step, state, Console(stderr=True, highlight=False))
-        was_interrupted = run.train(steps)
-    if save is not None:
-        step.save(run.state, save)
-    if trace is not None:
-        write_json(trace, chrome_trace(run.recorded()))
-    if as_json:
-        print_json(run.to_json())
-    else:
-        run.print()
-    return _INTERRUPTED if was_interrupted else 0
 
 
 class _Run:
@@ -136,6 +137,17 @@ class _Run:
         if run is None:
             raise InputError("--trace needs at least one step, but none was run: raise --steps")
         return run
+
+    def report(self, save: Path | None, trace: Path | None, as_json: bool) -> None:
+        """Saves the state and the trace where asked, and prints the results."""
+        if save is not None:
+            self._step.save(self.state, save)
+        if trace is not None:
+            write_json(trace, chrome_trace(self.recorded()))
+        if as_json:
+            print_json(self.to_json())
+        else:
+            self.print()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the results as JSON."""

@@ -98,7 +98,7 @@ class Evaluator:
     def _make_room(self, state: TrainState, other_bytes: int) -> None:
         """Frees what the training step keeps on the device if the budget requires it."""
         self.transport.release()
-        self.transport.reset_peak()
+        self.transport.held.reset_peak()
         if self._budget_bytes is None:
             return
         sums = [array for arrays in state.accumulated.on_device.values() for array in arrays]
@@ -123,7 +123,7 @@ class Evaluator:
             self._drop(held.pop(layer), state)
         missing = [layer for layer in wanted if layer not in held]
         for layer in missing:
-            held[layer] = state.resident.get(layer) or self.transport.load(layer, state.vectors[layer])
+            held[layer] = state.resident.get(layer) or self.transport.load(layer, state.host.vectors[layer])
         if not missing:
             self.transport.release()
 
@@ -131,7 +131,7 @@ class Evaluator:
         segment, key = self.partition.segments[place], self._keys[place]
         by_dha = key.reads is Source.HOST
         outputs, nondiff_outputs = self._programs[key](
-            list(state.vectors[segment.group]) if by_dha else held[segment.group].parameters(),
+            list(state.host.vectors[segment.group]) if by_dha else held[segment.group].parameters(),
             [values[v] for v in segment.inputs],
             [values[v] for v in segment.nondiff_inputs],
         )

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxferry.engine.host.arrays import to_pinned
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, Operation
 from jaxferry.engine.prefetch import wait_for_copy
 from jaxferry.engine.program_keys import ProgramKey, Source, Target
-from jaxferry.engine.state import to_pinned
 from jaxferry.engine.step import StepContext
 from jaxferry.engine.transport.base import Vectors
 
@@ -44,7 +44,7 @@ def refresh(step: StepContext, instruction: Instruction) -> bool:
         group, state, resources = instruction.group, step.state, step.runnable.resources
         resources.transport.drop(state.resident[group])
         mark = step.mark(instruction.index)
-        state.resident[group] = resources.transport.load(group, state.vectors[group], mark)
+        state.resident[group] = resources.transport.load(group, state.host.vectors[group], mark)
         wait_for_copy(state.resident[group], resources.placement)
     return True
 
@@ -106,7 +106,7 @@ def offload(step: StepContext, instruction: Instruction) -> bool:
     has_ended = step.gradients.offload(instruction, mark, step.work.commit, waits=step.does_what_it_issues)
     is_last = step.num_programs == len(step.program.programs)
     if not has_ended and (instruction.is_awaited or is_last):
-        step.wait_for_offloads()
+        step.gradients.wait_for_inflight(step.work.end)
     return has_ended
 
 
@@ -166,7 +166,7 @@ OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], bool]] = {
 
 def _parameters(step: StepContext, instruction: Instruction, key: ProgramKey) -> Sequence[jax.Array]:
     if key.reads is Source.HOST:
-        return list(step.state.vectors[instruction.group])
+        return list(step.state.host.vectors[instruction.group])
     return step.weights(instruction)
 
 
@@ -211,7 +211,7 @@ def _end_program(step: StepContext, instruction: Instruction, key: ProgramKey, e
     if not step.does_what_it_issues:
         if step.copies.marks is not None:
             step.copies.marks.after(instruction.index, ended)
-        step.wait_for_offloads()
+        step.gradients.wait_for_inflight(step.work.end)
     if key.writes is not Target.DEVICE:
         step.gradients.note_arrival(instruction.group)
     for drop in instruction.drops:
@@ -238,7 +238,7 @@ def _move(
 
 def _units_to_update(step: StepContext, instruction: Instruction) -> list[UpdateGroup]:
     """The units of an update task that still need an update."""
-    units = [unit for unit in step.state.units if instruction.group in unit.layers or step.is_last_update]
+    units = [unit for unit in step.state.host.units if instruction.group in unit.layers or step.is_last_update]
     units = [unit for unit in units if id(unit) not in step.updated]
     step.updated |= {id(unit) for unit in units}
     return units
@@ -246,13 +246,13 @@ def _units_to_update(step: StepContext, instruction: Instruction) -> list[Update
 
 def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:
     state, placement = step.state, step.runnable.resources.placement
-    num_trained = [len(state.layers[group].trained.vectors) for group in unit.layers]
+    num_trained = [len(state.host.layers[group].trained.vectors) for group in unit.layers]
     copies = zip(unit.layers, num_trained, strict=True)
-    vectors = [state.vectors[group][:num] if placement.is_cpu else () for group, num in copies]
+    vectors = [state.host.vectors[group][:num] if placement.is_cpu else () for group, num in copies]
     program = unit.programs[tuple(bool(used) for used in gradients)]
     made = program(unit.masters, unit.state, vectors, gradients, norm, step.scale)
     unit.masters, unit.state, packed = jax.block_until_ready(made)
     pinned = jax.block_until_ready([to_pinned(vector, placement) for vector in packed])
     for group, vector, num in zip(unit.layers, pinned, num_trained, strict=True):
-        state.vectors[group] = (*vector, *state.vectors[group][num:])
+        state.host.vectors[group] = (*vector, *state.host.vectors[group][num:])
     step.gradients.recycle(unit)

@@ -172,25 +172,6 @@ class StepRun:
             if self._ready.is_over(ALL_LANES):
                 self._action = _nothing
 
-    def do(self, lanes: Sequence[Lane]) -> None:
-        """Does the tasks of these lanes; the body of a thread."""
-        try:
-            while (found := self._next_task(lanes)) is not None:
-                run, index = found
-                run._do(index)
-                if run is not self:
-                    run._leave()
-        finally:
-            self._leave()
-
-    def do_ahead(self) -> None:
-        """Does the first loads, before the run is submitted; the body of a thread."""
-        try:
-            while (index := self._next_ahead()) is not None:
-                self._do(index)
-        finally:
-            self._leave()
-
     def _do(self, index: int) -> None:
         self.starts_s[index] = time.perf_counter()
         try:
@@ -251,6 +232,27 @@ class StepRun:
             self._monitor.wake_all()
 
 
+def _do_tasks(of: StepRun, lanes: Sequence[Lane]) -> None:
+    """Does the tasks of these lanes; the body of a thread."""
+    try:
+        while (found := of._next_task(lanes)) is not None:
+            run, index = found
+            run._do(index)
+            if run is not of:
+                run._leave()
+    finally:
+        of._leave()
+
+
+def _do_ahead(of: StepRun) -> None:
+    """Does the first loads of a run before it is submitted; the body of a thread."""
+    try:
+        while (index := of._next_ahead()) is not None:
+            of._do(index)
+    finally:
+        of._leave()
+
+
 def _nothing(index: int) -> bool:
     """The action of an ended run. It replaces the run's own action, whose references can then be freed."""
     return True
@@ -302,7 +304,7 @@ class Lanes:
             self._monitor.wake([Lane.H2D])
         number = next(i for i, lanes in enumerate(self._lanes) if Lane.H2D in lanes)
         try:
-            self._threads[number].submit(run.do_ahead)
+            self._threads[number].submit(_do_ahead, run)
         except RuntimeError:  # the process is ending
             run._leave()
         return run
@@ -313,7 +315,7 @@ class Lanes:
             run._num_threads += len(self._lanes)
         for number, (thread, lanes) in enumerate(zip(self._threads, self._lanes, strict=True)):
             try:
-                thread.submit(run.do, lanes)
+                thread.submit(_do_tasks, run, lanes)
             except RuntimeError as error:
                 with self._monitor:
                     run.is_stopped = True

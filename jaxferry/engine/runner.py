@@ -65,8 +65,8 @@ class StepRunner:
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
         read = {segment.group for segment in self.runnable.program.partition.segments}
-        is_read = [group in read for group in range(len(state.layers))]
-        self._resources.optimizer.updates.compile(state.units, state.layers, is_read)
+        is_read = [group in read for group in range(len(state.host.layers))]
+        self._resources.optimizer.updates.compile(state.host.units, state.host.layers, is_read)
 
     def _begin(self, state: TrainState, batch: Sequence[Any]) -> StepContext:
         """Starts the tasks of a step on its prefetched copies."""
@@ -83,10 +83,10 @@ class StepRunner:
             raise
         action, transport = functools.partial(execute, step), self._resources.transport
         if prefetch is None:
-            transport.reset_peak(state.resident.values() if previous is None else None)
+            transport.held.reset_peak(state.resident.values() if previous is None else None)
             step.work = self._resources.lanes.make(runnable.tasks, action, previous)
         else:
-            transport.reset_peak()
+            transport.held.reset_peak()
             step.work = prefetch.work
             step.work.open(action)
         self._resources.lanes.submit(step.work)
@@ -110,12 +110,12 @@ class StepRunner:
             if group in state.resident:
                 transport.drop(state.resident.pop(group))
             else:
-                state.resident[group] = transport.load(group, state.vectors[group])
+                state.resident[group] = transport.load(group, state.host.vectors[group])
         for group in sorted(state.accumulated.on_device.keys() - runnable.program.summed):
             try:
                 state.accumulated = state.accumulated.offloaded(group, transport)
             except Exception as error:
-                name = state.layers[group].name
+                name = state.host.layers[group].name
                 raise TaskError(f"the offload of the sums of layer {name!r} failed: {error}", name) from error
 
     def _prefetched(self, state: TrainState, runnable: RunnableStep) -> Prefetch | None:
@@ -153,7 +153,7 @@ class StepRunner:
     def _new_copies(self, state: TrainState, runnable: RunnableStep) -> DeviceCopies:
         resources, marks = self._resources, self._marks_of(runnable)
         noted = None if marks is None else marks.begin()
-        return DeviceCopies(runnable.program, resources.transport, resources.placement, state.vectors, noted)
+        return DeviceCopies(runnable.program, resources.transport, resources.placement, state.host.vectors, noted)
 
     def _marks_of(self, runnable: RunnableStep) -> Marks | None:
         """Records when tasks start and end on the device; None if the threads see that, or no recorder is given."""
@@ -214,7 +214,7 @@ def collect_results(step: StepContext) -> StepResult:
     else:
         state.forget_accumulated()
     aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
-    loss, peak = values[partition.loss], step.runnable.resources.transport.peak_device_bytes
+    loss, peak = values[partition.loss], step.runnable.resources.transport.held.peak
     result = StepResult(loss, aux, norm, is_finite, is_finite and step.is_last, scale.value, step.finite, peak)
     step.release()
     return result

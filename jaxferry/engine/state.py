@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from jaxferry.engine.host.arrays import HostArrays
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Key, Pieces, Stacked, cut, joined, on_host, together
-from jaxferry.engine.host.update_group import UpdateGroup
+from jaxferry.engine.host.pieces import Stacked, joined, together
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import Prefetch
-from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors
+from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport
 from jaxferry.errors import StateError, TaskError
-from jaxferry.partition import Layer, Leaf, Part
+from jaxferry.partition import Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +127,7 @@ class TrainState:
 
     Attributes:
       step: number of steps taken, which is the number of the next batch.
-      layers: the parameter groups in which the state is arranged.
-      vectors: for each group its flat vectors in pinned memory, in the compute dtype (once a program needs them).
+      host: its arrays, arranged in parameter groups.
       resident: device copies of RESIDENT groups, by index.
       optimizer: the host optimizer.
       damage: the error message if a failed update left the state between two steps, else None.
@@ -151,8 +150,7 @@ class TrainState:
         loss_scale: LossScale = UNSCALED,
     ) -> None:
         self.step, self.loss_scale = step, loss_scale
-        self.layers: tuple[Layer, ...] = tuple(layers)
-        self.vectors: list[Vectors] = []
+        self.host = HostArrays(optimizer, placement, layers, masters, state)
         self._is_arranged = False
         self.resident: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
@@ -160,15 +158,7 @@ class TrainState:
         self.pending: PendingStep | None = None
         self.prefetch: Prefetch | None = None
         self.accumulated = Accumulated()
-        self._tree, self.optimizer, self._placement = tree, optimizer, placement
-        self._frozen: dict[Key, jax.Array] = {}
-        pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
-        known = None if state is None else self._pieces({name: {None: leaf} for name, leaf in state.items()})
-        # The caller's references are removed, so that arrays that are cut do not exist twice.
-        masters.clear()
-        if state is not None:
-            state.clear()
-        self.units = self._make_units(pieces, known)
+        self._tree, self.optimizer = tree, optimizer
 
     @property
     def params(self) -> Any:
@@ -248,7 +238,7 @@ class TrainState:
     def masters(self) -> list[Any]:
         """Returns the master parameters in the order of the flattened tree; a `Stacked` for one stored in parts."""
         self.settle()
-        by_leaf = self._masters()
+        by_leaf = self.host.masters()
         return [together(by_leaf[leaf]) for leaf in range(len(by_leaf))]
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -257,47 +247,16 @@ class TrainState:
         Leaves of parameters that are stored in parts are joined, as copies.
         """
         self.settle()
-        return {name: joined(parts) for name, parts in self._optimizer_state().items()}
+        return {name: joined(parts) for name, parts in self.host.optimizer_state().items()}
 
     def stored_optimizer_state(self) -> dict[str, Any]:
         """Returns the same leaves without copies: a `Stacked` for a leaf stored in parts."""
         self.settle()
-        return {name: together(parts) for name, parts in self._optimizer_state().items()}
-
-    def _masters(self) -> dict[int, dict[Part | None, jax.Array]]:
-        """Returns the stored parameters by leaf and part; frozen ones may exist only in the compute copy."""
-        found = self._trained()
-        for (source, part), array in self._frozen.items():
-            found.setdefault(source, {})[part] = array
-        for layer, vectors in zip(self.layers, self.vectors, strict=False):
-            frozen = [leaf for leaf in layer.leaves if not leaf.is_trained]
-            missing = [leaf for leaf in frozen if (leaf.source, leaf.part) not in self._frozen]
-            numbers = {leaf.vector for leaf in missing}
-            flat = {number: np.asarray(jax.device_put(vectors[number], self._placement.host)) for number in numbers}
-            for leaf in missing:
-                own = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
-                found.setdefault(leaf.source, {})[leaf.part] = on_host(own, self._placement)
-        return found
-
-    def _trained(self) -> dict[int, dict[Part | None, jax.Array]]:
-        """Returns the stored masters of trained parameters, by leaf and part."""
-        found: dict[int, dict[Part | None, jax.Array]] = {}
-        for unit in self.units:
-            for (leaf, part), master in zip(unit.keys, unit.masters, strict=True):
-                found.setdefault(leaf, {})[part] = master
-        return found
-
-    def _optimizer_state(self) -> dict[str, dict[Part | None, jax.Array]]:
-        """Returns the stored leaves of the optimizer's state, by path and part."""
-        found: dict[str, dict[Part | None, jax.Array]] = {}
-        for unit in self.units:
-            for (name, part), leaf in zip(unit.state_keys, unit.state, strict=True):
-                found.setdefault(name, {})[part] = leaf
-        return found
+        return {name: together(parts) for name, parts in self.host.optimizer_state().items()}
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the state in these parameter groups; does nothing if it is so already."""
-        if self.layers == tuple(layers) and self._is_arranged:
+        if self.host.layers == tuple(layers) and self._is_arranged:
             return
         if self.accumulated.num_batches:
             raise StateError(
@@ -307,68 +266,24 @@ class TrainState:
         self.settle()
         self.optimizer.check_parts(layers)
         with deferred_interrupts():
-            masters, state = self._pieces(self._masters()), self._pieces(self._optimizer_state())
-            self.layers, self.resident, self.units, self.vectors = tuple(layers), {}, [], []
-            self.units = self._make_units(masters, state)
+            self.resident = {}
+            self.host.arrange(layers)
         self._is_arranged = True
 
     def fill(self) -> None:
-        """Makes `vectors`, the compute copy of the parameters, if it does not exist."""
-        if len(self.vectors) == len(self.layers):
-            return
-        self.settle()
-        trained = self._trained()
-        programs = {layer.layout: self._packing(layer) for layer in self.layers}
-        for layer in self.layers[len(self.vectors) :]:
-            leaves = [self._master_of(leaf, trained) for leaf in layer.leaves]
-            self.vectors.append(to_pinned(programs[layer.layout](leaves), self._placement))
-            for leaf in layer.leaves:
-                if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
-                    del self._frozen[leaf.source, leaf.part]
-
-    def _master_of(self, leaf: Leaf, trained: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:
-        """Returns the master of a group's leaf; cuts it if it is stored whole."""
-        if not leaf.is_trained:
-            return self._frozen[leaf.source, leaf.part]
-        known = trained[leaf.source]
-        if leaf.part is None or leaf.part in known:
-            return known[leaf.part]
-        return cut(known[None], leaf.part, self._placement)
+        """Makes the compute copy of the parameters, if it does not exist."""
+        if len(self.host.vectors) < len(self.host.layers):
+            self.settle()
+            self.host.fill()
 
     def block_until_ready(self) -> None:
         """Waits for all updates in flight, and for all loads for the next step that can run."""
         self.settle()
         if self.prefetch is not None:
             self.prefetch.work.wait_ahead()
-        jax.block_until_ready([(unit.masters, unit.state) for unit in self.units])
-
-    def _make_units(self, masters: Pieces, state: Pieces | None) -> list[UpdateGroup]:
-        frozen = [(leaf.source, leaf.part) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
-        self._frozen = {key: masters.take(key) for key in frozen}
-        units = self.optimizer.units_of(self.layers)
-        for unit in units:
-            unit.masters = [masters.take(key) for key in unit.keys]
-            if state is None:
-                unit.state = self.optimizer.updates.init_state(unit, unit.masters)
-            else:
-                unit.state = [state.take(key) for key in unit.state_keys]
-        return units
-
-    def _pieces(self, arrays: Mapping[Any, Mapping[Part | None, jax.Array]]) -> Pieces:
-        return Pieces(arrays, self._placement)
-
-    def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
-        def pack(masters: Any) -> Vectors:
-            return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
-
-        return jax.jit(pack, out_shardings=self._placement.update_output)
+        jax.block_until_ready([(unit.masters, unit.state) for unit in self.host.units])
 
 
 def _copied(leaf: Any) -> Any:
     """Returns a copy as a NumPy array; returns PRNG keys unchanged."""
     return leaf if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
-
-
-def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:
-    """Copies vectors from the CPU backend into the device's pinned memory, unless they are there already."""
-    return vectors if placement.is_cpu else tuple(jax.device_put(v, placement.pinned) for v in vectors)

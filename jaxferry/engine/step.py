@@ -238,10 +238,6 @@ class StepContext:
             except Exception as error:
                 raise LateFailure(save) from error
 
-    def wait_for_offloads(self) -> None:
-        """Issues the waits for all gradients in flight."""
-        self.gradients.wait_for_inflight(self.work.end)
-
     def judged(self) -> tuple[bool, jax.Array | None]:
         """Whether everything is finite, and with the last micro-batch the global norm of the mean gradient."""
         with self._lock:

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.engine.host.arrays import to_pinned
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.programs import Programs
-from jaxferry.engine.state import to_pinned
 from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Vectors
 from jaxferry.engine.transport.choice import make_transport
 from jaxferry.partition import Derivative, Layer, Partition, RowGradient

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxferry.holdings import DFGB, gradient_flags, mode_codes
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
-from jaxferry.plan.recurrences import Batch, Chain, Step
+from jaxferry.plan.recurrences import Batch, Chain, Step, allocations, frees
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate.machine import STEPS_BY_NEED
 
@@ -158,8 +158,8 @@ def _measured_period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
 
 def _peak_bytes(batch: Batch, steps: list[Step]) -> np.ndarray:
     """The peaks. At any instant frees precede allocations, which can use the freed memory."""
-    changes = [(times, -size) for step in steps for times, size in step.frees()]
-    changes += [change for step in steps for change in step.allocations()]
+    changes = [(times, -size) for step in steps for times, size in frees(step)]
+    changes += [change for step in steps for change in allocations(step)]
     times = np.concatenate([when for when, _ in changes])
     order = np.argsort(times, axis=0, kind="stable")
     held = np.cumsum(np.take_along_axis(np.concatenate([size for _, size in changes]), order, axis=0), axis=0)

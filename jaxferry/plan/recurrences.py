@@ -158,10 +158,7 @@ class Step:
         self.window = chain.gpu + last.inter_backward_s + self.batch.backward_s[-1]
         self._between()
         self._backward()
-        if self.batch.by_need:
-            self._update_by_need()
-        else:
-            self._update()
+        _update(self)
         self._refresh()
         self._free_copies()
 
@@ -287,36 +284,6 @@ class Step:
             chain.back = np.where(grad_on_host, chain.back, np.maximum(chain.back, end) + profile.offload_s)
             self.arrivals[layer] = np.where(grad_on_host, end, chain.back)
 
-    def _due(self, group: int) -> np.ndarray:
-        """When the last gradient of a group is on the host."""
-        members = self.batch.profile.groups[group]
-        return self.arrivals[list(members)].max(axis=0) if len(members) > 1 else self.arrivals[members[0]]
-
-    def _update(self) -> None:
-        batch, chain = self.batch, self.chain
-        all_arrived = self.arrivals.max(axis=0)
-        for group in reversed(batch.updated_groups):
-            due = all_arrived if batch.after_all else self._due(group)
-            chain.host = np.maximum(chain.host, due) + batch.profile.group_update_s[group]
-            chain.updated[group] = chain.host
-
-    def _update_by_need(self) -> None:
-        """Picks the lowest group of those that could start; groups are in the order of their first layers."""
-        batch, chain = self.batch, self.chain
-        all_arrived = self.arrivals.max(axis=0)
-        due = np.stack([all_arrived if batch.after_all else self._due(group) for group in batch.updated_groups])
-        seconds = np.array([batch.profile.group_update_s[group] for group in batch.updated_groups])
-        ends, columns = np.zeros(due.shape), np.arange(batch.num_plans)
-        host = chain.host
-        for _ in batch.updated_groups:
-            now = np.maximum(host, due.min(axis=0))
-            chosen = (due <= now).argmax(axis=0)
-            host = ends[chosen, columns] = now + seconds[chosen]
-            due[chosen, columns] = np.inf
-        chain.host = host
-        for row, group in enumerate(batch.updated_groups):
-            chain.updated[group] = ends[row]
-
     def _refresh(self) -> None:
         batch, chain = self.batch, self.chain
         for group in reversed(batch.updated_groups):
@@ -327,7 +294,8 @@ class Step:
                 chain.link = np.where(resident, end, chain.link)
                 chain.refreshed[group] = np.where(resident, end, chain.refreshed[group])
 
-    def _ends_of_first_copies(self) -> np.ndarray:
+    def ends_of_first_copies(self) -> np.ndarray:
+        """When the copies for the forward are freed, (layers, plans)."""
         held = self.held
         by_backward = np.take_along_axis(self.backward_ends, held.first_end, axis=0)
         by_forward = np.take_along_axis(self.forward_ends, held.first_end, axis=0)
@@ -336,39 +304,80 @@ class Step:
     def _free_copies(self) -> None:
         """Records when a copy that no update outdates may be loaded again."""
         if self.chain.reusable:
-            ends = self._ends_of_first_copies()
+            ends = self.ends_of_first_copies()
             self.chain.reusable = {layer: ends[layer] for layer in self.chain.reusable}
 
-    def frees(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(times, bytes freed), (layers, plans) each."""
-        batch, held = self.batch, self.held
-        params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
-        second_end = np.take_along_axis(self.backward_ends, np.maximum(held.second_end, 0), axis=0)
-        return [
-            (self._ends_of_first_copies(), params * held.loads_forward),
-            (second_end, params * (held.loads_between | held.loads_backward)),
-            (self.backward_ends, batch.activation_bytes()),
-            (self.arrivals, gradients * held.offloads),
-            *self._extra(self.forward_ends, "forward_workspace_bytes"),
-            *self._extra(self.backward_ends, "backward_workspace_bytes"),
-            *self._extra(self.save_ends, "save_bytes"),
-        ]
 
-    def allocations(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(times, bytes allocated), (layers, plans) each."""
-        batch, held = self.batch, self.held
-        params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
-        return [
-            (self.load_start, params * held.loads_forward),
-            (self.second_start, params * (held.loads_between | held.loads_backward)),
-            (self.forward_start, batch.activation_bytes()),
-            (self.backward_start, gradients * held.offloads),
-            *self._extra(self.forward_start, "forward_workspace_bytes"),
-            *self._extra(self.backward_start, "backward_workspace_bytes"),
-            *self._extra(self.fetch_start, "fetch_bytes"),
-        ]
+def _due(step: Step) -> np.ndarray:
+    """When the last gradient of each updated group is on the host, (updated groups, plans)."""
+    batch = step.batch
+    if batch.after_all:
+        return np.broadcast_to(step.arrivals.max(axis=0), (len(batch.updated_groups), batch.num_plans)).copy()
+    members = [list(batch.profile.groups[group]) for group in batch.updated_groups]
+    return np.stack([step.arrivals[each].max(axis=0) for each in members])
 
-    def _extra(self, times: np.ndarray, key: str) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Bytes of an optional key of the profile, if any layer has it."""
-        column = self.batch.column(key)
-        return [(times, np.broadcast_to(column, times.shape))] if column.any() else []
+
+def _update(step: Step) -> None:
+    """Runs the host lane, in backward order or by need."""
+    batch, chain = step.batch, step.chain
+    if not batch.updated_groups:
+        return
+    due = _due(step)
+    seconds = np.array([batch.profile.group_update_s[group] for group in batch.updated_groups])
+    if batch.by_need:
+        ends = _by_need(due, seconds, chain.host)
+        chain.host = ends.max(axis=0)
+        for row, group in enumerate(batch.updated_groups):
+            chain.updated[group] = ends[row]
+        return
+    for row in reversed(range(len(due))):
+        chain.host = np.maximum(chain.host, due[row]) + seconds[row]
+        chain.updated[batch.updated_groups[row]] = chain.host
+
+
+def _by_need(due: np.ndarray, seconds: np.ndarray, host: np.ndarray) -> np.ndarray:
+    """The ends of the updates, (groups, plans): the lowest group of those that could start is next."""
+    ends, columns = np.zeros(due.shape), np.arange(due.shape[1])
+    for _ in seconds:
+        now = np.maximum(host, due.min(axis=0))
+        chosen = (due <= now).argmax(axis=0)
+        host = ends[chosen, columns] = now + seconds[chosen]
+        due[chosen, columns] = np.inf
+    return ends
+
+
+def frees(step: Step) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(times, bytes freed), (layers, plans) each."""
+    batch, held = step.batch, step.held
+    params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
+    second_end = np.take_along_axis(step.backward_ends, np.maximum(held.second_end, 0), axis=0)
+    return [
+        (step.ends_of_first_copies(), params * held.loads_forward),
+        (second_end, params * (held.loads_between | held.loads_backward)),
+        (step.backward_ends, batch.activation_bytes()),
+        (step.arrivals, gradients * held.offloads),
+        *_extra(batch, step.forward_ends, "forward_workspace_bytes"),
+        *_extra(batch, step.backward_ends, "backward_workspace_bytes"),
+        *_extra(batch, step.save_ends, "save_bytes"),
+    ]
+
+
+def allocations(step: Step) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(times, bytes allocated), (layers, plans) each."""
+    batch, held = step.batch, step.held
+    params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
+    return [
+        (step.load_start, params * held.loads_forward),
+        (step.second_start, params * (held.loads_between | held.loads_backward)),
+        (step.forward_start, batch.activation_bytes()),
+        (step.backward_start, gradients * held.offloads),
+        *_extra(batch, step.forward_start, "forward_workspace_bytes"),
+        *_extra(batch, step.backward_start, "backward_workspace_bytes"),
+        *_extra(batch, step.fetch_start, "fetch_bytes"),
+    ]
+
+
+def _extra(batch: Batch, times: np.ndarray, key: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Bytes of an optional key of the profile, if any layer has it."""
+    column = batch.column(key)
+    return [(times, np.broadcast_to(column, times.shape))] if column.any() else []

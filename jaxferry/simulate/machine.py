@@ -5,6 +5,7 @@ host with updates by need (`Schedule.updates_by_need`).
 """
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,20 +40,11 @@ def _run_by_need(schedule: Schedule) -> Run:
     At each instant the host chooses after all other lanes, once all tasks that end at that instant have ended.
     """
     tasks = schedule.tasks
-    waiting: list[list[int]] = [[] for _ in tasks]
-    missing = [0] * len(tasks)
+    waiting, missing = _dependencies(tasks)
     queues: dict[Lane, list[int]] = {lane: [] for lane in Lane}
-    before: dict[Lane, int] = {}
     for index, task in enumerate(tasks):
-        after = set(task.after)
-        if task.lane is not Lane.HOST and task.lane in before:
-            after.add(before[task.lane])
-        before[task.lane] = index
-        missing[index] = len(after)
-        for earlier in after:
-            waiting[earlier].append(index)
-        if not after:
-            heapq.heappush(queues[task.lane], index)
+        if not missing[index]:
+            queues[task.lane].append(index)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
     is_free = dict.fromkeys(Lane, True)
     events: list[tuple[float, int]] = []
@@ -79,6 +71,25 @@ def _run_by_need(schedule: Schedule) -> Run:
                     heapq.heappush(by_need, (tasks[later].need, later))
                 elif missing[later] == 0:
                     heapq.heappush(queues[tasks[later].lane], later)
+
+
+def _dependencies(tasks: Sequence[Task]) -> tuple[list[list[int]], list[int]]:
+    """For each task the tasks that wait for it, and the number of tasks that it waits for, its lane's order included.
+
+    The host's lane has no order.
+    """
+    waiting: list[list[int]] = [[] for _ in tasks]
+    missing = [0] * len(tasks)
+    before: dict[Lane, int] = {}
+    for index, task in enumerate(tasks):
+        after = set(task.after)
+        if task.lane is not Lane.HOST and task.lane in before:
+            after.add(before[task.lane])
+        before[task.lane] = index
+        missing[index] = len(after)
+        for earlier in after:
+            waiting[earlier].append(index)
+    return waiting, missing
 
 
 def forward_s(of: Run) -> float:

@@ -62,7 +62,7 @@ def test_a_separable_optimizer_is_run_by_layer_as_plain_optax_would(net, name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state, _ = train(jaxferry.train_step(net.loss_fn, SEPARABLE[name]), net, 3)
-    assert len(state.units) == len(state.layers)
+    assert len(state.host.units) == len(state.host.layers)
     ours = jax.tree_util.tree_flatten_with_path(state.params)[0]
     for (path, mine), theirs in zip(ours, jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=PARAMS_RTOL, atol=2e-5, err_msg=jax.tree_util.keystr(path))
@@ -75,7 +75,7 @@ def test_an_optimizer_that_mixes_leaves_is_found_and_run_jointly_with_a_warning(
     step = jaxferry.train_step(net.loss_fn, JOINT[name])
     with pytest.warns(UserWarning, match="overlap"):
         state, _ = train(step, net, 3)
-    assert len(state.units) == 1
+    assert len(state.host.units) == 1
     for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-5)
 
@@ -87,7 +87,7 @@ def test_a_mask_given_as_a_whole_tree_is_taken_apart(net):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state, ours = train(jaxferry.train_step(net.loss_fn, optimizer), net, 3)
-    assert len(state.units) == len(state.layers)
+    assert len(state.host.units) == len(state.host.layers)
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
 
 
@@ -130,12 +130,12 @@ def test_the_state_survives_another_arrangement(gpt):
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2))
     state, _ = train(step, gpt, 2)
     params, moments = state.params, {n: np.array(leaf) for n, leaf in state.optimizer_state().items()}
-    layers = state.layers
+    layers = state.host.layers
     state.arrange(tuple(reversed(layers)))
     assert_same_bits(state.params, params)
     assert_same_bits(state.optimizer_state(), moments)
     state, _ = step(state, gpt.batch)
-    assert state.layers == layers
+    assert state.host.layers == layers
     expected, _ = train(jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2)), gpt, 3)
     assert_same_bits(state.params, expected.params)
 
@@ -145,7 +145,7 @@ def test_16_bit_parameters_have_fp32_masters(net):
     step = jaxferry.train_step(half.loss_fn, optax.sgd(1e-4), plan=plan_of(half, ["GFGB"]))
     state, _ = train(step, half, 2)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype("float32")}
-    assert {v.dtype for vectors in state.vectors for v in vectors} == {jnp.dtype("bfloat16")}
+    assert {v.dtype for vectors in state.host.vectors for v in vectors} == {jnp.dtype("bfloat16")}
     assert any(not np.array_equal(a, a.astype(jnp.bfloat16)) for a in jax.tree.leaves(state.params))
 
 
@@ -160,5 +160,5 @@ def test_parameters_of_mixed_dtypes_have_a_vector_for_each():
     task = models.Task(loss_fn, params, jnp.ones((2, 4), jnp.bfloat16))
     step = jaxferry.train_step(loss_fn, optax.sgd(1e-3))
     state, losses = train(step, task, 4)
-    assert [str(v.dtype) for v in state.vectors[0]] == ["float32", "bfloat16"]
+    assert [str(v.dtype) for v in state.host.vectors[0]] == ["float32", "bfloat16"]
     assert losses == sorted(losses, reverse=True)

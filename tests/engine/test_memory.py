@@ -82,8 +82,10 @@ def test_nothing_is_left_on_the_device_after_a_step(gpt):
         state.block_until_ready()
         del metrics
     assert sum(a.nbytes for a in device_arrays()) <= before
-    assert {u.sharding.memory_kind for unit in state.units for u in (*unit.masters, *unit.state)} == {"unpinned_host"}
-    assert {v.sharding.memory_kind for vectors in state.vectors for v in vectors} == {"pinned_host"}
+    assert {u.sharding.memory_kind for unit in state.host.units for u in (*unit.masters, *unit.state)} == {
+        "unpinned_host"
+    }
+    assert {v.sharding.memory_kind for vectors in state.host.vectors for v in vectors} == {"pinned_host"}
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_separable_optimizer_is_overlapped_and_agrees_with_plain_optax(name):
         warnings.simplefilter("error")
         state, losses = train(step, TASK, NUM_STEPS)
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-    assert len(state.units) == len(state.layers) == 4
+    assert len(state.host.units) == len(state.host.layers) == 4
     assert step.prepare(TASK.batch).plan.updates is Updates.OVERLAPPED
 
 
@@ -127,7 +127,7 @@ def test_a_joint_optimizer_is_warned_about_and_agrees_with_plain_optax(name):
     with pytest.warns(UserWarning, match="updates do not overlap the backward"):
         state, losses = train(step, TASK, NUM_STEPS)
     np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-    assert len(state.units) == 1
+    assert len(state.host.units) == 1
     assert step.prepare(TASK.batch).plan.updates is Updates.AFTER_ALL
 
 

@@ -50,7 +50,7 @@ def test_the_way_of_accelerators_has_the_same_bits(gpt, modes, monkeypatch):
     state, others = train(jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan), gpt, 3)
     assert others == losses
     assert_same_bits(state.params, expected)
-    assert {v.sharding.memory_kind for vectors in state.vectors for v in vectors} == {"pinned_host"}
+    assert {v.sharding.memory_kind for vectors in state.host.vectors for v in vectors} == {"pinned_host"}
 
 
 def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
@@ -63,9 +63,9 @@ def test_what_is_loaded_is_what_was_packed_and_is_counted_while_held(placement):
     held = transfers.load(0, vectors)
     assert_same_bits(held.parameters(), leaves)
     assert {p.sharding.memory_kind for p in held.parameters()} == {"device"}
-    assert transfers.device_bytes == transfers.peak_device_bytes == layer.num_bytes == 36
+    assert transfers.held.now == transfers.held.peak == layer.num_bytes == 36
     transfers.drop(held)
-    assert transfers.device_bytes == 0
+    assert transfers.held.now == 0
     assert all(p.is_deleted() for p in held.parameters())
 
 

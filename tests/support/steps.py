@@ -90,12 +90,12 @@ class Serial:
         """Takes one step; returns its loss."""
         runnable, resources = self._runnable, self._runnable.resources
         copies = DeviceCopies(
-            runnable.program, resources.transport, resources.placement, self._state.vectors, marks=None
+            runnable.program, resources.transport, resources.placement, self._state.host.vectors, marks=None
         )
         context = StepContext(runnable, self._state, [self._batch], copies)
         context.work = self
         for group in sorted(runnable.program.resident - self._state.resident.keys()):
-            self._state.resident[group] = resources.transport.load(group, self._state.vectors[group])
+            self._state.resident[group] = resources.transport.load(group, self._state.host.vectors[group])
         for index in range(len(runnable.program.instructions)):
             assert executor.execute(context, index)
         return float(collect_results(context).loss)

@@ -80,6 +80,37 @@ class HostGradient:
             self.vectors = arrive(self.vectors)
 
 
+class HeldBytes:
+    """Counts bytes on the device; several threads may add.
+
+    Attributes:
+      now: the bytes now.
+      peak: the maximum of `now` since `reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        """Adds bytes; a negative number subtracts."""
+        with self._lock:
+            self.now += num_bytes
+            self.peak = max(self.peak, self.now)
+
+    def reset_peak(self, held: Iterable[DeviceLayer] | None = None) -> None:
+        """Starts a new measurement of the peak.
+
+        Args:
+          held: live copies; resets the count. Needed if copies of other states, or of another transport, were counted.
+            None if the count is right.
+        """
+        with self._lock:
+            if held is not None:
+                self.now = sum(layer.num_bytes for layer in held)
+            self.peak = self.now
+
+
 class Transport:
     """Moves layers and their gradients; the base class of all transports.
 
@@ -90,8 +121,7 @@ class Transport:
     Attributes:
       library: the native library, if the transport uses it.
       staging_bytes: device memory that transfers need beside the moved bytes.
-      device_bytes: bytes of parameters on the device now.
-      peak_device_bytes: the maximum of `device_bytes` since `reset_peak`.
+      held: counts the bytes of parameters on the device.
     """
 
     library: NativeLibrary | None = None
@@ -101,22 +131,8 @@ class Transport:
         self._programs: dict[Any, Any] = {}
         self._of_layer: dict[tuple[str, int], Any] = {}
         self._spare: dict[int, list[Vectors]] = {}
-        self._lock = threading.Lock()
-        self.device_bytes = 0
-        self.peak_device_bytes = 0
+        self.held = HeldBytes()
         self.staging_bytes = 0
-
-    def reset_peak(self, held: Iterable[DeviceLayer] | None = None) -> None:
-        """Starts a new measurement of the peak.
-
-        Args:
-          held: live copies; resets the counter. Needed if copies of other states, or of another transport, were
-            counted. None if the count is right.
-        """
-        with self._lock:
-            if held is not None:
-                self.device_bytes = sum(layer.num_bytes for layer in held)
-            self.peak_device_bytes = self.device_bytes
 
     def load(self, layer: int, vectors: Vectors, mark: TaskMark | None = None) -> DeviceLayer:
         """Starts the copy of a layer's parameters from pinned memory into device buffers.
@@ -127,11 +143,11 @@ class Transport:
           mark: records when the copy starts and ends; None for no record.
         """
         size = sum(v.nbytes for v in vectors)
-        self._count(size)
+        self.held.add(size)
         try:
             return self._load(layer, size, vectors, mark)
         except BaseException:
-            self._count(-size)
+            self.held.add(-size)
             raise
 
     def drop(self, held: DeviceLayer, is_reused: bool = True) -> None:
@@ -145,12 +161,7 @@ class Transport:
             return
         held.is_dropped = True
         self._drop(held, is_reused)
-        self._count(-held.num_bytes)
-
-    def _count(self, num_bytes: int) -> None:
-        with self._lock:
-            self.device_bytes += num_bytes
-            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+        self.held.add(-held.num_bytes)
 
     def release(self) -> None:
         """Frees device memory that is kept for later loads."""
@@ -229,8 +240,15 @@ class Transport:
     ) -> HostGradient:
         """Adds gradients of lookups on the host; they become dense only there."""
 
+        def zeros() -> Vectors:
+            spare = self._spare.get(layer)
+            # If the device is a CPU, they return after the update (`recycle`).
+            if self._placement.is_cpu and spare:
+                return tuple(self.program("clear", layer)(spare.pop()))
+            return tuple(self.program("zeros", layer)())
+
         def dense(rows: Sequence[Gradient]) -> Vectors:
-            known = self._zeros(layer) if onto is None else self.gather(layer, onto)
+            known = zeros() if onto is None else self.gather(layer, onto)
             return tuple(self.program("add", layer)(rows, known))
 
         if self._placement.is_cpu:
@@ -239,14 +257,6 @@ class Transport:
         if mark is not None:
             mark.watch(jax.tree.leaves(rows))
         return HostGradient((), False, finish=lambda: dense(jax.device_put(rows, self._placement.host)))
-
-    def _zeros(self, layer: int) -> Vectors:
-        """Returns vectors of zeros that the optimizer can read."""
-        spare = self._spare.get(layer)
-        # If the device is a CPU, they return after the update (`recycle`).
-        if self._placement.is_cpu and spare:
-            return tuple(self.program("clear", layer)(spare.pop()))
-        return tuple(self.program("zeros", layer)())
 
     def program(self, name: str, layer: int) -> Any:
         """The jitted function of a name; groups of the same layout share it."""

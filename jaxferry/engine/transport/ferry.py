@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -115,48 +115,60 @@ class Ferry(Transport):
                     array.delete()
 
     def _jitted(self, name: str, layer: Layer) -> Any:
-        device, pinned = self._placement.device, self._placement.pinned
-        numbers, offsets = [leaf.vector for leaf in layer.leaves], [leaf.offset for leaf in layer.leaves]
-
-        def buffers() -> list[jax.Array]:
-            return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves]
-
-        def load(vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
-            arrays = targets.ferry_load(vectors, into, numbers, offsets)
-            return arrays, [targets.mark(each, arrays, "load") for each in token]
-
-        def packed(small: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-            return [jnp.concatenate([gradient.ravel() for gradient in each]) for each in small]
-
-        def store(accumulate: bool, sources: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
-            stored, transfers = list(into), transfers_of(layer)
-            for number in range(len(into)):
-                chosen = [i for i, t in enumerate(transfers) if t.vector == number]
-                offsets = [transfers[i].offset for i in chosen]
-                stored[number] = targets.ferry_store([sources[i] for i in chosen], into[number], offsets, accumulate)
-            return stored, [targets.mark(each, stored, "store") for each in token]
-
-        def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
-            return targets.ferry_wait(arrays)
-
-        def landed(vectors: Vectors, gradients: Sequence[jax.Array]) -> Any:
-            return [targets.ferry_wait([v])[0] for v in vectors], targets.ferry_wait(gradients)
-
-        def jitted_store(accumulate: bool) -> Any:
-            function = functools.partial(store, accumulate)
-            return jax.jit(function, donate_argnums=1, out_shardings=(pinned, device))
-
-        made = {
-            "buffers": lambda: jax.jit(buffers, out_shardings=device),
-            "load": lambda: jax.jit(load, donate_argnums=1, out_shardings=device),
-            # The copy's source vectors are an argument so that their memory is not reused before it has ended.
-            "arrived": lambda: jax.jit(arrived, donate_argnums=0, keep_unused=True, out_shardings=device),
-            "packed": lambda: jax.jit(packed, out_shardings=device),
-            "store": lambda: jitted_store(False),
-            "accumulate": lambda: jitted_store(True),
-            "landed": lambda: jax.jit(landed, donate_argnums=(0, 1), out_shardings=(pinned, device)),
-        }
+        made = _load_programs(layer, self._placement) | _store_programs(layer, self._placement)
         return made[name]() if name in made else super()._jitted(name, layer)
+
+
+def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
+    """Makes the programs that move parameters, by name."""
+    numbers, offsets = [leaf.vector for leaf in layer.leaves], [leaf.offset for leaf in layer.leaves]
+
+    def buffers() -> list[jax.Array]:
+        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves]
+
+    def load(vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
+        arrays = targets.ferry_load(vectors, into, numbers, offsets)
+        return arrays, [targets.mark(each, arrays, "load") for each in token]
+
+    def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
+        return targets.ferry_wait(arrays)
+
+    jitted = functools.partial(jax.jit, out_shardings=placement.device)
+    return {
+        "buffers": lambda: jitted(buffers),
+        "load": lambda: jitted(load, donate_argnums=1),
+        # The copy's source vectors are an argument so that their memory is not reused before it has ended.
+        "arrived": lambda: jitted(arrived, donate_argnums=0, keep_unused=True),
+    }
+
+
+def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
+    """Makes the programs that move gradients, by name."""
+
+    def packed(small: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        return [jnp.concatenate([gradient.ravel() for gradient in each]) for each in small]
+
+    def store(accumulate: bool, sources: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
+        stored, transfers = list(into), transfers_of(layer)
+        for number in range(len(into)):
+            chosen = [i for i, t in enumerate(transfers) if t.vector == number]
+            offsets = [transfers[i].offset for i in chosen]
+            stored[number] = targets.ferry_store([sources[i] for i in chosen], into[number], offsets, accumulate)
+        return stored, [targets.mark(each, stored, "store") for each in token]
+
+    def landed(vectors: Vectors, gradients: Sequence[jax.Array]) -> Any:
+        return [targets.ferry_wait([v])[0] for v in vectors], targets.ferry_wait(gradients)
+
+    def jitted_store(accumulate: bool) -> Any:
+        return jax.jit(functools.partial(store, accumulate), donate_argnums=1, out_shardings=both)
+
+    both = (placement.pinned, placement.device)
+    return {
+        "packed": lambda: jax.jit(packed, out_shardings=placement.device),
+        "store": lambda: jitted_store(False),
+        "accumulate": lambda: jitted_store(True),
+        "landed": lambda: jax.jit(landed, donate_argnums=(0, 1), out_shardings=both),
+    }
 
 
 def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> Any:

@@ -1,0 +1,19 @@
+"""Options of the commands that make a training step."""
+
+from typing import Annotated
+
+import typer
+
+from jaxferry.cli.model import OPTIMIZERS
+
+Optimizer = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
+MemoryBudget = Annotated[str | None, typer.Option(metavar="SIZE", help='Device memory, such as "8GiB".')]
+ReserveFactor = Annotated[
+    float | None, typer.Option(help="Share of all gradient bytes, in [0, 1], that may stay on the device.")
+]
+ComputeDtype = Annotated[str | None, typer.Option(help="Dtype of the parameters on the device.")]
+Remat = Annotated[str, typer.Option(help="What is recomputed in the backward.")]
+OffloadActivations = Annotated[
+    bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")]

@@ -1,0 +1,139 @@
+"""A training state's arrays in host memory, arranged in parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.engine.host.optimizer import HostOptimizer
+from jaxferry.engine.host.pieces import Key, Pieces, cut, on_host
+from jaxferry.engine.host.update_group import UpdateGroup
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.transport.base import Vectors
+from jaxferry.partition import Layer, Leaf, Part
+
+Parts = dict[Part | None, jax.Array]
+"""A whole array under None, or its parts."""
+
+
+class HostArrays:
+    """Masters, optimizer state and compute copy.
+
+    Args:
+      optimizer: the host optimizer.
+      placement: where arrays live.
+      layers: the parameter groups.
+      masters: in the order of the flattened tree; emptied.
+      state: the leaves of the optimizer's state by path, emptied; None makes the initial state.
+
+    Attributes:
+      layers: the parameter groups in which the arrays are arranged.
+      units: the update groups, with masters and optimizer state.
+      vectors: for each group its flat vectors in pinned memory, in the compute dtype (once `fill` has made them).
+    """
+
+    def __init__(
+        self,
+        optimizer: HostOptimizer,
+        placement: Placement,
+        layers: Sequence[Layer],
+        masters: list[jax.Array],
+        state: dict[str, jax.Array] | None,
+    ) -> None:
+        self.layers: tuple[Layer, ...] = tuple(layers)
+        self.vectors: list[Vectors] = []
+        self._optimizer, self._placement = optimizer, placement
+        self._frozen: dict[Key, jax.Array] = {}
+        pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
+        known = None if state is None else self._pieces({name: {None: leaf} for name, leaf in state.items()})
+        # The caller's references are removed, so that arrays that are cut do not exist twice.
+        masters.clear()
+        if state is not None:
+            state.clear()
+        self.units = self._make_units(pieces, known)
+
+    def masters(self) -> dict[int, Parts]:
+        """Returns the stored parameters by leaf and part; frozen ones may exist only in the compute copy."""
+        found = self._trained()
+        for (source, part), array in self._frozen.items():
+            found.setdefault(source, {})[part] = array
+        for layer, vectors in zip(self.layers, self.vectors, strict=False):
+            frozen = [leaf for leaf in layer.leaves if not leaf.is_trained]
+            missing = [leaf for leaf in frozen if (leaf.source, leaf.part) not in self._frozen]
+            numbers = {leaf.vector for leaf in missing}
+            flat = {number: np.asarray(jax.device_put(vectors[number], self._placement.host)) for number in numbers}
+            for leaf in missing:
+                own = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
+                found.setdefault(leaf.source, {})[leaf.part] = on_host(own, self._placement)
+        return found
+
+    def optimizer_state(self) -> dict[str, Parts]:
+        """Returns the stored leaves of the optimizer's state, by path and part."""
+        found: dict[str, Parts] = {}
+        for unit in self.units:
+            for (name, part), leaf in zip(unit.state_keys, unit.state, strict=True):
+                found.setdefault(name, {})[part] = leaf
+        return found
+
+    def arrange(self, layers: Sequence[Layer]) -> None:
+        """Arranges the arrays in these parameter groups; `vectors` is empty afterwards."""
+        masters, state = self._pieces(self.masters()), self._pieces(self.optimizer_state())
+        self.layers, self.units, self.vectors = tuple(layers), [], []
+        self.units = self._make_units(masters, state)
+
+    def fill(self) -> None:
+        """Makes the `vectors` that do not exist."""
+        trained = self._trained()
+        programs = {layer.layout: self._packing(layer) for layer in self.layers}
+        for layer in self.layers[len(self.vectors) :]:
+            leaves = [self._master_of(leaf, trained) for leaf in layer.leaves]
+            self.vectors.append(to_pinned(programs[layer.layout](leaves), self._placement))
+            for leaf in layer.leaves:
+                if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
+                    del self._frozen[leaf.source, leaf.part]
+
+    def _trained(self) -> dict[int, Parts]:
+        """Returns the stored masters of trained parameters, by leaf and part."""
+        found: dict[int, Parts] = {}
+        for unit in self.units:
+            for (leaf, part), master in zip(unit.keys, unit.masters, strict=True):
+                found.setdefault(leaf, {})[part] = master
+        return found
+
+    def _master_of(self, leaf: Leaf, trained: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:
+        """Returns the master of a group's leaf; cuts it if it is stored whole."""
+        if not leaf.is_trained:
+            return self._frozen[leaf.source, leaf.part]
+        known = trained[leaf.source]
+        if leaf.part is None or leaf.part in known:
+            return known[leaf.part]
+        return cut(known[None], leaf.part, self._placement)
+
+    def _make_units(self, masters: Pieces, state: Pieces | None) -> list[UpdateGroup]:
+        frozen = [(leaf.source, leaf.part) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
+        self._frozen = {key: masters.take(key) for key in frozen}
+        units = self._optimizer.units_of(self.layers)
+        for unit in units:
+            unit.masters = [masters.take(key) for key in unit.keys]
+            if state is None:
+                unit.state = self._optimizer.updates.init_state(unit, unit.masters)
+            else:
+                unit.state = [state.take(key) for key in unit.state_keys]
+        return units
+
+    def _pieces(self, arrays: Mapping[Any, Mapping[Part | None, jax.Array]]) -> Pieces:
+        return Pieces(arrays, self._placement)
+
+    def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
+        def pack(masters: Any) -> Vectors:
+            return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
+
+        return jax.jit(pack, out_shardings=self._placement.update_output)
+
+
+def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:
+    """Copies vectors from the CPU backend into the device's pinned memory, unless they are there already."""
+    return vectors if placement.is_cpu else tuple(jax.device_put(v, placement.pinned) for v in vectors)
