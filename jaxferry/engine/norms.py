@@ -13,6 +13,9 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import squared_norm
 from jaxferry.engine.transport.base import Vectors
 
+_norm_of_vectors = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
+_total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
+
 
 class Norms:
     """Computes squared norms of gradients.
@@ -26,8 +29,6 @@ class Norms:
     def __init__(self, placement: Placement, on_host: bool) -> None:
         self._placement, self._on_host = placement, on_host
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxferry norms")
-        self._of_vectors = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
-        self._total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
         self.none = jax.device_put(np.float32(0), placement.host_compute)
         """The argument of an update that needs no norm."""
 
@@ -39,10 +40,10 @@ class Norms:
           known: the norm computed by the gradient's program; None if it does not cover the whole gradient.
         """
         if known is None or self._on_host:
-            return self._thread.submit(lambda: self._of_vectors(gather()))
+            return self._thread.submit(lambda: _norm_of_vectors(gather()))
         return self._thread.submit(jax.device_put, known, self._placement.host_compute)
 
     def total(self, squared: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
         """The global norm of the mean gradient, an fp32 scalar in host memory."""
-        norm: jax.Array = self._total(list(squared), scale)
+        norm: jax.Array = _total(list(squared), scale)
         return norm

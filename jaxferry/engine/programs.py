@@ -9,8 +9,7 @@ costs the same memory and more time than it saves.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
+from jaxferry.engine.shared_programs import SharedProgram, compile_shared
 from jaxferry.partition import (
     Derivative,
     ForwardPartition,
@@ -27,6 +27,7 @@ from jaxferry.partition import (
     RowGradient,
     Segment,
     differentiate,
+    host_stores,
     read_in_place,
     store_in_place,
 )
@@ -66,6 +67,7 @@ class Programs:
         self.temporary_bytes: dict[ProgramKey, int] = {}
         self._maker = _Maker(partition, derivatives, placement, native, is_scaled)
         self._compiled: dict[ProgramKey, Compiled] = {}
+        self._held: dict[ProgramKey, SharedProgram] = {}
         self._lowered: dict[ProgramKey, Any] = {}
 
     def lowered(self, key: ProgramKey) -> Any:
@@ -78,17 +80,16 @@ class Programs:
         """Drops all programs except these."""
         kept = set(keys)
         self._lowered = {}
-        self._compiled = {key: program for key, program in self._compiled.items() if key in kept}
+        self._held = {key: program for key, program in self._held.items() if key in kept}
+        self._compiled = {key: program.compiled for key, program in self._held.items()}
 
     def require(self, keys: Iterable[ProgramKey]) -> None:
         """Compiles the programs that are not compiled yet."""
-        missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
-        lowered = [self.lowered(key) for key in missing]
-        with ThreadPoolExecutor() as pool:
-            compiled = list(pool.map(lambda program: program.compile(), lowered))
-        self._compiled |= zip(missing, compiled, strict=True)
-        for key, program in zip(missing, compiled, strict=True):
-            stats = program.memory_analysis()
+        missing = {key: self._maker.content(key) for key in keys if key not in self._compiled}
+        made = compile_shared(missing, self.lowered)
+        self._held |= made
+        for key, program in made.items():
+            self._compiled[key], stats = program.compiled, program.compiled.memory_analysis()
             self.temporary_bytes[key] = 0 if stats is None else stats.temp_size_in_bytes
 
     def temporary_bytes_of(self, keys: Iterable[ProgramKey]) -> Mapping[ProgramKey, int]:
@@ -190,14 +191,32 @@ class _Maker:
         self._partition, self._derivatives, self._placement = partition, derivatives, placement
         self._native, self._is_scaled = native, is_scaled
 
-    def trace(self, key: ProgramKey) -> Any:
+    def content(self, key: ProgramKey) -> Hashable | None:
+        """Everything that a program depends on; None if that cannot be compared between partitions."""
+        segment, place = self._segment(key), None
+        if segment.content is None:
+            return None
+        if key.kind is ProgramKind.LOSS:
+            assert isinstance(self._partition, Partition)
+            place = self._partition.segments[-1].outputs.index(self._partition.loss)
+        memories = (self._placement.device, self._placement.pinned)
+        fused_bytes = None if key.writes is Target.DEVICE else host_stores.FUSED_BYTES
+        uses = (key.kind, key.reads, key.writes, self._native, self._is_scaled, place, fused_bytes)
+        layer = self._partition.layers[segment.group]
+        return (segment.content, segment.remat, layer.layout, layer.trained.layout, uses, memories)
+
+    def _segment(self, key: ProgramKey) -> Segment:
         if key.kind is ProgramKind.EVALUATION:
-            segment = next(s for s in self._partition.segments if s.program == key.program)
+            return next(s for s in self._partition.segments if s.program == key.program)
+        return self._derivatives[key.program].segment
+
+    def trace(self, key: ProgramKey) -> Any:
+        segment = self._segment(key)
+        if key.kind is ProgramKind.EVALUATION:
             layer = self._partition.layers[segment.group]
             function, arguments = self._sourced(key, layer, segment.forward, self._arguments(segment))
             return self._traced(function, *arguments)
         derivative = self._derivatives[key.program]
-        segment = derivative.segment
         if key.kind is ProgramKind.FORWARD:
             function, arguments = self._forward(derivative), self._arguments(segment)
         elif key.kind is ProgramKind.LOSS:

@@ -353,11 +353,15 @@ def _layer(group: int, group_of_leaf: Sequence[int], names: Sequence[str], trace
 def _share_programs(graph: Graph, segments: Sequence[Segment], is_differentiated: bool) -> list[Segment]:
     """Gives equal segments the same program number; without differentiation, derivative rules are ignored."""
     keys = [_program_key(graph, segment, is_differentiated) for segment in segments]
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-    return [dataclasses.replace(segment, program=numbers[key]) for segment, key in zip(segments, keys, strict=True)]
+    numbers = {key: number for number, (key, _) in enumerate(dict.fromkeys(keys))}
+    return [
+        dataclasses.replace(segment, program=numbers[key], content=None if is_opaque else key)
+        for segment, (key, is_opaque) in zip(segments, keys, strict=True)
+    ]
 
 
-def _program_key(graph: Graph, segment: Segment, is_differentiated: bool) -> str:
+def _program_key(graph: Graph, segment: Segment, is_differentiated: bool) -> tuple[str, bool]:
+    """A digest of the segment's program, and whether parts of it could be compared only by identity."""
     inputs = (*segment.weights, *segment.inputs, *segment.nondiff_inputs)
     outputs = (*segment.outputs, *segment.nondiff_outputs)
     roles = [len(part) for part in (segment.weights, segment.inputs, segment.nondiff_inputs, segment.outputs)]
@@ -366,11 +370,12 @@ def _program_key(graph: Graph, segment: Segment, is_differentiated: bool) -> str
     content = canonical.equations(segment.equations, inputs, outputs, graph.avals)
     if canonical.is_opaque and is_differentiated:
         derived = joint_graph(graph, segment)
-        content = Canonical(is_derived=True).equations(
+        canonical = Canonical(is_derived=True)
+        content = canonical.equations(
             derived.equations, (*derived.parameters, *derived.batch, *derived.constants), derived.outputs, derived.avals
         )
         content = (content, [bytes_of(constant) for constant in derived.constants.values()])
-    return canonical.digest((roles, content))
+    return canonical.digest((is_differentiated, roles, content)), canonical.is_opaque
 
 
 def _prelude_outputs(graph: Graph, prelude: Sequence[Equation], segments: Sequence[Segment]) -> tuple[int, ...]:

@@ -32,6 +32,8 @@ class Segment:
       trained: indices of the `weights` that have a gradient.
       alive_bytes: bytes of the values alive at its end.
       program: the program number; segments with the same number share compiled programs.
+      content: a digest of the program, equal for equal programs of any partitions; None if a part of it, such as a
+        Python callback, can be compared only by identity.
       remat: what it keeps between forward and backward: one of `REMAT`, `AUTO`, or a policy (`remat.py`).
     """
 
@@ -46,6 +48,7 @@ class Segment:
     trained: tuple[int, ...]
     alive_bytes: int
     program: int = -1
+    content: str | None = None
     remat: Any = "none"
 
     @property

@@ -56,8 +56,9 @@ def chained_gradients(parts, params, batch_leaves):
 
 def assert_same_derivative(loss_fn, params, *args):
     parts = partition(loss_fn, params, args)
-    loss, gradients = chained_gradients(parts, params, jax.tree.leaves(args))
-    expected, theirs = jax.value_and_grad(lambda p: jax.tree.leaves(loss_fn(p, *args))[0])(params)
+    # Compiled as a whole: one by one, XLA would compile each operation by itself.
+    loss, gradients = jax.jit(lambda p, batch: chained_gradients(parts, p, batch))(params, jax.tree.leaves(args))
+    expected, theirs = jax.jit(jax.value_and_grad(lambda p: jax.tree.leaves(loss_fn(p, *args))[0]))(params)
     np.testing.assert_allclose(loss, expected, rtol=LOSS_RTOL)
     for ours, their in zip(gradients, jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(ours, their, rtol=1e-4, atol=1e-6)

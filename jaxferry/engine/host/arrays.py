@@ -12,6 +12,7 @@ from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.pieces import Key, Pieces, cut, on_host
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.transport.base import Vectors
 from jaxferry.partition import Layer, Leaf, Part
 
@@ -128,10 +129,15 @@ class HostArrays:
         return Pieces(arrays, self._placement)
 
     def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
+        place = self._placement.update_output
+
         def pack(masters: Any) -> Vectors:
             return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
 
-        return jax.jit(pack, out_shardings=self._placement.update_output)
+        packing: Callable[[Sequence[jax.Array]], Vectors] = shared_function(
+            ("pack masters", layer.layout, place), lambda: jax.jit(pack, out_shardings=place)
+        )
+        return packing
 
 
 def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:

@@ -40,6 +40,7 @@ class OptimizedTree:
         self.whole = WholeUpdate(optimizer, tree, avals, hidden)
         self.shown = [leaf for leaf in range(len(avals)) if leaf not in hidden]
         self.prunes = False
+        self._contents: dict[tuple[tuple[int, ...], bool], Any] = {}
 
     @functools.cached_property
     def by_part(self) -> PartOptimizer:
@@ -75,7 +76,10 @@ class OptimizedTree:
 
     def _content(self, leaves: Sequence[int], prune: bool) -> Any:
         """The digest of the update of a part alone; None if the transformation does not accept such a tree."""
-        try:
-            return part_content(self.optimizer, self.tree, self.avals, leaves, prune)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return None
+        key = tuple(leaves), prune
+        if key not in self._contents:
+            try:
+                self._contents[key] = part_content(self.optimizer, self.tree, self.avals, leaves, prune)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                self._contents[key] = None
+        return self._contents[key]

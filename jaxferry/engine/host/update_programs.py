@@ -10,8 +10,7 @@ flat vectors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jaxferry.engine.host.separable import init_content
 from jaxferry.engine.host.subtree import path_names, subtree
 from jaxferry.engine.host.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.shared_programs import SharedProgram, compile_shared
 from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer, Part
 
@@ -40,6 +40,7 @@ class UpdatePrograms:
     def __init__(self, tree: OptimizedTree, placement: Placement, clip_norm: float | None) -> None:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
         self._programs: dict[Any, Any] = {}
+        self._updates: dict[Any, SharedProgram] = {}
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
@@ -72,20 +73,19 @@ class UpdatePrograms:
         Both are fp32 scalars. The first three arguments are donated. The old `vectors` only provide memory; they are
         empty tuples if the CPU backend cannot reach pinned memory.
         """
-        lowered: dict[Any, Any] = {}
+        missing: dict[Any, Any] = {}
         wanted = []
         for unit in units:
             reads = tuple(is_read[layer] for layer in unit.layers)
             if reads not in unit.programs:
                 key = self.key(unit, layers, is_read)
                 wanted.append((unit, reads, key))
-                if key not in self._programs and key not in lowered:
-                    lowered[key] = self._lower(unit, layers, reads)
-        with ThreadPoolExecutor() as pool:
-            compiled = pool.map(lambda program: program.compile(), lowered.values())
-            self._programs |= zip(lowered, compiled, strict=True)
+                if key not in self._updates:
+                    missing.setdefault(key, (unit, reads))
+        contents = {key: self._content(key, unit, layers, reads) for key, (unit, reads) in missing.items()}
+        self._updates |= compile_shared(contents, lambda key: self._lower(missing[key][0], layers, missing[key][1]))
         for unit, reads, key in wanted:
-            unit.programs[reads] = self._programs[key]
+            unit.programs[reads] = self._updates[key].compiled
 
     def key(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
         """Returns everything that the update of a unit depends on: units with equal keys share a program."""
@@ -93,6 +93,13 @@ class UpdatePrograms:
         shapes = tuple(tuple(master.shape) for master in unit.masters)
         content = self._tree.whole.content(unit.leaves) or unit.leaves
         return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
+
+    def _content(self, key: Any, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[bool]) -> Hashable | None:
+        """Everything that an update depends on, whatever the model; None if that cannot be compared."""
+        if unit.parts or len(unit.layers) > 1 or self._tree.whole.content(unit.leaves) is None:
+            return None
+        is_fused = self._rule(unit, self._state_tree(unit), [layers[unit.layers[0]].trained], reads) is not None
+        return ("update", key, is_fused, self._clip_norm, self._placement, self._placement.is_cpu)
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
         """Returns the text of a unit's update before XLA compiles it; masters and state may be shapes."""

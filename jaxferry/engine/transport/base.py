@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.native import NativeLibrary
 from jaxferry.partition import Gradient, Layer, RowGradient
@@ -265,7 +266,8 @@ class Transport:
             made = self._layers[layer] if name in _OF_LOADS else self._layers[layer].trained
             key = (name, made.layout)
             if key not in self._programs:
-                self._programs[key] = self._jitted(name, made)
+                content = (type(self), *key, self._placement, self._placement.is_cpu)
+                self._programs[key] = shared_function(content, lambda: self._jitted(name, made))
             known = self._of_layer[name, layer] = self._programs[key]
         return known
 
