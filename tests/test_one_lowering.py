@@ -1,5 +1,6 @@
 """The plan shown is the plan that runs: one lowering for the command line, the simulator and the engine."""
 
+import functools
 import json
 import types
 
@@ -14,13 +15,10 @@ import models
 from jaxferry.cli import main
 from jaxferry.engine.memory import peak_bytes
 from jaxferry.plan.records import Plan
+from jaxferry.plan.registry import policies
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate import machine
 from jaxferry.simulate.report import simulate
-
-OFTEN = ("zero-offload", "memferry", "exact", "auto")
-SELDOM = ("native-offload", "native-overlapped", "l2l", "go-memferry")
-POLICIES = [*OFTEN, *(pytest.param(policy, marks=pytest.mark.slow) for policy in SELDOM)]
 
 
 def frozen_lookup():
@@ -38,8 +36,21 @@ def frozen_lookup():
     return types.SimpleNamespace(loss_fn=loss_fn, params=params, batch=np.arange(8) % 32)
 
 
+def perceptron():
+    """Residual layers whose activations are large enough to wait in host memory."""
+    params = {f"l{i}": {"w": np.full((16, 16), 0.01, np.float32)} for i in range(8)}
+
+    def loss_fn(params, x):
+        for name in params:
+            x = x + jnp.tanh(x @ params[name]["w"])
+        return jnp.mean(x**2)
+
+    return types.SimpleNamespace(loss_fn=loss_fn, params=params, batch=np.ones((64, 16), np.float32))
+
+
 MODELS = {
     "gpt": (models.gpt, {}),
+    "perceptron that offloads activations": (perceptron, {"remat": "full", "offload_activations": True}),
     "gpt that offloads activations": (lambda: models.gpt(depth=4), {"remat": "full", "offload_activations": True}),
     "frozen table": (frozen_lookup, {"trainable": lambda path: "table" not in path}),
     "lookup": (frozen_lookup, {}),
@@ -48,14 +59,40 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def measured(request, tmp_path_factory):
-    """A model, the options of its step, and the file of its measured profile."""
-    make, options = MODELS[request.param]
-    task, path = make(), tmp_path_factory.mktemp("profile") / "p.json"
+OFTEN = {
+    **dict.fromkeys(MODELS, ("zero-offload", "memferry", "exact", "auto")),
+    "gpt": ("memferry", "auto"),
+    "gpt that offloads activations": (),
+}
+
+
+OFTEN_IN_A_BUDGET = {**dict.fromkeys(MODELS, ("auto", "l2l")), "gpt": ("auto",), "gpt that offloads activations": ()}
+
+
+def cases(often):
+    """Every model with every policy; all but those that `often` names for a model are marked slow."""
+    return [
+        pytest.param(name, policy, marks=() if policy in often[name] else pytest.mark.slow, id=f"{name}-{policy}")
+        for name in MODELS
+        for policy in policies()
+    ]
+
+
+@functools.cache
+def profile_of(model):
+    """A model, the options of its step, and its measured profile."""
+    make, options = MODELS[model]
+    task = make()
     step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
-    step.measure(task.params, task.batch).save(path)
-    return task, options, path
+    return task, options, step.measure(task.params, task.batch)
+
+
+@pytest.fixture
+def measured(request, tmp_path):
+    """A model, the options of its step, and the file of its measured profile."""
+    task, options, profile = profile_of(request.param)
+    profile.save(tmp_path / "p.json")
+    return task, options, tmp_path / "p.json"
 
 
 def shown(capsys, *arguments):
@@ -86,7 +123,7 @@ def check(made, plan, path):
     assert max(held for _, held in machine.device_bytes(run)) <= made.peak.held + inside
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("measured", "policy"), cases(OFTEN), indirect=["measured"])
 @pytest.mark.parametrize("factor", [None, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_what_plan_prints_is_the_simulation_of_the_schedule_that_runs(measured, policy, factor, capsys):
     task, options, path = measured
@@ -97,7 +134,7 @@ def test_what_plan_prints_is_the_simulation_of_the_schedule_that_runs(measured, 
     check(made, plan, path)
 
 
-@pytest.mark.parametrize("policy", ["auto", "l2l", pytest.param("memferry", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("measured", "policy"), cases(OFTEN_IN_A_BUDGET), indirect=["measured"])
 @pytest.mark.parametrize("share", [1.0, pytest.param(1.3, marks=pytest.mark.slow)])
 def test_so_it_is_within_a_budget_that_the_plan_fits(measured, policy, share, capsys):
     task, options, path = measured
@@ -117,9 +154,8 @@ def test_so_it_is_within_a_budget_that_the_plan_fits(measured, policy, share, ca
 
 
 def test_a_budget_that_turns_layers_into_reload_is_in_the_plan_that_runs(capsys, tmp_path):
-    task = models.gpt()
-    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3))
-    step.measure(task.params, task.batch).save(tmp_path / "p.json")
+    task, _, profile = profile_of("gpt")
+    profile.save(tmp_path / "p.json")
     free = prepared(task, {}, tmp_path / "p.json", policy="native-overlapped")
     made = prepared(task, {}, tmp_path / "p.json", policy="native-overlapped", memory_budget=int(0.9 * free.peak.total))
     assert "RELOAD" in made.plan.modes and made.modes == made.plan.modes
@@ -129,7 +165,7 @@ def test_a_budget_that_turns_layers_into_reload_is_in_the_plan_that_runs(capsys,
 
 
 def test_without_a_profile_the_engine_still_runs_the_schedule_of_its_plan():
-    task = models.gpt()
+    task, _, _ = profile_of("gpt")
     step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3))
     step.init(task.params)
     made = step.prepare(task.batch)

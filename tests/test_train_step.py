@@ -39,8 +39,8 @@ def whole_gpt():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
-def test_every_plan_has_the_same_bits_over_20_steps(request, dtype):
-    task, results = request.getfixturevalue("whole_gpt" if dtype == jnp.float32 else "gpt"), []
+def test_every_plan_has_the_same_bits_over_20_steps(gpt, dtype):
+    task, results = gpt, []
     for modes in ([Mode.GFGB], [Mode.RELOAD], [Mode.RESIDENT], MIXED):
         step = jaxferry.train_step(task.loss_fn, ADAMW_SLOW, plan=plan_of(task, modes), compute_dtype=dtype)
         state, losses = train(step, task, 20)
@@ -124,6 +124,7 @@ def test_grad_norm_and_clipping_are_those_of_optax(gpt):
         np.testing.assert_allclose(ours, theirs, rtol=PARAMS_RTOL, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_clipping_has_the_same_bits_under_every_plan(gpt):
     runs = []
     for mode in UNIFORM:
@@ -133,6 +134,7 @@ def test_clipping_has_the_same_bits_under_every_plan(gpt):
     assert_same_bits(runs[0], runs[2])
 
 
+@pytest.mark.slow
 def test_a_joint_optimizer_is_run_as_one_update_with_a_warning(gpt):
     optimizer = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
     step = jaxferry.train_step(gpt.loss_fn, optimizer)

@@ -16,11 +16,16 @@ def cuda_library():
 
     Its targets are registered, unless the package has a CUDA library of its own: XLA takes each name once.
     """
-    path = built_once("cuda", cuda_build.build) / "libjaxferry_cuda.so"
+    path = built_once("cuda", build) / "libjaxferry_cuda.so"
     functions = ctypes.CDLL(str(path))
     for name in () if is_available("cuda") else TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(functions, name)), platform="CUDA")
     return path, functions
+
+
+def build(folder):
+    """Builds the library for the data centre's GPUs, so that it takes two thirds of the time."""
+    return cuda_build.build(folder, "-DJAXFERRY_CUDA_ARCHITECTURES=80;90")
 
 
 def know_cuda_targets():

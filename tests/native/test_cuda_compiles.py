@@ -42,6 +42,13 @@ def test_the_library_says_what_it_is_and_what_made_it(library):
     assert library.jaxferry_abi() == 1
 
 
+@pytest.mark.slow
+def test_it_compiles_for_all_architectures_that_nvcc_knows(tmp_path):
+    library = ctypes.CDLL(str(cuda_build.build(tmp_path)))
+    library.jaxferry_build_info.restype = ctypes.c_char_p
+    assert {80, 90, 120} <= set(json.loads(library.jaxferry_build_info())["architectures"])
+
+
 def test_synchronizing_without_a_gpu_returns(library):
     library.jaxferry_ferry_synchronize()
 
