@@ -1,6 +1,7 @@
 """Room for gradients: which transfers a backward waits for, and how much a chain of steps can hold at most."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -8,13 +9,13 @@ from hypothesis import given
 
 from jaxferry.holdings import effective
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.records import UpdateOrder
+from jaxferry.plan.records import Loads, UpdateOrder, Updates
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.room import NO_WAIT, copy_bytes, copy_spans, waits
 from jaxferry.schedule import Kind, Lane, repeat, schedule_step, step_demand
 from jaxferry.simulate import machine
-from profiles import UNLIMITED_BYTES, deterministic, examples, planned, transformer, with_modes
+from profiles import UNLIMITED_BYTES, deterministic, drawn, examples, planned, transformer, with_modes
 
 many = examples(100)
 
@@ -59,11 +60,8 @@ def place_of(task, size):
     return task.segment if task.kind is Kind.FORWARD else 2 * size - 1 - task.segment
 
 
-@deterministic
-@given(planned())
-def test_copies_may_be_there_once_the_programs_have_ended_that_their_loads_wait_for(case):
-    """Counted a second time from the task list alone, on profiles where every layer has a backward."""
-    profile, plan = case
+def check_copies(profile, plan):
+    """Counts copies a second time from the task list alone."""
     plan = effective(profile, plan)
     chain, ready = program_ancestors(schedule_step(profile, plan))
     size, tasks = len(profile.layers), chain.tasks
@@ -78,6 +76,31 @@ def test_copies_may_be_there_once_the_programs_have_ended_that_their_loads_wait_
     now, _, following = copy_bytes(held, copy_spans(held, plan.loads == "bulk", plan.updates == "after-all"))
     assert now[: 2 * size, 0].tolist() == counted[0].tolist()
     assert following[: 2 * size, 0].tolist() == counted[1].tolist()
+
+
+@deterministic
+@given(planned())
+def test_copies_may_be_there_once_the_programs_have_ended_that_their_loads_wait_for(case):
+    """On profiles where every layer has a backward."""
+    check_copies(*case)
+
+
+every_kind = pytest.mark.parametrize(("loads", "updates"), list(itertools.product(Loads, Updates)))
+
+
+@every_kind
+def test_copies_of_groups_of_any_shape_may_be_there_once_their_loads_can_start(loads, updates):
+    for case in drawn(30, seed=3, programs=False, loads=[loads], updates=[updates]):
+        check_copies(*case)
+
+
+@every_kind
+def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates):
+    for profile, plan in drawn(40, seed=4, loads=[loads], updates=[updates]):
+        limit = max(int(step_demand(profile, plan)[1].natural[0]), plan.memory_bytes or 0)
+        step = schedule_step(profile, plan)
+        for seed in range(3):
+            assert peak_bytes(any_durations(step, seed)) <= limit
 
 
 @deterministic

@@ -11,9 +11,10 @@ from jaxferry.holdings import CODES, gradient_flags, mode_codes
 from jaxferry.modes import Mode
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.memory import peak_device_bytes, smallest_peak_bytes
+from jaxferry.plan.records import Loads, Updates
 from jaxferry.simulate.report import simulate
 from oracle import Oracle
-from profiles import deterministic, planned, recomputing, transformer, with_modes
+from profiles import deterministic, drawn, planned, recomputing, transformer, with_modes
 
 PAPER_MODES = (Mode.GFGB, Mode.DHA, Mode.DFGB)
 
@@ -30,6 +31,29 @@ def test_one_plan_evaluates_as_it_simulates(case):
         assert outcome.steady_step_s[0] == pytest.approx(simulation.steady_step_s, rel=1e-12)
     elif outcome.in_window[0]:
         assert outcome.steady_step_s[0] >= simulation.steady_step_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("updates", Updates)
+@pytest.mark.parametrize("loads", Loads)
+def test_plans_of_every_kind_evaluate_as_they_simulate(loads, updates):
+    for profile, plan in drawn(50, seed=1, loads=[loads], updates=[updates]):
+        outcome, simulation = PlanEvaluator(profile).plan(plan), simulate(profile, plan)
+        assert outcome.forward_s[0] == simulation.forward_s
+        assert outcome.step_s[0] == simulation.step_s
+        assert outcome.peak_bytes[0] == simulation.peak_device_bytes
+
+
+@pytest.mark.parametrize("modes", [(Mode.GFGB,), (Mode.RELOAD,), (Mode.RESIDENT, Mode.DHA)])
+def test_a_profile_s_updates_after_all_are_those_of_a_plan_that_asks_for_them(modes):
+    """Steps that clip gradients, for instance, update nothing before all gradients are on the host."""
+    differ = 0
+    for profile, plan in drawn(10, seed=2, modes=modes, updates=[Updates.OVERLAPPED]):
+        clipping = dataclasses.replace(profile, updates_after_all=True)
+        after_all = simulate(profile, dataclasses.replace(plan, updates=Updates.AFTER_ALL)).predicted
+        assert simulate(clipping, plan).predicted == after_all
+        assert PlanEvaluator(clipping).plan(plan).step_s[0] == after_all.step_s
+        differ += simulate(profile, plan).step_s < after_all.step_s
+    assert differ > 0
 
 
 @deterministic
