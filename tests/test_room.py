@@ -95,8 +95,9 @@ def test_copies_of_groups_of_any_shape_may_be_there_once_their_loads_can_start(l
 
 
 @every_kind
-def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates):
-    for profile, plan in drawn(40, seed=4, loads=[loads], updates=[updates]):
+@pytest.mark.parametrize("modes", [tuple(Mode), (Mode.GFGB, Mode.RELOAD)])
+def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates, modes):
+    for profile, plan in drawn(80, seed=4, loads=[loads], updates=[updates], modes=modes):
         limit = max(int(step_demand(profile, plan)[1].natural[0]), plan.memory_bytes or 0)
         step = schedule_step(profile, plan)
         for seed in range(3):
@@ -233,3 +234,26 @@ def test_a_backward_that_adds_to_a_gradient_in_host_memory_waits_for_that():
     step = schedule_step(profile, plan)
     (lookup,) = [task for task in step.tasks if task.kind is Kind.BACKWARD and task.segment == 0]
     assert [step.tasks[i].segment for i in lookup.after if step.tasks[i].kind is Kind.OFFLOAD] == [4]
+
+
+def test_after_all_no_next_forward_runs_beside_gradients():
+    """Layer 0 needs 100 bytes in its forward, layer 1 leaves 50 bytes of gradient; only overlapped updates let both."""
+    first, second, *_ = transformer(4).layers
+    nothing = {"param_bytes": 1, "activation_bytes": 0}
+    first = dataclasses.replace(first, grad_bytes=1, forward_workspace_bytes=100, **nothing)
+    second = dataclasses.replace(second, grad_bytes=50, **nothing)
+    profile = dataclasses.replace(transformer(4), layers=(first, second))
+    for updates, expected in ((Updates.OVERLAPPED, 150), (Updates.AFTER_ALL, 100)):
+        plan = with_modes(profile, [Mode.DHA] * 2, [GradientPlace.HOST, GradientPlace.DEVICE], updates=updates)
+        assert step_demand(profile, plan)[1].natural[0] == expected
+
+
+def test_bulk_loads_for_the_next_step_start_before_the_last_backward():
+    """Layer 1 is updated first and loaded first: its next copy of 100 bytes comes beside layer 0's gradient of 5."""
+    first, second, *_ = transformer(4).layers
+    first = dataclasses.replace(first, param_bytes=10, grad_bytes=5, activation_bytes=0)
+    second = dataclasses.replace(second, param_bytes=100, grad_bytes=1, activation_bytes=0)
+    profile = dataclasses.replace(transformer(4), layers=(first, second))
+    for loads, expected in ((Loads.LAYERWISE, 110), (Loads.BULK, 115)):
+        plan = with_modes(profile, [Mode.GFGB] * 2, [GradientPlace.DEVICE, GradientPlace.HOST], loads=loads)
+        assert step_demand(profile, plan)[1].natural[0] == expected

@@ -33,14 +33,24 @@ def test_one_plan_evaluates_as_it_simulates(case):
         assert outcome.steady_step_s[0] >= simulation.steady_step_s * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("modes", [tuple(Mode), (Mode.GFGB, Mode.RELOAD), (Mode.GFGB, Mode.DHA)])
 @pytest.mark.parametrize("updates", Updates)
 @pytest.mark.parametrize("loads", Loads)
-def test_plans_of_every_kind_evaluate_as_they_simulate(loads, updates):
-    for profile, plan in drawn(50, seed=1, loads=[loads], updates=[updates]):
+def test_plans_of_every_kind_evaluate_as_they_simulate(loads, updates, modes):
+    for profile, plan in drawn(60, seed=1, loads=[loads], updates=[updates], modes=modes):
         outcome, simulation = PlanEvaluator(profile).plan(plan), simulate(profile, plan)
         assert outcome.forward_s[0] == simulation.forward_s
         assert outcome.step_s[0] == simulation.step_s
         assert outcome.peak_bytes[0] == simulation.peak_device_bytes
+
+
+def test_without_loads_bulk_loads_change_nothing():
+    """A forward does not wait for refreshes of layers that others read."""
+    layers = [dataclasses.replace(x, load_s=3.0, update_s=1.0) for x in transformer(4).layers]
+    profile = dataclasses.replace(transformer(4), layers=tuple(layers))
+    plans = [with_modes(profile, [Mode.DHA, *[Mode.RESIDENT] * 3], loads=loads) for loads in Loads]
+    layerwise, bulk = (PlanEvaluator(profile).plan(plan).steady_step_s[0] for plan in plans)
+    assert bulk == layerwise == pytest.approx(simulate(profile, plans[1]).steady_step_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("modes", [(Mode.GFGB,), (Mode.RELOAD,), (Mode.RESIDENT, Mode.DHA)])

@@ -100,3 +100,8 @@ def test_what_is_rounded_stays_within_the_capacity_and_takes_dense_gradients_fir
     assert len(choose_gradients([16384 * unit] * 3, [1.0] * 3, capacity)) == 2
     assert len(choose_gradients([16384 * unit + 1, 16384 * unit + 1, 5 * unit], [1.0, 2.0, 1e-9], capacity)) == 2
     assert choose_gradients([16385 * unit, 16384 * unit, 16384 * unit], [3.0, 1.0, 1.0], capacity) == {0}
+
+
+def test_a_small_gradient_with_most_of_the_gain_rules_out_no_other_set():
+    """Least dense first, a greedy choice takes items 0 and 4 and would bound away the best set."""
+    assert choose_gradients([9, 6, 6, 3, 1], [9.0, 7.0, 8.0, 4.5, 100.0], 10) == {2, 3, 4}
