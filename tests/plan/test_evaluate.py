@@ -114,3 +114,39 @@ def test_recomputation_lowers_what_no_plan_goes_below():
     everything = np.array([layer.can_recompute for layer in profile.layers])
     (peak,) = PlanEvaluator(profile)(np.full(4, CODES[Mode.DHA]), True, everything).peak_bytes
     assert peak == smallest_peak_bytes(profile) == 3 * 2_000_000 + 8_000_000
+
+
+SHARES = {"parameters": "shared", "param_bytes": 50, "load_s": 20.0}
+FROZEN = {"has_gradient": False, "has_backward": False}
+
+
+@pytest.mark.parametrize(
+    ("modes", "facts"),
+    [
+        pytest.param(
+            (Mode.GFGB, Mode.RELOAD, Mode.DHA),
+            ({**SHARES, **FROZEN}, {**SHARES, **FROZEN, "forward_workspace_bytes": 900}, {}),
+            id="forwards alone",
+        ),
+        pytest.param(
+            (Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.DHA),
+            ({**SHARES, **FROZEN}, FROZEN, {**SHARES, "has_gradient": False, "backward_workspace_bytes": 900}, {}),
+            id="a backward of a later layer",
+        ),
+        pytest.param(
+            (Mode.DFGB, Mode.RELOAD, Mode.RELOAD),
+            (SHARES, {}, {**SHARES, "fused_backward": True}),
+            id="one program with a copy of its own",
+        ),
+    ],
+)
+def test_reload_layers_use_the_copy_that_another_layer_holds(modes, facts):
+    """The simulator and the recurrences find the last use of a copy independently."""
+    like = dataclasses.replace(transformer(3).layers[1], param_bytes=1, grad_bytes=1, activation_bytes=1)
+    layers = (dataclasses.replace(like, **{"name": f"l{i}", "parameters": f"l{i}", **x}) for i, x in enumerate(facts))
+    profile = dataclasses.replace(transformer(3), layers=tuple(layers))
+    plan = with_modes(profile, modes)
+    outcome, simulation = PlanEvaluator(profile).plan(plan), simulate(profile, plan)
+    assert outcome.peak_bytes[0] == simulation.peak_device_bytes
+    assert outcome.step_s[0] == simulation.step_s
+    assert outcome.steady_step_s[0] == pytest.approx(simulation.steady_step_s, rel=1e-12)
