@@ -1,6 +1,7 @@
 """Room for gradients: which transfers a backward waits for, and how much a chain of steps can hold at most."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -8,13 +9,13 @@ from hypothesis import given
 
 from jaxferry.holdings import effective
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.plan.records import UpdateOrder
+from jaxferry.plan.records import Loads, UpdateOrder, Updates
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.room import NO_WAIT, copy_bytes, copy_spans, waits
 from jaxferry.schedule import Kind, Lane, repeat, schedule_step, step_demand
 from jaxferry.simulate import machine
-from profiles import UNLIMITED_BYTES, deterministic, examples, planned, transformer, with_modes
+from profiles import UNLIMITED_BYTES, deterministic, drawn, examples, planned, transformer, with_modes
 
 many = examples(100)
 
@@ -59,11 +60,8 @@ def place_of(task, size):
     return task.segment if task.kind is Kind.FORWARD else 2 * size - 1 - task.segment
 
 
-@deterministic
-@given(planned())
-def test_copies_may_be_there_once_the_programs_have_ended_that_their_loads_wait_for(case):
-    """Counted a second time from the task list alone, on profiles where every layer has a backward."""
-    profile, plan = case
+def check_copies(profile, plan):
+    """Counts copies a second time from the task list alone."""
     plan = effective(profile, plan)
     chain, ready = program_ancestors(schedule_step(profile, plan))
     size, tasks = len(profile.layers), chain.tasks
@@ -78,6 +76,32 @@ def test_copies_may_be_there_once_the_programs_have_ended_that_their_loads_wait_
     now, _, following = copy_bytes(held, copy_spans(held, plan.loads == "bulk", plan.updates == "after-all"))
     assert now[: 2 * size, 0].tolist() == counted[0].tolist()
     assert following[: 2 * size, 0].tolist() == counted[1].tolist()
+
+
+@deterministic
+@given(planned())
+def test_copies_may_be_there_once_the_programs_have_ended_that_their_loads_wait_for(case):
+    """On profiles where every layer has a backward."""
+    check_copies(*case)
+
+
+every_kind = pytest.mark.parametrize(("loads", "updates"), list(itertools.product(Loads, Updates)))
+
+
+@every_kind
+def test_copies_of_groups_of_any_shape_may_be_there_once_their_loads_can_start(loads, updates):
+    for case in drawn(30, seed=3, programs=False, loads=[loads], updates=[updates]):
+        check_copies(*case)
+
+
+@every_kind
+@pytest.mark.parametrize("modes", [tuple(Mode), (Mode.GFGB, Mode.RELOAD)])
+def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates, modes):
+    for profile, plan in drawn(80, seed=4, loads=[loads], updates=[updates], modes=modes):
+        limit = max(int(step_demand(profile, plan)[1].natural[0]), plan.memory_bytes or 0)
+        step = schedule_step(profile, plan)
+        for seed in range(3):
+            assert peak_bytes(any_durations(step, seed)) <= limit
 
 
 @deterministic
@@ -210,3 +234,26 @@ def test_a_backward_that_adds_to_a_gradient_in_host_memory_waits_for_that():
     step = schedule_step(profile, plan)
     (lookup,) = [task for task in step.tasks if task.kind is Kind.BACKWARD and task.segment == 0]
     assert [step.tasks[i].segment for i in lookup.after if step.tasks[i].kind is Kind.OFFLOAD] == [4]
+
+
+def test_after_all_no_next_forward_runs_beside_gradients():
+    """Layer 0 needs 100 bytes in its forward, layer 1 leaves 50 bytes of gradient; only overlapped updates let both."""
+    first, second, *_ = transformer(4).layers
+    nothing = {"param_bytes": 1, "activation_bytes": 0}
+    first = dataclasses.replace(first, grad_bytes=1, forward_workspace_bytes=100, **nothing)
+    second = dataclasses.replace(second, grad_bytes=50, **nothing)
+    profile = dataclasses.replace(transformer(4), layers=(first, second))
+    for updates, expected in ((Updates.OVERLAPPED, 150), (Updates.AFTER_ALL, 100)):
+        plan = with_modes(profile, [Mode.DHA] * 2, [GradientPlace.HOST, GradientPlace.DEVICE], updates=updates)
+        assert step_demand(profile, plan)[1].natural[0] == expected
+
+
+def test_bulk_loads_for_the_next_step_start_before_the_last_backward():
+    """Layer 1 is updated first and loaded first: its next copy of 100 bytes comes beside layer 0's gradient of 5."""
+    first, second, *_ = transformer(4).layers
+    first = dataclasses.replace(first, param_bytes=10, grad_bytes=5, activation_bytes=0)
+    second = dataclasses.replace(second, param_bytes=100, grad_bytes=1, activation_bytes=0)
+    profile = dataclasses.replace(transformer(4), layers=(first, second))
+    for loads, expected in ((Loads.LAYERWISE, 110), (Loads.BULK, 115)):
+        plan = with_modes(profile, [Mode.GFGB] * 2, [GradientPlace.DEVICE, GradientPlace.HOST], loads=loads)
+        assert step_demand(profile, plan)[1].natural[0] == expected

@@ -23,8 +23,8 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
     If no times are known, the order is by need unless a layer is RESIDENT.
 
     More `memory_bytes` never makes the result slower. In backward order, fewer waits never slow a step. By need they
-    could, since a greedy order gives no such guarantee. So by need the plan is tried without `memory_bytes`, unless
-    they end all waits for room.
+    could, since a greedy order gives no such guarantee. So by need the plan is tried without `memory_bytes`, and with
+    them only if they end all waits for room.
 
     Raises:
       InputError: if the plan is for another profile.
@@ -34,14 +34,23 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
         order = UpdateOrder.BACKWARD if Mode.RESIDENT in plan.modes else UpdateOrder.NEED
         return dataclasses.replace(plan, update_order=order)
     backward = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
+    best, least_s = backward, steady_step_s(schedule_step(profile, backward))
+    for by_need in _plans_by_need(profile, plan):
+        found = simulate_schedule(profile, schedule_step(profile, by_need))
+        fits = plan.memory_bytes is None or found.peak_device_bytes <= plan.memory_bytes
+        if fits and found.steady_step_s < least_s * (1 - _ROUNDING):
+            best, least_s = by_need, found.steady_step_s
+    return best
+
+
+def _plans_by_need(profile: Profile, plan: Plan) -> list[Plan]:
     by_need = dataclasses.replace(plan, update_order=UpdateOrder.NEED)
-    if plan.memory_bytes is not None and _waits_for_room(profile, plan):
-        by_need = dataclasses.replace(by_need, memory_bytes=None)
-    found = simulate_schedule(profile, schedule_step(profile, by_need))
-    fits = plan.memory_bytes is None or found.peak_device_bytes <= plan.memory_bytes
-    if fits and found.steady_step_s < steady_step_s(schedule_step(profile, backward)) * (1 - _ROUNDING):
-        return by_need
-    return backward
+    without = dataclasses.replace(by_need, memory_bytes=None)
+    if plan.memory_bytes is None or _waits_for_room(profile, plan):
+        return [without]
+    if schedule_step(profile, without).tasks == schedule_step(profile, by_need).tasks:
+        return [by_need]
+    return [by_need, without]
 
 
 def _waits_for_room(profile: Profile, plan: Plan) -> bool:

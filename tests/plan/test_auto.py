@@ -1,5 +1,6 @@
 """The memory budget as the only knob."""
 
+import dataclasses
 import itertools
 
 import hypothesis.strategies as st
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from jaxferry.errors import BudgetError
+from jaxferry.modes import GradientPlace
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Request
 from jaxferry.plan.evaluate import PlanEvaluator
@@ -122,3 +124,22 @@ def test_no_memory_is_taken_for_nothing(profile):
     found = make_plan(profile, "auto").predicted
     assert found.steady_step_s <= steady_s.min() * NEARLY
     assert found.peak_device_bytes <= peak_bytes[fastest].max()
+
+
+def test_a_given_factor_lets_no_gradient_stay_for_nothing():
+    """Gradients whose backward is no faster for them go to the host, as with every policy."""
+    layers = [dataclasses.replace(x, backward_go_s=x.backward_s, offload_s=0.0) for x in transformer(3).layers[:2]]
+    profile = dataclasses.replace(transformer(3), layers=tuple(layers))
+    assert set(make_plan(profile, "auto", reserve_factor=0.9).gradients) == {GradientPlace.HOST}
+
+
+def test_the_stated_factor_is_rounded_up_so_that_the_plan_satisfies_it():
+    """One of three gradients stays: 0.333334. Those of layers 0 and 1 cost nothing in host memory, layer 2's much."""
+    first, second, third = transformer(3).layers
+    layers = [
+        dataclasses.replace(x, name=f"l{i}", grad_bytes=1, backward_go_s=x.backward_s + cost, offload_s=1.0)
+        for i, (x, cost) in enumerate(((first, 0.0), (second, 0.0), (third, 9.0)))
+    ]
+    plan = make_plan(dataclasses.replace(transformer(3), layers=tuple(layers)), "auto")
+    assert [place == "device" for place in plan.gradients] == [False, False, True]
+    assert plan.reserve_factor == 0.333334

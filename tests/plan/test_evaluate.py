@@ -11,9 +11,10 @@ from jaxferry.holdings import CODES, gradient_flags, mode_codes
 from jaxferry.modes import Mode
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.memory import peak_device_bytes, smallest_peak_bytes
+from jaxferry.plan.records import Loads, Updates
 from jaxferry.simulate.report import simulate
 from oracle import Oracle
-from profiles import deterministic, planned, recomputing, transformer, with_modes
+from profiles import deterministic, drawn, planned, recomputing, transformer, with_modes
 
 PAPER_MODES = (Mode.GFGB, Mode.DHA, Mode.DFGB)
 
@@ -30,6 +31,39 @@ def test_one_plan_evaluates_as_it_simulates(case):
         assert outcome.steady_step_s[0] == pytest.approx(simulation.steady_step_s, rel=1e-12)
     elif outcome.in_window[0]:
         assert outcome.steady_step_s[0] >= simulation.steady_step_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("modes", [tuple(Mode), (Mode.GFGB, Mode.RELOAD), (Mode.GFGB, Mode.DHA)])
+@pytest.mark.parametrize("updates", Updates)
+@pytest.mark.parametrize("loads", Loads)
+def test_plans_of_every_kind_evaluate_as_they_simulate(loads, updates, modes):
+    for profile, plan in drawn(60, seed=1, loads=[loads], updates=[updates], modes=modes):
+        outcome, simulation = PlanEvaluator(profile).plan(plan), simulate(profile, plan)
+        assert outcome.forward_s[0] == simulation.forward_s
+        assert outcome.step_s[0] == simulation.step_s
+        assert outcome.peak_bytes[0] == simulation.peak_device_bytes
+
+
+def test_without_loads_bulk_loads_change_nothing():
+    """A forward does not wait for refreshes of layers that others read."""
+    layers = [dataclasses.replace(x, load_s=3.0, update_s=1.0) for x in transformer(4).layers]
+    profile = dataclasses.replace(transformer(4), layers=tuple(layers))
+    plans = [with_modes(profile, [Mode.DHA, *[Mode.RESIDENT] * 3], loads=loads) for loads in Loads]
+    layerwise, bulk = (PlanEvaluator(profile).plan(plan).steady_step_s[0] for plan in plans)
+    assert bulk == layerwise == pytest.approx(simulate(profile, plans[1]).steady_step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("modes", [(Mode.GFGB,), (Mode.RELOAD,), (Mode.RESIDENT, Mode.DHA)])
+def test_a_profile_s_updates_after_all_are_those_of_a_plan_that_asks_for_them(modes):
+    """Steps that clip gradients, for instance, update nothing before all gradients are on the host."""
+    differ = 0
+    for profile, plan in drawn(10, seed=2, modes=modes, updates=[Updates.OVERLAPPED]):
+        clipping = dataclasses.replace(profile, updates_after_all=True)
+        after_all = simulate(profile, dataclasses.replace(plan, updates=Updates.AFTER_ALL)).predicted
+        assert simulate(clipping, plan).predicted == after_all
+        assert PlanEvaluator(clipping).plan(plan).step_s[0] == after_all.step_s
+        differ += simulate(profile, plan).step_s < after_all.step_s
+    assert differ > 0
 
 
 @deterministic
@@ -80,3 +114,39 @@ def test_recomputation_lowers_what_no_plan_goes_below():
     everything = np.array([layer.can_recompute for layer in profile.layers])
     (peak,) = PlanEvaluator(profile)(np.full(4, CODES[Mode.DHA]), True, everything).peak_bytes
     assert peak == smallest_peak_bytes(profile) == 3 * 2_000_000 + 8_000_000
+
+
+SHARES = {"parameters": "shared", "param_bytes": 50, "load_s": 20.0}
+FROZEN = {"has_gradient": False, "has_backward": False}
+
+
+@pytest.mark.parametrize(
+    ("modes", "facts"),
+    [
+        pytest.param(
+            (Mode.GFGB, Mode.RELOAD, Mode.DHA),
+            ({**SHARES, **FROZEN}, {**SHARES, **FROZEN, "forward_workspace_bytes": 900}, {}),
+            id="forwards alone",
+        ),
+        pytest.param(
+            (Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.DHA),
+            ({**SHARES, **FROZEN}, FROZEN, {**SHARES, "has_gradient": False, "backward_workspace_bytes": 900}, {}),
+            id="a backward of a later layer",
+        ),
+        pytest.param(
+            (Mode.DFGB, Mode.RELOAD, Mode.RELOAD),
+            (SHARES, {}, {**SHARES, "fused_backward": True}),
+            id="one program with a copy of its own",
+        ),
+    ],
+)
+def test_reload_layers_use_the_copy_that_another_layer_holds(modes, facts):
+    """The simulator and the recurrences find the last use of a copy independently."""
+    like = dataclasses.replace(transformer(3).layers[1], param_bytes=1, grad_bytes=1, activation_bytes=1)
+    layers = (dataclasses.replace(like, **{"name": f"l{i}", "parameters": f"l{i}", **x}) for i, x in enumerate(facts))
+    profile = dataclasses.replace(transformer(3), layers=tuple(layers))
+    plan = with_modes(profile, modes)
+    outcome, simulation = PlanEvaluator(profile).plan(plan), simulate(profile, plan)
+    assert outcome.peak_bytes[0] == simulation.peak_device_bytes
+    assert outcome.step_s[0] == simulation.step_s
+    assert outcome.steady_step_s[0] == pytest.approx(simulation.steady_step_s, rel=1e-12)

@@ -24,7 +24,7 @@ from jaxferry.plan.whole_step import StepCosts, StepSearch
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
 from oracle import Oracle
-from profiles import UNLIMITED_BYTES, deterministic, examples, profiles, transformer, with_modes
+from profiles import UNLIMITED_BYTES, deterministic, drawn, examples, profiles, transformer, with_modes
 
 few = examples(25)
 many = examples(60)
@@ -172,6 +172,22 @@ def test_auto_is_faster_only_by_resident_layers_or_other_gradients(profile, fact
         choices = [gradients_to_host(profile, x) for x in ((1.0, 0.0) if factor is None else (factor,))]
         own_gradients = not any((gradient_flags(auto) == choice).all() for choice in choices)
         assert Mode.RESIDENT in auto.modes or own_gradients
+
+
+def test_no_baseline_wins_where_direct_host_access_is_dear():
+    """Updates in another order, or loads in theirs, can then be faster than any choice of modes."""
+    kinds = set()
+    for profile, _ in itertools.chain(*(drawn(1, seed=seed, programs=False) for seed in range(20))):
+        layers = (dataclasses.replace(x, forward_dha_s=30.0, backward_dha_s=30.0) for x in profile.layers)
+        profile = Profile({}, tuple(layers))
+        best = make_plan(profile, "exact", reserve_factor=1.0)
+        kinds.add((best.loads, best.updates, best.update_order))
+        for other in ("zero-offload", "native-offload", "native-overlapped"):
+            rival = make_plan(profile, other, reserve_factor=1.0)
+            assert best.predicted.steady_step_s <= rival.predicted.steady_step_s * (1 + 1e-12)
+    orders = {(loads, updates) for loads, updates, _ in kinds}
+    assert orders == {("layerwise", "overlapped"), ("layerwise", "after-all"), ("bulk", "after-all")}
+    assert {order for *_, order in kinds} == {"backward", "need"}
 
 
 def test_the_defaults_of_all_policies_are_tried():

@@ -61,3 +61,47 @@ def test_instances_too_wide_for_the_frontier_stay_within_the_budget_and_near_the
     used = sum(sizes[i] for i in chosen)
     assert used <= capacity
     assert used >= capacity * (1 - size / 32768)
+
+
+@deterministic
+@given(profiles(max_layers=5), st.integers(0, 99))
+def test_backwards_take_the_least_time_of_all_choices_that_fit(profile, percent):
+    def backwards_s(grad_on_host):
+        pairs = zip(profile.layers, grad_on_host, strict=True)
+        return sum(layer.backward_go_s if host else layer.backward_s for layer, host in pairs)
+
+    def fits(grad_on_host):
+        stays = sum(x.grad_bytes for x, host in zip(profile.layers, grad_on_host, strict=True) if not host)
+        return 100 * stays <= percent * sum(x.grad_bytes for x in profile.layers)
+
+    choices = filter(fits, itertools.product((False, True), repeat=len(profile.layers)))
+    assert backwards_s(gradients_to_host(profile, percent / 100)) == min(backwards_s(choice) for choice in choices)
+
+
+def test_gradients_without_bytes_stay_where_others_take_all_room():
+    assert choose_gradients([0, 5, 5], [1.0, 1.0, 2.0], 5) == {0, 2}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_set_that_fills_the_capacity_to_the_byte_is_found_among_large_sizes(seed):
+    """Rounded to 32768 units, it would not fit."""
+    draw = random.Random(seed)
+    sizes = [draw.randint(10**6, 10**7) for _ in range(12)]
+    capacity = sum(draw.sample(sizes, 6))
+    chosen = choose_gradients(sizes, [size * 1e-6 for size in sizes], capacity)
+    assert sum(sizes[i] for i in chosen) == capacity
+
+
+def test_what_is_rounded_stays_within_the_capacity_and_takes_dense_gradients_first(monkeypatch):
+    """Sizes of 1 unit and a byte round up to 2 units."""
+    monkeypatch.setattr(gradients, "MOST_STATES", 0)
+    unit = 1000
+    capacity = 32768 * unit
+    assert len(choose_gradients([16384 * unit] * 3, [1.0] * 3, capacity)) == 2
+    assert len(choose_gradients([16384 * unit + 1, 16384 * unit + 1, 5 * unit], [1.0, 2.0, 1e-9], capacity)) == 2
+    assert choose_gradients([16385 * unit, 16384 * unit, 16384 * unit], [3.0, 1.0, 1.0], capacity) == {0}
+
+
+def test_a_small_gradient_with_most_of_the_gain_rules_out_no_other_set():
+    """Least dense first, a greedy choice takes items 0 and 4 and would bound away the best set."""
+    assert choose_gradients([9, 6, 6, 3, 1], [9.0, 7.0, 8.0, 4.5, 100.0], 10) == {2, 3, 4}

@@ -1,5 +1,6 @@
 """One suite that every policy passes: the contract of `jaxferry.plan.base.Policy`."""
 
+import dataclasses
 import json
 
 import hypothesis.strategies as st
@@ -16,7 +17,7 @@ from jaxferry.plan.registry import make_policy, policies
 from jaxferry.planning import make_plan
 from jaxferry.simulate.report import simulate
 from oracle import Oracle
-from profiles import examples, profiles, transformer
+from profiles import UNLIMITED_BYTES, examples, profiles, transformer
 
 few = examples(12)
 factors = st.sampled_from([None, 0.0, 0.29, 0.5, 1.0])
@@ -105,6 +106,17 @@ def test_baselines_use_one_mode(name):
         "l2l": ("layerwise", "overlapped"),
     }
     assert (plan.loads, plan.updates) == expected[name]
+
+
+@pytest.mark.parametrize("name", ["zero-offload", "native-offload", "native-overlapped", "l2l", "memferry"])
+def test_gradients_may_fill_the_budget(name):
+    """Without activations, backwards wait for the transfers of gradients unless a budget gives these room."""
+    profile = transformer(8)
+    layers = tuple(dataclasses.replace(x, activation_bytes=0, param_bytes=1, offload_s=2e-3) for x in profile.layers)
+    profile = dataclasses.replace(profile, layers=layers)
+    without, plenty = (make_plan(profile, name, memory_budget_bytes=x) for x in (None, UNLIMITED_BYTES))
+    assert plenty.predicted.step_s < without.predicted.step_s
+    assert plenty.predicted.peak_device_bytes > without.predicted.peak_device_bytes
 
 
 def test_l2l_holds_less_than_native_overlapped():

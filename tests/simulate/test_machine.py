@@ -179,3 +179,11 @@ def test_a_backward_by_dha_that_recomputes_reads_its_parameters_twice():
     layers = [dataclasses.replace(layer, remat=Remat.FULL) for layer in plain.layers[:2]]
     again = dataclasses.replace(plain, layers=(*layers, plain.layers[2]))
     assert simulate(profile, again).link_bytes == simulate(profile, plain).link_bytes + profile.layers[0].param_bytes
+
+
+def test_by_need_the_host_sees_all_gradients_that_arrive_at_an_instant():
+    """Both gradients arrive with the end of the only backward that takes time, by transfers that take none."""
+    profile = Profile({}, (layer("a", backward_s=0, offload_s=0), layer("b", offload_s=0)))
+    run = machine.run(schedule_step(profile, with_modes(profile, [Mode.GFGB] * 2, update_order="need")))
+    starts = {task.name: start for task, start in zip(run.schedule.tasks, run.starts_s, strict=True)}
+    assert starts["update a"] < starts["update b"]

@@ -109,6 +109,58 @@ def planned(draw, modes=tuple(Mode), plain=False, **kwargs):
     return profile, draw(plans(profile, modes, plain))
 
 
+def drawn(number, seed=0, modes=tuple(Mode), programs=True, loads=tuple(Loads), updates=tuple(Updates)):
+    """Profiles and plans for them: far more cases a second than hypothesis draws. Layers share parameters in pairs."""
+    draw = random.Random(seed)
+
+    def time_s(most=24):
+        return draw.randint(0, most) / 8
+
+    for _ in range(number):
+        size = draw.randint(2, 5)
+        layers, group_of = [], [draw.choice([index, draw.randrange(index + 1)]) for index in range(size)]
+        for index in range(size):
+            first = group_of[index] = group_of[group_of[index]]
+            facts = {}
+            if programs:
+                facts = {
+                    "backward_reads": draw.random() < 0.8,
+                    "fused_backward": index == size - 1 and draw.random() < 0.5,
+                }
+                facts["has_gradient"] = layers[first].has_gradient if first < index else draw.random() < 0.8
+                facts["has_backward"] = facts["has_gradient"] or draw.random() < 0.5
+            if index == size - 1:
+                facts |= {"has_backward": True}
+            layers.append(
+                LayerProfile(
+                    name=f"layer{index}",
+                    parameters=f"layer{first}",
+                    param_bytes=layers[first].param_bytes if first < index else draw.randint(1, 60),
+                    grad_bytes=draw.randint(1, 60),
+                    activation_bytes=draw.choice([0, draw.randint(0, 40)]),
+                    load_s=time_s(),
+                    forward_s=time_s(8),
+                    forward_dha_s=time_s(16),
+                    backward_s=time_s(16),
+                    backward_dha_s=time_s(),
+                    backward_go_s=time_s(),
+                    offload_s=time_s(40),
+                    update_s=time_s(40),
+                    inter_backward_s=time_s(2),
+                    **facts,
+                )
+            )
+        if not any(layer.has_gradient for layer in layers):
+            continue
+        profile = Profile({}, tuple(layers))
+        chosen = [draw.choice(modes) for _ in layers]
+        how = {"loads": draw.choice(loads), "updates": draw.choice(updates)}
+        if Mode.RELOAD in chosen:
+            how["loads"] = Loads.LAYERWISE
+        how |= {"update_order": draw.choice(tuple(UpdateOrder)), "memory_bytes": draw.choice([None, 100, 200])}
+        yield profile, with_modes(profile, chosen, [draw.choice(tuple(GradientPlace)) for _ in layers], **how)
+
+
 def transformer(num_layers, seed=0, tied=False):
     """A profile shaped like a transformer: embedding, then norm, attention, norm, MLP in turn, and a head."""
     draw = random.Random(seed)
