@@ -26,7 +26,7 @@ def test_no_plan_is_below_the_bound(case):
     assert simulate(profile, plan).steady_step_s >= any_plan_lower_bound_s(profile) * (1 - 1e-12)
 
 
-@examples(15)
+@examples(6)
 @given(profiles(max_layers=2))
 def test_no_plan_of_two_layers_is_below_the_bound(profile):
     bound_s = any_plan_lower_bound_s(profile)

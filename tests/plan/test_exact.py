@@ -26,6 +26,10 @@ from jaxferry.profiling.records import Profile
 from oracle import Oracle
 from profiles import UNLIMITED_BYTES, deterministic, drawn, examples, profiles, transformer, with_modes
 
+STEADY_OFTEN = [
+    Objective.STEADY,
+    *(pytest.param(objective, marks=pytest.mark.slow) for objective in (Objective.FORWARD, Objective.STEP)),
+]
 few = examples(25)
 many = examples(60)
 GFGB_OR_DHA = ("GFGB", "DHA")
@@ -133,7 +137,7 @@ def test_a_step_is_its_forward_and_the_tail_of_its_backward(profile):
     assert brute_force(profile, grad_on_host)[Objective.STEP] >= optimal_forward(profile).bound_s + tail - 1e-9
 
 
-@pytest.mark.parametrize("objective", list(Objective))
+@pytest.mark.parametrize("objective", STEADY_OFTEN)
 @pytest.mark.parametrize("factor", [None, 0.3, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 1.0))])
 @pytest.mark.parametrize(
     "profile",
@@ -216,7 +220,7 @@ def test_a_budget_too_small_for_gradients_on_the_device_is_met_without():
     assert plan.predicted.peak_device_bytes == smallest_peak_bytes(profile)
 
 
-@pytest.mark.parametrize("objective", list(Objective))
+@pytest.mark.parametrize("objective", STEADY_OFTEN)
 @few
 @given(profiles(max_layers=5))
 def test_a_larger_budget_is_never_slower(objective, profile):
@@ -232,7 +236,7 @@ def test_a_larger_budget_is_never_slower(objective, profile):
 
 
 def test_a_larger_budget_is_never_slower_on_a_long_model():
-    profile = transformer(48, 1)
+    profile = transformer(24, 1)
     free = make_plan(profile, "exact")
     before = np.inf
     for share in (0.8, 0.9, 0.97, 1.0):

@@ -55,7 +55,7 @@ def plans_within(profile, budgets, factor=None):
             yield None
 
 
-@pytest.mark.parametrize("factor", [None, 1.0])
+@pytest.mark.parametrize("factor", [None, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_choice_makes_no_plan_slower_and_more_budgets_feasible(factor):
     profile = recomputing(transformer(9, 3), share=0.1)
     bare = profile.only_recomputing([False] * len(profile.layers))
