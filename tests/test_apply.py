@@ -220,6 +220,7 @@ def test_every_budget_that_is_not_refused_holds(transport, monkeypatch):
     assert waits == {True, False}
 
 
+@pytest.mark.slow
 def test_evaluation_has_the_budget_of_training_and_frees_what_that_keeps(gpt, monkeypatch):
     def make(budget, **options):
         return jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), memory_budget=budget, **options)

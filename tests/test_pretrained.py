@@ -193,6 +193,7 @@ print(bytes_of("VmHWM") - before, sum(master.nbytes for master in state.masters(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     "dtype", [pytest.param(jnp.bfloat16, id="bfloat16", marks=pytest.mark.slow), pytest.param(np.float32, id="float32")]

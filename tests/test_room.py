@@ -15,7 +15,7 @@ from jaxferry.planning import make_plan
 from jaxferry.room import NO_WAIT, copy_bytes, copy_spans, waits
 from jaxferry.schedule import Kind, Lane, repeat, schedule_step, step_demand
 from jaxferry.simulate import machine
-from profiles import UNLIMITED_BYTES, deterministic, drawn, examples, planned, transformer, with_modes
+from profiles import UNLIMITED_BYTES, deterministic, drawn, examples, fused, planned, transformer, with_modes
 
 many = examples(100)
 
@@ -83,6 +83,15 @@ def check_copies(profile, plan):
 def test_copies_may_be_there_once_the_programs_have_ended_that_their_loads_wait_for(case):
     """On profiles where every layer has a backward."""
     check_copies(*case)
+
+
+def test_a_fused_program_keeps_its_slot_until_it_has_ended():
+    """The last layer's forward and backward are the program of place 4, then layer 1 is loaded in its slot."""
+    profile = fused(transformer(4))
+    layers = tuple(dataclasses.replace(x, parameters=x.name) for x in profile.layers)
+    plan = with_modes(dataclasses.replace(profile, layers=layers), [Mode.RELOAD] * 4)
+    held, _ = step_demand(profile, plan)
+    assert copy_spans(held, bulk=False, after_all=False).second_start[:3, 0].tolist() == [6, 5, 3]
 
 
 every_kind = pytest.mark.parametrize(("loads", "updates"), list(itertools.product(Loads, Updates)))

@@ -114,7 +114,7 @@ def test_a_state_moves_between_layers_whole_and_in_parts_without_losing_a_bit(la
         assert_same_bits(state.params, params)
         assert_same_bits(state.optimizer_state(), moments)
     twice, losses = train(step, lax, 2)
-    assert twice.layers == by_layer, "a new state is arranged by layer from the start"
+    assert twice.host.layers == by_layer, "a new state is arranged by layer from the start"
     state, metrics = step(state, lax.batch)
     assert float(metrics["loss"]) == losses[1]
     assert_same_bits(state.params, twice.params)

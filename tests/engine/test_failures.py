@@ -176,7 +176,7 @@ def test_an_update_task_that_fails_before_any_update_rolls_back_a_step_that_has_
     ("sums", "clip_norm"),
     [
         ("on the device", None),
-        ("by transfers", 1.0),
+        pytest.param("by transfers", 1.0, marks=pytest.mark.slow),
         pytest.param("by programs", None, marks=pytest.mark.slow),
         pytest.param("on the device", 1.0, marks=pytest.mark.slow),
         pytest.param("by transfers", None, marks=pytest.mark.slow),

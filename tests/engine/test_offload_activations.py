@@ -385,6 +385,7 @@ def make(fault, **options):
     return jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), **options), params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("threads", [pytest.param("lanes", marks=pytest.mark.slow), "one for the device"])
 def test_a_callback_that_raises_before_any_update_costs_no_bit(threads, remat, monkeypatch):

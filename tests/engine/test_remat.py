@@ -57,6 +57,7 @@ def smallest_of(task, **options):
     return caught.value.smallest_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat",
     [

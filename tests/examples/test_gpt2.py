@@ -303,6 +303,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(small, cache, text, tmp_path):
     assert read_losses(whole) == read_losses(parts)
 
 
+@pytest.mark.slow
 def test_another_size_cannot_be_resumed_from(small, cache, text, tmp_path, monkeypatch, capsys):
     assert run(text, "--steps", 0, "--save", tmp_path / "saved") == 0
     monkeypatch.setitem(model.SIZES, "tiny", dataclasses.replace(model.SIZES["tiny"], num_layers=3))
@@ -310,6 +311,7 @@ def test_another_size_cannot_be_resumed_from(small, cache, text, tmp_path, monke
     assert "h_2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [

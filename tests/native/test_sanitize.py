@@ -10,6 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("sanitizer", ["thread", pytest.param("address,undefined", marks=pytest.mark.slow)])
 def test_kernels_and_queues_hold_under(sanitizer):

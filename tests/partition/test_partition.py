@@ -91,6 +91,7 @@ def test_blocks_share_a_program_whatever_dropout_and_dtype(dropout, dtype):
     assert parts.num_programs == 5
 
 
+@pytest.mark.slow
 def test_segments_in_a_row_have_the_loss_and_gradients_of_the_whole():
     task = models.gpt()
     assert_same_derivative(task.loss_fn, task.params, task.batch)
@@ -171,7 +172,7 @@ def test_parameters_cast_all_at_once_are_still_cut_by_layer():
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_penalty_on_all_weights_does_not_read_all_layers_once_more(is_first):
-    task = models.gpt()
+    task = models.gpt(depth=1)
 
     def loss_fn(params, batch):
         loss = None if is_first else task.loss_fn(params, batch)
