@@ -2,7 +2,7 @@
 
 GPT-2 124m, batch 4, sequence 128, AdamW, all layers GFGB. JaxFerry copies every parameter and gradient between two
 memory kinds, which on a CPU are the same memory; plain JAX copies nothing. Expected: at most 1.05 of the plain step.
-A second training step, with another plan, finds the first one's programs; the rest is tracing: at most 0.3 of the first.
+A second training step, with another plan, finds the first one's programs; the rest is tracing: at most 0.3 of it.
 
     python benchmarks/engine_overhead.py [--size 124m] [--repetitions 9]
 """
