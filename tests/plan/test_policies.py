@@ -108,13 +108,15 @@ def test_baselines_use_one_mode(name):
     assert (plan.loads, plan.updates) == expected[name]
 
 
-@pytest.mark.parametrize("name", ["zero-offload", "native-offload", "native-overlapped", "l2l", "memferry"])
+@pytest.mark.parametrize("name", ["zero-offload", "native-offload", "native-overlapped", "l2l", "memferry", "exact"])
 def test_gradients_may_fill_the_budget(name):
     """Without activations, backwards wait for the transfers of gradients unless a budget gives these room."""
     profile = transformer(8)
     layers = tuple(dataclasses.replace(x, activation_bytes=0, param_bytes=1, offload_s=2e-3) for x in profile.layers)
     profile = dataclasses.replace(profile, layers=layers)
-    without, plenty = (make_plan(profile, name, memory_budget_bytes=x) for x in (None, UNLIMITED_BYTES))
+    without, plenty = (
+        make_plan(profile, name, reserve_factor=1.0, memory_budget_bytes=x) for x in (None, UNLIMITED_BYTES)
+    )
     assert plenty.predicted.step_s < without.predicted.step_s
     assert plenty.predicted.peak_device_bytes > without.predicted.peak_device_bytes
 
