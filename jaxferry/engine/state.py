@@ -20,6 +20,7 @@ from jaxferry.engine.prefetch import Prefetch
 from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport
 from jaxferry.errors import StateError, TaskError
 from jaxferry.partition import Layer
+from jaxferry.schedule import Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +114,10 @@ def task_error(work: StepRun, outcome: str) -> TaskError:
         index, error = error.index, error.__cause__
     task = work.list.tasks[index]
     layer = task.name.removeprefix(f"{task.kind.value} ")
-    return TaskError(f"the {task.kind.value} of layer {layer!r} failed: {error} ({outcome})", layer)
+    is_last = task.segment == max(other.segment for other in work.list.tasks)
+    # The last segment's forward and backward are one program.
+    what = "forward or backward" if task.kind is Kind.FORWARD and is_last else task.kind.value
+    return TaskError(f"the {what} of layer {layer!r} failed: {error} ({outcome})", layer)
 
 
 class TrainState:

@@ -69,6 +69,16 @@ def test_a_callback_that_raises_before_any_update_costs_no_step_and_no_bit(gradi
         assert metrics["device_param_bytes_peak"] <= sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
+def test_the_error_of_the_last_layer_s_program_names_forward_and_backward():
+    fault = Fault()
+    step, params = make(fault, clip_norm=1e3)
+    state = state_after(step, params, BATCH, 1)
+    for at, what in ((DEPTH - 1, "forward of layer 'l1'"), (DEPTH + 1, "forward or backward of layer 'l2'")):
+        fault.arm(at)
+        with pytest.raises(jaxferry.TaskError, match=f"the {what} failed"):
+            step(state, BATCH)
+
+
 @pytest.mark.usefixtures("threads")
 def test_the_first_step_of_a_structure_updates_after_all_gradients_so_every_failure_is_rolled_back(tmp_path):
     """A step without clipping: later steps update layer by layer."""
