@@ -252,3 +252,21 @@ def test_progress_names_the_parts_of_a_long_search():
     parts = []
     Exact().plan(transformer(16), Request(progress=parts.append))
     assert parts[-1] == "local search"
+
+
+def test_more_layers_than_are_proven_state_a_gap():
+    """Up to ten layers are enumerated, but with more than six not in both orders of updates."""
+    gaps = [make_plan(transformer(7, seed), "exact").details["gap"] for seed in range(3)]
+    assert max(gaps) > 0
+
+
+@pytest.mark.parametrize("name", ["exact", "auto"])
+def test_updates_follow_backward_order_where_by_need_is_no_faster(name):
+    assert make_plan(transformer(1), name).update_order == "backward"
+
+
+def test_loads_that_begin_before_the_step_are_planned_for():
+    """Without that source of plans the gap would be 0.146."""
+    profile = transformer(14, 1)
+    budget = int(make_plan(profile, "exact").predicted.peak_device_bytes * 0.7)
+    assert make_plan(profile, "exact", memory_budget_bytes=budget).details["gap"] < 0.141
