@@ -15,7 +15,7 @@ POLICIES = jax.checkpoint_policies
 
 @pytest.fixture(scope="module")
 def gpt():
-    task = models.gpt(depth=2)
+    task = models.gpt()
     return partition(task.loss_fn, task.params, (task.batch,))
 
 
