@@ -195,9 +195,7 @@ print(bytes_of("VmHWM") - before, sum(master.nbytes for master in state.masters(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(jnp.bfloat16, id="bfloat16", marks=pytest.mark.slow), pytest.param(np.float32, id="float32")]
-)
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, id="bfloat16"), pytest.param(np.float32, id="float32")])
 def test_reading_takes_less_than_a_tenth_more_host_memory_than_the_masters(dtype, tmp_path):
     # The largest is a third of the whole: it fits nowhere twice.
     shapes = {"embed": (1000, 43000), "head": (2000, 12000)} | {f"layer_{i}": (1000, 12000) for i in range(5)}

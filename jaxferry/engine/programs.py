@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
-from jaxferry.engine.shared_programs import SharedProgram, compile_shared
+from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.partition import (
     Derivative,
     ForwardPartition,
@@ -67,7 +67,6 @@ class Programs:
         self.temporary_bytes: dict[ProgramKey, int] = {}
         self._maker = _Maker(partition, derivatives, placement, native, is_scaled)
         self._compiled: dict[ProgramKey, Compiled] = {}
-        self._held: dict[ProgramKey, SharedProgram] = {}
         self._lowered: dict[ProgramKey, Any] = {}
 
     def lowered(self, key: ProgramKey) -> Any:
@@ -80,16 +79,15 @@ class Programs:
         """Drops all programs except these."""
         kept = set(keys)
         self._lowered = {}
-        self._held = {key: program for key, program in self._held.items() if key in kept}
-        self._compiled = {key: program.compiled for key, program in self._held.items()}
+        self._compiled = {key: program for key, program in self._compiled.items() if key in kept}
 
     def require(self, keys: Iterable[ProgramKey]) -> None:
         """Compiles the programs that are not compiled yet."""
         missing = {key: self._maker.content(key) for key in keys if key not in self._compiled}
         made = compile_shared(missing, self.lowered)
-        self._held |= made
+        self._compiled |= made
         for key, program in made.items():
-            self._compiled[key], stats = program.compiled, program.compiled.memory_analysis()
+            stats = program.memory_analysis()
             self.temporary_bytes[key] = 0 if stats is None else stats.temp_size_in_bytes
 
     def temporary_bytes_of(self, keys: Iterable[ProgramKey]) -> Mapping[ProgramKey, int]:

@@ -6,27 +6,12 @@ compiled once, whichever step asks first. A program is freed with the last step 
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SharedProgram:
-    """A compiled program; its owners hold this object.
-
-    Attributes:
-      compiled: the executable.
-    """
-
-    compiled: Any
-
-
-_PROGRAMS: weakref.WeakValueDictionary[Hashable, SharedProgram] = weakref.WeakValueDictionary()
-
-
+_PROGRAMS: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 _FUNCTIONS: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 
 
@@ -43,7 +28,7 @@ def shared_function(content: Hashable, make: Callable[[], Any]) -> Any:
     return function
 
 
-def compile_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any], Any]) -> dict[Any, SharedProgram]:
+def compile_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any], Any]) -> dict[Any, Any]:
     """Returns programs by key; compiles those that no step holds, in parallel.
 
     Args:
@@ -54,7 +39,7 @@ def compile_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any
     missing = {key: lowered(key) for key in wanted if key not in made}
     with ThreadPoolExecutor() as pool:
         compiled = pool.map(lambda program: program.compile(), missing.values())
-        made |= {key: SharedProgram(each) for key, each in zip(missing, compiled, strict=True)}
+        made |= zip(missing, compiled, strict=True)
     for key in missing:
         if (content := wanted[key]) is not None:
             _PROGRAMS[content] = made[key]

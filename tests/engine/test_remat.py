@@ -62,9 +62,9 @@ def smallest_of(task, **options):
     "remat",
     [
         MIXED,
-        pytest.param(lambda name: "full" if name == "h_2" else "none", marks=pytest.mark.slow),
-        pytest.param("full", marks=pytest.mark.slow),
-        pytest.param(POLICY, marks=pytest.mark.slow),
+        lambda name: "full" if name == "h_2" else "none",
+        "full",
+        POLICY,
     ],
 )
 def test_losses_agree_whatever_is_kept(gpt, remat):

@@ -315,8 +315,8 @@ def test_another_size_cannot_be_resumed_from(small, cache, text, tmp_path, monke
 @pytest.mark.parametrize(
     "args",
     [
-        pytest.param(["--reserve-factor", "0.5"], marks=pytest.mark.slow),
-        pytest.param(["--compute-dtype", "bfloat16"], marks=pytest.mark.slow),
+        ["--reserve-factor", "0.5"],
+        ["--compute-dtype", "bfloat16"],
         ["--memory-budget", "1MiB"],
     ],
 )

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("sanitizer", ["thread", pytest.param("address,undefined", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_kernels_and_queues_hold_under(sanitizer):
     command = [str(ROOT / "tools" / "sanitize"), sanitizer]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.pieces import Key, Pieces, cut, on_host
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.transport.base import Vectors
 from jaxferry.partition import Layer, Leaf, Part
 
@@ -59,8 +58,7 @@ class HostArrays:
     def masters(self) -> dict[int, Parts]:
         """Returns the stored parameters by leaf and part; frozen ones may exist only in the compute copy."""
         found = self._trained()
-        for (source, part), array in self._frozen.items():
-            found.setdefault(source, {})[part] = array
+        _add(found, self._frozen.items())
         for layer, vectors in zip(self.layers, self.vectors, strict=False):
             frozen = [leaf for leaf in layer.leaves if not leaf.is_trained]
             missing = [leaf for leaf in frozen if (leaf.source, leaf.part) not in self._frozen]
@@ -75,8 +73,7 @@ class HostArrays:
         """Returns the stored leaves of the optimizer's state, by path and part."""
         found: dict[str, Parts] = {}
         for unit in self.units:
-            for (name, part), leaf in zip(unit.state_keys, unit.state, strict=True):
-                found.setdefault(name, {})[part] = leaf
+            _add(found, zip(unit.state_keys, unit.state, strict=True))
         return found
 
     def arrange(self, layers: Sequence[Layer]) -> None:
@@ -100,8 +97,7 @@ class HostArrays:
         """Returns the stored masters of trained parameters, by leaf and part."""
         found: dict[int, Parts] = {}
         for unit in self.units:
-            for (leaf, part), master in zip(unit.keys, unit.masters, strict=True):
-                found.setdefault(leaf, {})[part] = master
+            _add(found, zip(unit.keys, unit.masters, strict=True))
         return found
 
     def _master_of(self, leaf: Leaf, trained: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:
@@ -129,15 +125,16 @@ class HostArrays:
         return Pieces(arrays, self._placement)
 
     def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
-        place = self._placement.update_output
-
         def pack(masters: Any) -> Vectors:
             return layer.pack(jax.device_put(masters, jax.memory.Space.Device))
 
-        packing: Callable[[Sequence[jax.Array]], Vectors] = shared_function(
-            ("pack masters", layer.layout, place), lambda: jax.jit(pack, out_shardings=place)
-        )
-        return packing
+        return jax.jit(pack, out_shardings=self._placement.update_output)
+
+
+def _add(found: dict[Any, Parts], arrays: Iterable[tuple[Key, jax.Array]]) -> None:
+    """Adds arrays by name and part."""
+    for (name, part), array in arrays:
+        found.setdefault(name, {})[part] = array
 
 
 def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:

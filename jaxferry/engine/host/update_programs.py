@@ -23,7 +23,7 @@ from jaxferry.engine.host.separable import init_content
 from jaxferry.engine.host.subtree import path_names, subtree
 from jaxferry.engine.host.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.shared_programs import SharedProgram, compile_shared
+from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer, Part
 
@@ -40,7 +40,7 @@ class UpdatePrograms:
     def __init__(self, tree: OptimizedTree, placement: Placement, clip_norm: float | None) -> None:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
         self._programs: dict[Any, Any] = {}
-        self._updates: dict[Any, SharedProgram] = {}
+        self._updates: dict[Any, Any] = {}
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
@@ -85,7 +85,7 @@ class UpdatePrograms:
         contents = {key: self._content(key, unit, layers, reads) for key, (unit, reads) in missing.items()}
         self._updates |= compile_shared(contents, lambda key: self._lower(missing[key][0], layers, missing[key][1]))
         for unit, reads, key in wanted:
-            unit.programs[reads] = self._updates[key].compiled
+            unit.programs[reads] = self._updates[key]
 
     def key(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
         """Returns everything that the update of a unit depends on: units with equal keys share a program."""
