@@ -31,7 +31,12 @@ def needs_times(policy: str | None) -> bool:
 
 
 def choose_plan(
-    variants: RematVariants, options: Options, profile: Profile | None, device_kind: str, updates_after_all: bool
+    variants: RematVariants,
+    options: Options,
+    profile: Profile | None,
+    device_kind: str,
+    updates_after_all: bool,
+    staging_bytes: int = 0,
 ) -> tuple[Plan, Profile | None]:
     """Chooses the modes of the segments; returns the plan and the profile behind it, if any.
 
@@ -45,6 +50,7 @@ def choose_plan(
       profile: the profile to plan with; None estimates one by roofline if the policy needs one.
       device_kind: the device's own name, such as `"NVIDIA H200"`.
       updates_after_all: whether updates wait for all gradients under any plan.
+      staging_bytes: device memory that transfers need besides the moved bytes.
 
     Raises:
       InputError: if the plan or the profile is for another model, or the policy does not exist.
@@ -58,7 +64,8 @@ def choose_plan(
         profile = estimate_profile(partition_costs(variants.base, None), machine, {"device": device_kind})
     if profile is not None:
         _check_names("profile", [layer.name for layer in profile.layers], names)
-        profile = with_program_facts(profile, variants.base, variants.derivatives, options.offload_activations)
+        is_offloaded = options.offload_activations
+        profile = with_program_facts(profile, variants.base, variants.derivatives, is_offloaded, staging_bytes)
         profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
     if options.plan is not None:
         _check_names("plan", [layer.name for layer in options.plan.layers], names)

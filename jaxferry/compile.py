@@ -216,7 +216,9 @@ class Compiler:
             profile = self._measured(variants, programs)
         known = profile if isinstance(profile, Profile) else None
         updates_after_all = self._needs_all_gradients(variants.base)
-        return choose_plan(variants, options, known, self._shared.placement.device_kind, updates_after_all)
+        staging_bytes = self._transport_of(variants.base.layers).staging_bytes
+        device_kind = self._shared.placement.device_kind
+        return choose_plan(variants, options, known, device_kind, updates_after_all, staging_bytes)
 
     def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
         remat = self._options.remat
@@ -279,7 +281,9 @@ class _StepCompiler:
     ) -> None:
         self._variants, self._programs = variants, programs
         parts, is_offloaded = variants.base, options.offload_activations
-        known = profile or with_program_facts(without_times(parts), parts, variants.derivatives, is_offloaded)
+        staging_bytes = resources.transport.staging_bytes
+        sizes = without_times(parts)
+        known = profile or with_program_facts(sizes, parts, variants.derivatives, is_offloaded, staging_bytes)
         self._profile, self._has_times = known, profile is not None
         self._resources, self._options = resources, options
 

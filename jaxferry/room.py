@@ -17,7 +17,7 @@ The count at any instant from the start of a place's program to the start of the
 - RESIDENT copies, and other copies from the place where their load may start to their last use. A load may start once
   all programs have ended that it, or an earlier load of the link, waits for.
 - Kept activations, minus saved values once a program has waited for the save, plus values that may have been fetched.
-- The program's workspace and its own gradient.
+- The program's workspace, its temporaries and its own gradient.
 - Copies for the next step. Their loads wait for updates, which wait for gradients. A copy whose load waits for a
   gradient never exists together with that gradient.
 - At the start of the next step, gradients of this one that no forward has waited for through their update. Until then,
@@ -28,11 +28,12 @@ So a chain of steps never exceeds the limit, for any duration of the transfers. 
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 
-from jaxferry.holdings import RELOAD, Holdings, flags_of
-from jaxferry.profiling.records import Profile
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, flags_of
+from jaxferry.profiling.records import LayerProfile, Profile
 
 CROSSING_SLOTS = 2
 """Number of programs whose values may be on the device on their way to host memory, or back for their backward."""
@@ -226,38 +227,36 @@ def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
     return left, np.cumsum(fetched)[:-1]
 
 
-def demand(
-    held: Holdings, kept_bytes: np.ndarray, bulk: bool = False, after_all: bool = False, spans: Spans | None = None
-) -> Demand:
+def demand(held: Holdings, recomputes: np.ndarray | None, bulk: bool = False, after_all: bool = False) -> Demand:
     """The needs of each program, see the module's docstring.
 
     Args:
       held: the layers' loads and copies.
-      kept_bytes: bytes that each layer keeps from its forward to its backward, (layers, plans).
+      recomputes: whether each layer's backward runs its forward again, (layers, plans); None for none.
       bulk: whether `loads` is "bulk".
       after_all: whether `updates` is "after-all".
-      spans: `copy_spans` of the same arguments, if known.
     """
     profile, size = held.profile, held.num_layers
-
-    def column(key: str) -> np.ndarray:
-        return np.array([getattr(layer, key) for layer in profile.layers], dtype=np.int64)[:, None]
-
-    spans = spans or copy_spans(held, bulk, after_all)
+    spans = copy_spans(held, bulk, after_all)
     now, free, following = copy_bytes(held, spans)
     now = now + resident_bytes(held)
     left, fetched = (array[:, None] for array in _crossing_bytes(profile))
-    kept = np.cumsum(kept_bytes, axis=0)
+    again = np.zeros(held.modes.shape, dtype=bool) if recomputes is None else recomputes
+    by_dha, by_dha_back = (held.modes == DHA) | (held.modes == DFGB), held.modes == DHA
+    forward_own = _bytes_of(profile, LayerProfile.forward_bytes, by_dha, again)
+    backward_own = _bytes_of(profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
+    kept = np.cumsum(_bytes_of(profile, LayerProfile.kept_bytes, again), axis=0)
     kept_after = np.concatenate([np.zeros((1, held.num_plans), dtype=np.int64), kept[:-1]])
-    gradient = column("grad_bytes") * held.offloads
+    sizes = np.array([layer.grad_bytes for layer in profile.layers], dtype=np.int64)[:, None]
+    gradient = sizes * held.offloads
     back = 2 * size - 1 - np.arange(size)
     early = now + following
-    forward = np.maximum(early[:size] + column("forward_workspace_bytes"), early[1 : size + 1] + fetched[1 : size + 1])
+    forward = np.maximum(early[:size] + forward_own, early[1 : size + 1] + fetched[1 : size + 1])
     forward = forward + kept - left[:size]
 
     def backward(copies: np.ndarray) -> np.ndarray:
         """The need while it runs and until the next program starts."""
-        during = copies[back] + kept + fetched[back] + column("backward_workspace_bytes")
+        during = copies[back] + kept + fetched[back] + backward_own
         return np.maximum(during, copies[back + 1] + kept_after + fetched[back + 1]) - left[back]
 
     beside_below = np.where(spans.next_waits_for < size, spans.next_waits_for, 0).max(axis=0)
@@ -269,6 +268,16 @@ def demand(
     before, after = _with_next_forwards(held, spans, needs, after_all)
     natural = np.maximum(needs.natural, np.maximum(before, after).max(axis=0))
     return dataclasses.replace(needs, backward=before, backward_after=after, natural=natural)
+
+
+def _bytes_of(profile: Profile, count: Callable[..., int], *flags: np.ndarray) -> np.ndarray:
+    """What `count` gives for each layer and its (layers, plans) flags; (layers, plans)."""
+    choices = list(itertools.product((False, True), repeat=len(flags)))
+    table = np.array([[count(layer, *choice) for choice in choices] for layer in profile.layers], dtype=np.int64)
+    if (table == table[:, :1]).all():
+        return np.broadcast_to(table[:, :1], flags[0].shape)
+    row = sum(flag.astype(np.intp) << bit for bit, flag in enumerate(reversed(flags)))
+    return np.take_along_axis(table, row, axis=1)
 
 
 def _with_next_forwards(held: Holdings, spans: Spans, needs: Demand, after_all: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -47,7 +47,7 @@ Memory is counted over these spans:
 
 - a copy: from the start of its load to the end of its last use;
 - activations: from the start of the forward to the end of the backward;
-- a workspace: while its program runs;
+- a workspace and temporaries: while their program runs;
 - a gradient on the device: from the start of the backward to the end of its offload;
 - a gradient on the host: from the start of the task that writes it to the end of its update.
 """
@@ -61,7 +61,7 @@ import numpy as np
 from jaxferry.holdings import Holdings, effective, gradient_flags, mode_codes
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
-from jaxferry.profiling.records import Profile
+from jaxferry.profiling.records import Profile, backward_variant
 from jaxferry.room import CROSSING_SLOTS, NO_WAIT, Demand, demand, load_order, waits
 from jaxferry.tasks import Kind, Lane, Run, Schedule, Task, leading_loads, repeat
 
@@ -103,9 +103,13 @@ def step_demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
     """The layers' copies, and each program's need on the device; arrays of one plan, see `jaxferry.room`."""
     plan = effective(profile, plan)
     held = Holdings(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None])
-    kept = zip(profile.layers, plan.recomputes, strict=True)
-    kept_bytes = np.array([layer.kept_bytes(again) for layer, again in kept], dtype=np.int64)[:, None]
-    return held, demand(held, kept_bytes, plan.loads is Loads.BULK, plan.updates is Updates.AFTER_ALL)
+    recomputes = np.array(plan.recomputes)[:, None]
+    return held, demand(held, recomputes, plan.loads is Loads.BULK, plan.updates is Updates.AFTER_ALL)
+
+
+def needed_bytes(profile: Profile, plan: Plan) -> int:
+    """The least memory budget within which the plan's step runs, however long its transfers take."""
+    return int(step_demand(profile, plan)[1].natural[0])
 
 
 @dataclasses.dataclass
@@ -304,8 +308,9 @@ class _StepBuilder:
         key = "forward_dha_s" if by_dha else "forward_s"
         after = tuple(sorted({*self.saves_to_wait_for(), *barrier, *(() if copy is None else (copy.load,))}))
         task = self.list.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
-        kept_bytes = profile.kept_bytes(self.recomputes[layer])
-        self.list.add_bytes(task, start_bytes=kept_bytes, workspace_bytes=profile.forward_workspace_bytes)
+        again = self.recomputes[layer]
+        workspace_bytes = profile.forward_bytes(by_dha, again)
+        self.list.add_bytes(task, start_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
         self.forwards.append(task)
         self.last_program = task
         if copy is not None:
@@ -353,11 +358,12 @@ class _StepBuilder:
             self.list.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
         by_dha, grad_on_host = self.modes[layer] is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
         again = self.recomputes[layer]
-        key = f"backward{'_dha' * by_dha}{'_go' * grad_on_host}{'_recompute' * again}_s"
-        duration = (key, profile.backward_for(by_dha, grad_on_host, again))
+        variant = backward_variant(by_dha, grad_on_host, again)
+        duration = (f"{variant}_s", profile.backward_for(by_dha, grad_on_host, again))
         task = self.list.emit(Kind.BACKWARD, Lane.GPU, layer, duration, self.backward_waits(layer, copy))
         self.last_program = task
-        self.list.add_bytes(task, end_bytes=profile.kept_bytes(again), workspace_bytes=profile.backward_workspace_bytes)
+        workspace_bytes = profile.backward_bytes(by_dha, grad_on_host, again)
+        self.list.add_bytes(task, end_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
         if copy is not None:
             self.copies.note_use(copy, layer, task)
         if profile.has_gradient:

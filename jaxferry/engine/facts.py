@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxferry.engine.lower import last_readers, offloaded_values
-from jaxferry.engine.memory import LiveValues
+from jaxferry.engine.memory import SCALAR_BYTES, LiveValues
 from jaxferry.engine.program_keys import ProgramKind, places
 from jaxferry.partition import Derivative, Partition
 from jaxferry.profiling.records import LayerProfile, Profile
@@ -21,22 +21,23 @@ def with_program_facts(
     partition: Partition,
     derivatives: Mapping[int, Derivative],
     offload_activations: bool = False,
+    staging_bytes: int = 0,
 ) -> Profile:
     """The profile with the facts of its layers' programs that are known before compilation.
 
-    The facts leave out the programs' temporaries: these depend on the compiler, and a cached measurement compiles
-    nothing. The engine counts temporaries when it fits a plan into a budget.
+    Temporaries depend on the compiler: a measured profile has them, beside its times.
 
     Args:
       profile: times and sizes of the segments.
       partition: the segments.
       derivatives: by program number.
       offload_activations: whether values wait in host memory for their backward.
+      staging_bytes: device memory that transfers need besides the moved bytes.
     """
     facts = [_flags(partition, derivatives, number) for number in range(len(partition.segments))]
     if offload_activations:
         _add_moves(facts, partition, derivatives)
-    _add_workspace(facts, profile, partition, derivatives)
+    _add_workspace(facts, profile, partition, derivatives, staging_bytes)
     pairs = zip(profile.layers, facts, strict=True)
     return dataclasses.replace(profile, layers=tuple(dataclasses.replace(layer, **fact) for layer, fact in pairs))
 
@@ -80,14 +81,16 @@ def _add_workspace(
     profile: Profile,
     partition: Partition,
     derivatives: Mapping[int, Derivative],
+    staging_bytes: int,
 ) -> None:
-    """Adds the memory that each program needs besides parameters, gradients and kept activations."""
+    """Adds the memory in use while each program runs, besides parameters, gradients, kept activations, temporaries."""
     kept = [0]
     for layer in profile.layers:
         kept.append(kept[-1] + layer.activation_bytes)
     values, frees = LiveValues(partition, derivatives), last_readers(partition, derivatives)
     for place, (kind, number) in enumerate(places(partition)):
-        workspace = max(values.enter(kind, number) - kept[number + 1], 0)
+        scalars = SCALAR_BYTES * (place + 1)
+        workspace = max(values.enter(kind, number) + scalars + staging_bytes - kept[number + 1], 0)
         if kind is not ProgramKind.BACKWARD:
             facts[number]["forward_workspace_bytes"] = workspace
         if kind is not ProgramKind.FORWARD:

@@ -16,7 +16,7 @@ from jaxferry.engine.program_keys import ProgramKey, ProgramKind
 from jaxferry.partition import Derivative, Partition
 from jaxferry.schedule import Lane, leading_loads
 
-_SCALAR_BYTES = 8
+SCALAR_BYTES = 8
 """Each program keeps the norm of its gradient and a flag for finite outputs until the step ends."""
 
 
@@ -58,7 +58,7 @@ def peak_bytes(
         place, key = instruction.place, _key(instruction)
         own = resident + transfers.copies[place]
         parameters = own + transfers.copies_ahead[place]
-        scalars = _SCALAR_BYTES * (place + 1)
+        scalars = SCALAR_BYTES * (place + 1)
         held = own + transfers.gradients[place] + transfers.more_ahead[place] - transfers.offloaded[place]
         held += values.enter(key.kind, instruction.segment) + scalars + other_bytes
         parameters_peak, held_peak = max(parameters_peak, parameters), max(held_peak, held)

@@ -269,3 +269,17 @@ def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: bool) -
         "backward_dha_s": ProgramKey(kind, program, by_dha),
         "backward_go_s": ProgramKey(kind, program, writes=Target.DEVICE if stays else target),
     }
+
+
+def variants_of(
+    program: int, derivative: Derivative, is_last: bool, is_sum: bool, recomputes: bool = False
+) -> dict[str, ProgramKey]:
+    """Returns all programs of a segment that a step may run, by the names of their temporaries in a profile.
+
+    Args as for `keys_of`; `recomputes` says whether the derivative runs the forward again.
+    """
+    keys = keys_of(program, derivative, is_last, is_sum)
+    if "backward_s" in keys:
+        keys["backward_dha_go_s"] = dataclasses.replace(keys["backward_dha_s"], writes=keys["backward_go_s"].writes)
+    runs = {name: key for name, key in keys.items() if not (is_last and key.kind is ProgramKind.FORWARD)}
+    return {f"{name.removesuffix('_s')}{'_recompute' * recomputes}": key for name, key in runs.items()}

@@ -8,7 +8,7 @@ Cached subjects are neither measured nor compiled again.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxferry.engine.facts import with_program_facts
@@ -16,6 +16,7 @@ from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind
 from jaxferry.engine.programs import Programs
+from jaxferry.engine.transport.choice import make_transport
 from jaxferry.measure.microbenchmarks import (
     Subject,
     gradient_shapes,
@@ -25,6 +26,7 @@ from jaxferry.measure.microbenchmarks import (
     offload_subject,
     program_subject,
     update_subject,
+    variants_of,
 )
 from jaxferry.partition import Partition, Segment
 from jaxferry.profiling.cache import MeasurementCache, cache_directory, surroundings
@@ -70,17 +72,19 @@ def measure_profile(
     if cache is None:
         cache = default_cache(placement)
     report = progress or _silent
-    end_s = time.monotonic() + budget_s
     measured = _Measured(partition, recomputing or partition, programs, optimizer, placement, transport)
+    temporaries = _temporary_bytes(measured.compiled, programs, cache, report)
+    end_s = time.monotonic() + budget_s
     seconds = _seconds(measured.subjects, programs, cache, report, end_s)
     layers = tuple(
-        measured.layer(segment, costs, seconds)
+        measured.layer(segment, costs, seconds, temporaries)
         for segment, costs in zip(partition.segments, partition_costs(partition), strict=True)
     )
     about = surroundings(placement.platform, placement.device_kind)
     facts = {"measured": True, "name": placement.device_kind, **about, "transport": transport, "remat": remat}
     profile = Profile(facts, layers)
-    return with_program_facts(profile, partition, programs.derivatives, offload_activations)
+    staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
+    return with_program_facts(profile, partition, programs.derivatives, offload_activations, staging_bytes)
 
 
 def default_cache(placement: Placement) -> MeasurementCache:
@@ -115,12 +119,30 @@ def _seconds(
     return {key: seconds[subject.content] for key, subject in subjects.items()}
 
 
+def _temporary_bytes(
+    keys: Sequence[ProgramKey], programs: Programs, cache: MeasurementCache, report: Report
+) -> dict[ProgramKey, int]:
+    """Returns the bytes that each compiled program needs besides its arguments and results; compiles unknown ones."""
+    contents = {key: f"temporaries\n{programs.lowered(key).as_text()}" for key in keys}
+    key_of = {content: key for key, content in contents.items()}
+    found = {content: int(known) for content in key_of if (known := cache.get(content)) is not None}
+    missing = {content: key for content, key in key_of.items() if content not in found}
+    if missing:
+        report("compiling", 0, len(missing))
+    compiled = programs.temporary_bytes_of(missing.values())
+    for content, key in missing.items():
+        found[content] = compiled[key]
+        cache.put(content, found[content])
+    return {key: found[content] for key, content in contents.items()}
+
+
 class _Measured:
     """The subjects of a partition, and the profile's layers made from their seconds.
 
     Attributes:
       subjects: by key; segments and layers that share a program, layout or update share the key.
       keys: for each segment, its programs by the names of their times.
+      compiled: all programs that a step of any plan may run.
     """
 
     def __init__(
@@ -137,14 +159,17 @@ class _Measured:
         self.keys: list[dict[str, Any]] = []
         self._stores: list[Any] = []
         self._recomputations: dict[int, ProgramKey] = {}
+        self._variants: list[dict[str, ProgramKey]] = []
         last = len(partition.segments) - 1
         for number, segment in enumerate(partition.segments):
             derivative, layer = programs.derivatives[segment.program], partition.layers[segment.group]
             is_sum = segment.group in {later.group for later in partition.segments[number + 1 :]}
             self.keys.append(keys_of(segment.program, derivative, number == last, is_sum))
+            self._variants.append(variants_of(segment.program, derivative, number == last, is_sum))
             again = recomputing.segments[number].program
             if again != segment.program:
                 self._recomputations[number] = ProgramKey(ProgramKind.BACKWARD, again)
+                self._variants[-1] |= variants_of(again, programs.derivatives[again], False, is_sum, recomputes=True)
             recomputation = {"recompute": self._recomputations[number]} if again != segment.program else {}
             for name, key in (self.keys[-1] | recomputation).items():
                 if key not in self.subjects:
@@ -158,6 +183,7 @@ class _Measured:
                 self.subjects[store] = offload_subject(transport, placement, layer, gradients, is_sum)
             self._stores.append(store)
         self._add_updates(optimizer, placement)
+        self.compiled = list(dict.fromkeys(key for variants in self._variants for key in variants.values()))
 
     def _add_updates(self, optimizer: HostOptimizer, placement: Placement) -> None:
         layers = self._partition.layers
@@ -176,8 +202,10 @@ class _Measured:
                 share = layers[layer].trained.num_bytes / all_bytes if len(unit.layers) > 1 and all_bytes else 1.0
                 self._updates[layer] = (key, share)
 
-    def layer(self, segment: Segment, costs: Any, seconds: Mapping[Any, float]) -> LayerProfile:
-        """Makes the profile of a segment."""
+    def layer(
+        self, segment: Segment, costs: Any, seconds: Mapping[Any, float], num_bytes: Mapping[ProgramKey, int]
+    ) -> LayerProfile:
+        """Makes the profile of a segment from the seconds of its subjects and the temporaries of its programs."""
         number = self._partition.segments.index(segment)
         times: dict[str, Any] = dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s"), 0.0)
         times |= {name: seconds[key] for name, key in self.keys[number].items()}
@@ -193,11 +221,13 @@ class _Measured:
             parameters=costs.parameters,
             param_bytes=costs.param_bytes,
             grad_bytes=costs.grad_bytes,
-            activation_bytes=costs.activation_bytes,
+            # The last segment has one program, so what it would keep is among that program's temporaries.
+            activation_bytes=0 if number == len(self._partition.segments) - 1 else costs.activation_bytes,
             load_s=seconds["load", self._partition.layers[segment.group].layout],
             offload_s=seconds[self._stores[number]] if segment.trained else 0.0,
             update_s=seconds[update] * share if segment.trained else 0.0,
             **times,
+            temporary_bytes={name: num_bytes[key] for name, key in self._variants[number].items()},
         )
 
 

@@ -1,4 +1,4 @@
-"""Chooses modes, gradients and recomputation from one memory budget: the fastest plan whose peak fits.
+"""Chooses modes, gradients and recomputation from one memory budget: the fastest plan that fits.
 
 The search fills a pool of plans independently of the budget: the plans of all policies, including `exact`, with several
 reserve factors; families of plans that switch one layer after another to DHA, RELOAD or RESIDENT; and neighbours of the
@@ -90,7 +90,7 @@ class AutoSearch:
         assert unlimited is not None
         if best is None:
             leanest = self._frontier()[-1]
-            check_budget(Auto.name, budget_bytes or 0, leanest.peak_bytes, int(leanest.recomputes.sum()))
+            check_budget(Auto.name, budget_bytes or 0, leanest.needed_bytes, int(leanest.recomputes.sum()))
         assert best is not None
         plan = plan_of(Auto.name, self._used_reserve_factor(best.grad_on_host), self.profile, best)
         limited = best.objective_s > unlimited.objective_s * (1 + _ROUNDING)
@@ -99,7 +99,7 @@ class AutoSearch:
             **({} if budget_bytes is None else {"memory_budget_bytes": budget_bytes}),
             "binding": "memory" if limited else self._busiest_lane(best),
             "unlimited_steady_step_s": unlimited.objective_s,
-            "unlimited_peak_device_bytes": unlimited.peak_bytes,
+            "unlimited_needed_bytes": unlimited.needed_bytes,
         }
         plan = dataclasses.replace(plan, details=details)
         return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
@@ -114,7 +114,7 @@ class AutoSearch:
             if found is None or rival.objective_s < found.objective_s * (1 - _ROUNDING):
                 found = rival
             elif pool is not self.recomputing and rival.objective_s <= found.objective_s * (1 + _ROUNDING):
-                found = min(found, rival, key=lambda best: best.peak_bytes)
+                found = min(found, rival, key=lambda best: best.needed_bytes)
         return found
 
     def _fill(self) -> None:
@@ -131,16 +131,16 @@ class AutoSearch:
             for kind, parts in pool.parts.items():
                 for part in parts:
                     self.pool.parts.setdefault(kind, []).append(part)
-            pool.run(peak=True)
+            pool.run()
             self.of_exact.append(pool)
         self.request.report("memory of all these plans")
-        self.pool.run(peak=True)
+        self.pool.run()
         fastest = self.pool.best(Objective.STEADY, None)
         assert fastest is not None
         for grad_on_host in flags:
             self._families(fastest.modes, grad_on_host)
         self.request.report("families of plans for less memory")
-        self.pool.run(peak=True)
+        self.pool.run()
         self._refine()
 
     def _recompute(self) -> None:
@@ -160,7 +160,7 @@ class AutoSearch:
         for modes, grad_on_host in starts:
             self._add(np.repeat(modes[None], len(family), axis=0), np.broadcast_to(grad_on_host, family.shape), family)
         self.request.report("plans that recompute activations")
-        self.recomputing.run(peak=True)
+        self.recomputing.run()
         self._refine(recomputes=True)
 
     def _recomputing_family(self) -> np.ndarray:
@@ -238,11 +238,12 @@ class AutoSearch:
         self._add(np.array(whole), np.broadcast_to(grad_on_host, (len(whole), size)), marked=True)
 
     def _frontier(self) -> list[Best]:
-        """The plans of both pools that no other beats in steady time and peak memory, fastest first."""
+        """The plans of both pools that no other beats in steady time and needed memory, fastest first."""
         pools = [pool for pool in (self.pool, self.recomputing) if pool.evaluated]
         found: list[Best] = []
-        for best in sorted((x for pool in pools for x in pool.frontier()), key=lambda x: (x.objective_s, x.peak_bytes)):
-            if not found or best.peak_bytes < found[-1].peak_bytes:
+        fronts = [best for pool in pools for best in pool.frontier()]
+        for best in sorted(fronts, key=lambda best: (best.objective_s, best.needed_bytes)):
+            if not found or best.needed_bytes < found[-1].needed_bytes:
                 found.append(best)
         return found
 
@@ -262,7 +263,7 @@ class AutoSearch:
                 modes, grad_on_host, again = _neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
                 self._add(modes, grad_on_host, again)
                 work += modes.size
-            (self.recomputing if self.recomputes else self.pool).run(peak=True)
+            (self.recomputing if self.recomputes else self.pool).run()
 
     def _used_reserve_factor(self, grad_on_host: np.ndarray) -> float:
         """The request's factor, or the smallest six-digit one that the plan satisfies."""

@@ -11,12 +11,12 @@ import numpy as np
 from jaxferry.errors import BudgetError
 from jaxferry.holdings import MODES
 from jaxferry.modes import GradientPlace, Remat
-from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
 from jaxferry.profiling.records import Profile
 from jaxferry.records import check_bytes, check_choice, check_share
+from jaxferry.schedule import needed_bytes
 from jaxferry.units import format_bytes
 
 
@@ -79,7 +79,7 @@ class Policy(abc.ABC):
     - the plan has the profile's layers in the same order;
     - gradients on the device take at most the reserve factor's share of all gradient bytes; with 1 no gradient is GO;
     - DFGB keeps MemFerry's window: its loads end before the first gradient leaves, and the last layer is never DFGB;
-    - the plan's peak device memory is within the budget, or `BudgetError` names the smallest feasible one;
+    - the plan fits into the budget however long transfers take, or `BudgetError` names the smallest feasible one;
     - `update_order` is the one with the shorter steady step, and `memory_bytes` is at most the budget;
     - results are deterministic: no policy uses a clock or random numbers.
     """
@@ -128,8 +128,7 @@ class ModePolicy(Policy):
         modes = self.modes(profile, grad_on_host)
         plan = make_plan(self.name, reserve_factor, profile, modes, grad_on_host, self.loads, self.updates)
         if request.memory_budget_bytes is not None:
-            peak_bytes = int(PlanEvaluator(profile).plan(plan).peak_bytes[0])
-            check_budget(self.name, request.memory_budget_bytes, peak_bytes)
+            check_budget(self.name, request.memory_budget_bytes, needed_bytes(profile, plan))
         return with_update_order(profile, dataclasses.replace(plan, memory_bytes=request.memory_budget_bytes))
 
 
@@ -154,9 +153,9 @@ def make_plan(
 
 
 def check_budget(policy: str, budget_bytes: int, smallest_bytes: int, num_recomputing: int = 0) -> None:
-    """Raises BudgetError if the smallest peak of a policy's plans exceeds the budget.
+    """Raises BudgetError if the smallest feasible budget of a policy's plans exceeds the budget.
 
-    `num_recomputing` is the number of layers that recompute in the plan with that peak.
+    `num_recomputing` is the number of layers that recompute in the plan for that smallest budget.
     """
     if smallest_bytes > budget_bytes:
         raise BudgetError(

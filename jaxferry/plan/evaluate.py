@@ -6,12 +6,9 @@ import numpy as np
 
 from jaxferry.holdings import DFGB, gradient_flags, mode_codes
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
-from jaxferry.plan.recurrences import Batch, Chain, Step, allocations, frees
+from jaxferry.plan.recurrences import Batch, Chain, Step
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate.machine import STEPS_BY_NEED
-
-PEAK_STEPS = 3
-"""Steps of the chain that the peak covers, as in the simulator."""
 
 _MOST_STEPS = 24
 _CHUNK_ELEMENTS = 1 << 16
@@ -29,7 +26,8 @@ class Outcomes:
         if every layer has a gradient and no values go to host memory: such plans repeat from the second step on. For
         other plans it is exact, or an upper bound if the chain is not yet periodic after some steps. For DFGB outside
         the window it is the second step's time. With updates by need it equals the simulator's.
-      peak_bytes: the most device memory held in a chain of `PEAK_STEPS` steps; zeros if not requested.
+      needed_bytes: the least memory budget within which each plan runs, however long its transfers take; zeros if not
+        requested.
       in_window: whether DFGB keeps MemFerry's rule: the last layer is not DFGB, and DFGB loads end before the first
         gradient leaves, at the end of the last layer's backward.
       room_matters: whether some backward waits for an offload to have room.
@@ -38,7 +36,7 @@ class Outcomes:
     forward_s: np.ndarray
     step_s: np.ndarray
     steady_step_s: np.ndarray
-    peak_bytes: np.ndarray
+    needed_bytes: np.ndarray
     in_window: np.ndarray
     room_matters: np.ndarray
 
@@ -60,7 +58,7 @@ class PlanEvaluator:
         by_need: bool = False,
         memory_bytes: int | None = None,
         steady: bool = True,
-        peak: bool = True,
+        memory: bool = True,
     ) -> Outcomes:
         """Evaluates plans.
 
@@ -73,7 +71,7 @@ class PlanEvaluator:
           by_need: `update_order: "need"`.
           memory_bytes: the plans' `memory_bytes`.
           steady: whether to compute `steady_step_s`; else it is `step_s`.
-          peak: whether to compute `peak_bytes`.
+          memory: whether to compute `needed_bytes`.
         """
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         grad_on_host = np.broadcast_to(np.asarray(grad_on_host, dtype=bool), modes.shape)
@@ -86,7 +84,7 @@ class PlanEvaluator:
             flags = None if again is None else again[chunk].T.copy()
             kind = (bulk, after_all, flags, by_need, memory_bytes or 0)
             batch = Batch(self.profile, modes[chunk].T.copy(), grad_on_host[chunk].T.copy(), *kind)
-            parts.append(_outcomes(batch, steady, peak))
+            parts.append(_outcomes(batch, steady, memory))
         fields = [field.name for field in dataclasses.fields(Outcomes)]
         return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
 
@@ -103,19 +101,17 @@ class PlanEvaluator:
         )
 
 
-def _outcomes(batch: Batch, steady: bool, peak: bool) -> Outcomes:
+def _outcomes(batch: Batch, steady: bool, memory: bool) -> Outcomes:
     chain = Chain(batch)
     steps = [Step(chain)]
     step_s = chain.host
     period_s = step_s
     if steady:
         period_s = _period_s(batch, chain, steps)
-    while peak and len(steps) < PEAK_STEPS:
-        steps.append(Step(chain))
     first = steps[0]
     in_window = (batch.modes[-1] != DFGB) & (first.between_end <= first.window)
-    peak_bytes = _peak_bytes(batch, steps[:PEAK_STEPS]) if peak else np.zeros(batch.num_plans, dtype=np.int64)
-    return Outcomes(first.forward_end, step_s, period_s, peak_bytes, in_window, batch.room_matters)
+    needed_bytes = batch.needs.natural if memory else np.zeros(batch.num_plans, dtype=np.int64)
+    return Outcomes(first.forward_end, step_s, period_s, needed_bytes, in_window, batch.room_matters)
 
 
 def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
@@ -154,16 +150,3 @@ def _measured_period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
         if len(steps) > 2 and np.all(growth.max(axis=0) - growth.min(axis=0) <= _SAME * chain.host):
             return growth[0]
     return (ends[last - 1] - ends[first - 1]) / (last - first)
-
-
-def _peak_bytes(batch: Batch, steps: list[Step]) -> np.ndarray:
-    """The peaks. At any instant frees precede allocations, which can use the freed memory."""
-    changes = [(times, -size) for step in steps for times, size in frees(step)]
-    changes += [change for step in steps for change in allocations(step)]
-    times = np.concatenate([when for when, _ in changes])
-    order = np.argsort(times, axis=0, kind="stable")
-    held = np.cumsum(np.take_along_axis(np.concatenate([size for _, size in changes]), order, axis=0), axis=0)
-    resident = np.zeros(batch.num_plans, dtype=np.int64)
-    for group, members in enumerate(batch.profile.groups):
-        resident += batch.layers[members[0]].param_bytes * batch.held.group_resident[group]
-    return resident + np.maximum(held.max(axis=0), 0)

@@ -119,14 +119,14 @@ class _Search:
                 self._explore(choice)
 
     def _known_s(self, choice: _Choice) -> float:
-        outcomes = PlanEvaluator(self.profile)(choice.known, choice.grad_on_host, peak=False)
+        outcomes = PlanEvaluator(self.profile)(choice.known, choice.grad_on_host, memory=False)
         return float(objective_values(outcomes, self.request.objective).min())
 
     def _explore(self, choice: _Choice) -> None:
         request, pool = self.request, Pool(self.profile)
         explore(pool, choice.grad_on_host, request, choice.known, self.optimum.modes)
-        pool.run(peak=request.memory_budget_bytes is not None)
-        self.smallest_bytes = min(self.smallest_bytes, pool.smallest_peak_bytes())
+        pool.run()
+        self.smallest_bytes = min(self.smallest_bytes, pool.smallest_needed_bytes())
         found = pool.best(request.objective, request.memory_budget_bytes)
         if found is None:
             return
@@ -221,7 +221,7 @@ def _all_modes(size: int) -> np.ndarray:
 
 def _whole_steps(profile: Profile, grad_on_host: np.ndarray, search: LocalSearch, known: np.ndarray) -> np.ndarray:
     """Whole steps with a beam; for chains also with loads that lead by the time of the first updates."""
-    step_s = search.evaluate(known, grad_on_host, steady=False, peak=False)
+    step_s = search.evaluate(known, grad_on_host, steady=False, memory=False)
     limit_s = float(objective_values(step_s, Objective.STEP).min())
     found = [StepSearch(profile, grad_on_host, _BEAM).best(limit_s)]
     if search.objective is Objective.STEADY:
@@ -236,5 +236,5 @@ def _within_window(pool: Pool, modes: np.ndarray, grad_on_host: np.ndarray) -> n
     """The plans; those whose DFGB does not fit get DHA for these layers."""
     if len(modes) == 0:
         return modes
-    fits = pool.evaluate(modes, grad_on_host, steady=False, peak=False).in_window
+    fits = pool.evaluate(modes, grad_on_host, steady=False, memory=False).in_window
     return np.where(fits[:, None] | (modes != DFGB), modes, DHA).astype(np.int8)

@@ -11,7 +11,6 @@ from jaxferry.plan.records import Plan, UpdateOrder
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import schedule_step
 from jaxferry.simulate.machine import steady_step_s
-from jaxferry.simulate.report import simulate_schedule
 
 _ROUNDING = 1e-12
 _UNLIMITED_BYTES = 2**53
@@ -36,10 +35,9 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
     backward = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
     best, least_s = backward, steady_step_s(schedule_step(profile, backward))
     for by_need in _plans_by_need(profile, plan):
-        found = simulate_schedule(profile, schedule_step(profile, by_need))
-        fits = plan.memory_bytes is None or found.peak_device_bytes <= plan.memory_bytes
-        if fits and found.steady_step_s < least_s * (1 - _ROUNDING):
-            best, least_s = by_need, found.steady_step_s
+        found = steady_step_s(schedule_step(profile, by_need))
+        if found < least_s * (1 - _ROUNDING):
+            best, least_s = by_need, found
     return best
 
 

@@ -11,11 +11,13 @@ layers.
               H = max(H, gradients) + update_s    H: the host's end
 """
 
+import functools
+
 import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, effective_codes
 from jaxferry.profiling.records import Profile
-from jaxferry.room import CROSSING_SLOTS, NO_WAIT, UNLIMITED, copy_spans, demand, load_order, waits
+from jaxferry.room import CROSSING_SLOTS, NO_WAIT, UNLIMITED, Demand, demand, load_order, waits
 from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
 
 
@@ -71,18 +73,21 @@ class Batch:
         """Whether every load waits for an update, and no values go to host memory and back."""
         return not self.has_crossings and len(self.updated_groups) == len(self.profile.groups)
 
+    @functools.cached_property
+    def needs(self) -> Demand:
+        """The bytes that each program needs on the device."""
+        return demand(self.held, self.recomputes, self.bulk, self.after_all)
+
     def _room(self, memory_bytes: int) -> None:
         self.room: np.ndarray | None = None
         self.room_matters = np.zeros(self.num_plans, dtype=bool)
         if memory_bytes >= UNLIMITED and len(self.profile.groups) == self.num_layers:
             self.any_room = np.zeros(self.num_layers, dtype=bool)
             return
-        spans = copy_spans(self.held, self.bulk, self.after_all)
-        needs = demand(self.held, self.activation_bytes(), self.bulk, self.after_all, spans)
-        self.room = waits(self.held, needs, memory_bytes)
+        self.room = waits(self.held, self.needs, memory_bytes)
         self.any_room = (self.room != NO_WAIT).any(axis=1)
         if self.any_room.any():
-            without = waits(self.held, needs, UNLIMITED)
+            without = waits(self.held, self.needs, UNLIMITED)
             self.room_matters = (self.room != without).any(axis=0)
 
     def column(self, key: str) -> np.ndarray:
@@ -101,12 +106,6 @@ class Batch:
         by_dha = np.where(self.grad_on_host, durations(True, True), durations(True, False))
         loaded = np.where(self.grad_on_host, durations(False, True), durations(False, False))
         return np.where(self.modes == DHA, by_dha, loaded)
-
-    def activation_bytes(self) -> np.ndarray:
-        """Bytes that each layer keeps from its forward to its backward, (layers, plans)."""
-        kept, recomputed = (np.array([x.kept_bytes(again) for x in self.layers])[:, None] for again in (False, True))
-        recomputes = np.zeros(self.modes.shape, dtype=bool) if self.recomputes is None else self.recomputes
-        return np.where(recomputes, recomputed, kept)
 
 
 class Chain:
@@ -137,15 +136,12 @@ class Chain:
 
 
 class Step:
-    """One step of a chain: runs on construction, and records when memory is allocated and freed."""
+    """One step of a chain: runs on construction."""
 
     def __init__(self, chain: Chain):
         self.chain, self.batch, self.held = chain, chain.batch, chain.batch.held
         shape = self.batch.modes.shape
-        self.load_start, self.second_start = np.zeros(shape), np.zeros(shape)
-        self.forward_start, self.forward_ends = np.zeros(shape), np.zeros(shape)
-        self.backward_start, self.backward_ends = np.zeros(shape), np.zeros(shape)
-        self.save_ends, self.fetch_start = np.zeros(shape), np.zeros(shape)
+        self.forward_ends, self.backward_ends = np.zeros(shape), np.zeros(shape)
         self.arrivals = np.full(shape, -np.inf)
         self.between_end = np.zeros(self.batch.num_plans)
         never = np.full(self.batch.num_plans, -np.inf)
@@ -162,12 +158,11 @@ class Step:
         self._refresh()
         self._free_copies()
 
-    def _load(self, layer: int, loads: np.ndarray, wait: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Loads a layer where `loads` is set, and records the start in `starts`; returns the link's end."""
+    def _load(self, layer: int, loads: np.ndarray, wait: np.ndarray) -> np.ndarray:
+        """Loads a layer where `loads` is set; returns the link's end."""
         chain = self.chain
-        start = np.maximum(chain.link, wait)
-        starts[layer] = np.where(loads, start, starts[layer])
-        chain.link = np.where(loads, start + self.batch.layers[layer].load_s, chain.link)
+        end = np.maximum(chain.link, wait) + self.batch.layers[layer].load_s
+        chain.link = np.where(loads, end, chain.link)
         return chain.link
 
     def _use_slot(self, uses: np.ndarray, end: np.ndarray) -> None:
@@ -180,7 +175,7 @@ class Step:
         if batch.any_reload[layer]:
             slot_free = np.where(batch.modes[layer] == RELOAD, self.slot_use_before, -np.inf)
             wait = np.maximum(wait, slot_free)
-        return self._load(layer, self.held.loads_forward[layer], wait, self.load_start)
+        return self._load(layer, self.held.loads_forward[layer], wait)
 
     def _bulk_loads(self) -> None:
         """Runs all loads before the first forward."""
@@ -203,7 +198,7 @@ class Step:
                 start = np.where(held.on_resident[layer], np.maximum(start, chain.refreshed[group]), start)
             start = self._after_saves(start)
             end = start + batch.forward_s[layer]
-            self.forward_start[layer], self.forward_ends[layer] = start, end
+            self.forward_ends[layer] = end
             if batch.any_reload[layer]:
                 self._use_slot((batch.modes[layer] == RELOAD) & held.loads_forward[layer], end)
             chain.gpu = end + profile.inter_forward_s
@@ -221,7 +216,7 @@ class Step:
         if self.batch.layers[layer].save_bytes == 0:
             return None
         chain = self.chain
-        chain.back = self.save_ends[layer] = np.maximum(chain.back, end) + self.batch.save_s[layer]
+        chain.back = np.maximum(chain.back, end) + self.batch.save_s[layer]
         return chain.back
 
     def _fetch_for_next(self, layer: int) -> None:
@@ -230,15 +225,15 @@ class Step:
         if following is None or layers[following].fetch_bytes == 0:
             return
         chain = self.chain
-        self.fetch_start[following] = np.maximum(chain.link, self.last_program)
-        chain.link = self.fetched[following] = self.fetch_start[following] + self.batch.fetch_s[following]
+        start = np.maximum(chain.link, self.last_program)
+        chain.link = self.fetched[following] = start + self.batch.fetch_s[following]
 
     def _between(self) -> None:
         batch = self.batch
         self.between_arrival = [np.full(batch.num_plans, -np.inf) for _ in batch.profile.groups]
         for layer in np.flatnonzero(batch.any_between):
             loads = self.held.loads_between[layer]
-            end = self._load(int(layer), loads, self.forward_ends[layer], self.second_start)
+            end = self._load(int(layer), loads, self.forward_ends[layer])
             group = batch.profile.group_of[layer]
             self.between_arrival[group] = np.where(loads, end, self.between_arrival[group])
             self.between_end = np.where(loads, end, self.between_end)
@@ -255,7 +250,7 @@ class Step:
         if batch.any_reload[layer]:
             loads = held.loads_backward[layer]
             wait = np.maximum(self.forward_ends[layer], self.slot_use_before)
-            arrival = self._load(layer, loads, wait, self.second_start)
+            arrival = self._load(layer, loads, wait)
             start = np.where(loads, np.maximum(start, arrival), start)
         if batch.waits_between_any[layer]:
             arrival = self.between_arrival[batch.profile.group_of[layer]]
@@ -272,7 +267,7 @@ class Step:
             if layer in self.fetched:
                 start = np.maximum(start, self.fetched[layer])
         end = start + batch.backward_s[layer]
-        self.backward_start[layer], self.backward_ends[layer] = start, end
+        self.backward_ends[layer] = end
         self.last_program = chain.gpu = end
         if batch.any_reload[layer]:
             self._use_slot(held.loads_backward[layer], end)
@@ -294,18 +289,15 @@ class Step:
                 chain.link = np.where(resident, end, chain.link)
                 chain.refreshed[group] = np.where(resident, end, chain.refreshed[group])
 
-    def ends_of_first_copies(self) -> np.ndarray:
-        """When the copies for the forward are freed, (layers, plans)."""
+    def _free_copies(self) -> None:
+        """Records when a copy that no update outdates may be loaded again."""
+        if not self.chain.reusable:
+            return
         held = self.held
         by_backward = np.take_along_axis(self.backward_ends, held.first_end, axis=0)
         by_forward = np.take_along_axis(self.forward_ends, held.first_end, axis=0)
-        return np.where(held.first_ends_by_backward, by_backward, by_forward)
-
-    def _free_copies(self) -> None:
-        """Records when a copy that no update outdates may be loaded again."""
-        if self.chain.reusable:
-            ends = self.ends_of_first_copies()
-            self.chain.reusable = {layer: ends[layer] for layer in self.chain.reusable}
+        ends = np.where(held.first_ends_by_backward, by_backward, by_forward)
+        self.chain.reusable = {layer: ends[layer] for layer in self.chain.reusable}
 
 
 def _due(step: Step) -> np.ndarray:
@@ -344,40 +336,3 @@ def _by_need(due: np.ndarray, seconds: np.ndarray, host: np.ndarray) -> np.ndarr
         host = ends[chosen, columns] = now + seconds[chosen]
         due[chosen, columns] = np.inf
     return ends
-
-
-def frees(step: Step) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(times, bytes freed), (layers, plans) each."""
-    batch, held = step.batch, step.held
-    params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
-    second_end = np.take_along_axis(step.backward_ends, np.maximum(held.second_end, 0), axis=0)
-    return [
-        (step.ends_of_first_copies(), params * held.loads_forward),
-        (second_end, params * (held.loads_between | held.loads_backward)),
-        (step.backward_ends, batch.activation_bytes()),
-        (step.arrivals, gradients * held.offloads),
-        *_extra(batch, step.forward_ends, "forward_workspace_bytes"),
-        *_extra(batch, step.backward_ends, "backward_workspace_bytes"),
-        *_extra(batch, step.save_ends, "save_bytes"),
-    ]
-
-
-def allocations(step: Step) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(times, bytes allocated), (layers, plans) each."""
-    batch, held = step.batch, step.held
-    params, gradients = batch.column("param_bytes"), batch.column("grad_bytes")
-    return [
-        (step.load_start, params * held.loads_forward),
-        (step.second_start, params * (held.loads_between | held.loads_backward)),
-        (step.forward_start, batch.activation_bytes()),
-        (step.backward_start, gradients * held.offloads),
-        *_extra(batch, step.forward_start, "forward_workspace_bytes"),
-        *_extra(batch, step.backward_start, "backward_workspace_bytes"),
-        *_extra(batch, step.fetch_start, "fetch_bytes"),
-    ]
-
-
-def _extra(batch: Batch, times: np.ndarray, key: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Bytes of an optional key of the profile, if any layer has it."""
-    column = batch.column(key)
-    return [(times, np.broadcast_to(column, times.shape))] if column.any() else []

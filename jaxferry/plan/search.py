@@ -30,7 +30,7 @@ class Best:
       modes, grad_on_host, recomputes: mode codes, gradient flags and recomputation flags, (layers,).
       loads, updates, update_order, memory_bytes: as in `Plan`.
       objective_s: the objective in seconds.
-      peak_bytes: its peak device memory.
+      needed_bytes: the least budget within which it runs.
     """
 
     modes: np.ndarray
@@ -39,7 +39,7 @@ class Best:
     loads: Loads
     updates: Updates
     objective_s: float
-    peak_bytes: int
+    needed_bytes: int
     update_order: UpdateOrder = UpdateOrder.BACKWARD
     memory_bytes: int | None = None
 
@@ -105,11 +105,11 @@ class Pool:
         if marked:
             self.marked.setdefault((loads, updates), set()).update(plan.tobytes() for plan in plans)
 
-    def run(self, peak: bool) -> None:
+    def run(self) -> None:
         """Evaluates each added plan once, in backward order and without a budget."""
         for kind, parts in self.parts.items():
             unique = np.unique(np.concatenate(parts), axis=0)
-            outcomes = self._outcomes(kind, unique, peak=peak)
+            outcomes = self._outcomes(kind, unique)
             self.evaluated.append(_Evaluated(kind, unique, outcomes))
         self.parts = {}
 
@@ -152,10 +152,10 @@ class Pool:
             rows = np.flatnonzero(each.outcomes.room_matters & each.outcomes.in_window)
             self._unlimited[number] = (
                 rows,
-                self._outcomes(each.kind, each.plans[rows], memory_bytes=UNLIMITED, peak=False),
+                self._outcomes(each.kind, each.plans[rows], memory_bytes=UNLIMITED, memory=False),
             )
         rows, unlimited = self._unlimited[number]
-        fits = each.outcomes.in_window & (each.outcomes.peak_bytes <= budget_bytes)
+        fits = each.outcomes.in_window & (each.outcomes.needed_bytes <= budget_bytes)
         known_s = float(_keys(each.outcomes, objective)[0][fits].min(initial=np.inf))
         rows = rows[fits[rows] & (_keys(unlimited, objective)[0] < known_s)]
         if len(rows) == 0:
@@ -185,7 +185,7 @@ class Pool:
             options.append(own)
             for option in unlimited if budget_bytes is not None else ():
                 plans = each.plans[option.rows]
-                waits_still = self._outcomes(each.kind, plans, memory_bytes=budget_bytes, steady=False, peak=False)
+                waits_still = self._outcomes(each.kind, plans, memory_bytes=budget_bytes, steady=False, memory=False)
                 never = dataclasses.replace(
                     option.outcomes, in_window=option.outcomes.in_window & ~waits_still.room_matters
                 )
@@ -201,9 +201,9 @@ class Pool:
         order = candidates[np.lexsort(keys[::-1])]
         chosen = list(order[:_FASTEST_BY_NEED])
         if self.by_need_on_frontier:
-            peaks = each.outcomes.peak_bytes[order]
-            smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], peaks]))[:-1]
-            frontier = order[peaks < smallest_before]
+            needed = each.outcomes.needed_bytes[order]
+            smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], needed]))[:-1]
+            frontier = order[needed < smallest_before]
             chosen += list(frontier[np.unique(np.linspace(0, len(frontier) - 1, _FRONTIER_BY_NEED).astype(int))])
         marked = self.marked.get(each.kind, set())
         chosen += [row for row in candidates if each.plans[row].tobytes() in marked] if marked else []
@@ -214,7 +214,7 @@ class Pool:
     ) -> Best | None:
         def fits(option: _Option) -> np.ndarray:
             inside = option.outcomes.in_window
-            return inside if budget_bytes is None else inside & (option.outcomes.peak_bytes <= budget_bytes)
+            return inside if budget_bytes is None else inside & (option.outcomes.needed_bytes <= budget_bytes)
 
         allowed = [fits(option) for option in options]
         if leanest:
@@ -234,16 +234,16 @@ class Pool:
         return found
 
     def frontier(self) -> list[Best]:
-        """The plans that no other plan of the pool beats in both steady time and peak memory, fastest first."""
+        """The plans that no other plan of the pool beats in both steady time and needed memory, fastest first."""
         options = self._in_backward_order(Objective.STEADY, None)
         rows = [np.flatnonzero(option.outcomes.in_window) for option in options]
         source = [(number, int(row)) for number, found in enumerate(rows) for row in found]
         pairs = list(zip(options, rows, strict=True))
         steady_s = np.concatenate([option.outcomes.steady_step_s[found] for option, found in pairs])
-        peaks = np.concatenate([option.outcomes.peak_bytes[found] for option, found in pairs])
-        order = np.lexsort((peaks, steady_s))
-        smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], peaks[order]]))[:-1]
-        picks = [(source[index], float(steady_s[index])) for index in order[peaks[order] < smallest_before]]
+        needed = np.concatenate([option.outcomes.needed_bytes[found] for option, found in pairs])
+        order = np.lexsort((needed, steady_s))
+        smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], needed[order]]))[:-1]
+        picks = [(source[index], float(steady_s[index])) for index in order[needed[order] < smallest_before]]
         return [self._picked(options[number], row, objective_s, None) for (number, row), objective_s in picks]
 
     def _picked(self, option: _Option, index: int, objective_s: float, budget_bytes: int | None) -> Best:
@@ -255,15 +255,15 @@ class Pool:
             recomputes,
             *each.kind,
             objective_s=objective_s,
-            peak_bytes=int(option.outcomes.peak_bytes[index]),
+            needed_bytes=int(option.outcomes.needed_bytes[index]),
             update_order=option.order,
             memory_bytes=option.memory_bytes if each.outcomes.room_matters[row] else budget_bytes,
         )
 
-    def smallest_peak_bytes(self) -> int:
-        """The smallest peak of all plans of the pool, in backward order."""
-        inside = [each.outcomes.peak_bytes[each.outcomes.in_window] for each in self.evaluated]
-        return min(int(peaks.min()) for peaks in inside if len(peaks))
+    def smallest_needed_bytes(self) -> int:
+        """The smallest budget within which a plan of the pool runs."""
+        inside = [each.outcomes.needed_bytes[each.outcomes.in_window] for each in self.evaluated]
+        return min(int(needed.min()) for needed in inside if len(needed))
 
 
 def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -272,9 +272,9 @@ def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _keys(outcomes: Outcomes, objective: Objective) -> list[np.ndarray]:
-    steady, step, peak = outcomes.steady_step_s, outcomes.step_s, outcomes.peak_bytes
+    steady, step, needed = outcomes.steady_step_s, outcomes.step_s, outcomes.needed_bytes
     first = {Objective.FORWARD: outcomes.forward_s, Objective.STEP: step, Objective.STEADY: steady}[objective]
-    return [first, steady, step, peak]
+    return [first, steady, step, needed]
 
 
 def _least(outcomes: Outcomes, objective: Objective, among: np.ndarray, leanest: bool = False) -> int | None:
@@ -336,7 +336,7 @@ class LocalSearch:
     def values(self, modes: np.ndarray) -> np.ndarray:
         """Seconds of each of (plans, layers) modes without waits for room; infinite outside the window."""
         steady = self.objective is Objective.STEADY
-        options: dict[str, Any] = {"steady": steady, "peak": False, "memory_bytes": UNLIMITED}
+        options: dict[str, Any] = {"steady": steady, "memory": False, "memory_bytes": UNLIMITED}
         return objective_values(self.evaluate(modes, self.grad_on_host, **options), self.objective)
 
     def improve(self, modes: np.ndarray, most_work: int) -> np.ndarray:

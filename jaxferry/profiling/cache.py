@@ -1,6 +1,6 @@
 """A cache of measurements on disk: one small JSON file per measurement.
 
-    content of what is measured + surroundings (device, threads, versions) --digest--> ab/cdef....json: seconds
+    content of what is measured + surroundings (device, threads, versions) --digest--> ab/cdef....json: a number
 
 Files are written to a temporary name and moved into place, so a reader never sees a partial file. Unreadable or invalid
 files count as missing; a folder that is not writable caches nothing.
@@ -27,7 +27,7 @@ from jaxferry.native import library, status
 
 CACHE_VARIABLE = "JAXFERRY_CACHE_DIR"
 OFF = "off"
-MEASUREMENT_FORMAT = "jaxferry.measurement/1"
+MEASUREMENT_FORMAT = "jaxferry.measurement/2"
 """A new number invalidates all older measurements."""
 
 THREAD_VARIABLES = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OPENBLAS_CORETYPE")
@@ -38,7 +38,7 @@ _LARGEST = 10_000
 
 
 class MeasurementCache:
-    """Stores measured seconds under the content of what was measured.
+    """Stores measured numbers, such as seconds, under the content of what was measured.
 
     Args:
       directory: the folder of the files; None caches nothing.
@@ -50,7 +50,7 @@ class MeasurementCache:
         self._surroundings = dict(surroundings)
 
     def get(self, content: str) -> float | None:
-        """Returns the seconds measured for this content, or None.
+        """Returns the number measured for this content, or None.
 
         Args:
           content: identifies what was measured, for example a program's text.
@@ -67,17 +67,17 @@ class MeasurementCache:
             return None
         if not isinstance(document, dict) or document.get("format") != MEASUREMENT_FORMAT or document.get("key") != key:
             return None
-        seconds = document.get("seconds")
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        value = document.get("value")
+        if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return float(seconds) if math.isfinite(seconds) and seconds >= 0 else None
+        return float(value) if math.isfinite(value) and value >= 0 else None
 
-    def put(self, content: str, seconds: float) -> None:
-        """Stores the seconds measured for this content, if the folder is writable."""
+    def put(self, content: str, value: float) -> None:
+        """Stores the number measured for this content, if the folder is writable."""
         if self._directory is None:
             return
         key = self._key(content)
-        document = {"format": MEASUREMENT_FORMAT, "key": key, "seconds": seconds, "surroundings": self._surroundings}
+        document = {"format": MEASUREMENT_FORMAT, "key": key, "value": value, "surroundings": self._surroundings}
         path = self._path(key)
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

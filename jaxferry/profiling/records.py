@@ -16,6 +16,7 @@ which is free-form. A version whose new keys change the meaning of a layer witho
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -61,7 +62,7 @@ _FLAGS = {
     "fused_backward": False,
 }
 _FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0)}
-_OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", *_FACTS)
+_OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", "temporary_bytes", *_FACTS)
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
 _OF_GRADIENT = {"grad_bytes": 0, "offload_s": 0.0, "update_s": 0.0}
 _OF_BACKWARD = {
@@ -69,6 +70,21 @@ _OF_BACKWARD = {
     **dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s", "inter_backward_s"), 0.0),
     **dict.fromkeys(_RECOMPUTATION),
 }
+
+
+def forward_variant(by_dha: bool, recomputes: bool = False) -> str:
+    """The name of a layer's forward, such as `"forward_dha"`."""
+    return f"forward{'_dha' * by_dha}{'_recompute' * recomputes}"
+
+
+def backward_variant(by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> str:
+    """The name of a layer's backward, such as `"backward_dha_go_recompute"`."""
+    return f"backward{'_dha' * by_dha}{'_go' * grad_on_host}{'_recompute' * recomputes}"
+
+
+_BOTH = (False, True)
+_FORWARDS = tuple(forward_variant(*flags) for flags in itertools.product(_BOTH, repeat=2))
+_BACKWARDS = tuple(backward_variant(*flags) for flags in itertools.product(_BOTH, repeat=3))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,9 +118,12 @@ class LayerProfile:
       fused_backward: whether forward and backward are one program; possible only for the last layer of a profile.
       save_bytes: bytes of values that leave for host memory after this forward, the last one that reads them.
       fetch_bytes: bytes of values that return from host memory for this backward.
-      forward_workspace_bytes: device memory that the forward needs while it runs, besides parameters and kept
-        activations.
+      forward_workspace_bytes: device memory in use while the forward runs, besides parameters, kept activations and the
+        program's temporaries.
       backward_workspace_bytes: likewise for the backward, without its gradient.
+      temporary_bytes: device memory that each compiled program needs besides its arguments and results, by variant
+        (`forward_variant`, `backward_variant`); a missing variant needs 0. If forward and backward are one program,
+        its temporaries count as the backward's.
 
     Raises:
       InputError: if a field is not acceptable; the message names layer and field.
@@ -136,6 +155,7 @@ class LayerProfile:
     fetch_bytes: int = 0
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f'layer "{check_text(self.name, "name", "layer")}"'
@@ -149,6 +169,7 @@ class LayerProfile:
             object.__setattr__(self, "parameters", self.name)
         check_text(self.parameters, "parameters", where)
         self._check_recomputation(where)
+        self._check_temporaries(where)
         self._leave_out_what_does_not_run(where)
 
     def _leave_out_what_does_not_run(self, where: str) -> None:
@@ -173,6 +194,16 @@ class LayerProfile:
             object.__setattr__(self, "recompute_s", seconds)
             object.__setattr__(self, "recompute_activation_bytes", kept_bytes)
 
+    def _check_temporaries(self, where: str) -> None:
+        given = self.temporary_bytes
+        if not isinstance(given, Mapping):
+            raise InputError(f"{where}: temporary_bytes must be an object of bytes by program, got {given!r}")
+        check_keys(given, (*_FORWARDS, *_BACKWARDS), f"{where}: temporary_bytes")
+        allowed = (*_FORWARDS, *_BACKWARDS) if self.has_backward else _FORWARDS
+        checked = {key: check_bytes(value, f"temporary_bytes of {key}", where) for key, value in given.items()}
+        kept = {key: value for key, value in checked.items() if value and key in allowed}
+        object.__setattr__(self, "temporary_bytes", kept)
+
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
         """Reads one element of `layers`; `index` is its position, for errors about its name."""
@@ -194,7 +225,7 @@ class LayerProfile:
         document = dataclasses.asdict(self)
         if self.parameters == self.name:
             del document["parameters"]
-        absent = {**_FACTS, **dict.fromkeys(_RECOMPUTATION)}
+        absent: dict[str, Any] = {**_FACTS, **dict.fromkeys(_RECOMPUTATION), "temporary_bytes": {}}
         return {key: value for key, value in document.items() if key not in absent or value != absent[key]}
 
     @property
@@ -205,6 +236,15 @@ class LayerProfile:
     def kept_bytes(self, recomputes: bool) -> int:
         """Bytes kept on the device from the forward to the backward, with or without recomputation."""
         return self.activation_bytes if not recomputes else self.recompute_activation_bytes or 0
+
+    def forward_bytes(self, by_dha: bool, recomputes: bool = False) -> int:
+        """Device memory in use while the forward runs, besides parameters and kept activations."""
+        return self.forward_workspace_bytes + self.temporary_bytes.get(forward_variant(by_dha, recomputes), 0)
+
+    def backward_bytes(self, by_dha: bool, grad_on_host: bool, recomputes: bool = False) -> int:
+        """Likewise for the backward, without its gradient."""
+        variant = backward_variant(by_dha, grad_on_host, recomputes)
+        return self.backward_workspace_bytes + self.temporary_bytes.get(variant, 0)
 
     def without_recomputation(self) -> Self:
         """The layer without the option to recompute it."""

@@ -9,12 +9,11 @@ import sys
 import pytest
 
 from jaxferry.cli import main
-from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
-from profiles import recomputing, transformer
+from profiles import recomputing, smallest_peak_bytes, transformer
 
 
 @pytest.mark.parametrize("policy", policies())

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -125,8 +126,24 @@ def test_a_measured_profile_is_a_profile_and_is_marked_as_measured(measured):
 def test_bytes_are_those_that_estimates_have(measured):
     setting, profile = measured
     for layer, costs in zip(profile.layers, partition_costs(setting.partition), strict=True):
-        names = ("name", "parameters", "param_bytes", "grad_bytes", "activation_bytes")
+        names = ("name", "parameters", "param_bytes", "grad_bytes")
         assert [getattr(layer, name) for name in names] == [getattr(costs, name) for name in names]
+        # The last layer has one program, which keeps its activations among its temporaries.
+        assert layer.activation_bytes == (0 if layer is profile.layers[-1] else costs.activation_bytes)
+
+
+def test_temporaries_are_those_of_the_compiled_programs(measured):
+    setting, profile = measured
+    *others, last = profile.layers
+    assert all(layer.temporary_bytes for layer in others)
+    assert last.temporary_bytes["backward"] > 0 and not any(name.startswith("forward") for name in last.temporary_bytes)
+    for layer, segment in zip(profile.layers, setting.partition.segments, strict=True):
+        kind = ProgramKind.LOSS if layer is last else ProgramKind.BACKWARD
+        plain = ProgramKey(kind, segment.program)
+        both = ProgramKey(kind, segment.program, Source.HOST, Target.HOST)
+        known = setting.programs.temporary_bytes_of([plain, both])
+        assert layer.temporary_bytes.get("backward", 0) == known[plain]
+        assert layer.temporary_bytes.get("backward_dha_go", 0) == known[both]
 
 
 def test_a_program_that_segments_of_several_kinds_have_is_measured_once():
@@ -255,7 +272,8 @@ def test_an_interrupt_loses_only_what_is_under_way(tmp_path, count):
     with pytest.raises(KeyboardInterrupt):
         setting.measure(cache, budget_s=0, progress=stop)
     assert len(count) == 4
-    assert [path.suffix for path in tmp_path.rglob("*") if path.is_file()] == [".json"] * 4
+    values = [json.loads(path.read_text())["value"] for path in tmp_path.rglob("*.json")]
+    assert sum(isinstance(value, float) for value in values) == 4  # seconds; all others are bytes
     setting.measure(cache, budget_s=0)
     interrupted = len(count)
     count.clear()

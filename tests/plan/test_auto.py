@@ -13,11 +13,10 @@ from jaxferry.modes import GradientPlace
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Request
 from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.simulate.report import predict
-from profiles import UNLIMITED_BYTES, examples, profiles, transformer
+from profiles import UNLIMITED_BYTES, examples, profiles, smallest_peak_bytes, transformer
 
 few = examples(15)
 fewer = examples(3)
@@ -33,7 +32,7 @@ def test_no_plan_of_few_layers_that_fits_is_faster(profile, budget):
     for grad_on_host in itertools.product((False, True), repeat=size):
         for by_need in (False, True):
             outcomes = PlanEvaluator(profile)(modes, np.array(grad_on_host), by_need=by_need)
-            fits = outcomes.in_window & (outcomes.peak_bytes <= budget)
+            fits = outcomes.in_window & (outcomes.needed_bytes <= budget)
             least = min(least, outcomes.steady_step_s[fits].min(initial=np.inf))
     if least == np.inf:
         with pytest.raises(BudgetError):
@@ -68,13 +67,13 @@ def test_more_memory_is_never_slower_and_no_policy_that_fits_is_faster(profile, 
 def test_a_long_model_gets_faster_with_memory_and_says_what_binds():
     profile = transformer(26, 2)
     search = AutoSearch(profile, Request())
-    smallest = search.pool.smallest_peak_bytes()
+    smallest = search.pool.smallest_needed_bytes()
     plenty = search.plan(10 * sum(layer.param_bytes for layer in profile.layers))
     assert smallest == smallest_peak_bytes(profile)
     assert plenty.details["binding"] in ("GPU", "H2D", "D2H", "host")
     tight = search.plan(smallest)
     assert tight.details["binding"] == "memory"
-    middle = search.plan((smallest + plenty.details["unlimited_peak_device_bytes"]) // 2)
+    middle = search.plan((smallest + plenty.details["unlimited_needed_bytes"]) // 2)
     times = [predict(profile, plan).predicted.steady_step_s for plan in (tight, middle, plenty)]
     assert times[0] > times[1] > times[2]
 
@@ -118,7 +117,7 @@ def test_no_memory_is_taken_for_nothing(profile):
         for by_need, memory_bytes in itertools.product((False, True), (None, UNLIMITED_BYTES)):
             outcomes = PlanEvaluator(profile)(modes, np.array(grad_on_host), by_need=by_need, memory_bytes=memory_bytes)
             times.append(outcomes.steady_step_s[outcomes.in_window])
-            peaks.append(outcomes.peak_bytes[outcomes.in_window])
+            peaks.append(outcomes.needed_bytes[outcomes.in_window])
     steady_s, peak_bytes = np.concatenate(times), np.concatenate(peaks)
     fastest = steady_s <= steady_s.min() * NEARLY
     found = make_plan(profile, "auto").predicted

@@ -117,7 +117,7 @@ def test_no_plan_of_the_paper_s_modes_is_below_the_bounds_for_its_gradients():
         forward_s = optimal_forward(profile).bound_s
         step_s, period_s = (f(profile, grad_on_host, forward_s) for f in (step_lower_bound_s, steady_lower_bound_s))
         for by_need in (False, True):
-            found = PlanEvaluator(profile)(modes, grad_on_host, by_need=by_need, memory_bytes=UNLIMITED, peak=False)
+            found = PlanEvaluator(profile)(modes, grad_on_host, by_need=by_need, memory_bytes=UNLIMITED, memory=False)
             assert found.forward_s.min() >= forward_s * (1 - 1e-12)
             assert found.step_s[found.in_window].min(initial=np.inf) >= step_s * (1 - 1e-12)
             assert found.steady_step_s[found.in_window].min(initial=np.inf) >= period_s * (1 - 1e-12)

@@ -18,13 +18,21 @@ from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.exact import Exact, reserve_factors
 from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.gradients import gradients_to_host
-from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.plan.whole_step import StepCosts, StepSearch
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
 from oracle import Oracle
-from profiles import UNLIMITED_BYTES, deterministic, drawn, examples, profiles, transformer, with_modes
+from profiles import (
+    UNLIMITED_BYTES,
+    deterministic,
+    drawn,
+    examples,
+    profiles,
+    smallest_peak_bytes,
+    transformer,
+    with_modes,
+)
 
 STEADY_OFTEN = [
     Objective.STEADY,
@@ -39,7 +47,9 @@ RIVALS = tuple(name for name in policies() if name not in ("exact", "auto"))
 def brute_force(profile, grad_on_host, **more):
     """The least forward, step and steady time of all plans of GFGB, DHA and DFGB, within the window, in both orders."""
     modes = np.array(list(itertools.product(range(3), repeat=len(profile.layers))))
-    found = [PlanEvaluator(profile)(modes, grad_on_host, peak=False, by_need=order, **more) for order in (False, True)]
+    found = [
+        PlanEvaluator(profile)(modes, grad_on_host, memory=False, by_need=order, **more) for order in (False, True)
+    ]
     fits = found[0].in_window & (modes[:, -1] != DFGB)
     return {
         Objective.FORWARD: found[0].forward_s.min(),
@@ -64,7 +74,7 @@ def test_forward_is_the_least_of_all_plans_by_the_oracle(profile):
 @given(profiles(min_layers=10, max_layers=12))
 def test_forward_is_the_least_of_all_plans_of_up_to_12_layers(profile):
     modes = np.array(list(itertools.product(range(2), repeat=len(profile.layers))))
-    outcomes = PlanEvaluator(profile)(modes, np.zeros(len(profile.layers), dtype=bool), steady=False, peak=False)
+    outcomes = PlanEvaluator(profile)(modes, np.zeros(len(profile.layers), dtype=bool), steady=False, memory=False)
     assert optimal_forward(profile).forward_s == optimal_forward(profile).bound_s == outcomes.forward_s.min()
 
 
@@ -75,7 +85,7 @@ def test_forward_is_the_least_for_identical_layers(profile):
     layers = [type(profile.layers[0]).from_json(document | {"name": f"l{index}"}) for index in range(11)]
     profile = Profile({}, tuple(layers))
     modes = np.array(list(itertools.product(range(2), repeat=11)))
-    outcomes = PlanEvaluator(profile)(modes, np.zeros(11, dtype=bool), steady=False, peak=False)
+    outcomes = PlanEvaluator(profile)(modes, np.zeros(11, dtype=bool), steady=False, memory=False)
     assert optimal_forward(profile).forward_s == optimal_forward(profile).bound_s == outcomes.forward_s.min()
 
 
@@ -124,7 +134,7 @@ def test_the_whole_step_programme_is_optimal_while_it_drops_nothing(profile):
     search = StepSearch(profile, grad_on_host, beam=5000)
     found = search.best(np.inf)
     assert search.complete
-    outcomes = PlanEvaluator(profile)(found[:1], grad_on_host, memory_bytes=UNLIMITED_BYTES, steady=False, peak=False)
+    outcomes = PlanEvaluator(profile)(found[:1], grad_on_host, memory_bytes=UNLIMITED_BYTES, steady=False, memory=False)
     assert outcomes.in_window[0]
     assert outcomes.step_s[0] == brute_force(profile, grad_on_host, memory_bytes=UNLIMITED_BYTES)[Objective.STEP]
 

@@ -68,7 +68,7 @@ def grouped(profile, groups):
 def least_forward_s(profile):
     modes = np.array(list(itertools.product(range(2), repeat=len(profile.layers))))
     return PlanEvaluator(profile)(
-        modes, np.zeros(len(profile.layers), dtype=bool), steady=False, peak=False
+        modes, np.zeros(len(profile.layers), dtype=bool), steady=False, memory=False
     ).forward_s.min()
 
 

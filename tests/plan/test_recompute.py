@@ -11,10 +11,9 @@ from jaxferry.errors import BudgetError
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Request
 from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.plan.memory import smallest_peak_bytes
 from jaxferry.planning import make_plan
 from jaxferry.simulate.report import predict
-from profiles import examples, profiles, recomputing, transformer
+from profiles import examples, profiles, recomputing, smallest_peak_bytes, transformer
 
 few = examples(12)
 NEARLY = 1 + 1e-9
@@ -28,7 +27,7 @@ def all_outcomes(profile):
     again = [(False, True) if layer.can_recompute else (False,) for layer in profile.layers]
     for grad_on_host, recomputes in itertools.product(itertools.product(*flags), itertools.product(*again)):
         outcomes = PlanEvaluator(profile)(modes, np.array(grad_on_host), np.array(recomputes))
-        yield outcomes.steady_step_s[outcomes.in_window], outcomes.peak_bytes[outcomes.in_window]
+        yield outcomes.steady_step_s[outcomes.in_window], outcomes.needed_bytes[outcomes.in_window]
 
 
 @few

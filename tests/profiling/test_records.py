@@ -193,3 +193,29 @@ def test_a_profile_can_be_kept_from_recomputing():
     only = profile.only_recomputing([True, False, True, False])
     assert [layer.can_recompute for layer in only.layers] == [True, False, True, False]
     assert profile.only_recomputing([False] * 4) == transformer(4)
+
+
+def test_temporaries_are_bytes_by_program():
+    given = {"forward": 3, "forward_dha": 0, "backward_dha_go": 7, "backward_recompute": 5}
+    text = document(temporary_bytes=given, forward_workspace_bytes=10, backward_workspace_bytes=20)
+    (layer,) = Profile.from_json(text).layers
+    assert layer.to_json()["temporary_bytes"] == {name: size for name, size in given.items() if size}
+    assert [layer.forward_bytes(by_dha) for by_dha in (False, True)] == [13, 10]
+    assert layer.backward_bytes(True, True) == 27 and layer.backward_bytes(False, False, recomputes=True) == 25
+    (without,) = Profile.from_json(document(temporary_bytes={})).layers
+    assert "temporary_bytes" not in without.to_json()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backwards": 1}, 'layer "mlp": temporary_bytes.*"backwards"'),
+        ({"forward": -1}, 'layer "mlp": temporary_bytes of forward must be'),
+        ({"forward": 1.5}, 'layer "mlp": temporary_bytes of forward must be'),
+        ([1], 'layer "mlp": temporary_bytes must be an object'),
+        (None, 'layer "mlp": temporary_bytes must be an object'),
+    ],
+)
+def test_temporaries_that_are_none_are_refused_with_layer_and_program(given, message):
+    with pytest.raises(InputError, match=message):
+        Profile.from_json(document(temporary_bytes=given))

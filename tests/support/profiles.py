@@ -67,6 +67,8 @@ def program_facts(draw, index, size, is_shared):
     """Optional keys of a layer. What leaves for host memory comes back for the same layer, if that can be."""
     facts = {"backward_reads": draw(st.booleans()), "gradient_rows": draw(st.booleans())}
     facts |= {f"{key}_workspace_bytes": draw(few_bytes) for key in ("forward", "backward")}
+    variants = st.sampled_from(["forward", "forward_dha", "backward", "backward_dha_go", "backward_recompute"])
+    facts["temporary_bytes"] = draw(st.dictionaries(variants, few_bytes))
     if index == size - 1:
         return facts | {"fused_backward": draw(st.booleans())}
     if not is_shared:
@@ -231,3 +233,12 @@ def lowered(profile, plan, order=UpdateOrder.NEED, **facts):
         layers = [dataclasses.replace(layer, **{key: x}) for layer, x in zip(layers, values, strict=True)]
     profile = dataclasses.replace(profile, layers=tuple(layers))
     return schedule_step(profile, dataclasses.replace(plan, update_order=order))
+
+
+def smallest_peak_bytes(profile):
+    """A bound on the memory of any plan: all activations, which every plan holds between last forward and backward.
+
+    Each layer that can recompute counts with what it then keeps. Without workspaces and temporaries, a plan with all
+    layers DHA and all gradients GO reaches it.
+    """
+    return sum(min(layer.kept_bytes(False), layer.kept_bytes(layer.can_recompute)) for layer in profile.layers)
