@@ -17,7 +17,7 @@ from jaxferry.cli import main
 from jaxferry.engine.memory import peak_bytes
 from jaxferry.errors import BudgetError
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.plan.records import LayerPlan, Plan, Updates
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
@@ -183,7 +183,8 @@ def any_plan(profile, generator):
         )
         for layer, mode in zip(profile.layers, modes, strict=True)
     )
-    plan = Plan("any", 1.0, layers)
+    updates = Updates.AFTER_ALL if profile.updates_after_all else Updates.OVERLAPPED
+    plan = Plan("any", 1.0, layers, updates=updates)
     return dataclasses.replace(plan, memory_bytes=int(needed_bytes(profile, plan) * generator.choice([0.5, 1.2])))
 
 
