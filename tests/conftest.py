@@ -45,8 +45,15 @@ hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max
 
 
 def pytest_configure(config):
-    """Leaves repetitions, that is further examples of one property, to runs that include the slow tests."""
-    hypothesis.settings.load_profile("few" if "not slow" in config.option.markexpr else "deterministic")
+    """Leaves repetitions, that is further examples of one property, to runs that include the slow tests.
+
+    Runs without them also compile programs for the CPU without LLVM's optimizations, a quarter of their time. XLA's own
+    optimizations, which decide what a program computes and how much memory it takes, stay.
+    """
+    is_quick = "not slow" in config.option.markexpr
+    hypothesis.settings.load_profile("few" if is_quick else "deterministic")
+    if is_quick:
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 
 @pytest.fixture(autouse=True, scope="module")

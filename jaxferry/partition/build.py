@@ -172,7 +172,8 @@ def _cut_into_segments(
     layer_of_group = {group: index for index, group in enumerate(order)}
     # Among equally cheap cuts, prefer those that let more segments share a program.
     early = cuts.find_cuts(graph, flow, group_of_leaf, is_early=True)
-    built = [build_segments(graph, flow, derived, cut, made, layer_of_group) for cut in (stretches, early)]
+    choices = [stretches] if early == stretches else [stretches, early]
+    built = [build_segments(graph, flow, derived, cut, made, layer_of_group) for cut in choices]
     shared = [_share_programs(graph, segments, is_differentiated) for segments in built]
     segments = min(shared, key=lambda segments: len({segment.program for segment in segments}))
     prelude = prelude_with_views(flow)
