@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from jaxferry.choice import choose_plan, needs_times
 from jaxferry.engine import (
@@ -44,7 +46,15 @@ from jaxferry.measure.profile import measure_profile
 from jaxferry.model import Model
 from jaxferry.modes import Mode
 from jaxferry.options import MEASURE, Options
-from jaxferry.partition import AUTO, ForwardPartition, Layer, Partition, partition, partition_forward
+from jaxferry.partition import (
+    AUTO,
+    ForwardPartition,
+    Layer,
+    Partition,
+    partition,
+    partition_forward,
+    traced_jaxpr,
+)
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.planning import with_update_order
 from jaxferry.profiling.progress import progress_bar
@@ -94,6 +104,33 @@ class Prepared:
     def remat(self) -> tuple[Any, ...]:
         """What each segment keeps between forward and backward: `"none"`, `"full"`, or a policy."""
         return tuple("none" if segment.remat == AUTO else segment.remat for segment in self.partition.segments)
+
+
+class _Cut:
+    """A partition and its variants, which the steps of one loss function, structure and choice of groups share.
+
+    Args:
+      parts: the partition.
+
+    Attributes:
+      parts: as given.
+    """
+
+    def __init__(self, parts: Partition) -> None:
+        self.parts = parts
+        self._variants: dict[Any, RematVariants] = {}
+
+    def variants(self, remat: Any) -> RematVariants:
+        """The rematerialized variants for the checked argument of `train_step`."""
+        if isinstance(remat, Mapping):
+            return RematVariants(self.parts, remat)
+        if remat not in self._variants:
+            self._variants[remat] = RematVariants(self.parts, remat)
+        return self._variants[remat]
+
+
+_CUTS: weakref.WeakKeyDictionary[core.ClosedJaxpr, dict[Any, _Cut]] = weakref.WeakKeyDictionary()
+"""By the jaxpr of a loss function, which lives as long as the function does."""
 
 
 class Compiler:
@@ -153,29 +190,26 @@ class Compiler:
             self._evaluators[key] = Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget)
         return self._evaluators[key]
 
-    def _partition(self, args: Any, kwargs: Mapping[str, Any]) -> Partition:
+    def _cut(self, args: Any, kwargs: Mapping[str, Any]) -> _Cut:
         """The partition for these arguments. The first one decides the groups; later ones keep them where possible."""
         arrays, flags = split_flags(kwargs)
         model, known = self.model, self._known_layers
-        parts = partition(
-            functools.partial(self._loss_fn, **flags),
-            model.params,
-            args,
-            arrays,
-            compute_dtype=model.compute_dtype,
-            layers=known,
-            frozen=model.optimizer.frozen,
-        )
+        given = (functools.partial(self._loss_fn, **flags), model.params, args, arrays)
+        dtype, frozen = model.compute_dtype, model.optimizer.frozen
+        cuts = _CUTS.setdefault(traced_jaxpr(*given, compute_dtype=dtype, frozen=frozen), {})
+        key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen)
+        if key not in cuts:
+            cuts[key] = _Cut(partition(*given, compute_dtype=dtype, layers=known, frozen=frozen))
         if known is None:
             # Evaluators made earlier have other groups. New ones use these, so the state is not rearranged.
-            self._known_layers, self._evaluators = parts.layers, {}
-        return parts
+            self._known_layers, self._evaluators = cuts[key].parts.layers, {}
+        return cuts[key]
 
     def _forward_partition(
         self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> ForwardPartition:
         if function is self._loss_fn:
-            return self._partition(args, kwargs)
+            return self._cut(args, kwargs).parts
         arrays, flags = split_flags(kwargs)
         model = self.model
         return partition_forward(
@@ -190,10 +224,10 @@ class Compiler:
 
     def _variants(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[RematVariants, Programs]:
         """The segments with their rematerialized variants, and their uncompiled programs."""
-        parts = self._partition(args, kwargs)
-        self._shared.warn_once(parts)
-        variants = RematVariants(parts, self._options.remat)
-        self.model.optimizer.check_parts(parts.layers)
+        cut = self._cut(args, kwargs)
+        self._shared.warn_once(cut.parts)
+        variants = cut.variants(self._options.remat)
+        self.model.optimizer.check_parts(cut.parts.layers)
         is_scaled = self._options.loss_scale is not None
         placement, is_native = self._shared.placement, self.model.is_native
         return variants, Programs(variants.base, variants.derivatives, placement, is_native, is_scaled)

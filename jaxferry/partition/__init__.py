@@ -5,7 +5,7 @@ loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments 
 `partition_forward` cuts any function of parameters for a run without derivatives.
 """
 
-from jaxferry.partition.build import layers_by_path, partition, partition_forward
+from jaxferry.partition.build import layers_by_path, partition, partition_forward, traced_jaxpr
 from jaxferry.partition.cuts import Merge
 from jaxferry.partition.derivative import AUTO, REMAT, Derivative, differentiate
 from jaxferry.partition.frozen import Trainable, frozen_leaves
@@ -42,5 +42,6 @@ __all__ = [
     "remat_of",
     "store_in_place",
     "table",
+    "traced_jaxpr",
     "with_remat",
 ]

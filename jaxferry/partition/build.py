@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from jaxferry.errors import InputError, PartitionError
 from jaxferry.partition import cuts
 from jaxferry.partition.dataflow import Dataflow, analyse
 from jaxferry.partition.derivative import joint_graph
-from jaxferry.partition.graph import Equation, Graph, trace
+from jaxferry.partition.graph import Equation, Graph, graph_of, known_jaxpr
 from jaxferry.partition.groups import Group, Path, group_leaves, leaf_paths
 from jaxferry.partition.keys import Canonical, bytes_of
 from jaxferry.partition.layout import Layer, make_layer
@@ -130,9 +131,28 @@ def _trace(
 ) -> _Traced:
     keys = leaf_paths(params)
     abstract, dtypes = _abstract_params(params, ["/".join(path) for path in keys], dtype, frozen)
-    graph, stored, notes = _unroll_scans(trace(function, abstract, args, kwargs or {}), keys, layers)
+    closed, out_tree = known_jaxpr(function, abstract, args, kwargs or {})
+    graph, stored, notes = _unroll_scans(graph_of(closed, len(keys), out_tree), keys, layers)
     frozen = frozenset(index for index, leaf in enumerate(stored) if leaf.source in frozen)
     return _Traced(graph, stored, [dtypes[leaf.source] for leaf in stored], frozen, notes)
+
+
+def traced_jaxpr(
+    function: Callable[..., Any],
+    params: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    compute_dtype: Any = None,
+    frozen: Collection[int] = (),
+) -> core.ClosedJaxpr:
+    """The jaxpr that `partition` cuts: the same object as long as the function, all shapes and JAX's settings are.
+
+    Args as for `partition`.
+    """
+    paths = ["/".join(path) for path in leaf_paths(params)]
+    abstract, _ = _abstract_params(params, paths, compute_dtype, frozen)
+    return known_jaxpr(function, abstract, args, kwargs or {})[0]
 
 
 def _copying_parameters(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,8 @@ slice of the list and runs without jaxpr surgery.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -185,17 +187,72 @@ def trace(
     leaves, params_tree = jax.tree.flatten(params)
     rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
     closed, out_shape = jax.make_jaxpr(call, return_shape=True)(leaves, rest)
+    return graph_of(closed, len(leaves), jax.tree.structure(out_shape), keep_single)
+
+
+def known_jaxpr(
+    function: Callable[..., Any], params: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[core.ClosedJaxpr, jax.tree_util.PyTreeDef]:
+    """Traces a function of the user's, as `jax.jit` does: once, as long as the function lives.
+
+    The same function, shapes and settings of JAX give the same jaxpr object. Arguments as for `trace`.
+
+    Returns:
+      The jaxpr, and the tree of the outputs.
+    """
+    leaves, params_tree = jax.tree.flatten(params)
+    rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
+    traced = _known_call(function, params_tree, rest_tree).trace(leaves, rest)
+    return traced.jaxpr, jax.tree.structure(traced.out_info)
+
+
+_CALLS: weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""For each function: its jitted calls by the trees of their arguments. JAX keeps the traces with the calls."""
+
+
+def _known_call(function: Callable[..., Any], params_tree: Any, rest_tree: Any) -> Any:
+    """A jitted `call(leaves, rest)` of the function; the same one as long as the function lives, if it can be a key."""
+    owner, args, kwargs = function, (), {}
+    if isinstance(function, functools.partial):
+        owner, args, kwargs = function.func, function.args, function.keywords
+    key = (args, tuple(kwargs.items()), params_tree, rest_tree)
+    try:
+        calls, reference = _CALLS.setdefault(owner, {}), weakref.ref(owner)
+        hash(key)
+    except TypeError:
+        return _jitted(lambda: function, params_tree, rest_tree)
+
+    def living() -> Callable[..., Any]:
+        found = reference()
+        assert found is not None, "a function is traced while it lives"
+        return functools.partial(found, *args, **kwargs)
+
+    return calls[key] if key in calls else calls.setdefault(key, _jitted(living, params_tree, rest_tree))
+
+
+def _jitted(function: Callable[[], Callable[..., Any]], params_tree: Any, rest_tree: Any) -> Any:
+    def call(leaves: list[Any], rest: list[Any]) -> Any:
+        more_args, more_kwargs = jax.tree.unflatten(rest_tree, rest)
+        return function()(jax.tree.unflatten(params_tree, leaves), *more_args, **more_kwargs)
+
+    return jax.jit(call)
+
+
+def graph_of(
+    closed: core.ClosedJaxpr, num_params: int, out_tree: jax.tree_util.PyTreeDef, keep_single: bool = False
+) -> Graph:
+    """The graph of a jaxpr whose first inputs are parameters; `keep_single` as for `trace`."""
     builder = Builder(keep_single)
     numbers = [builder.value(v.aval) for v in closed.jaxpr.invars]
     outputs = tuple(builder.inline(closed, numbers))
     return Graph(
         equations=live_equations(builder.equations, outputs),
         avals=builder.avals,
-        parameters=tuple(numbers[: len(leaves)]),
-        batch=tuple(numbers[len(leaves) :]),
+        parameters=tuple(numbers[:num_params]),
+        batch=tuple(numbers[num_params:]),
         constants=builder.constants,
         outputs=outputs,
-        out_tree=jax.tree.structure(out_shape),
+        out_tree=out_tree,
     )
 
 

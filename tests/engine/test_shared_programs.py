@@ -1,6 +1,8 @@
 """Training steps of one model compile each program once, and free it with the last step that holds it."""
 
+import functools
 import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -128,3 +130,93 @@ def test_callbacks_are_told_apart():
     second = trained(with_callback(other), optax.sgd(0.1))
     jax.effects_barrier()
     assert len(one) == len(other) == 1 and first[1] == second[1]
+
+
+@pytest.fixture
+def counted():
+    """A loss function, and the settings under which it was traced."""
+    traced = []
+    plain = network(1.0)
+
+    def loss_fn(params, x, scale=1.0, squared=True):
+        traced.append((jax.config.jax_default_matmul_precision, squared))
+        return plain(params, scale * x) if squared else jnp.sqrt(plain(params, x))
+
+    return loss_fn, traced
+
+
+def prepared_by(loss_fn, *args, params=PARAMS, **kwargs):
+    options = {key: kwargs.pop(key) for key in ("remat", "compute_dtype", "trainable") if key in kwargs}
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
+    step.init(params)
+    return step.prepare(*(args or (BATCH,)), **kwargs)
+
+
+def test_a_loss_function_is_traced_and_cut_once_for_all_steps(counted):
+    loss_fn, traced = counted
+    first, second = (prepared_by(loss_fn, plan) for plan in (BATCH, BATCH + 1))
+    assert len(traced) == 1
+    assert first.partition.graph is second.partition.graph
+    assert prepared_by(loss_fn, remat="full").partition.graph is first.partition.graph
+    assert len(traced) == 1
+
+
+def test_what_changes_the_trace_is_traced_again(counted):
+    loss_fn, traced = counted
+    prepared_by(loss_fn)
+    with jax.default_matmul_precision("highest"):
+        prepared_by(loss_fn)
+    prepared_by(loss_fn, np.ones((2, 8), np.float32))
+    prepared_by(loss_fn, BATCH, squared=False)
+    prepared_by(loss_fn, compute_dtype=jnp.bfloat16)
+    assert traced == [(None, True), ("highest", True), (None, True), (None, False), (None, True)]
+    prepared_by(loss_fn, BATCH, squared=False)
+    assert len(traced) == 5
+
+
+def test_parameters_of_another_dtype_have_layers_of_their_own(counted):
+    """A frozen parameter is stored in its own dtype, although the loss function sees the compute dtype."""
+    frozen = {"compute_dtype": jnp.bfloat16, "trainable": lambda path: not path.startswith("a")}
+    halves = {**PARAMS, "a": jax.tree.map(lambda leaf: leaf.astype(jnp.float16), PARAMS["a"])}
+    first, second = (prepared_by(counted[0], params=params, **frozen) for params in (PARAMS, halves))
+    found = [[leaf.master_dtype for layer in x.partition.layers for leaf in layer.leaves] for x in (first, second)]
+    assert found == [[np.float32] * 3, [np.float16, np.float32, np.float32]]
+
+
+def test_a_partition_is_freed_with_its_loss_function(counted):
+    loss_fn = functools.partial(counted[0])
+    graph = weakref.ref(prepared_by(loss_fn).partition.graph)
+    gc.collect()
+    assert graph() is not None  # the fixture holds the function
+
+    def local(params, x):
+        return loss_fn(params, x)
+
+    graph = weakref.ref(prepared_by(local).partition.graph)
+    del local
+    gc.collect()
+    assert graph() is None
+
+
+@pytest.mark.parametrize("kind", ["method", "callable object", "partial with an array"])
+def test_loss_functions_of_every_kind_can_be_shared_or_not(kind):
+    class Model:
+        __hash__ = None
+
+        def loss(self, params, x):
+            return network(1.0)(params, x)
+
+        def __call__(self, params, x):
+            return self.loss(params, x)
+
+    def with_array(scale, params, x):
+        return network(1.0)(params, scale * x)
+
+    functions = {
+        "method": Model().loss,
+        "callable object": Model(),
+        "partial with an array": functools.partial(with_array, np.ones(8, np.float32)),
+    }
+    expected = trained(network(1.0), optax.sgd(0.1))[1]
+    for _ in range(2):
+        assert trained(functions[kind], optax.sgd(0.1))[1] == pytest.approx(expected, rel=1e-6)

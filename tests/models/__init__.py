@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,7 @@ def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
 
 
+@functools.cache  # steps of one loss function share its partition
 def gpt(**config: Any) -> Task:
     """The linen GPT-2 on random tokens; a keyword `rng` of the loss function switches dropout on."""
     model = GPT(**config)
@@ -121,6 +123,7 @@ class NnxNet(nnx.Module):
         return self.head(x)
 
 
+@functools.cache
 def nnx_net(vocab: int = 64, width: int = 16, depth: int = 3) -> Task:
     """The NNX model, split into graph definition and parameters."""
     graph, params = nnx.split(initialise_nnx(lambda: NnxNet(vocab, width, depth, nnx.Rngs(0))), nnx.Param)
@@ -163,6 +166,7 @@ def stateful_nnx_task(make: Callable[[], nnx.Module], loss_of: Callable[[Any, An
     return Task(loss_fn, params, {**batch, "state": rest}, lambda batch, aux: {**batch, "state": aux})
 
 
+@functools.cache
 def adapters(depth: int = 4, width: int = 16, rank: int = 2, vocab: int = 32) -> Task:
     """A residual net with low-rank adapters beside its kernels, a norm and a tied head, of plain functions."""
     generator = np.random.default_rng(0)
