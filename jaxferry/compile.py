@@ -107,17 +107,19 @@ class Prepared:
 
 
 class _Cut:
-    """A partition and its variants, which the steps of one loss function, structure and choice of groups share.
+    """What the steps of one loss function, structure and choice of groups share.
 
     Args:
       parts: the partition.
 
     Attributes:
       parts: as given.
+      programs: compiled programs by content; they live as long as the loss function does, as those of `jax.jit`.
     """
 
     def __init__(self, parts: Partition) -> None:
         self.parts = parts
+        self.programs: dict[Any, Any] = {}
         self._variants: dict[Any, RematVariants] = {}
 
     def variants(self, remat: Any) -> RematVariants:
@@ -230,7 +232,7 @@ class Compiler:
         self.model.optimizer.check_parts(cut.parts.layers)
         is_scaled = self._options.loss_scale is not None
         placement, is_native = self._shared.placement, self.model.is_native
-        return variants, Programs(variants.base, variants.derivatives, placement, is_native, is_scaled)
+        return variants, Programs(variants.base, variants.derivatives, placement, is_native, is_scaled, cut.programs)
 
     def _transport_of(self, layers: tuple[Layer, ...]) -> Transport:
         """The transport of these groups, shared by all programs so that its memory is shared too."""

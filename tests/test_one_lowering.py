@@ -66,7 +66,7 @@ MODELS = {
 
 
 OFTEN = {
-    **dict.fromkeys(MODELS, ("zero-offload", "memferry", "exact", "auto")),
+    **dict.fromkeys(MODELS, ("memferry", "auto")),
     "gpt": ("memferry", "auto"),
     "gpt that may recompute": (),
     "gpt that offloads activations": (),
@@ -155,7 +155,7 @@ def budgets(profile, policy):
 
 
 @pytest.mark.parametrize(("measured", "policy"), cases(OFTEN_IN_A_BUDGET), indirect=["measured"])
-@pytest.mark.parametrize("share", [0.0, 0.4, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.1, 0.7, 1.0, 1.3))])
+@pytest.mark.parametrize("share", [0.4, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.0, 0.1, 0.7, 1.0, 1.3))])
 def test_so_it_is_within_a_budget(measured, policy, share, capsys):
     task, options, path = measured
     smallest, free = budgets(Profile.load(path), policy)

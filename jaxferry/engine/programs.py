@@ -46,6 +46,7 @@ class Programs:
       placement: where arguments and results live.
       native: whether programs read and write host memory by native operations.
       is_scaled: whether the loss is scaled before its backward, by an additional argument of the loss program.
+      held: where the programs of `keep` are held for later steps, by content.
 
     Attributes:
       derivatives, is_scaled: as given.
@@ -60,7 +61,9 @@ class Programs:
         placement: Placement,
         native: bool = False,
         is_scaled: bool = False,
+        held: dict[Hashable, Compiled] | None = None,
     ) -> None:
+        self._held = {} if held is None else held
         self.is_scaled = is_scaled
         self.derivatives = derivatives
         self.prelude = make_prelude(partition, placement)
@@ -76,10 +79,12 @@ class Programs:
         return self._lowered[key]
 
     def keep(self, keys: Iterable[ProgramKey]) -> None:
-        """Drops all programs except these."""
+        """Drops all programs except these, and holds these for later steps."""
         kept = set(keys)
         self._lowered = {}
         self._compiled = {key: program for key, program in self._compiled.items() if key in kept}
+        contents = {key: self._maker.content(key) for key in self._compiled}
+        self._held |= {content: self._compiled[key] for key, content in contents.items() if content is not None}
 
     def require(self, keys: Iterable[ProgramKey]) -> None:
         """Compiles the programs that are not compiled yet."""

@@ -1,7 +1,8 @@
 """Compiled programs that training steps share.
 
 Steps of one model that differ in plan, policy or budget run mostly equal programs. Programs with equal content are
-compiled once, whichever step asks first. A program is freed with the last step that holds it.
+compiled once, whichever step asks first. A program is freed with the last holder: a step, or what steps of one loss
+function share.
 """
 
 from __future__ import annotations

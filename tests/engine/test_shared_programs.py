@@ -161,6 +161,18 @@ def test_a_loss_function_is_traced_and_cut_once_for_all_steps(counted):
     assert len(traced) == 1
 
 
+def test_programs_live_as_long_as_the_loss_function(compiled):
+    loss_fn = network(1.0)
+    first = trained(loss_fn, optax.sgd(0.1), plan=plan_of(Mode.GFGB))[1:]
+    of_first = set(compiled)
+    gc.collect()
+    compiled.clear()
+    second = trained(loss_fn, optax.sgd(0.1), plan=plan_of(Mode.RELOAD))[1:]
+    # The update's programs belong to the optimizer, which is gone.
+    assert {"jit_flat_update", "jit_forward", "jit_returned"} == of_first and compiled == ["jit_flat_update"]
+    assert first[0] == second[0]
+
+
 def test_what_changes_the_trace_is_traced_again(counted):
     loss_fn, traced = counted
     prepared_by(loss_fn)

@@ -50,7 +50,7 @@ class Model:
     @property
     def origin(self) -> str:
         """The package, or the file in this repository."""
-        return self.package or str(Path(inspect.getfile(self.make)).resolve().relative_to(ROOT))
+        return self.package or str(Path(inspect.getfile(inspect.unwrap(self.make))).resolve().relative_to(ROOT))
 
     @property
     def source(self) -> str:
