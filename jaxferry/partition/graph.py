@@ -215,7 +215,8 @@ def _known_call(function: Callable[..., Any], params_tree: Any, rest_tree: Any) 
     owner, args, kwargs = function, (), {}
     if isinstance(function, functools.partial):
         owner, args, kwargs = function.func, function.args, function.keywords
-    key = (args, tuple(kwargs.items()), params_tree, rest_tree)
+    kinds = [type(value) for value in (*args, *kwargs.values())]  # 1 and True are equal, but are traced differently
+    key = (args, tuple(kwargs.items()), tuple(kinds), params_tree, rest_tree)
     try:
         calls, reference = _CALLS.setdefault(owner, {}), weakref.ref(owner)
         hash(key)

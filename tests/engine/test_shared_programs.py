@@ -186,6 +186,13 @@ def test_what_changes_the_trace_is_traced_again(counted):
     assert len(traced) == 5
 
 
+def test_equal_values_of_another_type_are_traced_again(counted):
+    loss_fn, traced = counted
+    prepared_by(functools.partial(loss_fn, squared=True))
+    prepared_by(functools.partial(loss_fn, squared=1))
+    assert [squared for _, squared in traced] == [True, 1] and traced[1][1] is not True
+
+
 def test_parameters_of_another_dtype_have_layers_of_their_own(counted):
     """A frozen parameter is stored in its own dtype, although the loss function sees the compute dtype."""
     frozen = {"compute_dtype": jnp.bfloat16, "trainable": lambda path: not path.startswith("a")}
