@@ -42,9 +42,10 @@ from jaxferry.engine import (
     with_sums,
 )
 from jaxferry.engine.facts import with_program_facts, without_times
+from jaxferry.errors import InputError
 from jaxferry.measure.profile import measure_profile
 from jaxferry.model import Model
-from jaxferry.modes import Mode
+from jaxferry.modes import Mode, Remat
 from jaxferry.options import MEASURE, Options
 from jaxferry.partition import (
     AUTO,
@@ -54,6 +55,7 @@ from jaxferry.partition import (
     partition,
     partition_forward,
     traced_jaxpr,
+    with_flags,
 )
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.planning import with_update_order
@@ -120,11 +122,11 @@ class _Cut:
     def __init__(self, parts: Partition) -> None:
         self.parts = parts
         self.programs: dict[Any, Any] = {}
-        self._variants: dict[Any, RematVariants] = {}
+        self._variants: dict[str, RematVariants] = {}
 
     def variants(self, remat: Any) -> RematVariants:
-        """The rematerialized variants for the checked argument of `train_step`."""
-        if isinstance(remat, Mapping):
+        """The rematerialized variants for the checked argument of `train_step`; only those of a name are shared."""
+        if not isinstance(remat, str):
             return RematVariants(self.parts, remat)
         if remat not in self._variants:
             self._variants[remat] = RematVariants(self.parts, remat)
@@ -196,7 +198,7 @@ class Compiler:
         """The partition for these arguments. The first one decides the groups; later ones keep them where possible."""
         arrays, flags = split_flags(kwargs)
         model, known = self.model, self._known_layers
-        given = (functools.partial(self._loss_fn, **flags), model.params, args, arrays)
+        given = (with_flags(self._loss_fn, flags), model.params, args, arrays)
         dtype, frozen = model.compute_dtype, model.optimizer.frozen
         cuts = _CUTS.setdefault(traced_jaxpr(*given, compute_dtype=dtype, frozen=frozen), {})
         key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen)
@@ -229,6 +231,8 @@ class Compiler:
         cut = self._cut(args, kwargs)
         self._shared.warn_once(cut.parts)
         variants = cut.variants(self._options.remat)
+        if self._options.offload_activations:
+            _check_fixed_remat(variants.base, self._options.plan)
         self.model.optimizer.check_parts(cut.parts.layers)
         is_scaled = self._options.loss_scale is not None
         placement, is_native = self._shared.placement, self.model.is_native
@@ -328,7 +332,8 @@ class _StepCompiler:
         program = self._fitted(plan)
         if program.plan != plan:
             # The budget has changed the plan, so the other order of updates may be faster now.
-            program = self._lower(with_update_order(self._profile, program.plan)).with_sums_of(program.summed)
+            ordered = with_update_order(_recomputable(self._profile, program.plan), program.plan)
+            program = self._lower(ordered).with_sums_of(program.summed)
         if self._has_times or program.plan != plan:
             program = self._predicted(program)
         keys = self._keys(program)
@@ -342,7 +347,8 @@ class _StepCompiler:
 
     def _predicted(self, program: StepProgram) -> StepProgram:
         """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
-        predicted = simulate_schedule(self._profile, program.schedule).predicted if self._has_times else None
+        profile = _recomputable(self._profile, program.plan)
+        predicted = simulate_schedule(profile, program.schedule).predicted if self._has_times else None
         return dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
 
     def _first(self, runnable: RunnableStep) -> RunnableStep:
@@ -393,6 +399,17 @@ class _StepCompiler:
         tasks, rules = TaskList(program.schedule), rules_of(self._options)
         norms = Norms(self._resources.placement, on_host=rules.clips)
         return RunnableStep(program, tasks, self._programs, self._resources, rules, norms, constants, ahead)
+
+
+def _check_fixed_remat(parts: Partition, plan: Plan | None) -> None:
+    """Raises InputError if a plan could decide what recomputes: that would change which values leave the device."""
+    planned = [False] * len(parts.segments) if plan is None else plan.recomputes
+    for segment, again in zip(parts.segments, planned, strict=False):
+        if segment.remat == AUTO or (again and segment.remat != Remat.FULL):
+            raise InputError(
+                f"offload_activations=True needs a remat= that no plan changes, such as 'full' or 'none', but whether "
+                f"{segment.name!r} recomputes is left to the plan"
+            )
 
 
 def _recomputable(profile: Profile, plan: Plan) -> Profile:

@@ -35,14 +35,21 @@ def flags_of(profile: Profile, key: str) -> np.ndarray:
     return np.array([bool(getattr(layer, key)) for layer in profile.layers])[:, None]
 
 
-def effective_codes(profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def reads_back(profile: Profile, recomputes: np.ndarray | None) -> np.ndarray:
+    """Whether each backward reads parameters, (layers, plans or 1): one that runs its forward again always does."""
+    reads = flags_of(profile, "backward_reads")
+    return (reads if recomputes is None else reads | recomputes) & flags_of(profile, "has_backward")
+
+
+def effective_codes(
+    profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """The modes and gradient flags that a step runs with, (layers, plans) each.
 
     DFGB becomes DHA if no backward could read the copy: a lookup's backward, a missing one, or one fused with its
     forward. A gradient that leaves as rows of lookups counts as on the device. So does a missing gradient.
     """
-    reads = flags_of(profile, "backward_reads") & flags_of(profile, "has_backward")
-    reads &= ~flags_of(profile, "fused_backward")
+    reads = reads_back(profile, recomputes) & ~flags_of(profile, "fused_backward")
     may_leave = flags_of(profile, "has_gradient") & ~flags_of(profile, "gradient_rows")
     if not reads.all():
         modes = np.where((modes == DFGB) & ~reads, np.int8(DHA), modes)
@@ -51,7 +58,8 @@ def effective_codes(profile: Profile, modes: np.ndarray, grad_on_host: np.ndarra
 
 def effective(profile: Profile, plan: Plan) -> Plan:
     """The plan with the modes, gradient places and updates that its step runs with, see `effective_codes`."""
-    modes, grad_on_host = effective_codes(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None])
+    recomputes = np.array(plan.recomputes)[:, None]
+    modes, grad_on_host = effective_codes(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None], recomputes)
     places = (GradientPlace.DEVICE, GradientPlace.HOST)
     layers = tuple(
         dataclasses.replace(layer, mode=MODES[int(mode)], gradient=places[int(host)])
@@ -71,6 +79,7 @@ class Holdings:
       profile: the layers.
       modes: effective codes, (layers, plans).
       grad_on_host: effective gradient flags, (layers, plans).
+      recomputes: whether each backward runs its forward again, (layers, plans); None for none.
 
     Attributes:
       loads_forward: whether the layer loads a first copy, (layers, plans).
@@ -85,7 +94,9 @@ class Holdings:
       offloads: whether the gradient leaves by a transfer, (layers, plans).
     """
 
-    def __init__(self, profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray):
+    def __init__(
+        self, profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray | None = None
+    ):
         self.profile, self.modes, self.grad_on_host = profile, modes, grad_on_host
         self.num_layers, self.num_plans = modes.shape
         runs_back, fused = flags_of(profile, "has_backward"), flags_of(profile, "fused_backward")
@@ -93,7 +104,7 @@ class Holdings:
         self.offloads = ~grad_on_host & flags_of(profile, "has_gradient")
         self.loads_forward = (modes == GFGB) | (modes == RELOAD)
         self.loads_between = modes == DFGB
-        self.loads_backward = (modes == RELOAD) & runs_back & flags_of(profile, "backward_reads") & ~fused
+        self.loads_backward = (modes == RELOAD) & reads_back(profile, recomputes) & ~fused
         self.waits_between = self.loads_between.copy()
         self.on_resident = modes == RESIDENT
         self.first_end = own.copy()

@@ -33,8 +33,8 @@ Rules (the machine model; MemFerry, section IV-B):
   forward by DHA. The layer keeps `recompute_activation_bytes` instead of `activation_bytes`.
 - **Programs**: optional keys of the profile's layers state facts beyond times. With `fused_backward`, forward and
   backward of the last layer are one program, and one copy serves both. Without `backward_reads` a backward needs no
-  copy. Gradients with `gradient_rows` stay on the device. Without `has_gradient` there is no offload and no update.
-  Without `has_backward` there is no backward either.
+  copy, unless it runs its forward again. Gradients with `gradient_rows` stay on the device. Without `has_gradient`
+  there is no offload and no update. Without `has_backward` there is no backward either.
 - **Values in host memory** (`save_bytes` and `fetch_bytes`): a save follows the last forward that reads its values. The
   second program after that forward waits for the save, so at most `CROSSING_SLOTS` programs' values are in flight. A
   fetch starts when the second program before its backward has ended. Saves share D2H with offloads, fetches share H2D
@@ -102,8 +102,8 @@ def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
 def step_demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
     """The layers' copies, and each program's need on the device; arrays of one plan, see `jaxferry.room`."""
     plan = effective(profile, plan)
-    held = Holdings(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None])
     recomputes = np.array(plan.recomputes)[:, None]
+    held = Holdings(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None], recomputes)
     return held, demand(held, recomputes, plan.loads is Loads.BULK, plan.updates is Updates.AFTER_ALL)
 
 
@@ -171,7 +171,7 @@ class _Copies:
     """
 
     def __init__(self, profile: Profile, plan: Plan, tasks: _TaskList):
-        self.profile, self.modes, self.tasks = profile, plan.modes, tasks
+        self.profile, self.modes, self.recomputes, self.tasks = profile, plan.modes, plan.recomputes, tasks
         self.all: list[_Copy] = []
         self.first_loads: list[tuple[int, int]] = []
         self.held: dict[int, _Copy] = {}
@@ -222,7 +222,7 @@ class _Copies:
             return self.fused
         if mode is not Mode.RELOAD or self.still_held(layer, group):
             return self.held[group]
-        if not self.profile.layers[layer].backward_reads:
+        if not self.profile.layers[layer].backward_reads and not self.recomputes[layer]:
             return None
         return self.load(Kind.RELOAD, layer, tuple(sorted({forward, *self.free_slot()})))
 

@@ -96,11 +96,11 @@ def train_step(
         of these for each segment: a mapping from names of segments or layers (`"none"` for the others), or a function
         of the segment's name. Segments that recompute in `plan` always do.
       offload_activations: whether values that cross segments, and that a backward reads, wait for it in pinned host
-        memory. These are segments' inputs and outputs, not the residuals within a segment; with `remat="full"` there
-        are no such residuals. A value leaves the device after the last forward that reads it and returns while the
-        program before its first backward runs. Values whose backward is fewer than four programs later stay, as do
-        those below 1 KiB. The device then holds the values of a few segments, however deep the model is, and each value
-        crosses the link twice. Results are bit-identical.
+        memory. Not with `remat="auto"`. These are segments' inputs and outputs, not the residuals within a segment;
+        with `remat="full"` there are no such residuals. A value leaves the device after the last forward that reads it
+        and returns while the program before its first backward runs. Values whose backward is fewer than four programs
+        later stay, as do those below 1 KiB. The device then holds the values of a few segments, however deep the model
+        is, and each value crosses the link twice. Results are bit-identical.
       skip_nonfinite: skip updates whose loss or gradients are not finite; the state stays unchanged. By default a
         non-finite loss raises `NonFiniteError` (the state stays unchanged as well).
       device: the device to train on; by default JAX's first.

@@ -197,7 +197,7 @@ class _Maker:
     def content(self, key: ProgramKey) -> Hashable | None:
         """Everything that a program depends on; None if that cannot be compared between partitions."""
         segment, place = self._segment(key), None
-        if segment.content is None:
+        if segment.content is None or not isinstance(segment.remat, Hashable):
             return None
         if key.kind is ProgramKind.LOSS:
             assert isinstance(self._partition, Partition)

@@ -9,6 +9,7 @@ from jaxferry.partition.build import layers_by_path, partition, partition_forwar
 from jaxferry.partition.cuts import Merge
 from jaxferry.partition.derivative import AUTO, REMAT, Derivative, differentiate
 from jaxferry.partition.frozen import Trainable, frozen_leaves
+from jaxferry.partition.graph import with_flags
 from jaxferry.partition.host_reads import read_in_place
 from jaxferry.partition.host_stores import store_in_place
 from jaxferry.partition.layout import Layer, Leaf, Part
@@ -43,5 +44,6 @@ __all__ = [
     "store_in_place",
     "table",
     "traced_jaxpr",
+    "with_flags",
     "with_remat",
 ]

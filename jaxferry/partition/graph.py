@@ -206,28 +206,35 @@ def known_jaxpr(
     return traced.jaxpr, jax.tree.structure(traced.out_info)
 
 
+class _Flagged(functools.partial):
+    """A function of the user's with keyword arguments that are not traced."""
+
+
+def with_flags(function: Callable[..., Any], flags: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function with these static keyword arguments: booleans, strings and None."""
+    return _Flagged(function, **flags) if flags else function
+
+
 _CALLS: weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""For each function: its jitted calls by the trees of their arguments. JAX keeps the traces with the calls."""
+"""For each function: its jitted calls by flags and trees of arguments. JAX keeps the traces with the calls."""
 
 
 def _known_call(function: Callable[..., Any], params_tree: Any, rest_tree: Any) -> Any:
     """A jitted `call(leaves, rest)` of the function; the same one as long as the function lives, if it can be a key."""
-    owner, args, kwargs = function, (), {}
-    if isinstance(function, functools.partial):
-        owner, args, kwargs = function.func, function.args, function.keywords
-    kinds = [type(value) for value in (*args, *kwargs.values())]  # 1 and True are equal, but are traced differently
-    key = (args, tuple(kwargs.items()), tuple(kinds), params_tree, rest_tree)
+    owner, flags = function, {}
+    if isinstance(function, _Flagged):
+        owner, flags = function.func, function.keywords
     try:
         calls, reference = _CALLS.setdefault(owner, {}), weakref.ref(owner)
-        hash(key)
     except TypeError:
         return _jitted(lambda: function, params_tree, rest_tree)
 
     def living() -> Callable[..., Any]:
         found = reference()
         assert found is not None, "a function is traced while it lives"
-        return functools.partial(found, *args, **kwargs)
+        return with_flags(found, flags)
 
+    key = (tuple(flags.items()), params_tree, rest_tree)
     return calls[key] if key in calls else calls.setdefault(key, _jitted(living, params_tree, rest_tree))
 
 

@@ -47,14 +47,14 @@ class Batch:
         memory_bytes: int = 0,
     ):
         self.profile, self.layers = profile, profile.layers
-        self.modes, self.grad_on_host = effective_codes(profile, modes, grad_on_host)
+        self.modes, self.grad_on_host = effective_codes(profile, modes, grad_on_host, recomputes)
         self.recomputes, self.by_need = recomputes, by_need
         self.bulk, self.after_all = bulk, after_all
         self.num_layers, self.num_plans = modes.shape
         self.by_dha = (self.modes == DHA) | (self.modes == DFGB)
         self.forward_s = np.where(self.by_dha, self.column("forward_dha_s"), self.column("forward_s"))
         self.backward_s = self._backwards()
-        self.held = Holdings(profile, self.modes, self.grad_on_host)
+        self.held = Holdings(profile, self.modes, self.grad_on_host, recomputes)
         self.any_forward_load = self.held.loads_forward.any(axis=1)
         self.any_between = self.held.loads_between.any(axis=1)
         self.waits_between_any = self.held.waits_between.any(axis=1)

@@ -109,7 +109,8 @@ class LayerProfile:
       parameters: the parameter group; entries with the same group share one host vector. Default: `name`.
       recompute_s: extra time of a backward that runs the forward again; None if no plan may choose that.
       recompute_activation_bytes: bytes then kept on the device from forward to backward. Give both keys or neither.
-      backward_reads: whether the backward reads the parameters. A lookup's backward does not.
+      backward_reads: whether the backward reads the parameters. A lookup's backward does not. One that runs its forward
+        again does in any case.
       gradient_rows: whether the gradient leaves as rows of lookups. Such a gradient is never GO.
       has_backward: whether there is a backward. Without one, all times and byte counts of the backward, of
         recomputation, of the gradient and of kept activations are 0, and given values are ignored.

@@ -10,8 +10,9 @@ import pytest
 
 import jaxferry
 import models
+from jaxferry.engine import derivatives_of
 from jaxferry.modes import Mode, Remat
-from jaxferry.plan.records import Plan
+from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.profiling.records import Profile
 from planned import assert_same_bits, plan_of, train, trained
 from tolerances import LOSS_RTOL
@@ -181,3 +182,60 @@ def test_sums_of_micro_batches_and_scaled_losses_work_with_recomputation(gpt):
         train(jaxferry.train_step(gpt.loss_fn, SGD, remat=remat, **options), gpt, 4)[1] for remat in ("none", MIXED)
     ]
     np.testing.assert_allclose(runs[1], runs[0], rtol=LOSS_RTOL)
+
+
+def activated(first):
+    """Layers whose plain backward reads no parameters where it needs no cotangent, as that of the first one."""
+    generator = np.random.default_rng(0)
+    params = {f"l{i}": {"w": generator.normal(size=(8, 8), scale=0.5).astype(np.float32)} for i in range(4)}
+
+    def loss_fn(params, x):
+        for i in range(4):
+            x = (jax.nn.gelu if i == 0 or not first else jnp.tanh)(x @ params[f"l{i}"]["w"])
+        return jnp.mean((x - 1) ** 2)
+
+    return loss_fn, params, generator.normal(size=(16, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize("mode", [Mode.RELOAD, Mode.DFGB])
+def test_a_backward_that_runs_its_forward_again_reads_parameters(mode):
+    loss_fn, params, batch = activated(first=False)
+    losses = []
+    for first in (LayerPlan("l0", Mode.GFGB), LayerPlan("l0", mode, remat=Remat.FULL)):
+        plan = Plan("any", 1.0, (first, *(LayerPlan(f"l{i}", Mode.GFGB) for i in (1, 2, 3))))
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
+        state = step.init(params)
+        parts = step.prepare(batch).partition
+        assert not derivatives_of(parts, "none")[parts.segments[0].program].reads_weights
+        found = []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        losses.append(found)
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["native-overlapped", "memferry", "auto"])
+@pytest.mark.parametrize("first", [False, True])
+def test_every_budget_from_the_smallest_trains(policy, first):
+    loss_fn, params, batch = activated(first)
+    options = {"profile": jaxferry.train_step(loss_fn, optax.sgd(0.1), remat="auto").measure(params, batch)}
+    options |= {"remat": "auto", "policy": policy}
+    tiny = jaxferry.train_step(loss_fn, optax.sgd(0.1), memory_budget=1, **options)
+    tiny.init(params)
+    with pytest.raises(jaxferry.BudgetError) as error:
+        tiny.prepare(batch)
+    for budget in (error.value.smallest_bytes, int(error.value.smallest_bytes * 1.1)):
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), memory_budget=budget, **options)
+        _, metrics = step(step.init(params), batch)
+        assert float(metrics["loss"]) == pytest.approx(float(loss_fn(params, batch)), rel=1e-5)
+        assert step.prepare(batch).peak.total <= budget
+
+
+@pytest.mark.parametrize("remat", ["auto", {"l1": "auto"}])
+def test_values_that_leave_the_device_need_a_fixed_remat(remat):
+    loss_fn, params, batch = activated(first=False)
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), remat=remat, offload_activations=True)
+    step.init(params)
+    with pytest.raises(jaxferry.InputError, match=r"offload_activations=True needs a remat= that no plan changes"):
+        step.prepare(batch)

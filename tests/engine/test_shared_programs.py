@@ -1,5 +1,6 @@
 """Training steps of one model compile each program once, and free it with the last step that holds it."""
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -55,11 +56,11 @@ def trained(loss_fn, optimizer, **options):
 
 
 def test_a_step_with_another_plan_compiles_nothing(compiled):
-    first = trained(network(1.0), optax.adamw(1e-3), plan=plan_of(Mode.GFGB))
+    first = trained(network(1.25), optax.adamw(1.25e-3), plan=plan_of(Mode.GFGB))
     assert compiled
     compiled.clear()
     # The loss function and the optimizer are other objects, of equal content.
-    second = trained(network(1.0), optax.adamw(1e-3), plan=plan_of(Mode.RELOAD))
+    second = trained(network(1.25), optax.adamw(1.25e-3), plan=plan_of(Mode.RELOAD))
     assert compiled == []
     assert first[1] == second[1]
     np.testing.assert_array_equal(first[2]["a"]["w"], second[2]["a"]["w"])
@@ -162,12 +163,12 @@ def test_a_loss_function_is_traced_and_cut_once_for_all_steps(counted):
 
 
 def test_programs_live_as_long_as_the_loss_function(compiled):
-    loss_fn = network(1.0)
-    first = trained(loss_fn, optax.sgd(0.1), plan=plan_of(Mode.GFGB))[1:]
+    loss_fn = network(1.75)
+    first = trained(loss_fn, optax.sgd(0.175), plan=plan_of(Mode.GFGB))[1:]
     of_first = set(compiled)
     gc.collect()
     compiled.clear()
-    second = trained(loss_fn, optax.sgd(0.1), plan=plan_of(Mode.RELOAD))[1:]
+    second = trained(loss_fn, optax.sgd(0.175), plan=plan_of(Mode.RELOAD))[1:]
     # The update's programs belong to the optimizer, which is gone.
     assert {"jit_flat_update", "jit_forward", "jit_returned"} == of_first and compiled == ["jit_flat_update"]
     assert first[0] == second[0]
@@ -186,11 +187,65 @@ def test_what_changes_the_trace_is_traced_again(counted):
     assert len(traced) == 5
 
 
-def test_equal_values_of_another_type_are_traced_again(counted):
-    loss_fn, traced = counted
-    prepared_by(functools.partial(loss_fn, squared=True))
-    prepared_by(functools.partial(loss_fn, squared=1))
-    assert [squared for _, squared in traced] == [True, 1] and traced[1][1] is not True
+@pytest.mark.parametrize("values", [(1.0, 1, True), (0.0, -0.0)])
+def test_partials_are_functions_of_their_own(values):
+    """As for `jax.jit`: arguments that are equal may still be traced differently."""
+
+    def base(value, params, x):
+        scale = {bool: 2.0, int: 3.0, float: 4.0}[type(value)]
+        return np.copysign(scale, value) * network(1.0)(params, x)
+
+    for value in values:
+        loss_fn = functools.partial(base, value)
+        assert trained(loss_fn, optax.sgd(0.1))[1] == pytest.approx(float(loss_fn(PARAMS, BATCH)), rel=1e-6)
+
+
+def test_what_a_partial_holds_is_freed_with_it():
+    class Model:
+        scale = 1.0
+
+    def base(model, params, x):
+        return model.scale * network(1.0)(params, x)
+
+    model = Model()
+    held = weakref.ref(model)
+    trained(functools.partial(base, model), optax.sgd(0.1))
+    del model
+    gc.collect()
+    assert held() is None
+
+
+def test_a_policy_of_remat_may_be_any_object():
+    class Policy:
+        __hash__ = None
+
+        def __call__(self, *_, **__):
+            return False
+
+    expected = trained(network(1.0), optax.sgd(0.1))[1]
+    assert trained(network(1.0), optax.sgd(0.1), remat=Policy())[1] == pytest.approx(expected, rel=1e-6)
+
+
+@dataclasses.dataclass(eq=False)
+class Printed:
+    """A callback that prints alike whatever it computes."""
+
+    factor: float = dataclasses.field(repr=False)
+
+    def __call__(self, x):
+        return np.asarray(self.factor * x, np.float32)
+
+
+def test_callbacks_that_print_alike_are_different_programs():
+    callbacks = [Printed(1.0), Printed(5.0)]
+
+    def loss_fn(params, x):
+        for name, callback in zip(NAMES, (*callbacks, callbacks[0]), strict=True):
+            x = jnp.tanh(x @ params[name]["w"])
+            x = x + jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x))
+        return jnp.mean(x**2)
+
+    assert trained(loss_fn, optax.sgd(0.1))[1] == pytest.approx(float(loss_fn(PARAMS, BATCH)), rel=1e-5)
 
 
 def test_parameters_of_another_dtype_have_layers_of_their_own(counted):
