@@ -2,7 +2,8 @@
 
 GPT-2 124m, batch 4, sequence 128, AdamW, all layers GFGB. JaxFerry copies every parameter and gradient between two
 memory kinds, which on a CPU are the same memory; plain JAX copies nothing. Expected: at most 1.05 of the plain step.
-A second training step, with another plan, finds the first one's programs; the rest is tracing: at most 0.3 of it.
+A second training step of the same loss function, with another plan, finds the first one's trace and programs; the rest
+is its updates and its plan: at most 0.1 of it.
 
     python benchmarks/engine_overhead.py [--size 124m] [--repetitions 9]
 """
@@ -83,7 +84,7 @@ def run(size, batch_size, sequence, repetitions):
         "machine": measure.machine(),
         "model": {"name": f"GPT-2 {size}", "batch": batch_size, "sequence": sequence, "dtype": "float32"},
         "repetitions": repetitions,
-        "expected": {"step_ratio": 1.05, "num_programs": 8, "compile_ratio": 1.0, "other_plan_ratio": 0.3},
+        "expected": {"step_ratio": 1.05, "num_programs": 8, "compile_ratio": 1.0, "other_plan_ratio": 0.1},
         "step_ratio": measure.median_ratio(seconds["Ferry"], seconds["Plain"]),
         "plain_step_s": statistics.median(seconds["Plain"]),
         "jaxferry_step_s": statistics.median(seconds["Ferry"]),

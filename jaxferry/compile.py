@@ -200,7 +200,7 @@ class Compiler:
         model, known = self.model, self._known_layers
         given = (with_flags(self._loss_fn, flags), model.params, args, arrays)
         dtype, frozen = model.compute_dtype, model.optimizer.frozen
-        cuts = _CUTS.setdefault(traced_jaxpr(*given, compute_dtype=dtype, frozen=frozen), {})
+        cuts = _CUTS.setdefault(traced_jaxpr(*given, dtype, frozen), {})
         key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen)
         if key not in cuts:
             cuts[key] = _Cut(partition(*given, compute_dtype=dtype, layers=known, frozen=frozen))

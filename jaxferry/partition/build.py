@@ -138,21 +138,15 @@ def _trace(
 
 
 def traced_jaxpr(
-    function: Callable[..., Any],
-    params: Any,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    compute_dtype: Any = None,
-    frozen: Collection[int] = (),
+    function: Callable[..., Any], params: Any, args: Any, kwargs: Any, dtype: Any, frozen: Collection[int]
 ) -> core.ClosedJaxpr:
     """The jaxpr that `partition` cuts: the same object as long as the function, all shapes and JAX's settings are.
 
-    Args as for `partition`.
+    Args as for `partition`; `dtype` is its `compute_dtype`.
     """
     paths = ["/".join(path) for path in leaf_paths(params)]
-    abstract, _ = _abstract_params(params, paths, compute_dtype, frozen)
-    return known_jaxpr(function, abstract, args, kwargs or {})[0]
+    abstract, _ = _abstract_params(params, paths, dtype, frozen)
+    return known_jaxpr(function, abstract, args, kwargs)[0]
 
 
 def _copying_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
