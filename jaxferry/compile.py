@@ -217,7 +217,7 @@ class Compiler:
         arrays, flags = split_flags(kwargs)
         model = self.model
         return partition_forward(
-            functools.partial(function, **flags),
+            with_flags(function, flags),
             model.params,
             args,
             arrays,

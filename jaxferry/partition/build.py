@@ -188,8 +188,7 @@ def _cut_into_segments(
     early = cuts.find_cuts(graph, flow, group_of_leaf, is_early=True)
     choices = [stretches] if early == stretches else [stretches, early]
     built = [build_segments(graph, flow, derived, cut, made, layer_of_group) for cut in choices]
-    known: dict[Any, tuple[str, bool]] = {}
-    shared = [_share_programs(graph, segments, is_differentiated, known) for segments in built]
+    shared = [_share_programs(graph, segments, is_differentiated) for segments in built]
     segments = min(shared, key=lambda segments: len({segment.program for segment in segments}))
     prelude = prelude_with_views(flow)
     return ForwardPartition(
@@ -366,20 +365,9 @@ def _layer(group: int, group_of_leaf: Sequence[int], names: Sequence[str], trace
     return make_layer(name, leaves, paths, avals, traced.master_dtypes, traced.frozen, origins)
 
 
-def _share_programs(
-    graph: Graph, segments: Sequence[Segment], is_differentiated: bool, known: dict[Any, tuple[str, bool]]
-) -> list[Segment]:
-    """Gives equal segments the same program number; without differentiation, derivative rules are ignored.
-
-    `known` collects the keys of programs, for segments that another choice of cuts has as well.
-    """
-    keys = []
-    for segment in segments:
-        values = (segment.weights, segment.inputs, segment.nondiff_inputs, segment.outputs, segment.nondiff_outputs)
-        same = (tuple(map(id, segment.equations)), values)
-        if same not in known:
-            known[same] = _program_key(graph, segment, is_differentiated)
-        keys.append(known[same])
+def _share_programs(graph: Graph, segments: Sequence[Segment], is_differentiated: bool) -> list[Segment]:
+    """Gives equal segments the same program number; without differentiation, derivative rules are ignored."""
+    keys = [_program_key(graph, segment, is_differentiated) for segment in segments]
     numbers = {key: number for number, (key, _) in enumerate(dict.fromkeys(keys))}
     return [
         dataclasses.replace(segment, program=numbers[key], content=None if is_opaque else key)

@@ -179,13 +179,9 @@ def trace(
       kwargs: keyword arguments, likewise.
       keep_single: whether to keep calls of jitted functions that have one result, instead of inlining them.
     """
-
-    def call(leaves: list[Any], rest: list[Any]) -> Any:
-        more_args, more_kwargs = jax.tree.unflatten(rest_tree, rest)
-        return function(jax.tree.unflatten(params_tree, leaves), *more_args, **more_kwargs)
-
     leaves, params_tree = jax.tree.flatten(params)
     rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
+    call = _flat_call(lambda: function, params_tree, rest_tree)
     closed, out_shape = jax.make_jaxpr(call, return_shape=True)(leaves, rest)
     return graph_of(closed, len(leaves), jax.tree.structure(out_shape), keep_single)
 
@@ -227,7 +223,7 @@ def _known_call(function: Callable[..., Any], params_tree: Any, rest_tree: Any) 
     try:
         calls, reference = _CALLS.setdefault(owner, {}), weakref.ref(owner)
     except TypeError:
-        return _jitted(lambda: function, params_tree, rest_tree)
+        return jax.jit(_flat_call(lambda: function, params_tree, rest_tree))
 
     def living() -> Callable[..., Any]:
         found = reference()
@@ -235,15 +231,19 @@ def _known_call(function: Callable[..., Any], params_tree: Any, rest_tree: Any) 
         return with_flags(found, flags)
 
     key = (tuple(flags.items()), params_tree, rest_tree)
-    return calls[key] if key in calls else calls.setdefault(key, _jitted(living, params_tree, rest_tree))
+    if key not in calls:
+        calls[key] = jax.jit(_flat_call(living, params_tree, rest_tree))
+    return calls[key]
 
 
-def _jitted(function: Callable[[], Callable[..., Any]], params_tree: Any, rest_tree: Any) -> Any:
+def _flat_call(function: Callable[[], Callable[..., Any]], params_tree: Any, rest_tree: Any) -> Callable[..., Any]:
+    """`call(leaves, rest)` for the function that `function` returns, with its arguments flattened."""
+
     def call(leaves: list[Any], rest: list[Any]) -> Any:
         more_args, more_kwargs = jax.tree.unflatten(rest_tree, rest)
         return function()(jax.tree.unflatten(params_tree, leaves), *more_args, **more_kwargs)
 
-    return jax.jit(call)
+    return call
 
 
 def graph_of(
