@@ -310,7 +310,8 @@ def trained(num_steps, num_rounds):
         marks.append((of.plain_s(), stolen_s()))
 
     def make_step(policy):
-        steps[policy] = jaxferry.train_step(of.loss_fn, jaxferry.adamw(1e-4), policy=policy, profile=profile)
+        options = {"policy": policy, "profile": profile, "record_steps": num_steps}
+        steps[policy] = jaxferry.train_step(of.loss_fn, jaxferry.adamw(1e-4), **options)
         return steps[policy]
 
     compared = compare_policies(

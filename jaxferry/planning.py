@@ -12,6 +12,7 @@ from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.profiling.records import Profile
+from jaxferry.schedule import needed_bytes
 from jaxferry.simulate.report import predict, simulate
 
 __all__ = [
@@ -62,7 +63,11 @@ def plan_for(profile: Profile, policy: str, request: Request) -> Plan:
 
 
 def _plan_of(policy: str, profile: Profile, request: Request) -> Plan:
-    plan = make_policy(policy).plan(profile, request)
+    return _as_run(profile, make_policy(policy).plan(profile, request))
+
+
+def _as_run(profile: Profile, plan: Plan) -> Plan:
+    """The plan, with updates after all gradients where the profile demands it."""
     return dataclasses.replace(plan, updates=Updates.AFTER_ALL) if profile.updates_after_all else plan
 
 
@@ -75,7 +80,7 @@ class Comparison:
       plan: its plan, or None if none fits the budget.
       link_bytes: bytes over the host link in one step.
       gap: steady time divided by `Compared.lower_bound_s`, minus 1.
-      smallest_bytes: the smallest feasible budget, if no plan fits.
+      smallest_bytes: the smallest budget that accepts the plan; if no plan fits, the smallest feasible one.
       problem: the error's message, if no plan fits.
     """
 
@@ -91,7 +96,15 @@ class Comparison:
         if self.plan is None:
             return {"policy": self.policy, "fits": False, "smallest_budget_bytes": self.smallest_bytes}
         predicted = self.plan.predicted.to_json() if self.plan.predicted else {}
-        return {"policy": self.policy, "fits": True, **predicted, "link_bytes": self.link_bytes, "gap": self.gap}
+        budget = {"smallest_budget_bytes": self.smallest_bytes}
+        return {
+            "policy": self.policy,
+            "fits": True,
+            **predicted,
+            "link_bytes": self.link_bytes,
+            "gap": self.gap,
+            **budget,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +159,8 @@ def _compared(profile: Profile, request: Request, name: str, bound_s: float) -> 
     simulation = simulate(profile, plan)
     gap = simulation.steady_step_s / bound_s - 1 if bound_s > 0 else 0.0
     gap = 0.0 if abs(gap) < _ROUNDING else gap
-    return Comparison(name, dataclasses.replace(plan, predicted=simulation.predicted), simulation.link_bytes, gap)
+    predicted = dataclasses.replace(plan, predicted=simulation.predicted)
+    return Comparison(name, predicted, simulation.link_bytes, gap, needed_bytes(profile, plan))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +217,7 @@ def _sweep_point(
     profile: Profile, planner: Callable[[int | None], Plan], factor: float, budget: int | None
 ) -> SweepPoint:
     try:
-        return SweepPoint(factor, budget, predict(profile, planner(budget)))
+        return SweepPoint(factor, budget, predict(profile, _as_run(profile, planner(budget))))
     except BudgetError as error:
         return SweepPoint(factor, budget, None, error.smallest_bytes, str(error))
 

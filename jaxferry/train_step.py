@@ -167,6 +167,17 @@ class TrainStep:
         compiler = self._adopt(params)
         return compiler.model.new_state(compiler.model.masters(jax.tree.leaves(params)), compiler.layers)
 
+    def declare(self, params: Any) -> None:
+        """States the model's parameters without making a state, so that `prepare` can be called for a plan alone.
+
+        Args:
+          params: the model's tree of parameters; shapes are enough.
+
+        Raises:
+          InputError: as for `init`.
+        """
+        self._adopt(params)
+
     def init_from(self, init_fn: Callable[[Any], Any], rng: Any) -> TrainState:
         """Initialises a model that fits into no single memory: runs `init_fn(rng)` layer by layer on the CPU.
 
@@ -214,6 +225,10 @@ class TrainStep:
         Args:
           *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
+
+        Raises:
+          BudgetError: if no plan fits into `memory_budget`.
+          StateError: if the model is not known yet: call `init`, `init_from`, `restore` or `declare` first.
         """
         return self.compiler.prepare(args, kwargs)
 
@@ -388,7 +403,7 @@ class TrainStep:
           StateError: if there is no model yet.
         """
         if self._compiler is None:
-            raise StateError("this step has no model yet: call init, init_from or restore first")
+            raise StateError("this step has no model yet: call init, init_from, restore or declare first")
         return self._compiler
 
     def _check(self, state: TrainState) -> None:

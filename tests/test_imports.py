@@ -38,6 +38,7 @@ LAYERS = (
     ("compile",),
     ("train_step",),
     ("compare",),
+    ("dry_run",),
     ("report",),
     ("cli",),
     ("__main__",),

@@ -1,5 +1,6 @@
 """`jaxferry bench`: trains a model under several policies and compares measured with predicted steps."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ import optax
 import typer
 
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, read_budget
-from jaxferry.cli.model import ModelName, call_model, make_optimizer, read_dtype, user_code
+from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype, user_code
 from jaxferry.cli.step_options import (
     ComputeDtype,
     MemoryBudget,
@@ -20,13 +21,14 @@ from jaxferry.cli.step_options import (
     Seed,
 )
 from jaxferry.compare import Comparison, compare_policies
-from jaxferry.engine import TrainState
+from jaxferry.dry_run import DryRun, dry_run
+from jaxferry.errors import InputError
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.records import write_json
 from jaxferry.report.plots import plot_format
-from jaxferry.report.tables import bench_lines, bench_table
+from jaxferry.report.tables import bench_lines, bench_table, dry_run_table
 from jaxferry.report.timelines import plot_timelines
 from jaxferry.train_step import TrainStep, train_step
 
@@ -47,6 +49,9 @@ def bench(
         Path | None, typer.Option(metavar="PROFILE.json", help="The profile to plan with; default: measure one.")
     ] = None,
     optimizer: Optimizer = "adamw",
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Prepare each policy's step and print its prediction; train nothing.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=4, help="Consecutive steps per round.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, after one warm-up round.")] = 3,
     one_at_a_time: Annotated[
@@ -66,9 +71,14 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Trains the model on its first batch."""
+    """Trains the model on its first batch. With --dry, parameters and batch may be shapes."""
+    if plot is not None and dry:
+        raise InputError("--plot draws measured steps, and --dry measures none: give one of them")
     if plot is not None:
         plot_format(plot)
+    names = policy or _DEFAULT_POLICIES
+    for name in names:
+        make_policy(name)  # rejects unknown policies before anything is measured
     options: dict[str, Any] = {
         "memory_budget": read_budget(memory_budget),
         "reserve_factor": reserve_factor,
@@ -77,45 +87,60 @@ def bench(
         "offload_activations": offload_activations,
         "record_steps": steps,
     }
-    rules = {"num_steps": steps, "num_rounds": rounds, "one_at_a_time": one_at_a_time}
-    compared = _compared(model, policy or _DEFAULT_POLICIES, profile, make_optimizer(optimizer), seed, options, rules)
-    document: dict[str, Any] = {**compared.to_json(), "model": model, "optimizer": optimizer}
+    given = None if profile is None else Profile.load(profile)
+    with user_code(model):
+        subject = _Subject(make_optimizer(optimizer), call_model(model), options)
+        if not dry:
+            subject.user.check_is_whole()
+        planned = given or subject.measure()
+        with naming(*(() if profile is None else (profile,))):
+            if dry:
+                result: Comparison | DryRun = subject.dry_run(names, planned)
+            else:
+                rules = {"num_steps": steps, "num_rounds": rounds, "one_at_a_time": one_at_a_time}
+                result = subject.train(names, planned, seed, rules)
+    document: dict[str, Any] = {**result.to_json(), "model": model, "optimizer": optimizer}
     if output is not None:
         write_json(output, document)
-    if plot is not None:
-        plot_timelines(compared, plot)
+    if plot is not None and isinstance(result, Comparison):
+        plot_timelines(result, plot)
     if as_json:
         print_json(document)
     else:
-        print_report(bench_table(compared), *bench_lines(compared))
+        print_report(dry_run_table(result) if isinstance(result, DryRun) else bench_table(result), *bench_lines(result))
 
 
-def _compared(
-    model: str,
-    policies: Sequence[str],
-    profile: Path | None,
-    optimizer: optax.GradientTransformation,
-    seed: int,
-    options: Mapping[str, Any],
-    rules: Mapping[str, Any],
-) -> Comparison:
-    """Trains the model under each policy; `options` are those of `train_step`, `rules` those of `compare_policies`."""
-    for name in policies:
-        make_policy(name)  # rejects unknown policies before anything is measured
-    known = None if profile is None else Profile.load(profile)
-    with user_code(model):
-        user = call_model(model)
-        user.check_is_whole()
-    batch = user.batch_of(0)
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    """What the steps of all policies have in common.
 
-    def make_step(policy: str | None, planned: Profile | str = "measure") -> TrainStep:
-        return train_step(user.loss_fn, optimizer, policy=policy, profile=planned, **options)
+    Attributes:
+      optimizer: the optimizer.
+      user: the model.
+      options: those of `train_step`, without policy and profile.
+    """
 
-    def new_state(step: TrainStep) -> TrainState:
-        return user.new_state(step, seed)
+    optimizer: optax.GradientTransformation
+    user: UserModel
+    options: Mapping[str, Any]
 
-    with user_code(model):
-        measured = make_step(None).measure(user.shapes(), batch) if known is None else known
-        planned = functools.partial(make_step, planned=measured)
-        with progress_bar("training") as report, naming(*(() if profile is None else (profile,))):
-            return compare_policies(policies, measured, planned, new_state, batch, report=report, **rules)
+    def measure(self) -> Profile:
+        """Measures the profile to plan with."""
+        return self._step(None, "measure").measure(self.user.shapes(), self.user.batch_of(0))
+
+    def dry_run(self, policies: Sequence[str], profile: Profile) -> DryRun:
+        """Prepares a step under each policy."""
+        make_step = functools.partial(self._step, profile=profile)
+        with progress_bar("preparing") as report:
+            return dry_run(policies, profile, make_step, self.user.shapes(), self.user.batch_of(0), report=report)
+
+    def train(self, policies: Sequence[str], profile: Profile, seed: int, rules: Mapping[str, Any]) -> Comparison:
+        """Trains under each policy; `rules` are those of `compare_policies`."""
+        make_step = functools.partial(self._step, profile=profile)
+        new_state = functools.partial(self.user.new_state, seed=seed)
+        with progress_bar("training") as report:
+            batch = self.user.batch_of(0)
+            return compare_policies(policies, profile, make_step, new_state, batch, report=report, **rules)
+
+    def _step(self, policy: str | None, profile: Profile | str) -> TrainStep:
+        return train_step(self.user.loss_fn, self.optimizer, policy=policy, profile=profile, **self.options)

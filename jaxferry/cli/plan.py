@@ -13,6 +13,7 @@ from jaxferry.plan.registry import make_policy, policies
 from jaxferry.planning import Compared, compare, plan_for
 from jaxferry.profiling.records import Profile
 from jaxferry.report.tables import comparison_lines, comparison_table, plan_table, prediction_lines
+from jaxferry.schedule import needed_bytes
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +55,7 @@ def plan(
     if compare_all:
         _print_comparison(compared, as_json)
     elif made is not None:
-        _print_plan(made, as_json)
+        _print_plan(made, known, as_json)
 
 
 def _print_comparison(compared: Compared, as_json: bool) -> None:
@@ -64,8 +65,8 @@ def _print_comparison(compared: Compared, as_json: bool) -> None:
         print_report(comparison_table(compared), *comparison_lines(compared))
 
 
-def _print_plan(made: Plan, as_json: bool) -> None:
+def _print_plan(made: Plan, profile: Profile, as_json: bool) -> None:
     if as_json:
         print_json(made.to_json())
     else:
-        print_report(plan_table(made), *prediction_lines(made))
+        print_report(plan_table(made), *prediction_lines(made, needed_bytes(profile, made)))

@@ -1,5 +1,6 @@
 """`jaxferry profile`: measures or estimates the costs of a model's layers on a machine."""
 
+import dataclasses
 import pathlib
 from typing import Annotated
 
@@ -106,7 +107,7 @@ def measure_model(
         known = call_model(model)
         step = train_step(known.loss_fn, update, compute_dtype=dtype, remat=remat, transport=transport)
         made = step.measure(known.shapes(), known.batch_of(0))
-    return Profile({**made.machine, "model": model, "optimizer": optimizer}, made.layers)
+    return dataclasses.replace(made, machine={**made.machine, "model": model, "optimizer": optimizer})
 
 
 def _print(made: Profile) -> None:

@@ -5,7 +5,8 @@ import itertools
 import rich.markup
 from rich.table import Table
 
-from jaxferry.compare import Comparison, ratio
+from jaxferry.compare import Comparison, plan_counts, ratio
+from jaxferry.dry_run import DryRun
 from jaxferry.plan.records import Plan
 from jaxferry.planning import Compared, SweepPoint
 from jaxferry.simulate.report import CHAIN_STEPS, Simulation
@@ -23,8 +24,8 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
-def prediction_lines(plan: Plan) -> list[str]:
-    """Returns the plan's prediction, gap and binding constraint."""
+def prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
+    """Returns the plan's prediction, the least memory budget that accepts it, its gap and its binding constraint."""
     lines = []
     if plan.predicted is not None:
         predicted = plan.predicted
@@ -33,6 +34,11 @@ def prediction_lines(plan: Plan) -> list[str]:
             f"steady step {format_seconds(predicted.steady_step_s)}, "
             f"peak device memory {format_bytes(predicted.peak_device_bytes)}"
         )
+        if needed_bytes > predicted.peak_device_bytes:
+            lines.append(
+                f"needs a memory budget of {format_bytes(needed_bytes)} ({needed_bytes} bytes): so much may be held at "
+                "once if transfers take longer than predicted"
+            )
     if "gap" in plan.details:
         gap, objective = plan.details["gap"], plan.details["objective"]
         lines.append(f"objective {objective}: {gap:.2%} above the proven lower bound for plans of GFGB, DHA and DFGB")
@@ -126,7 +132,22 @@ def bench_table(compared: Comparison) -> Table:
     return table
 
 
-def bench_lines(compared: Comparison) -> list[str]:
+def dry_run_table(dry: DryRun) -> Table:
+    """Returns the step that each policy would run."""
+    heads = ("forward", "step", "steady step", "own bound", "peak device", "modes")
+    table = _table("policy", *heads, title="policies, not trained")
+    for row in dry.rows:
+        if row.plan is None or row.plan.predicted is None:
+            table.add_row(row.policy, "-", "-", "-", "-", f"needs {format_bytes(row.smallest_bytes)}", "-")
+            continue
+        predicted = row.plan.predicted
+        times_s = (predicted.forward_s, predicted.step_s, predicted.steady_step_s, row.own_bound_s)
+        modes = ", ".join(f"{count} {mode}" for mode, count in plan_counts(row.plan).items())
+        table.add_row(row.policy, *map(format_seconds, times_s), format_bytes(row.peak_device_bytes), modes)
+    return table
+
+
+def bench_lines(compared: Comparison | DryRun) -> list[str]:
     """Explains the bounds."""
     works = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in compared.work_s.items())
     return [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import weakref
 
 import optax
@@ -66,6 +67,51 @@ def test_a_report_shows_a_bench_again(bench, jaxferry, tmp_path):
     assert again["rows"] == document["rows"]
 
 
+@pytest.fixture
+def measured(jaxferry, user_model, tmp_path):
+    path = tmp_path / "measured.json"
+    result = jaxferry("profile", "--model", user_model("shapes"), "--remat", "none", "-o", path)
+    assert result.status == 0, result.err
+    return path
+
+
+def dry(jaxferry, user_model, *options):
+    """Runs `bench --dry` on a model of shapes, which cannot be trained; returns its JSON."""
+    result = jaxferry("bench", "--dry", "--model", user_model("shapes"), *options, "--json")
+    assert result.status == 0, result.err
+    return json.loads(result.out)
+
+
+def test_a_dry_run_shows_the_plans_that_plan_shows(jaxferry, user_model, measured, tmp_path):
+    path = tmp_path / "dry.json"
+    options = ("--profile", measured, "--policy", "memferry", "--policy", "l2l", "--policy", "auto")
+    document = dry(jaxferry, user_model, *options, "-o", path)
+    assert read_json(path) == document
+    assert [row["policy"] for row in document["rows"]] == ["memferry", "l2l", "auto"]
+    assert document["work_s"] == works_s(Profile.load(measured))
+    for row in document["rows"]:
+        assert row["plan"] == json.loads(jaxferry("plan", measured, "--policy", row["policy"], "--json").out)
+        assert row["own_bound_s"] <= row["plan"]["predicted"]["steady_step_s"]
+        assert sum(row["modes"].values()) == 6
+
+
+def test_a_dry_run_shows_the_plan_within_a_budget(jaxferry, user_model, measured):
+    free = dry(jaxferry, user_model, "--profile", measured, "--policy", "exact")["rows"][0]["peak_device_bytes"]
+    limits = ("--policy", "auto", "--memory-budget", free)
+    [row] = dry(jaxferry, user_model, "--profile", measured, *limits)["rows"]
+    assert row["plan"] == json.loads(jaxferry("plan", measured, *limits, "--json").out)
+    assert row["peak_device_bytes"] <= free
+
+
+def test_a_dry_run_measures_where_no_profile_is_given_and_says_what_does_not_fit(jaxferry, user_model):
+    [row] = dry(jaxferry, user_model, "--policy", "exact", "--memory-budget", 1000)["rows"]
+    assert not row["fits"] and row["smallest_budget_bytes"] > 1000
+    given = ("--model", user_model("shapes"), "--policy", "exact")
+    assert "needs" in jaxferry("bench", "--dry", *given, "--memory-budget", 1000).out
+    shown = jaxferry("bench", "--dry", *given).out
+    assert "policies, not trained" in shown and "own bound" in shown and re.search(r"\d (DHA|DFGB|GFGB)", shown)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -88,6 +134,7 @@ def test_a_report_refuses_what_is_no_bench(refused, tmp_path, content, message):
     [
         (("--policy", "best"), "unknown policy 'best'"),
         (("--profile", "none.json"), "cannot read none.json"),
+        (("--dry", "--plot", "lanes.png"), "--plot draws measured steps, and --dry measures none"),
         (("--plot", "lanes.txt"), "a plot's name must end in .png, .pdf, .svg"),
         (("--steps", 2), "--steps"),
         (("--optimizer", "best"), "--optimizer must be one of"),

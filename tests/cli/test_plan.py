@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -39,6 +40,20 @@ def test_the_table_names_modes_prediction_and_gap(jaxferry, profile):
 def test_auto_says_what_binds(jaxferry, profile):
     result = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", "113MB")
     assert "binding constraint: memory" in result.out
+
+
+def test_a_plan_whose_transfers_could_be_late_says_which_budget_it_needs(jaxferry, refused, tmp_path):
+    path = tmp_path / "profile.json"
+    transformer(4, seed=1).save(path)
+    given = ("plan", path, "--policy", "memferry", "--reserve-factor", "0.6")
+    shown = jaxferry(*given).out
+    [needed_bytes] = map(int, re.findall(r"needs a memory budget of .* \((\d+) bytes\)", shown))
+    plan = Plan.from_json(json.loads(jaxferry(*given, "--json").out))
+    assert plan.predicted.peak_device_bytes < needed_bytes
+    within = json.loads(jaxferry(*given, "--memory-budget", needed_bytes, "--json").out)
+    assert Plan.from_json(within).modes == plan.modes
+    assert "smallest feasible" in refused(*given, "--memory-budget", needed_bytes - 1)
+    assert "needs a memory budget" not in jaxferry("plan", path, "--policy", "zero-offload").out
 
 
 def test_compare_prints_every_policy(jaxferry, profile):

@@ -1,5 +1,6 @@
 """`jaxferry tune`."""
 
+import dataclasses
 import decimal
 import json
 import re
@@ -8,7 +9,7 @@ import pytest
 
 from jaxferry.cli.tune import read_range
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.plan.records import LayerPlan, Plan, Predicted
+from jaxferry.plan.records import LayerPlan, Plan, Predicted, Updates
 from jaxferry.planning import SweepPoint, knee, make_plan
 from jaxferry.profiling.records import Profile
 from jaxferry.report.plots import sweep_figure
@@ -44,6 +45,14 @@ def test_the_knee_s_plan_and_a_plot_are_written(jaxferry, profile, tmp_path):
     assert "knee: reserve factor" in result.out
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert Plan.load(output).predicted is not None
+
+
+def test_the_knee_s_plan_states_when_updates_run(jaxferry, tmp_path):
+    path, output = tmp_path / "profile.json", tmp_path / "plan.json"
+    dataclasses.replace(transformer(6), updates_after_all=True).save(path)
+    assert jaxferry("tune", path, "--policy", "memferry", "--reserve-factor", "1", "-o", output).status == 0
+    assert Plan.load(output) == make_plan(Profile.load(path), "memferry", reserve_factor=1.0)
+    assert Plan.load(output).updates is Updates.AFTER_ALL
 
 
 def test_the_knee_is_where_more_memory_stops_paying():

@@ -196,8 +196,8 @@ def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatc
     for _ in range(5):
         state, _ = step(state, batch)
     state.block_until_ready()
-    took_s = time.perf_counter() - began_s
     run = step.recorded()
+    took_s = time.perf_counter() - began_s
     assert run.schedule.steps == 3 and {task.kind for task in run.schedule.tasks} >= {Kind.LOAD, Kind.UPDATE}
     for index, (task, start, end) in enumerate(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)):
         assert 0 <= start <= end <= took_s

@@ -266,10 +266,10 @@ class TestMarks(MarkSuite):
         library.emulation_seed(5)
         began_s = time.perf_counter()
         step, state, loss = train(12, 3)
+        run = step.recorded()
         took_s = time.perf_counter() - began_s
         assert loss == expected[1]
         assert_same_bits(state.params, expected[0].params)
-        run = step.recorded()
         assert run.schedule.steps == 3
         check_times(run)
         assert max(run.ends_s) <= took_s
