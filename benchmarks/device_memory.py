@@ -42,8 +42,17 @@ import bert
 
 import measure
 import model as gpt2
-from jaxferry.choice import choose_plan
-from jaxferry.engine import derivatives_of, lower, lower_traced, make_placement, peak_bytes, trace_program
+from jaxferry.choice import choose_plan, planning_profile
+from jaxferry.engine import (
+    RematVariants,
+    derivatives_of,
+    lower,
+    lower_traced,
+    make_placement,
+    peak_bytes,
+    trace_program,
+)
+from jaxferry.options import Options
 from jaxferry.partition import partition
 from native.compile_for_gpu import compile_lowered
 from native.cuda_library import cuda_library
@@ -68,17 +77,9 @@ def models():
 
 def measure_policy(parts, derivatives, policy, reserve_factor, temporary_bytes):
     """Returns the row of one policy; `temporary_bytes` caches the programs' temporary memory."""
-    plan, profile = choose_plan(
-        parts,
-        derivatives,
-        plan=None,
-        policy=policy,
-        profile=None,
-        device_kind=DEVICE_KIND,
-        reserve_factor=reserve_factor,
-        memory_budget_bytes=None,
-        remat="none",
-    )
+    options, variants = Options(policy=policy, reserve_factor=reserve_factor), RematVariants(parts, "none")
+    profile = planning_profile(variants, options, None, DEVICE_KIND)
+    plan = choose_plan(variants, options, profile)
     program, placement = lower(parts, derivatives, plan, profile), make_placement()
     for key in program.keys:
         if key not in temporary_bytes:

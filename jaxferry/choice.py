@@ -6,14 +6,14 @@ import dataclasses
 import warnings
 
 from jaxferry.engine import RematVariants
-from jaxferry.engine.facts import with_program_facts
+from jaxferry.engine.facts import with_program_facts, without_times
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
 from jaxferry.options import Options
-from jaxferry.partition import AUTO
+from jaxferry.partition import AUTO, Partition
 from jaxferry.plan.base import Request
-from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder, Updates
-from jaxferry.planning import plan_for, with_update_order
+from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
+from jaxferry.planning import as_run, plan_for, with_update_order
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.records import Profile
@@ -30,15 +30,45 @@ def needs_times(policy: str | None) -> bool:
     return policy is not None and policy not in _WITHOUT_TIMES
 
 
-def choose_plan(
+def planning_profile(
     variants: RematVariants,
     options: Options,
-    profile: Profile | None,
+    given: Profile | None,
     device_kind: str,
-    updates_after_all: bool,
+    updates_after_all: bool = False,
     staging_bytes: int = 0,
-) -> tuple[Plan, Profile | None]:
-    """Chooses the modes of the segments; returns the plan and the profile behind it, if any.
+) -> Profile:
+    """The profile that a step is planned and lowered with, with the facts of its programs.
+
+    Without a given profile, it is estimated by roofline if a policy is to choose the plan. Otherwise it has sizes only.
+
+    Args:
+      variants: the segments and their derivatives.
+      options: those of the training step.
+      given: the user's own or measured profile, or None.
+      device_kind: the device's own name, such as `"NVIDIA H200"`.
+      updates_after_all: whether updates wait for all gradients under any plan.
+      staging_bytes: device memory that transfers need besides the moved bytes.
+
+    Raises:
+      InputError: if the given profile is for another model.
+    """
+    parts = variants.base
+    if given is not None:
+        _check_names("profile", given, parts)
+        profile = given
+    elif options.plan is None and _policy_of(options) is not None:
+        machine = MACHINES[_machine_of(device_kind)]
+        profile = estimate_profile(partition_costs(parts, None), machine, {"device": device_kind})
+    else:
+        profile = without_times(parts)
+    is_offloaded = options.offload_activations
+    profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
+    return dataclasses.replace(profile, updates_after_all=updates_after_all)
+
+
+def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan:
+    """Chooses the modes of the segments.
 
     A given plan is used for exactly these segments. Without plan and policy, every layer is loaded once (GFGB), and the
     reserve factor alone chooses gradients. If no plan of a policy fits into the memory budget, the policy plans for its
@@ -47,49 +77,37 @@ def choose_plan(
     Args:
       variants: the segments and their derivatives.
       options: those of the training step.
-      profile: the profile to plan with; None estimates one by roofline if the policy needs one.
-      device_kind: the device's own name, such as `"NVIDIA H200"`.
-      updates_after_all: whether updates wait for all gradients under any plan.
-      staging_bytes: device memory that transfers need besides the moved bytes.
+      profile: from `planning_profile`.
 
     Raises:
-      InputError: if the plan or the profile is for another model, or the policy does not exist.
+      InputError: if the plan is for another model, or the policy does not exist.
     """
-    names = [segment.name for segment in variants.base.segments]
-    policy = options.policy
-    if policy is None and options.reserve_factor is not None and options.reserve_factor < 1:
-        policy = "native-overlapped"
-    if profile is None and options.plan is None and policy is not None:
-        machine = MACHINES[_machine_of(device_kind)]
-        profile = estimate_profile(partition_costs(variants.base, None), machine, {"device": device_kind})
-    if profile is not None:
-        _check_names("profile", [layer.name for layer in profile.layers], names)
-        is_offloaded = options.offload_activations
-        profile = with_program_facts(profile, variants.base, variants.derivatives, is_offloaded, staging_bytes)
-        profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
+    parts, policy = variants.base, _policy_of(options)
     if options.plan is not None:
-        _check_names("plan", [layer.name for layer in options.plan.layers], names)
-        return _with_updates(options.plan, profile, updates_after_all), profile
-    if policy is None or profile is None:
-        layers = tuple(LayerPlan(name, Mode.GFGB) for name in names)
+        _check_names("plan", options.plan, parts)
+        return _as_run(options.plan, profile)
+    if policy is None:
+        layers = tuple(LayerPlan(segment.name, Mode.GFGB) for segment in parts.segments)
         plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
-        plan = plan if profile is None else with_update_order(profile, plan)
-        return _with_updates(plan, profile, updates_after_all), profile
-    profile = profile.only_recomputing([segment.remat == AUTO for segment in variants.base.segments])
+        return _as_run(with_update_order(profile, plan), profile)
+    profile = profile.only_recomputing([segment.remat == AUTO for segment in parts.segments])
     request = Request(options.reserve_factor, options.memory_budget_bytes)
     try:
-        return plan_for(profile, policy, request), profile
+        return plan_for(profile, policy, request)
     except BudgetError as error:
-        leanest = dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes)
-        return plan_for(profile, policy, leanest), profile
+        return plan_for(profile, policy, dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes))
 
 
-def _with_updates(plan: Plan, profile: Profile | None, after_all: bool) -> Plan:
-    """The plan, with updates after all gradients where they must wait."""
-    if not after_all or plan.updates is Updates.AFTER_ALL:
-        return plan
-    plan = dataclasses.replace(plan, updates=Updates.AFTER_ALL)
-    return plan if profile is None else with_update_order(profile, plan)
+def _policy_of(options: Options) -> str | None:
+    if options.policy is None and options.reserve_factor is not None and options.reserve_factor < 1:
+        return "native-overlapped"
+    return options.policy
+
+
+def _as_run(plan: Plan, profile: Profile) -> Plan:
+    """The plan, with updates after all gradients where they must wait, and then in the better order."""
+    changed = as_run(profile, plan)
+    return with_update_order(profile, changed) if changed != plan and profile.has_times else changed
 
 
 def _machine_of(device_kind: str) -> str:
@@ -105,10 +123,11 @@ def _machine_of(device_kind: str) -> str:
     return DEFAULT_MACHINE
 
 
-def _check_names(what: str, given: list[str], segments: list[str]) -> None:
-    if given != segments:
-        differing = next((n for n in [*segments, *given] if n not in segments or n not in given), "their order")
+def _check_names(what: str, given: Plan | Profile, parts: Partition) -> None:
+    names, segments = [layer.name for layer in given.layers], [segment.name for segment in parts.segments]
+    if names != segments:
+        differing = next((n for n in [*segments, *names] if n not in segments or n not in names), "their order")
         raise InputError(
-            f"the {what} is for another model: it has {len(given)} layers, the model {len(segments)} segments, and "
+            f"the {what} is for another model: it has {len(names)} layers, the model {len(segments)} segments, and "
             f"they differ in {differing!r}"
         )

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jaxferry.choice import choose_plan, needs_times
+from jaxferry.choice import choose_plan, needs_times, planning_profile
 from jaxferry.engine import (
     Evaluator,
     Norms,
@@ -41,7 +41,6 @@ from jaxferry.engine import (
     summable_groups,
     with_sums,
 )
-from jaxferry.engine.facts import with_program_facts, without_times
 from jaxferry.errors import InputError
 from jaxferry.measure.profile import measure_profile
 from jaxferry.model import Model
@@ -174,7 +173,8 @@ class Compiler:
         if key not in self._prepared:
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
             variants, programs = self._variants(args, kwargs)
-            plan, profile = self._plan(variants, programs)
+            profile = self._profile(variants, programs)
+            plan = choose_plan(variants, self._options, profile)
             resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
             compiler = _StepCompiler(variants, programs, profile, resources, self._options)
             self._prepared[key] = compiler.compile(plan)
@@ -249,16 +249,19 @@ class Compiler:
         is_by_layer = self.model.optimizer.is_by_layer(parts.layers)
         return rules_of(self._options).need_all_gradients or not is_by_layer
 
-    def _plan(self, variants: RematVariants, programs: Programs) -> tuple[Plan, Profile | None]:
-        options = self._options
-        profile = options.profile
-        if profile == MEASURE or (profile is None and needs_times(options.policy)):
-            profile = self._measured(variants, programs)
-        known = profile if isinstance(profile, Profile) else None
-        updates_after_all = self._needs_all_gradients(variants.base)
-        staging_bytes = self._transport_of(variants.base.layers).staging_bytes
-        device_kind = self._shared.placement.device_kind
-        return choose_plan(variants, options, known, device_kind, updates_after_all, staging_bytes)
+    def _profile(self, variants: RematVariants, programs: Programs) -> Profile:
+        """The profile to plan and lower with: the user's own, measured, estimated, or of sizes only."""
+        options, given = self._options, self._options.profile
+        if given == MEASURE or (given is None and needs_times(options.policy)):
+            given = self._measured(variants, programs)
+        return planning_profile(
+            variants,
+            options,
+            given if isinstance(given, Profile) else None,
+            self._shared.placement.device_kind,
+            self._needs_all_gradients(variants.base),
+            self._transport_of(variants.base.layers).staging_bytes,
+        )
 
     def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
         remat = self._options.remat
@@ -315,16 +318,11 @@ class _StepCompiler:
         self,
         variants: RematVariants,
         programs: Programs,
-        profile: Profile | None,
+        profile: Profile,
         resources: Resources,
         options: Options,
     ) -> None:
-        self._variants, self._programs = variants, programs
-        parts, is_offloaded = variants.base, options.offload_activations
-        staging_bytes = resources.transport.staging_bytes
-        sizes = without_times(parts)
-        known = profile or with_program_facts(sizes, parts, variants.derivatives, is_offloaded, staging_bytes)
-        self._profile, self._has_times = known, profile is not None
+        self._variants, self._programs, self._profile = variants, programs, _recomputable(profile)
         self._resources, self._options = resources, options
 
     def compile(self, plan: Plan) -> Prepared:
@@ -332,9 +330,9 @@ class _StepCompiler:
         program = self._fitted(plan)
         if program.plan != plan:
             # The budget has changed the plan, so the other order of updates may be faster now.
-            ordered = with_update_order(_recomputable(self._profile, program.plan), program.plan)
+            ordered = with_update_order(self._profile, program.plan)
             program = self._lower(ordered).with_sums_of(program.summed)
-        if self._has_times or program.plan != plan:
+        if self._profile.has_times or program.plan != plan:
             program = self._predicted(program)
         keys = self._keys(program)
         self._programs.require(keys)
@@ -347,8 +345,8 @@ class _StepCompiler:
 
     def _predicted(self, program: StepProgram) -> StepProgram:
         """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
-        profile = _recomputable(self._profile, program.plan)
-        predicted = simulate_schedule(profile, program.schedule).predicted if self._has_times else None
+        profile = self._profile
+        predicted = simulate_schedule(profile, program.schedule).predicted if profile.has_times else None
         return dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
 
     def _first(self, runnable: RunnableStep) -> RunnableStep:
@@ -380,7 +378,7 @@ class _StepCompiler:
 
     def _lower(self, plan: Plan) -> StepProgram:
         parts, is_offloaded = self._variants.of(plan.recomputes), self._options.offload_activations
-        return lower(parts, self._variants.derivatives, plan, _recomputable(self._profile, plan), is_offloaded)
+        return lower(parts, self._variants.derivatives, plan, self._profile, is_offloaded)
 
     def _keys(self, program: StepProgram) -> list[Any]:
         return with_sums(program.keys) if self._options.accumulate > 1 else program.keys
@@ -412,13 +410,13 @@ def _check_fixed_remat(parts: Partition, plan: Plan | None) -> None:
             )
 
 
-def _recomputable(profile: Profile, plan: Plan) -> Profile:
-    """The profile with estimated recomputation costs for layers that the plan recomputes and the profile omits."""
+def _recomputable(profile: Profile) -> Profile:
+    """The profile with estimated recomputation costs for the layers that state none."""
     layers = tuple(
-        dataclasses.replace(layer, recompute_s=layer.forward_s, recompute_activation_bytes=layer.activation_bytes)
-        if recomputes and not layer.can_recompute
-        else layer
-        for layer, recomputes in zip(profile.layers, plan.recomputes, strict=True)
+        layer
+        if layer.can_recompute
+        else dataclasses.replace(layer, recompute_s=layer.forward_s, recompute_activation_bytes=layer.activation_bytes)
+        for layer in profile.layers
     )
     return dataclasses.replace(profile, layers=layers)
 

@@ -19,6 +19,7 @@ __all__ = [
     "Compared",
     "Comparison",
     "SweepPoint",
+    "as_run",
     "compare",
     "knee",
     "make_plan",
@@ -63,11 +64,11 @@ def plan_for(profile: Profile, policy: str, request: Request) -> Plan:
 
 
 def _plan_of(policy: str, profile: Profile, request: Request) -> Plan:
-    return _as_run(profile, make_policy(policy).plan(profile, request))
+    return as_run(profile, make_policy(policy).plan(profile, request))
 
 
-def _as_run(profile: Profile, plan: Plan) -> Plan:
-    """The plan, with updates after all gradients where the profile demands it."""
+def as_run(profile: Profile, plan: Plan) -> Plan:
+    """The plan, with updates after all gradients if the profile says that they wait for them."""
     return dataclasses.replace(plan, updates=Updates.AFTER_ALL) if profile.updates_after_all else plan
 
 
@@ -217,7 +218,7 @@ def _sweep_point(
     profile: Profile, planner: Callable[[int | None], Plan], factor: float, budget: int | None
 ) -> SweepPoint:
     try:
-        return SweepPoint(factor, budget, predict(profile, _as_run(profile, planner(budget))))
+        return SweepPoint(factor, budget, predict(profile, as_run(profile, planner(budget))))
     except BudgetError as error:
         return SweepPoint(factor, budget, None, error.smallest_bytes, str(error))
 

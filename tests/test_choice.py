@@ -42,7 +42,7 @@ def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy)
     with pytest.raises(BudgetError) as caught:
         make_plan(profile, policy, memory_budget_bytes=1)
     options = Options(policy=policy, memory_budget_bytes=1)
-    plan, _ = choose_plan(RematVariants(parts, "none"), options, profile, "cpu", updates_after_all=False)
+    plan = choose_plan(RematVariants(parts, "none"), options, profile)
     assert plan.predicted is not None
     assert plan.predicted.peak_device_bytes == caught.value.smallest_bytes
     assert Mode.RESIDENT not in plan.modes

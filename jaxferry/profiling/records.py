@@ -276,6 +276,8 @@ class Profile:
       machine: free-form facts about the machine, JSON values by name.
       layers: at least one layer; names are unique; entries of one parameter group agree on `param_bytes` and
         `has_gradient`; only the last one may have `fused_backward`, and it has a backward; some layer has a gradient.
+        `save_bytes` and `fetch_bytes` have the same sum; what returns for a layer's backward left after its own forward
+        or a later one.
       updates_after_all: whether updates wait for all gradients under any plan, as with clipping, accumulation or an
         optimizer that looks at all parameters at once.
 
@@ -315,6 +317,22 @@ class Profile:
             raise InputError("layers: at least one must have a gradient (has_gradient)")
         if not self.layers[-1].has_backward:
             raise InputError(f'layer "{self.layers[-1].name}": the last layer must have a backward (has_backward)')
+        self._check_crossings()
+
+    def _check_crossings(self) -> None:
+        """Checks that all values that leave for host memory return, none before it has left."""
+        left = returned = 0
+        for layer in reversed(self.layers):
+            left, returned = left + layer.save_bytes, returned + layer.fetch_bytes
+            if returned > left:
+                raise InputError(
+                    f'layer "{layer.name}": from this layer on, fetch_bytes add up to {returned} and save_bytes to '
+                    f"{left}; a value cannot return before it has left"
+                )
+        if returned != left:
+            raise InputError(
+                f"layers: save_bytes add up to {left} and fetch_bytes to {returned}; all values must return"
+            )
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -335,6 +353,11 @@ class Profile:
     def group_update_s(self) -> tuple[float, ...]:
         """For each group, the seconds of its one update: the maximum over its entries."""
         return tuple(max(self.layers[index].update_s for index in members) for members in self.groups)
+
+    @functools.cached_property
+    def has_times(self) -> bool:
+        """Whether any time is above 0; a profile of sizes only has none."""
+        return any(getattr(layer, key) > 0 for layer in self.layers for key in _SECONDS)
 
     def only_recomputing(self, allowed: Sequence[bool]) -> Self:
         """The profile for plans that may recompute only these layers, (layers,) flags."""

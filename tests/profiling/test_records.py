@@ -1,5 +1,6 @@
 """Profiles: JSON there and back, and one clear error for each kind of bad input."""
 
+import dataclasses
 import json
 
 import pytest
@@ -219,3 +220,26 @@ def test_temporaries_are_bytes_by_program():
 def test_temporaries_that_are_none_are_refused_with_layer_and_program(given, message):
     with pytest.raises(InputError, match=message):
         Profile.from_json(document(temporary_bytes=given))
+
+
+@pytest.mark.parametrize(
+    ("saves", "fetches", "message"),
+    [
+        ((8, 0, 0), (0, 0, 0), "save_bytes add up to 8 and fetch_bytes to 0"),
+        ((8, 0, 0), (4, 0, 0), "save_bytes add up to 8 and fetch_bytes to 4"),
+        ((8, 0, 0), (0, 8, 0), r'"layer1": from this layer on, fetch_bytes add up to 8 and save_bytes to 0'),
+        ((4, 4, 0), (8, 0, 0), None),
+        ((0, 8, 0), (3, 5, 0), None),
+    ],
+)
+def test_values_that_leave_return_and_none_before_it_has_left(saves, fetches, message):
+    sizes = zip(transformer(3).layers, saves, fetches, strict=True)
+    layers = tuple(
+        dataclasses.replace(layer, name=f"layer{index}", parameters="", save_bytes=saved, fetch_bytes=fetched)
+        for index, (layer, saved, fetched) in enumerate(sizes)
+    )
+    if message is None:
+        assert Profile.from_json(Profile({}, layers).to_json()).layers == layers
+    else:
+        with pytest.raises(InputError, match=message):
+            Profile({}, layers)
