@@ -1,4 +1,4 @@
-"""Unusual and damaged checkpoints, and interrupts during writes."""
+"""Checkpoints: resumed runs, checkpoints of other models, damaged ones, and interrupts during writes."""
 
 import json
 import pathlib
@@ -12,8 +12,13 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxferry
-from planned import assert_same_bits
+import models
+from jaxferry.modes import Mode
+from planned import assert_same_bits, plan_of, step_of, train
 
+BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, pytest.param(models.gpt, marks=pytest.mark.slow)])
+MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
+ADAMW = optax.adamw(1e-2)
 X = jnp.ones((2, 4))
 
 
@@ -142,3 +147,74 @@ def test_an_optimizer_that_keeps_a_key_trains_and_resumes_bit_by_bit(tmp_path):
     state, _ = step(state, X)
     resumed, _ = step(step.restore(tmp_path / "saved"), X)
     assert_same_bits(resumed.params, state.params)
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return models.gpt(depth=2)
+
+
+@pytest.mark.slow
+@BOTH_LIBRARIES
+def test_a_resumed_run_continues_bit_identically(make, tmp_path):
+    task, optimizer = make(), optax.adamw(1e-2)
+    step = jaxferry.train_step(task.loss_fn, optimizer)
+    whole, losses = train(step, task, 6)
+    state, _ = train(step, task, 3)
+    step.save(state, tmp_path / "saved")
+    fresh = jaxferry.train_step(task.loss_fn, optimizer, plan=plan_of(task, MIXED))
+    resumed = fresh.restore(tmp_path / "saved", params=jax.eval_shape(lambda: task.params))
+    assert resumed.step == 3
+    more = []
+    for _ in range(3):
+        resumed, metrics = fresh(resumed, task.batch)
+        more.append(float(metrics["loss"]))
+    assert more == losses[3:]
+    assert_same_bits(resumed.params, whole.params)
+
+
+def test_a_checkpoint_is_restored_without_the_model_if_its_tree_is_of_dictionaries(gpt, tmp_path):
+    step = step_of(gpt, ADAMW)
+    state, _ = train(step, gpt, 2)
+    step.save(state, tmp_path / "saved")
+    step.save(state, tmp_path / "saved")
+    restored = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2)).restore(tmp_path / "saved")
+    assert_same_bits(restored.params, state.params)
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(gpt, tmp_path):
+    step = step_of(gpt, ADAMW)
+    step.save(step.init(gpt.params), tmp_path / "saved")
+    wider = models.gpt(depth=2, width=64)
+    other = jaxferry.train_step(wider.loss_fn, optax.adamw(1e-2))
+    with pytest.raises(jaxferry.CheckpointError, match=r"does not match the model: .* has shape"):
+        other.restore(tmp_path / "saved", params=wider.params)
+    with pytest.raises(jaxferry.CheckpointError, match="does not match the model: it has no"):
+        other.restore(tmp_path / "saved", params=models.gpt(depth=5).params)
+    with pytest.raises(jaxferry.CheckpointError, match="does not match the optimizer"):
+        jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1, 0.9)).restore(tmp_path / "saved")
+    with pytest.raises(jaxferry.CheckpointError, match="is not a JaxFerry checkpoint"):
+        step.restore(tmp_path / "nothing")
+    (tmp_path / "precious").mkdir()
+    with pytest.raises(jaxferry.CheckpointError, match="exists and is not a JaxFerry checkpoint"):
+        step.save(step.init(gpt.params), tmp_path / "precious")
+
+
+def test_a_checkpoint_with_other_dtypes_of_the_optimizer_is_refused(gpt, tmp_path):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adam(1e-3, mu_dtype=jnp.bfloat16))
+    step.save(step.init(gpt.params), tmp_path / "saved")
+    with pytest.raises(jaxferry.CheckpointError, match="is bfloat16 in the checkpoint and float32 in the optimizer"):
+        jaxferry.train_step(gpt.loss_fn, optax.adam(1e-3)).restore(tmp_path / "saved", gpt.params)
+
+
+@pytest.mark.slow
+def test_a_16_bit_model_is_restored_as_one(tmp_path, gpt):
+    half = models.Task(gpt.loss_fn, jax.tree.map(lambda x: x.astype(jnp.bfloat16), gpt.params), gpt.batch)
+    step = jaxferry.train_step(half.loss_fn, optax.sgd(0.1))
+    state, _ = train(step, half, 1)
+    step.save(state, tmp_path / "saved")
+    fresh = jaxferry.train_step(half.loss_fn, optax.sgd(0.1))
+    restored, again = fresh(fresh.restore(tmp_path / "saved"), half.batch)
+    state, metrics = step(state, half.batch)
+    assert float(again["loss"]) == float(metrics["loss"])
+    assert {v.dtype for vectors in restored.host.vectors for v in vectors} == {jnp.dtype("bfloat16")}

@@ -1,6 +1,4 @@
 import importlib
-import itertools
-import signal
 import warnings
 
 import flax.linen as nn
@@ -12,17 +10,11 @@ import pytest
 
 import jaxferry
 import models
-from jaxferry.engine import Operation
 from jaxferry.modes import Mode
-from jaxferry.plan.registry import policies
-from jaxferry.profiling.records import LayerProfile, Profile
 from planned import UNIFORM, assert_same_bits, plan_of, step_of, train, trained
-from steps import fail, wrap
 from tolerances import LOSS_RTOL, PARAMS_RTOL
 
-FEW = ("auto", "go-memferry")
 BOTH_LIBRARIES = pytest.mark.parametrize("make", [models.nnx_net, pytest.param(models.gpt, marks=pytest.mark.slow)])
-WITHOUT_MOST = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in sorted(policies())]
 MIXED = [Mode.GFGB, Mode.RELOAD, Mode.RESIDENT, Mode.RELOAD]
 SGD, ADAMW, ADAMW_SLOW = optax.sgd(0.1), optax.adamw(1e-2), optax.adamw(1e-3)
 
@@ -30,12 +22,6 @@ SGD, ADAMW, ADAMW_SLOW = optax.sgd(0.1), optax.adamw(1e-2), optax.adamw(1e-3)
 @pytest.fixture(scope="module")
 def gpt():
     return models.gpt(depth=2)
-
-
-@pytest.fixture(scope="module")
-def whole_gpt():
-    """The same model with more blocks, for tests that depend on their number."""
-    return models.gpt()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
@@ -206,52 +192,6 @@ def test_what_the_caller_does_with_its_arrays_changes_nothing(options):
     assert_same_bits(metrics["aux"], others["aux"])
 
 
-@pytest.mark.slow
-@BOTH_LIBRARIES
-def test_a_resumed_run_continues_bit_identically(make, tmp_path):
-    task, optimizer = make(), optax.adamw(1e-2)
-    step = jaxferry.train_step(task.loss_fn, optimizer)
-    whole, losses = train(step, task, 6)
-    state, _ = train(step, task, 3)
-    step.save(state, tmp_path / "saved")
-    fresh = jaxferry.train_step(task.loss_fn, optimizer, plan=plan_of(task, MIXED))
-    resumed = fresh.restore(tmp_path / "saved", params=jax.eval_shape(lambda: task.params))
-    assert resumed.step == 3
-    more = []
-    for _ in range(3):
-        resumed, metrics = fresh(resumed, task.batch)
-        more.append(float(metrics["loss"]))
-    assert more == losses[3:]
-    assert_same_bits(resumed.params, whole.params)
-
-
-def test_a_checkpoint_is_restored_without_the_model_if_its_tree_is_of_dictionaries(gpt, tmp_path):
-    step = step_of(gpt, ADAMW)
-    state, _ = train(step, gpt, 2)
-    step.save(state, tmp_path / "saved")
-    step.save(state, tmp_path / "saved")
-    restored = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-2)).restore(tmp_path / "saved")
-    assert_same_bits(restored.params, state.params)
-
-
-def test_a_checkpoint_of_another_model_or_optimizer_is_refused(gpt, tmp_path):
-    step = step_of(gpt, ADAMW)
-    step.save(step.init(gpt.params), tmp_path / "saved")
-    wider = models.gpt(depth=2, width=64)
-    other = jaxferry.train_step(wider.loss_fn, optax.adamw(1e-2))
-    with pytest.raises(jaxferry.CheckpointError, match=r"does not match the model: .* has shape"):
-        other.restore(tmp_path / "saved", params=wider.params)
-    with pytest.raises(jaxferry.CheckpointError, match="does not match the model: it has no"):
-        other.restore(tmp_path / "saved", params=models.gpt(depth=5).params)
-    with pytest.raises(jaxferry.CheckpointError, match="does not match the optimizer"):
-        jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1, 0.9)).restore(tmp_path / "saved")
-    with pytest.raises(jaxferry.CheckpointError, match="is not a JaxFerry checkpoint"):
-        step.restore(tmp_path / "nothing")
-    (tmp_path / "precious").mkdir()
-    with pytest.raises(jaxferry.CheckpointError, match="exists and is not a JaxFerry checkpoint"):
-        step.save(step.init(gpt.params), tmp_path / "precious")
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
@@ -317,89 +257,6 @@ def test_a_budget_that_is_too_small_names_the_smallest_possible(gpt):
         short(short.init(gpt.params), gpt.batch)
 
 
-class _Breaks(nn.Module):
-    """Three dense layers; the second divides by what the batch says."""
-
-    @nn.compact
-    def __call__(self, x, divisor):
-        x = nn.Dense(8, name="first")(x)
-        x = nn.Dense(8, name="second")(x) / divisor
-        return nn.Dense(1, name="third")(nn.tanh(x) * divisor).mean()
-
-
-def _breaking():
-    model = _Breaks()
-    x = jnp.ones((2, 4))
-    params = model.init(jax.random.key(0), x, 1.0)["params"]
-    return params, x, lambda p, batch: model.apply({"params": p}, batch[0], batch[1])
-
-
-def test_a_nan_loss_is_reported_with_step_and_layer_and_leaves_the_state(tmp_path):
-    params, x, loss_fn = _breaking()
-    step = jaxferry.train_step(loss_fn, optax.adam(0.1))
-    state, _ = step(step.init(params), (x, jnp.float32(1)))
-    before = state.params
-    with pytest.raises(jaxferry.NonFiniteError, match=r"loss of step 1 is nan.*'second'") as caught:
-        step(state, (x, jnp.float32(jnp.nan)))
-    assert (caught.value.step, caught.value.layer) == (1, "second")
-    assert state.step == 1
-    assert_same_bits(state.params, before)
-    step.save(state, tmp_path / "saved")
-
-
-def test_skip_nonfinite_leaves_parameters_and_optimizer_as_they_were():
-    params, x, loss_fn = _breaking()
-    step = jaxferry.train_step(loss_fn, optax.adam(0.1), skip_nonfinite=True)
-    state, metrics = step(step.init(params), (x, jnp.float32(1)))
-    assert not metrics["skipped"]
-    before, moments = state.params, {name: np.array(leaf) for name, leaf in state.optimizer_state().items()}
-    state, metrics = step(state, (x, jnp.float32(jnp.nan)))
-    assert metrics["skipped"] and np.isnan(metrics["loss"])
-    assert_same_bits(state.params, before)
-    assert_same_bits(state.optimizer_state(), moments)
-    state, metrics = step(state, (x, jnp.float32(1)))
-    assert not metrics["skipped"]
-
-
-def test_skip_nonfinite_skips_a_step_with_a_finite_loss_and_an_infinite_gradient():
-    def loss_fn(params, batch):
-        return jnp.sqrt(params["w"] - batch).sum()
-
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), skip_nonfinite=True)
-    state = step.init({"w": np.ones(3, np.float32)})
-    state, metrics = step(state, jnp.ones(3))
-    assert metrics["skipped"] and np.isfinite(metrics["loss"]) and np.isinf(metrics["grad_norm"])
-    np.testing.assert_array_equal(state.params["w"], np.ones(3))
-
-
-@pytest.mark.parametrize("after_events", [6, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 9))])
-def test_an_interrupt_leaves_a_state_between_steps_that_can_be_saved(whole_gpt, tmp_path, monkeypatch, after_events):
-    gpt, step = whole_gpt, step_of(whole_gpt, ADAMW)
-    once, whole = (trained(gpt, ADAMW, num_steps)[0] for num_steps in (1, 2))
-    state, _ = train(step, gpt, 1)
-    count = itertools.count(1)
-
-    def interrupted(run, *args):
-        has_ended = run(*args)
-        if next(count) == after_events:
-            signal.raise_signal(signal.SIGINT)
-        return has_ended
-
-    for operation in (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD):
-        wrap(monkeypatch, operation, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        step(state, gpt.batch)
-    monkeypatch.undo()
-    assert state.step in (1, 2)
-    assert_same_bits(state.params, once if state.step == 1 else whole)
-    step.save(state, tmp_path / "saved")
-    restored = jaxferry.train_step(gpt.loss_fn, ADAMW).restore(tmp_path / "saved")
-    assert_same_bits(restored.params, state.params)
-    for _ in range(2 - state.step):
-        state, _ = step(state, gpt.batch)
-    assert_same_bits(state.params, whole)
-
-
 def test_a_state_of_another_step_is_refused(gpt):
     one, other = (jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1)) for _ in range(2))
     one.init(gpt.params)
@@ -451,13 +308,6 @@ def test_a_python_number_and_an_array_of_its_dtype_are_different_arguments():
         assert float(metrics["loss"]) == float(jax.jit(loss_fn)(params, x, scale))
 
 
-def test_a_checkpoint_with_other_dtypes_of_the_optimizer_is_refused(gpt, tmp_path):
-    step = jaxferry.train_step(gpt.loss_fn, optax.adam(1e-3, mu_dtype=jnp.bfloat16))
-    step.save(step.init(gpt.params), tmp_path / "saved")
-    with pytest.raises(jaxferry.CheckpointError, match="is bfloat16 in the checkpoint and float32 in the optimizer"):
-        jaxferry.train_step(gpt.loss_fn, optax.adam(1e-3)).restore(tmp_path / "saved", gpt.params)
-
-
 def test_a_plan_that_fits_needs_no_reloading(gpt):
     plan = plan_of(gpt, [Mode.DHA])
     step = jaxferry.train_step(gpt.loss_fn, SGD, plan=plan)
@@ -466,101 +316,6 @@ def test_a_plan_that_fits_needs_no_reloading(gpt):
     fitted = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), plan=plan, memory_budget=budget)
     fitted.init(gpt.params)
     assert set(fitted.prepare(gpt.batch).modes) == {Mode.DHA}
-
-
-PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"clip_norm": 1.0}, {"skip_nonfinite": True}))]
-)
-@pytest.mark.parametrize("operations", [PROGRAMS, (Operation.OFFLOAD,), (Operation.UPDATE,)], ids=lambda o: o[0].value)
-@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow), 6])
-def test_a_failed_task_is_rolled_back_or_damages_the_state_and_names_its_layer(
-    whole_gpt, monkeypatch, tmp_path, operations, after, options
-):
-    gpt, step = whole_gpt, step_of(whole_gpt, SGD, **options)
-    expected = [trained(gpt, SGD, num_steps, **options)[0] for num_steps in (1, 2, 3)]
-    state, _ = train(step, gpt, 1)
-    step.save(state, tmp_path / "saved")
-    names = {segment.name for segment in step.prepare(gpt.batch).partition.segments}
-    with monkeypatch.context() as patch:
-        fail(patch, operations, after)
-        with pytest.raises(jaxferry.JaxFerryError, match="ran out of memory") as caught:
-            step(state, gpt.batch)
-            step(state, gpt.batch)
-    if state.damage is None:
-        assert caught.value.layer in names and state.step == 1
-        assert_same_bits(state.params, expected[0])
-    else:
-        # An update had begun: without `need all gradients`, or in the updates themselves.
-        assert not options or operations == (Operation.UPDATE,)
-        for use in (lambda: step(state, gpt.batch), lambda: state.params, lambda: step.save(state, tmp_path / "more")):
-            with pytest.raises(jaxferry.StateError, match=r"ran out of memory.*between two steps: restore .*saved"):
-                use()
-        state = step.restore(tmp_path / "saved")
-    while state.step < 3:
-        state, _ = step(state, gpt.batch)
-    assert_same_bits(state.params, expected[2])
-
-
-@pytest.mark.parametrize("policy", WITHOUT_MOST)
-def test_every_policy_trains_with_the_same_bits_but_for_products_in_host_memory(whole_gpt, policy):
-    params, expected = trained(whole_gpt, ADAMW_SLOW, 3)
-    options = {"policy": policy, "reserve_factor": 0.5, "profile": "estimate"}
-    step = jaxferry.train_step(whole_gpt.loss_fn, ADAMW_SLOW, **options)
-    state, losses = train(step, whole_gpt, 3)
-    prepared = step.prepare(whole_gpt.batch)
-    assert prepared.plan.policy == policy
-    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
-    if not {Mode.DHA, Mode.DFGB} & set(prepared.modes):
-        assert losses == expected
-        assert_same_bits(state.params, params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", WITHOUT_MOST)
-def test_without_the_native_library_every_policy_trains_with_the_same_bits(gpt, policy):
-    params, expected = trained(gpt, ADAMW_SLOW, 3)
-    options = {"policy": policy, "reserve_factor": 0.5, "transport": "device_put", "profile": "estimate"}
-    state, losses = train(jaxferry.train_step(gpt.loss_fn, ADAMW_SLOW, **options), gpt, 3)
-    assert losses == expected
-    assert_same_bits(state.params, params)
-
-
-def test_an_unknown_policy_lists_the_known():
-    with pytest.raises(jaxferry.InputError, match="memferry"):
-        jaxferry.train_step(lambda p, b: p, optax.sgd(0.1), policy="memfairy")
-
-
-def test_a_policy_plans_with_the_given_profile_and_checks_that_it_fits_the_model(gpt, tmp_path):
-    task = models.gpt(depth=3)
-    step = step_of(gpt, SGD)
-    step.init(gpt.params)
-    parts = step.prepare(gpt.batch).partition
-    times = dict.fromkeys(("forward_s", "backward_s", "backward_go_s", "offload_s", "update_s"), 1.0)
-    layers = tuple(
-        LayerProfile(
-            name=segment.name,
-            param_bytes=parts.layers[segment.group].num_bytes,
-            grad_bytes=parts.layers[segment.group].num_bytes,
-            load_s=9.0,
-            forward_dha_s=1.0 if segment.name == "h_0" else 99.0,
-            backward_dha_s=99.0,
-            parameters=parts.layers[segment.group].name,
-            **times,
-        )
-        for segment in parts.segments
-    )
-    path = str(tmp_path / "profile.json")
-    Profile({"name": "made up"}, layers).save(path)
-    planned = jaxferry.train_step(gpt.loss_fn, optax.sgd(0.1), policy="memferry", profile=path)
-    train(planned, gpt, 1)
-    chosen = {layer.name for layer in planned.prepare(gpt.batch).plan.layers if layer.mode is not Mode.GFGB}
-    assert chosen == {"h_0"}
-    other = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), policy="memferry", profile=path)
-    with pytest.raises(jaxferry.InputError, match="the profile is for another model"):
-        train(other, task, 1)
 
 
 def test_flags_are_handed_through_and_python_numbers_are_traced():
@@ -594,19 +349,6 @@ def test_evaluating_first_does_not_make_the_state_change_its_layers_back_and_for
     state, _ = step(state, jnp.arange(9))
     step.evaluate(state, jnp.arange(6))
     assert state.host.layers is layers
-
-
-@pytest.mark.slow
-def test_a_16_bit_model_is_restored_as_one(tmp_path, gpt):
-    half = models.Task(gpt.loss_fn, jax.tree.map(lambda x: x.astype(jnp.bfloat16), gpt.params), gpt.batch)
-    step = jaxferry.train_step(half.loss_fn, optax.sgd(0.1))
-    state, _ = train(step, half, 1)
-    step.save(state, tmp_path / "saved")
-    fresh = jaxferry.train_step(half.loss_fn, optax.sgd(0.1))
-    restored, again = fresh(fresh.restore(tmp_path / "saved"), half.batch)
-    state, metrics = step(state, half.batch)
-    assert float(again["loss"]) == float(metrics["loss"])
-    assert {v.dtype for vectors in restored.host.vectors for v in vectors} == {jnp.dtype("bfloat16")}
 
 
 def shared_net():

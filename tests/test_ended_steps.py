@@ -1,0 +1,85 @@
+"""Steps that an interrupt or a failed task ends: committed, rolled back, or damaged."""
+
+import itertools
+import signal
+
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.engine import Operation
+from planned import assert_same_bits, step_of, train, trained
+from steps import fail, wrap
+
+SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-2)
+
+
+@pytest.fixture(scope="module")
+def whole_gpt():
+    """The same model with more blocks, for tests that depend on their number."""
+    return models.gpt()
+
+
+@pytest.mark.parametrize("after_events", [6, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 9))])
+def test_an_interrupt_leaves_a_state_between_steps_that_can_be_saved(whole_gpt, tmp_path, monkeypatch, after_events):
+    gpt, step = whole_gpt, step_of(whole_gpt, ADAMW)
+    once, whole = (trained(gpt, ADAMW, num_steps)[0] for num_steps in (1, 2))
+    state, _ = train(step, gpt, 1)
+    count = itertools.count(1)
+
+    def interrupted(run, *args):
+        has_ended = run(*args)
+        if next(count) == after_events:
+            signal.raise_signal(signal.SIGINT)
+        return has_ended
+
+    for operation in (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD):
+        wrap(monkeypatch, operation, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(state, gpt.batch)
+    monkeypatch.undo()
+    assert state.step in (1, 2)
+    assert_same_bits(state.params, once if state.step == 1 else whole)
+    step.save(state, tmp_path / "saved")
+    restored = jaxferry.train_step(gpt.loss_fn, ADAMW).restore(tmp_path / "saved")
+    assert_same_bits(restored.params, state.params)
+    for _ in range(2 - state.step):
+        state, _ = step(state, gpt.batch)
+    assert_same_bits(state.params, whole)
+
+
+PROGRAMS = (Operation.FORWARD, Operation.LOSS, Operation.BACKWARD)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"clip_norm": 1.0}, {"skip_nonfinite": True}))]
+)
+@pytest.mark.parametrize("operations", [PROGRAMS, (Operation.OFFLOAD,), (Operation.UPDATE,)], ids=lambda o: o[0].value)
+@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow), 6])
+def test_a_failed_task_is_rolled_back_or_damages_the_state_and_names_its_layer(
+    whole_gpt, monkeypatch, tmp_path, operations, after, options
+):
+    gpt, step = whole_gpt, step_of(whole_gpt, SGD, **options)
+    expected = [trained(gpt, SGD, num_steps, **options)[0] for num_steps in (1, 2, 3)]
+    state, _ = train(step, gpt, 1)
+    step.save(state, tmp_path / "saved")
+    names = {segment.name for segment in step.prepare(gpt.batch).partition.segments}
+    with monkeypatch.context() as patch:
+        fail(patch, operations, after)
+        with pytest.raises(jaxferry.JaxFerryError, match="ran out of memory") as caught:
+            step(state, gpt.batch)
+            step(state, gpt.batch)
+    if state.damage is None:
+        assert caught.value.layer in names and state.step == 1
+        assert_same_bits(state.params, expected[0])
+    else:
+        # An update had begun: without `need all gradients`, or in the updates themselves.
+        assert not options or operations == (Operation.UPDATE,)
+        for use in (lambda: step(state, gpt.batch), lambda: state.params, lambda: step.save(state, tmp_path / "more")):
+            with pytest.raises(jaxferry.StateError, match=r"ran out of memory.*between two steps: restore .*saved"):
+                use()
+        state = step.restore(tmp_path / "saved")
+    while state.step < 3:
+        state, _ = step(state, gpt.batch)
+    assert_same_bits(state.params, expected[2])
