@@ -34,6 +34,9 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Timings in tests are not measurements and must not enter the user's cache.
 os.environ["JAXFERRY_CACHE_DIR"] = os.path.join(_CACHE, f"jaxferry-{os.getpid()}")
 
+# One CPU device is the host, the other one an emulated accelerator (tests/support/accelerator.py).
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+
 # A shell's background jobs and their children ignore SIGINT; tests of interrupts need Python's default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,7 +56,7 @@ def pytest_configure(config):
     is_quick = "not slow" in config.option.markexpr
     hypothesis.settings.load_profile("few" if is_quick else "deterministic")
     if is_quick:
-        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.engine.host.arrays import to_pinned
+from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, Operation
 from jaxferry.engine.prefetch import wait_for_copy
@@ -245,14 +245,13 @@ def _units_to_update(step: StepContext, instruction: Instruction) -> list[Update
 
 
 def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:
-    state, placement = step.state, step.runnable.resources.placement
-    num_trained = [len(state.host.layers[group].trained.vectors) for group in unit.layers]
-    copies = zip(unit.layers, num_trained, strict=True)
-    vectors = [state.host.vectors[group][:num] if placement.is_cpu else () for group, num in copies]
+    host, placement = step.state.host, step.runnable.resources.placement
+    num_trained = [len(host.layers[group].trained.vectors) for group in unit.layers]
+    old = [host.vectors[group][:num] for group, num in zip(unit.layers, num_trained, strict=True)]
     program = unit.programs[tuple(bool(used) for used in gradients)]
-    made = program(unit.masters, unit.state, vectors, gradients, norm, step.scale)
+    made = program(unit.masters, unit.state, update_targets(old, placement), gradients, norm, step.scale)
     unit.masters, unit.state, packed = jax.block_until_ready(made)
-    pinned = jax.block_until_ready([to_pinned(vector, placement) for vector in packed])
-    for group, vector, num in zip(unit.layers, pinned, num_trained, strict=True):
-        state.host.vectors[group] = (*vector, *state.host.vectors[group][num:])
+    # The gradients have arrived, so no program of this step reads the compute copy any more.
+    for group, new, num in zip(unit.layers, updated_vectors(old, packed, placement), num_trained, strict=True):
+        host.vectors[group] = (*new, *host.vectors[group][num:])
     step.gradients.recycle(unit)

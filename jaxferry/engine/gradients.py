@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -170,8 +170,10 @@ class StepGradients:
         return [self._taken_norms[group].result() for group in sorted(self._taken_norms)]
 
     def recycle(self, unit: UpdateGroup) -> None:
-        """Returns the vectors of used gradients to the transport."""
+        """Returns the vectors of used gradients to the transport, once their norms are known."""
         for group in unit.layers:
+            if (norm := self._taken_norms.get(group)) is not None:
+                wait([norm])
             if (used := self.on_host.pop(group, None)) is not None:
                 self._transport.recycle(group, used)
 

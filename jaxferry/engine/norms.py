@@ -40,8 +40,9 @@ class Norms:
           known: the norm computed by the gradient's program; None if it does not cover the whole gradient.
         """
         if known is None or self._on_host:
-            return self._thread.submit(lambda: _norm_of_vectors(gather()))
-        return self._thread.submit(jax.device_put, known, self._placement.host_compute)
+            # The update may reuse the gradient's memory once the norm is known.
+            return self._thread.submit(lambda: jax.block_until_ready(_norm_of_vectors(gather())))
+        return self._thread.submit(lambda: jax.device_put(np.asarray(known), self._placement.host_compute))
 
     def total(self, squared: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
         """The global norm of the mean gradient, an fp32 scalar in host memory."""

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxferry.engine.host.arrays import to_pinned
 from jaxferry.engine.host.optimizer import HostOptimizer
+from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
@@ -213,9 +213,8 @@ def update_subject(
         own = dataclasses.replace(unit, masters=masters, state=state, programs={})
         optimizer.updates.compile([own], layers, is_read)
         [program] = own.programs.values()
-        on_cpu = placement.is_cpu
         parts = [layers[i].trained for i in unit.layers]
-        vectors: list[Vectors] = [sample_vectors(layer, placement.pinned) if on_cpu else () for layer in parts]
+        vectors = [sample_vectors(layer, placement.pinned) for layer in parts]
         where = placement.update_output
         gradients = [
             sample_vectors(part, where) if is_read[i] else () for i, part in zip(unit.layers, parts, strict=True)
@@ -227,9 +226,11 @@ def update_subject(
         current: list[Any] = [masters, state, vectors]
 
         def update(arguments: Any) -> Any:
-            masters, state, packed = program(*arguments, gradients, *scalars)
-            current[:] = [masters, state, packed if on_cpu else vectors]
-            return masters, state, [to_pinned(vector, placement) for vector in packed]
+            masters, state, vectors = arguments
+            made = program(masters, state, update_targets(vectors, placement), gradients, *scalars)
+            masters, state, packed = jax.block_until_ready(made)
+            current[:] = [masters, state, updated_vectors(vectors, packed, placement)]
+            return current
 
         return median_s(update, lambda num_calls: [tuple(current)], effort)
 

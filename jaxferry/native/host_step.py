@@ -62,7 +62,7 @@ def host_step(
     gradients: Sequence[jax.Array],
     masters: Sequence[jax.Array],
     moments: Sequence[Sequence[jax.Array]],
-    copies: Sequence[Any],
+    copies: Sequence[Any] | jax.Array,
 ) -> tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]:
     """Updates all parameters of a layer, inside a jitted function on the CPU backend.
 
@@ -73,27 +73,34 @@ def host_step(
       gradients: flat vectors, fp32, bf16 or fp16.
       masters: the fp32 parameters, of any shapes; donated.
       moments: for each moment of the rule, fp32 arrays of the masters' shapes; donated.
-      copies: the flat vectors of the compute copy, donated; or `jax.ShapeDtypeStruct`s to allocate them.
+      copies: the flat vectors of the compute copy, donated; or `jax.ShapeDtypeStruct`s to allocate them. Or one array,
+        uint8 `[8 * vectors]`: the addresses of vectors in host memory with the shapes and dtypes of the gradients. They
+        are overwritten, and must outlive the call.
 
     Returns:
-      Masters, moments and copies, in the buffers of the donated arguments.
+      Masters, moments and copies, in the buffers of the donated arguments. No copies if their addresses are given.
 
     Raises:
       NativeError: if the CPU library cannot be used.
     """
     library("cpu")
-    given = [copy for copy in copies if isinstance(copy, jax.Array)]
     updated = [*masters, *(array for moment in moments for array in moment)]
-    structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (*updated, *copies)]
+    aliased, made, addresses = list(updated), list(updated), []
+    if isinstance(copies, jax.Array):
+        addresses = [copies]
+    else:
+        aliased += [copy for copy in copies if isinstance(copy, jax.Array)]
+        made += copies
+    structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in made]
     first = 1 + len(gradients)
-    aliases = {first + i: i for i in range(len(updated) + len(given))}
+    aliases = {first + i: i for i in range(len(aliased))}
     call = jax.ffi.ffi_call("jaxferry_host_step", structs, input_output_aliases=aliases)
     results = list(
         call(
             factors,
             *gradients,
-            *updated,
-            *given,
+            *aliased,
+            *addresses,
             rule=np.int64(KINDS.index(rule.kind)),
             vectors=np.asarray([part.vector for part in parts], np.int64),
             offsets=np.asarray([part.offset for part in parts], np.int64),

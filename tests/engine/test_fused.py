@@ -11,6 +11,7 @@ import pytest
 import jaxferry
 from jaxferry.engine.host.fused import fused_rule
 from jaxferry.engine.host.optimizer import HostOptimizer
+from jaxferry.engine.host.pinned import update_targets
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import make_placement
@@ -214,11 +215,14 @@ def test_masters_state_and_compute_copy_stay_where_they_are(name):
     assert [array.unsafe_buffer_pointer() for array in arrays()] == before
 
 
-def test_where_the_device_is_no_cpu_the_compute_copy_is_made(monkeypatch):
+@pytest.mark.parametrize("reaches", [True, False])
+def test_where_the_device_is_no_cpu_the_compute_copy_is_written_in_place_or_made(monkeypatch, reaches):
     expected = Updater.make(PAIRS["adamw"][0], jnp.bfloat16)
     expected.step(gradients_at(0, jnp.bfloat16))
     place = make_placement()
     monkeypatch.setattr(type(place), "is_cpu", property(lambda self: False))
+    for module in ("pinned", "update_programs") if not reaches else ():
+        monkeypatch.setattr(f"jaxferry.engine.host.{module}.can_view", lambda placement: False)
     updater = Updater.make(PAIRS["adamw"][0], jnp.bfloat16)
     assert "jaxferry_host_step" in updater.unit.programs[(True,)].as_text()
     gradients = gradients_at(0, jnp.bfloat16)
@@ -226,12 +230,13 @@ def test_where_the_device_is_no_cpu_the_compute_copy_is_made(monkeypatch):
     packed = updater.layers[0].pack([leaves[leaf.index] for leaf in updater.layers[0].leaves])
     arrived = [tuple(jax.device_put(v, place.host) for v in packed)]
     numbers = [jax.device_put(jnp.float32(x), place.host_compute) for x in (0, 1)]
-    masters, _, vectors = updater.unit.programs[(True,)](
-        updater.unit.masters, updater.unit.state, [()], arrived, *numbers
+    targets = update_targets(updater.vectors, place)
+    masters, _, made = updater.unit.programs[(True,)](
+        updater.unit.masters, updater.unit.state, targets, arrived, *numbers
     )
     assert_same_bits(masters, expected.unit.masters)
-    assert_same_bits(vectors, expected.vectors)
-    assert vectors[0][0].sharding.memory_kind == "unpinned_host"
+    assert made == [()] if reaches else made[0][0].sharding.memory_kind == "unpinned_host"
+    assert_same_bits(updater.vectors if reaches else made, expected.vectors)
 
 
 NOT_FUSED = {

@@ -57,6 +57,8 @@ def run(kind, gradients, masters, moments, copies, parts, numbers=NUMBERS):
         return host_step(rule_of(kind), parts, factors, gradients, masters, moments, copies)
 
     factors = jnp.asarray([numbers[name] for name in FACTORS], jnp.float32)
+    # An address is no memory to donate.
+    step = step if isinstance(copies, list) else jax.jit(step.__wrapped__, donate_argnums=(2, 3))
     return jax.tree.map(np.asarray, step(factors, *jax.tree.map(jnp.array, (gradients, masters, moments, copies))))
 
 
@@ -256,6 +258,43 @@ def test_copies_are_made_where_none_are_given(steps):
     given = jax.tree.map(jnp.array, (gradient, master, [[m] for m in moments]))
     _, _, [made] = step(factors, *given)
     assert_same_bits([np.asarray(made)], expected_of("adam", gradient, master, moments, copy)[-1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_are_written_to_the_addresses_that_are_given(steps, dtype):
+    size = CHUNK + 17
+    gradient, master, moments, copy = arrays_of("adam", size, dtype, dtype)
+    others = arrays_of("adam", 5, dtype, dtype)
+    parts = [StepPart(0, 0, True), StepPart(1, 2, False)]
+    given = [
+        [gradient, np.concatenate([others[0][:2], others[0]])],
+        [master, others[1]],
+        [list(pair) for pair in zip(moments, others[2], strict=True)],
+    ]
+    expected = run("adam", *given, [copy, np.zeros(7, dtype)], parts)
+    targets = [np.full(size, 3, dtype), np.full(7, 3, dtype)]
+    addresses = np.asarray([target.ctypes.data for target in targets], np.uint64).view(np.uint8)
+    masters, moments, copies = run("adam", *given, addresses, parts)
+    assert copies == []
+    assert_same_bits(jax.tree.leaves([masters, moments, targets[0]]), jax.tree.leaves([*expected[:2], expected[2][0]]))
+    assert_same_bits(targets[1][2:], expected[2][1][2:])
+    assert (targets[1][:2] == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "message"),
+    [
+        (np.zeros(8, np.uint8), "the address of copy 0 must be a multiple of 2 other than 0, got 0"),
+        (np.asarray([65], np.uint64).view(np.uint8), "must be a multiple of 2 other than 0, got 65"),
+        (np.zeros(7, np.uint8), r"must be their addresses, uint8\[8\], got uint8\[7\]"),
+        (np.zeros(8, np.int8), r"must be their addresses, uint8\[8\], got int8\[8\]"),
+    ],
+)
+def test_addresses_that_are_none_are_refused(steps, addresses, message):
+    given = [*arguments()[:-1], jnp.asarray(addresses)]
+    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given[2:-1]]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"host_step: .*{message}"):
+        jax.block_until_ready(raw(given, structs))
 
 
 def raw(arguments, results, **changes):

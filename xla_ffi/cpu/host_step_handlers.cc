@@ -1,4 +1,5 @@
 // The step's handler: locates the parts of a layer among the operands.
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -15,18 +16,26 @@ namespace {
 constexpr const char* kHostStep = "host_step";
 
 // Operands in order: factors, gradients [num_vectors], masters [n], moments [n each], copies [num_vectors]. Results:
-// masters, moments, copies. Without operands for the copies, the results are freshly allocated.
+// masters, moments, copies. Without operands for the copies, the results are freshly allocated. Or in place of copies,
+// and without results for them: the addresses of copies like the gradients, as bytes [8 * num_vectors].
 struct StepOperands {
   ffi::RemainingArgs arguments;
   ffi::RemainingRets results;
   size_t num_vectors, num_parameters, num_moments;
-  bool has_copies;
+  bool has_copies, has_addresses;
 
   size_t NumUpdated() const { return num_parameters * (1 + num_moments); }
   ffi::AnyBuffer Gradient(size_t vector) const { return *arguments.get<ffi::AnyBuffer>(1 + vector); }
   ffi::AnyBuffer Updated(size_t i) const { return *arguments.get<ffi::AnyBuffer>(1 + num_vectors + i); }
   ffi::AnyBuffer Result(size_t i) const { return **results.get<ffi::AnyBuffer>(i); }
-  ffi::AnyBuffer Copy(size_t vector) const { return Result(NumUpdated() + vector); }
+  ffi::AnyBuffer Copy(size_t vector) const { return has_addresses ? Gradient(vector) : Result(NumUpdated() + vector); }
+  ffi::AnyBuffer Addresses() const { return *arguments.get<ffi::AnyBuffer>(arguments.size() - 1); }
+  void* CopyAt(size_t vector, int64_t offset) const {
+    if (!has_addresses) return At(Copy(vector), offset);
+    void* data;
+    std::memcpy(&data, static_cast<const char*>(Addresses().untyped_data()) + sizeof(data) * vector, sizeof(data));
+    return Skip(*FindDtype(Gradient(vector)), data, offset);
+  }
   ffi::AnyBuffer OldCopy(size_t vector) const { return Updated(NumUpdated() + vector); }
 };
 
@@ -34,6 +43,27 @@ struct StepOperands {
 ffi::Error Numbered(const ffi::Error& error, const char* name, size_t i) {
   if (error.success()) return error;
   return ffi::Error::InvalidArgument(error.message() + " (" + name + " " + std::to_string(i) + ")");
+}
+
+// Checks the addresses of the copies, which take the place of operands and results for them.
+ffi::Error CheckAddresses(StepOperands& operands) {
+  operands.num_vectors = operands.arguments.size() - operands.NumUpdated() - 2;
+  const ffi::AnyBuffer addresses = operands.Addresses();
+  if (addresses.element_type() != ffi::DataType::U8 || addresses.size_bytes() != sizeof(void*) * operands.num_vectors) {
+    return Invalid(kHostStep, "without results for the copies, the last argument must be their addresses, uint8[" +
+                                  std::to_string(sizeof(void*) * operands.num_vectors) + "], got " +
+                                  Describe(addresses));
+  }
+  for (size_t i = 0; i < operands.num_vectors; ++i) {
+    Dtype dtype;
+    JAXFERRY_RETURN_IF_ERROR(Numbered(CheckFloating(kHostStep, "the gradient", operands.Gradient(i), &dtype), "vector", i));
+    const auto address = reinterpret_cast<uintptr_t>(operands.CopyAt(i, 0));
+    if (address == 0 || address % ItemSize(dtype) != 0) {
+      return Invalid(kHostStep, "the address of copy " + std::to_string(i) + " must be a multiple of " +
+                                    std::to_string(ItemSize(dtype)) + " other than 0, got " + std::to_string(address));
+    }
+  }
+  return ffi::Error::Success();
 }
 
 ffi::Error CheckCounts(StepOperands& operands, Integers vectors, Integers offsets, Integers decays) {
@@ -49,6 +79,8 @@ ffi::Error CheckCounts(StepOperands& operands, Integers vectors, Integers offset
     return Invalid(kHostStep, "there must be " + std::to_string(num_updated) + " masters and moments and the copies " +
                                   "as results, got " + std::to_string(num_results));
   }
+  operands.has_addresses = num_results == num_updated && num_arguments > 1 + num_updated;
+  if (operands.has_addresses) return CheckAddresses(operands);
   operands.num_vectors = num_results - num_updated;
   const size_t without_copies = 1 + operands.num_vectors + num_updated;
   operands.has_copies = num_arguments == without_copies + operands.num_vectors;
@@ -113,7 +145,7 @@ ffi::Error FindPart(const StepOperands& operands, size_t i, int64_t vector, int6
   part->gradient_dtype = *FindDtype(gradient);
   part->copy_dtype = *FindDtype(copy);
   part->gradient = At(gradient, offset);
-  part->copy = At(copy, offset);
+  part->copy = operands.CopyAt(vector, offset);
   return ffi::Error::Success();
 }
 
@@ -158,7 +190,7 @@ ffi::Error HostStepHandler(ffi::RemainingArgs arguments, ffi::RemainingRets resu
                                     std::to_string(rule));
     }
     if (arguments.size() == 0) return Invalid(kHostStep, "there must be factors as the first argument, got none");
-    StepOperands operands{arguments, results, 0, 0, 0, false};
+    StepOperands operands{arguments, results, 0, 0, 0, false, false};
     operands.num_moments = NumMoments(static_cast<StepRule>(rule));
     const ffi::AnyBuffer factors = *arguments.get<ffi::AnyBuffer>(0);
     JAXFERRY_RETURN_IF_ERROR(CheckFactors(factors));
@@ -177,7 +209,7 @@ ffi::Error HostStepHandler(ffi::RemainingArgs arguments, ffi::RemainingRets resu
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_host_step, HostStepHandler,
                               ffi::Ffi::Bind()
-                                  .RemainingArgs()  // factors, gradients, masters, moments, copies
+                                  .RemainingArgs()  // factors, gradients, masters, moments, copies or addresses
                                   .RemainingRets()  // masters, moments, copies
                                   .Attr<int64_t>("rule")
                                   .Attr<Integers>("vectors")

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.pieces import Key, Pieces, cut, on_host
+from jaxferry.engine.host.pinned import on_cpu, to_pinned
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import Vectors
@@ -63,7 +64,7 @@ class HostArrays:
             frozen = [leaf for leaf in layer.leaves if not leaf.is_trained]
             missing = [leaf for leaf in frozen if (leaf.source, leaf.part) not in self._frozen]
             numbers = {leaf.vector for leaf in missing}
-            flat = {number: np.asarray(jax.device_put(vectors[number], self._placement.host)) for number in numbers}
+            flat = {number: np.asarray(on_cpu([vectors[number]], self._placement)[0]) for number in numbers}
             for leaf in missing:
                 own = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
                 found.setdefault(leaf.source, {})[leaf.part] = on_host(own, self._placement)
@@ -135,8 +136,3 @@ def _add(found: dict[Any, Parts], arrays: Iterable[tuple[Key, jax.Array]]) -> No
     """Adds arrays by name and part."""
     for (name, part), array in arrays:
         found.setdefault(name, {})[part] = array
-
-
-def to_pinned(vectors: Vectors, placement: Placement) -> Vectors:
-    """Copies vectors from the CPU backend into the device's pinned memory, unless they are there already."""
-    return vectors if placement.is_cpu else tuple(jax.device_put(v, placement.pinned) for v in vectors)

@@ -49,7 +49,7 @@ def fused_update(
     layers: Sequence[Layer],
     params: Any,
     state: Any,
-    copies: Sequence[Sequence[Any]],
+    copies: Sequence[Sequence[Any]] | jax.Array,
     gradients: Sequence[Sequence[jax.Array]],
     clip: jax.Array,
     scale: jax.Array,
@@ -62,7 +62,7 @@ def fused_update(
       layers: the layers of the unit.
       params: the tree of their masters; its leaves are the layers' leaves in ascending order of their indices.
       state: the Optax state.
-      copies: each layer's flat vectors, or shapes to allocate them.
+      copies: each layer's flat vectors, or shapes to allocate them; or the addresses of all, see `host_step`.
       gradients: each layer's flat vectors.
       clip: fp32 scalar; multiplies gradients after the division by `scale`.
       scale: fp32 scalar; divides gradients.
@@ -84,8 +84,9 @@ def fused_update(
         [vector for vectors in gradients for vector in vectors],
         masters,
         [jax.tree.leaves(moment) for moment in rule.moments(state)],
-        [vector for vectors in copies for vector in vectors],
+        copies if isinstance(copies, jax.Array) else [vector for vectors in copies for vector in vectors],
     )
     state = rule.advance(state, [jax.tree.unflatten(tree, moment) for moment in moments])
+    # Slices of nothing are empty: copies at addresses are not returned.
     by_layer = [tuple(packed[start:end]) for start, end in itertools.pairwise(starts)]
     return jax.tree.unflatten(tree, masters), state, by_layer

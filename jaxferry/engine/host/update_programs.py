@@ -19,6 +19,7 @@ import optax
 
 from jaxferry.engine.host.fused import clip_factor, fused_rule, fused_update
 from jaxferry.engine.host.optimized_tree import OptimizedTree
+from jaxferry.engine.host.pinned import can_view
 from jaxferry.engine.host.separable import init_content
 from jaxferry.engine.host.subtree import path_names, subtree
 from jaxferry.engine.host.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart
@@ -70,8 +71,9 @@ class UpdatePrograms:
         It maps `(masters, state, vectors, gradients, norm, scale)` to `(masters, state, vectors)`. `vectors` and
         `gradients` hold the flat vectors of each layer's trained parameters; `gradients` is an empty tuple for a layer
         that no segment reads. Gradients are divided by `scale` first; `norm` is the global norm after the division.
-        Both are fp32 scalars. The first three arguments are donated. The old `vectors` only provide memory; they are
-        empty tuples if the CPU backend cannot reach pinned memory.
+        Both are fp32 scalars. Masters and state are donated. The old `vectors` only provide memory: they are donated if
+        the device is a CPU; otherwise they are what `pinned.update_targets` returns, and the native operation, which
+        writes to addresses, returns no vectors.
         """
         missing: dict[Any, Any] = {}
         wanted = []
@@ -99,7 +101,8 @@ class UpdatePrograms:
         if unit.parts or len(unit.layers) > 1 or self._tree.whole.content(unit.leaves) is None:
             return None
         is_fused = self._rule(unit, self._state_tree(unit), [layers[unit.layers[0]].trained], reads) is not None
-        return ("update", key, is_fused, self._clip_norm, self._placement, self._placement.is_cpu)
+        place = self._placement
+        return ("update", key, is_fused, self._clip_norm, place, place.is_cpu, can_view(place))
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
         """Returns the text of a unit's update before XLA compiles it; masters and state may be shapes."""
@@ -121,6 +124,8 @@ class UpdatePrograms:
             # Operands of different memory kinds do not mix; on a CPU this placement copies nothing.
             host = (masters, state_leaves, vectors, gradients)
             masters, state_leaves, vectors, gradients = jax.device_put(host, jax.memory.Space.Device)
+            if rule is None and isinstance(vectors, jax.Array):
+                vectors = [() for _ in unit_layers]
             params, before = masters, state_leaves
             if rule is not None or not unit.parts:
                 params = subtree(
@@ -135,13 +140,16 @@ class UpdatePrograms:
 
         arrived = [tuple(struct(v, place.update_output) for v in layer.vectors) for layer in unit_layers]
         gradients = [vectors if is_read else () for vectors, is_read in zip(arrived, reads, strict=True)]
-        vectors = arrived if place.is_cpu else [() for _ in arrived]
+        vectors: Any = arrived if place.is_cpu else [() for _ in arrived]
+        if not place.is_cpu and can_view(place):
+            num_bytes = 8 * sum(len(layer.vectors) for layer in unit_layers)
+            vectors = jax.ShapeDtypeStruct((num_bytes,), jnp.uint8, sharding=place.host)
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
         masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
 
         jitted = jax.jit(
             flat_update,
-            donate_argnums=(0, 1, 2),
+            donate_argnums=(0, 1, 2) if place.is_cpu else (0, 1),
             keep_unused=True,
             out_shardings=(place.host, place.host, place.update_output),
         )
@@ -184,7 +192,9 @@ class UpdatePrograms:
         norm: jax.Array,
         scale: jax.Array,
     ) -> Any:
-        copies = [into or layer.vectors for layer, into in zip(layers, vectors, strict=True)]
+        copies = vectors
+        if not isinstance(vectors, jax.Array):
+            copies = [into or layer.vectors for layer, into in zip(layers, vectors, strict=True)]
         clip = clip_factor(norm, self._clip_norm)
         return fused_update(rule, layers, params, state, copies, gradients, clip, scale, decays)
 

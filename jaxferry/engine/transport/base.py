@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxferry.engine.host.pieces import on_host
+from jaxferry.engine.host.pinned import Vectors, on_cpu, to_pinned
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.native import NativeLibrary
 from jaxferry.partition import Gradient, Layer, RowGradient
-
-Vectors = tuple[jax.Array, ...]
 
 _OF_LOADS = frozenset({"unpack", "buffers", "load", "arrived"})
 """Programs that move parameters; all others move gradients."""
@@ -62,7 +62,8 @@ class HostGradient:
       vectors: the vectors that hold it, or will.
       is_gathered: whether the optimizer can read them; otherwise they are in memory that the device can write.
       arrive: converts `vectors` to readable ones; None if no transfer is in flight.
-      written: the vectors that the device wrote, if the optimizer reads a copy of them.
+      written: the vectors that the device wrote, if the optimizer reads others: views or copies of them.
+      is_reusable: whether `written` may be written again by a later step.
       finish: makes the vectors that the optimizer reads, and may wait for the device; None for a copy of `vectors`.
       lock: held while the gradient changes its place: several threads may ask for it.
     """
@@ -71,6 +72,7 @@ class HostGradient:
     is_gathered: bool
     arrive: Callable[[Vectors], Vectors] | None = None
     written: Vectors = ()
+    is_reusable: bool = True
     finish: Callable[[], Vectors] | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -192,7 +194,7 @@ class Transport:
             self.gather(layer, onto)
         if onto.is_gathered and not self._placement.is_cpu:
             written, onto.written = onto.written, ()
-            return written or tuple(jax.device_put(v, self._placement.pinned) for v in onto.vectors)
+            return written or to_pinned(onto.vectors, self._placement)
         onto.land()
         return onto.vectors
 
@@ -212,7 +214,7 @@ class Transport:
                 gradient.vectors, gradient.finish, gradient.is_gathered = gradient.finish(), None, True
             if not gradient.is_gathered:
                 written = gradient.vectors
-                gradient.vectors = tuple(jax.device_put(v, self._placement.host) for v in written)
+                gradient.vectors = on_cpu(written, self._placement)
                 gradient.written, gradient.is_gathered = written, True
             return gradient.vectors
 
@@ -222,7 +224,7 @@ class Transport:
         Earlier reuse would be unsafe: if the program that wrote them fails late, so does all that uses them.
         """
         vectors = gradient.vectors if self._placement.is_cpu else gradient.written
-        if vectors:
+        if vectors and gradient.is_reusable:
             self._spare.setdefault(layer, []).append(vectors)
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
@@ -249,7 +251,7 @@ class Transport:
             return tuple(self.program("zeros", layer)())
 
         def dense(rows: Sequence[Gradient]) -> Vectors:
-            known = zeros() if onto is None else self.gather(layer, onto)
+            known = zeros() if onto is None else self._own(layer, onto)
             return tuple(self.program("add", layer)(rows, known))
 
         if self._placement.is_cpu:
@@ -257,7 +259,17 @@ class Transport:
         rows = jax.device_put(gradients, self._placement.pinned)
         if mark is not None:
             mark.watch(jax.tree.leaves(rows))
-        return HostGradient((), False, finish=lambda: dense(jax.device_put(rows, self._placement.host)))
+
+        def arrived() -> Vectors:
+            leaves, tree = jax.tree.flatten(rows)
+            return jax.block_until_ready(dense(jax.tree.unflatten(tree, on_cpu(leaves, self._placement))))
+
+        return HostGradient((), False, finish=arrived)
+
+    def _own(self, layer: int, gradient: HostGradient) -> Vectors:
+        """Like `gather`, but never views: a program that adds to the vectors may take them as donated arguments."""
+        vectors = self.gather(layer, gradient)
+        return tuple(on_host(vector, self._placement) for vector in vectors) if gradient.written else vectors
 
     def program(self, name: str, layer: int) -> Any:
         """The jitted function of a name; groups of the same layout share it."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxferry.engine.host.pinned import on_cpu
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors, computable, delete_all
@@ -48,7 +49,7 @@ class DevicePut(Transport):
             if mark is not None:
                 mark.watch(pinned)
             delete_all(packed)
-            stored = HostGradient(pinned, False)
+            stored = HostGradient(pinned, False, is_reusable=False)
             if onto is not None:
                 if onto.finish is not None:
                     self.gather(layer, onto)  # else every micro-batch would hold its own vectors until the update
@@ -57,8 +58,8 @@ class DevicePut(Transport):
         return stored
 
     def _sum(self, layer: int, onto: HostGradient, pinned: Vectors) -> Vectors:
-        arrived = tuple(jax.device_put(v, self._placement.host) for v in pinned)
-        return tuple(self.program("sum", layer)(self.gather(layer, onto), arrived))
+        arrived = on_cpu(pinned, self._placement)
+        return tuple(jax.block_until_ready(self.program("sum", layer)(self._own(layer, onto), arrived)))
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         unpack = self.program("unpack", layer)

@@ -1,0 +1,123 @@
+"""Pinned memory as the CPU sees it: views in place of copies.
+
+`jax.device_put` between an accelerator's client and the CPU backend is a synchronous copy through a literal and a
+staging buffer. But pinned memory is host memory, so one address serves both: a NumPy view of it, and an array of the
+CPU backend on that view. Where the CPU cannot reach it, the functions here copy by `jax.device_put`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxferry.engine.placement import Placement
+
+Vectors = tuple[jax.Array, ...]
+
+_MAPPINGS = "/proc/self/maps"
+_CHECKED_BYTES = 1 << 16
+
+
+class _Memory:
+    """The bytes of an array, by NumPy's array interface; a view of them keeps the array alive."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._array = array
+        address = array.unsafe_buffer_pointer()
+        self.__array_interface__ = {"shape": (array.nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+@functools.cache
+def can_view(placement: Placement) -> bool:
+    """Whether the CPU reaches the placement's pinned memory by its address; tried once, on a small array."""
+    expected = np.arange(_CHECKED_BYTES, dtype=np.uint8)
+    array = jax.block_until_ready(jax.device_put(expected.copy(), placement.pinned))
+    if not _is_mapped(array.unsafe_buffer_pointer(), array.nbytes):
+        return False
+    view = _bytes_of(array)
+    if not np.array_equal(view, expected):
+        return False
+    np.copyto(view, expected[::-1])
+    return np.array_equal(np.asarray(array), expected[::-1])
+
+
+def on_cpu(arrays: Sequence[jax.Array], placement: Placement) -> Vectors:
+    """The CPU backend's arrays of arrays in pinned memory; waits for them.
+
+    They are views, so they change when the device writes there again. Programs must not take them as donated arguments.
+    """
+    if not can_view(placement):
+        return tuple(jax.device_put(array, placement.host) for array in arrays)
+    return tuple(jax.device_put(view, placement.host) for view in map(as_numpy, arrays))
+
+
+def as_numpy(array: jax.Array) -> np.ndarray:
+    """A writable view of an array in host memory; waits for the array."""
+    return _bytes_of(jax.block_until_ready(array)).view(array.dtype).reshape(array.shape)
+
+
+def to_pinned(vectors: Sequence[jax.Array], placement: Placement) -> Vectors:
+    """Copies vectors of the CPU backend into new pinned memory, unless they are there already."""
+    if placement.is_cpu:
+        return tuple(vectors)
+    # From NumPy: another client's array would pass through a literal. JAX may keep the NumPy array that it is given.
+    return tuple(jax.device_put(np.array(vector), placement.pinned) for vector in vectors)
+
+
+def update_targets(vectors: Sequence[Vectors], placement: Placement) -> list[Vectors] | jax.Array:
+    """The argument of an update for the compute copy of its layers.
+
+    Args:
+      vectors: each layer's vectors of trained parameters, in pinned memory.
+      placement: where arrays live.
+
+    Returns:
+      The vectors themselves, to be donated, if the device is a CPU. Otherwise their addresses, (8 * vectors,) bytes,
+      for updates that write there; or empty tuples if the CPU cannot reach them.
+    """
+    if placement.is_cpu:
+        return list(vectors)
+    if not can_view(placement):
+        return [() for _ in vectors]
+    addresses = [vector.unsafe_buffer_pointer() for of_layer in vectors for vector in of_layer]
+    return jax.device_put(np.asarray(addresses, np.uint64).view(np.uint8), placement.host)
+
+
+def updated_vectors(old: Sequence[Vectors], made: Sequence[Vectors], placement: Placement) -> list[Vectors]:
+    """The compute copy after an update, in pinned memory.
+
+    Args:
+      old: each layer's vectors before it. No program may be reading them: they are overwritten if the CPU can.
+      made: what the update has returned for each layer: vectors of the CPU backend, or nothing if it has written into
+        the old ones.
+      placement: where arrays live.
+    """
+    if placement.is_cpu:
+        return list(made)
+    if not can_view(placement):
+        return [jax.block_until_ready(to_pinned(vectors, placement)) for vectors in made]
+    for targets, vectors in zip(old, made, strict=True):
+        for target, vector in zip(targets, vectors, strict=bool(vectors)):
+            np.copyto(as_numpy(target), np.asarray(vector))
+    return list(old)
+
+
+def _bytes_of(array: jax.Array) -> np.ndarray:
+    return np.asarray(_Memory(array)) if array.nbytes else np.empty(0, np.uint8)
+
+
+def _is_mapped(address: int, num_bytes: int) -> bool:
+    """Whether the process may read and write these addresses; a device's own memory has no such mapping."""
+    try:
+        with open(_MAPPINGS, encoding="ascii", errors="replace") as file:
+            spans = [line.split()[:2] for line in file]
+    except OSError:
+        return False
+    for span, rights in spans:
+        start, end = (int(number, 16) for number in span.split("-"))
+        if start <= address < end:
+            return rights.startswith("rw") and address + num_bytes <= end
+    return False

@@ -1,0 +1,218 @@
+"""Pinned memory as the CPU sees it, and that no step copies between the clients of an accelerator and of the CPU."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from accelerator import emulate
+from jaxferry.engine.host import pinned
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.records import LayerPlan, Plan
+from planned import assert_same_bits
+
+NUM_STEPS = 6
+DEPTH, WIDTH, WORDS = 3, 64, 32
+LARGE = 256
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    return emulate(monkeypatch)
+
+
+@pytest.fixture
+def unreachable(monkeypatch):
+    for module in ("pinned", "update_programs"):
+        monkeypatch.setattr(f"jaxferry.engine.host.{module}.can_view", lambda placement: False)
+
+
+@pytest.fixture
+def vectors(accelerator):
+    return [jax.device_put(np.arange(size, dtype=np.float32), accelerator.pinned) for size in (1, 1000)]
+
+
+def test_a_view_is_the_memory_itself(accelerator, vectors):
+    place = accelerator
+    assert pinned.can_view(place)
+    views = pinned.on_cpu(vectors, place)
+    assert [view.unsafe_buffer_pointer() for view in views] == [vector.unsafe_buffer_pointer() for vector in vectors]
+    assert all(view.sharding == place.host for view in views)
+    assert_same_bits(views, vectors)
+    pinned.as_numpy(vectors[1])[3] = 77
+    assert float(vectors[1][3]) == 77
+
+
+def test_a_view_keeps_its_memory_alive(accelerator, vectors):
+    expected = np.array(vectors[1])
+    [view] = pinned.on_cpu(vectors[1:], accelerator)
+    vectors.clear()
+    others = [jax.device_put(np.zeros(1000, np.float32), accelerator.pinned) for _ in range(50)]
+    assert_same_bits(view, expected)
+    del others
+
+
+def test_empty_vectors_and_16_bits_have_views_too(accelerator):
+    place = accelerator
+    for array in (np.zeros((0, 3), np.float32), np.arange(7).astype(jnp.bfloat16)):
+        [vector] = pinned.to_pinned([jax.device_put(array, place.host)], place)
+        assert vector.sharding.memory_kind == "pinned_host"
+        assert_same_bits(pinned.on_cpu([vector], place), [array])
+
+
+def test_what_an_update_returns_is_written_where_the_device_reads(accelerator, vectors):
+    place = accelerator
+    before = [vector.unsafe_buffer_pointer() for vector in vectors]
+    made = [jax.device_put(-np.arange(vector.size, dtype=np.float32), place.host) for vector in vectors]
+    [new] = pinned.updated_vectors([tuple(vectors)], [tuple(made)], place)
+    assert [vector.unsafe_buffer_pointer() for vector in new] == before
+    assert_same_bits(new, made)
+    [same] = pinned.updated_vectors([tuple(vectors)], [()], place)
+    assert_same_bits(same, made)
+
+
+def test_without_views_there_are_copies(accelerator, unreachable, vectors):
+    place = accelerator
+    assert pinned.update_targets([tuple(vectors)], place) == [()]
+    made = [jax.device_put(-np.arange(vector.size, dtype=np.float32), place.host) for vector in vectors]
+    [new] = pinned.updated_vectors([tuple(vectors)], [tuple(made)], place)
+    assert all(vector.sharding.memory_kind == "pinned_host" for vector in new)
+    assert_same_bits(new, made)
+    assert_same_bits(pinned.on_cpu(vectors, place), vectors)
+
+
+def loss_fn(params, tokens):
+    x = params["table"]["w"][tokens]
+    for i in range(DEPTH):
+        x = jnp.tanh(x @ params[f"l{i}"]["w"] + params[f"l{i}"]["b"])
+    return jnp.mean(x**2)
+
+
+def parameters():
+    generator = np.random.default_rng(0)
+    params = {"table": {"w": generator.normal(size=(WORDS, WIDTH)).astype(np.float32)}}
+    for i in range(DEPTH):
+        weights = generator.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.1
+        params[f"l{i}"] = {"w": weights, "b": np.zeros(WIDTH, np.float32)}
+    return params
+
+
+TOKENS = np.arange(8) % WORDS
+OPTIMIZERS = {"fused": jaxferry.adamw, "optax": optax.adamw}
+PLANS = {
+    "loads": ([Mode.GFGB, Mode.GFGB, Mode.RELOAD, Mode.RESIDENT], [GradientPlace.DEVICE] * 4),
+    "in host memory": ([Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.DHA], [GradientPlace.DEVICE] + [GradientPlace.HOST] * 3),
+}
+
+
+def train(transport, optimizer="fused", plan="loads", num_steps=NUM_STEPS, **options):
+    modes, places = PLANS[plan]
+    names = ["table", *(f"l{i}" for i in range(DEPTH))]
+    layers = [LayerPlan(*of_layer) for of_layer in zip(names, modes, places, strict=True)]
+    step = jaxferry.train_step(
+        loss_fn,
+        OPTIMIZERS[optimizer](1e-2),
+        plan=Plan("any", 1.0, tuple(layers)),
+        transport=transport,
+        compute_dtype=jnp.bfloat16,
+        **options,
+    )
+    state, metrics = step.init(parameters()), []
+    for _ in range(num_steps):
+        state, made = step(state, TOKENS)
+        metrics.append((float(made["loss"]), float(made.get("grad_norm", 0))))
+    state.block_until_ready()
+    return step, state, metrics
+
+
+OPTIONS = {"plain": {}, "clipped": {"clip_norm": 0.1}, "summed": {"accumulate": 2}}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_an_accelerator_trains_with_the_bits_of_a_cpu(monkeypatch, transport, optimizer, plan, options):
+    _, expected, metrics = train(transport, optimizer, plan, **OPTIONS[options])
+    with monkeypatch.context() as patch:
+        emulate(patch)
+        _, state, found = train(transport, optimizer, plan, **OPTIONS[options])
+        assert found == metrics
+        assert_same_bits(state.params, expected.params)
+        assert_same_bits(list(state.optimizer_state().values()), list(expected.optimizer_state().values()))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_accelerator_whose_memory_the_cpu_cannot_reach_trains_with_the_same_bits(monkeypatch, request, optimizer):
+    _, expected, metrics = train("ferry", optimizer)
+    for fixture in ("accelerator", "unreachable"):
+        request.getfixturevalue(fixture)
+    _, state, found = train("ferry", optimizer)
+    assert found == metrics
+    assert_same_bits(state.params, expected.params)
+
+
+@pytest.fixture
+def crossings(monkeypatch):
+    """Counts the bytes of JAX arrays that `jax.device_put` copies between the clients of an accelerator and a CPU."""
+    put, counted = jax.device_put, collections.Counter()
+
+    def kind(where):
+        return getattr(where, "memory_kind", None)
+
+    def counting(value, device=None, **options):
+        for leaf in jax.tree.leaves(value):
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.nbytes >= LARGE:
+                ways = {kind(leaf.sharding), kind(device)}
+                # The host's own memory is on one side only.
+                if "unpinned_host" in ways and len(ways) == 2:
+                    counted[kind(leaf.sharding), kind(device)] += leaf.nbytes
+        return put(value, device, **options)
+
+    monkeypatch.setattr(jax, "device_put", counting)
+    return counted
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_no_gradient_and_no_compute_copy_crosses_between_the_clients(
+    accelerator, crossings, transport, optimizer, plan
+):
+    train(transport, optimizer, plan)
+    assert not crossings
+
+
+def test_copies_between_the_clients_are_counted(accelerator, unreachable, crossings):
+    train("ferry")
+    # The gradients of the layers that are loaded; compute copies pass through NumPy.
+    assert crossings["pinned_host", "unpinned_host"] >= NUM_STEPS * DEPTH * 2 * WIDTH**2
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_the_compute_copy_stays_where_it_is(accelerator, transport, plan):
+    step, state, _ = train(transport, plan=plan, num_steps=2)
+    before = [[v.unsafe_buffer_pointer() for v in of_group] for of_group in state.host.vectors]
+    for _ in range(3):
+        state, _ = step(state, TOKENS)
+    state.block_until_ready()
+    assert [[v.unsafe_buffer_pointer() for v in of_group] for of_group in state.host.vectors] == before
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_a_transport_keeps_no_more_memory_after_more_steps(accelerator, transport):
+    step, state, _ = train(transport, plan="in host memory", num_steps=4)
+
+    def live():
+        state.block_until_ready()
+        return sum(array.nbytes for array in jax.live_arrays() if array.nbytes >= LARGE)
+
+    before = live()
+    for _ in range(10):
+        state, _ = step(state, TOKENS)
+    assert live() <= before
