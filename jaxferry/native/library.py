@@ -27,7 +27,7 @@ from scipy.linalg import cython_blas
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native.paths import FILE_NAMES, library_directories
 
-ABI = 1
+ABI = 2
 
 TARGETS = (
     "jaxferry_scratch",
@@ -201,6 +201,14 @@ class NativeLibrary:
         function = self._functions.jaxferry_set_host_threads
         function.restype = ctypes.c_int64
         return int(function(ctypes.c_int64(count)))
+
+    @property
+    def host_step_bytes(self) -> int:
+        """The bytes of host memory that all host steps of the process have read and written so far."""
+        self._check_is_cpu("host_step_bytes")
+        function = self._functions.jaxferry_host_step_bytes
+        function.restype = ctypes.c_int64
+        return int(function())
 
     def set_host_simd(self, simd: str) -> str:
         """Sets the best instruction set that host steps may use; returns the one in use. All give the same bits.

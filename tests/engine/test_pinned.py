@@ -12,6 +12,7 @@ import jaxferry
 from accelerator import emulate
 from jaxferry.engine.host import pinned
 from jaxferry.modes import GradientPlace, Mode
+from jaxferry.native.library import library
 from jaxferry.plan.records import LayerPlan, Plan
 from planned import assert_same_bits
 
@@ -184,6 +185,35 @@ def test_no_gradient_and_no_compute_copy_crosses_between_the_clients(
     accelerator, crossings, transport, optimizer, plan
 ):
     train(transport, optimizer, plan)
+    assert not crossings
+
+
+def copied_bytes(placement, monkeypatch):
+    """The bytes of each copy into pinned memory from now on."""
+    assert pinned.can_view(placement)
+    copied, copy = [], np.copyto
+    monkeypatch.setattr(pinned.np, "copyto", lambda to, *args: (copied.append(to.nbytes), copy(to, *args)))
+    return copied
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_a_fused_adamw_moves_28_bytes_a_parameter(accelerator, crossings, monkeypatch, transport, plan):
+    """Gradient and compute copy once, of 2 bytes; master and two moments twice, of 4 bytes."""
+    native, copied = library("cpu"), copied_bytes(accelerator, monkeypatch)
+    before = native.host_step_bytes
+    _, state, _ = train(transport, plan=plan)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert native.host_step_bytes - before == NUM_STEPS * 28 * num_parameters
+    assert not crossings and not copied
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_an_update_by_optax_copies_the_compute_dtype_once_more(accelerator, crossings, monkeypatch, transport):
+    copied = copied_bytes(accelerator, monkeypatch)
+    _, state, _ = train(transport, "optax")
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert sum(copied) == NUM_STEPS * 2 * num_parameters
     assert not crossings
 
 

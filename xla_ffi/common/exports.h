@@ -6,7 +6,7 @@
 
 #include "xla/ffi/api/c_api.h"
 
-#define JAXFERRY_ABI 1
+#define JAXFERRY_ABI 2
 
 #pragma GCC visibility push(default)
 
@@ -47,6 +47,7 @@ void jaxferry_ferry_set_delay(double seconds, unsigned seed);
 void jaxferry_set_blas(void* sgemm);
 int64_t jaxferry_set_host_threads(int64_t count);
 int jaxferry_set_host_simd(int simd);
+int64_t jaxferry_host_step_bytes();
 
 }  // extern "C"
 

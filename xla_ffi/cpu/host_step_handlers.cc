@@ -1,4 +1,5 @@
 // The step's handler: locates the parts of a layer among the operands.
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -14,6 +15,8 @@ namespace jaxferry {
 namespace {
 
 constexpr const char* kHostStep = "host_step";
+
+std::atomic<int64_t> moved_bytes{0};
 
 // Operands in order: factors, gradients [num_vectors], masters [n], moments [n each], copies [num_vectors]. Results:
 // masters, moments, copies. Without operands for the copies, the results are freshly allocated. Or in place of copies,
@@ -56,7 +59,8 @@ ffi::Error CheckAddresses(StepOperands& operands) {
   }
   for (size_t i = 0; i < operands.num_vectors; ++i) {
     Dtype dtype;
-    JAXFERRY_RETURN_IF_ERROR(Numbered(CheckFloating(kHostStep, "the gradient", operands.Gradient(i), &dtype), "vector", i));
+    const ffi::Error error = CheckFloating(kHostStep, "the gradient", operands.Gradient(i), &dtype);
+    JAXFERRY_RETURN_IF_ERROR(Numbered(error, "vector", i));
     const auto address = reinterpret_cast<uintptr_t>(operands.CopyAt(i, 0));
     if (address == 0 || address % ItemSize(dtype) != 0) {
       return Invalid(kHostStep, "the address of copy " + std::to_string(i) + " must be a multiple of " +
@@ -198,7 +202,9 @@ ffi::Error HostStepHandler(ffi::RemainingArgs arguments, ffi::RemainingRets resu
     // Kept per thread, so that calls stop allocating once it fits the largest layer.
     thread_local std::vector<StepPart> parts;
     JAXFERRY_RETURN_IF_ERROR(FindParts(operands, vectors, offsets, decays, &parts));
-    const EmulatedTime updating(kHost, NumBytes(operands));
+    const int64_t num_bytes = NumBytes(operands);
+    moved_bytes += num_bytes;
+    const EmulatedTime updating(kHost, num_bytes);
     RunHostStep({static_cast<StepRule>(rule), FactorsFrom(factors), ConstantsFrom(b1, b2, eps, eps_root), parts.data(),
                  static_cast<int64_t>(parts.size())});
     return ffi::Error::Success();
@@ -206,6 +212,8 @@ ffi::Error HostStepHandler(ffi::RemainingArgs arguments, ffi::RemainingRets resu
 }
 
 }  // namespace
+
+static int64_t MovedBytes() { return moved_bytes; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_host_step, HostStepHandler,
                               ffi::Ffi::Bind()
@@ -221,3 +229,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_host_step, HostStepHandler,
                                   .Attr<double>("eps_root"));
 
 }  // namespace jaxferry
+
+int64_t jaxferry_host_step_bytes() { return jaxferry::MovedBytes(); }
