@@ -13,7 +13,6 @@ import argparse
 import os
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -53,10 +52,9 @@ def make_model(num_layers):
     return {f"layer_{index}": layer for index, layer in enumerate(layers)}, loss_fn
 
 
-def cpu_s(name):
-    """CPU seconds so far of the threads whose names begin so."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(name)]
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threads)
+def now_s():
+    """CPU seconds so far of the engine's threads and of this one."""
+    return {name: measure.thread_cpu_s(prefix) for name, prefix in THREADS.items()} | {"caller": time.thread_time()}
 
 
 def jit_call_s(repetitions=2000):
@@ -83,11 +81,15 @@ def measure_one(num_layers, transport, steps):
     state.block_until_ready()
     found = {name: [] for name in (*THREADS, "caller")}
     for _ in range(5):
-        before = {name: cpu_s(prefix) for name, prefix in THREADS.items()} | {"caller": time.thread_time()}
+        before = {name: measure.thread_cpu_s(prefix) for name, prefix in THREADS.items()} | {
+            "caller": time.thread_time()
+        }
         for _ in range(steps):
             state, metrics = step(state, batch)
         state.block_until_ready()
-        after = {name: cpu_s(prefix) for name, prefix in THREADS.items()} | {"caller": time.thread_time()}
+        after = {name: measure.thread_cpu_s(prefix) for name, prefix in THREADS.items()} | {
+            "caller": time.thread_time()
+        }
         for name, samples in found.items():
             samples.append((after[name] - before[name]) / steps)
     num_segments = len(step.prepare(batch).partition.segments)

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import statistics
+import threading
 import time
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def machine():
         "python": platform.python_version(),
         "jax": jax.__version__,
     }
+
+
+def thread_cpu_s(prefix):
+    """CPU seconds so far of this process's threads whose names begin so."""
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threads)
 
 
 def interleaved(functions, repetitions, warm_up=2):

@@ -3,34 +3,34 @@
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
+import tarfile
+import time
 
 import pytest
 
-from benchmarks.gpu import build, link_rates, overlap, steps, summary
+from benchmarks.gpu import build, check, link_rates, overlap, stages, steps
 from benchmarks.gpu.rates import Overlap, Rate
+from jaxferry.plan.registry import policies
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def run_check(tmp_path, **environment):
-    command = ["bash", str(ROOT / "benchmarks/gpu/check.sh"), str(tmp_path / "results")]
+def run_check(out, *arguments, **environment):
+    command = ["bash", str(ROOT / "benchmarks/gpu/check.sh"), str(out), *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable} | environment, timeout=500
     )
 
 
-def write_program(folder, name, text):
-    folder.mkdir(exist_ok=True)
-    program = folder / name
-    program.write_text(text)
-    program.chmod(0o755)
-
-
 def test_the_check_says_in_one_line_that_there_is_no_gpu(tmp_path):
-    write_program(tmp_path / "bin", "nvidia-smi", "#!/bin/sh\nexit 9\n")
-    finished = run_check(tmp_path, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    finished = run_check(tmp_path / "out", PATH=f"{program.parent}:{os.environ['PATH']}")
     assert finished.returncode == 1
     assert finished.stderr.count("\n") == 1
     assert "there is no NVIDIA GPU here" in finished.stderr
@@ -42,38 +42,159 @@ def test_the_check_says_that_a_python_is_missing(tmp_path):
     assert "there is no no-such-python" in finished.stderr
 
 
-def test_a_check_whose_stages_fail_still_sums_them_up(tmp_path):
-    # A Python that sees a GPU, writes summaries, and fails at everything else.
-    stand_in = (
-        f'#!/bin/sh\ncase "$1" in -c) ;; *summary.py) exec {sys.executable} "$@" ;; *build.py) ;; *) exit 3 ;; esac\n'
+@pytest.mark.slow
+def test_the_check_itself_runs_without_a_gpu(tmp_path):
+    some = ("--only", "facts", "smoke_reference", "smoke_exact", "smoke_native-overlapped_device_put")
+    finished = run_check(tmp_path, "--device", "cpu", *some)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = rows_of(tmp_path)
+    smoke = [row["result"] for row in rows if "result" in row and "smoke" in row["stage"]]
+    assert {row["case"] for row in smoke} == {
+        "exact/ferry/float32",
+        "exact/device_put/float32",
+        "native-overlapped/device_put/float32",
+    }
+    assert all(row["off"] < 1e-4 for row in smoke)
+    assert any("bytes_per_s" in row.get("result", ()) for row in rows)
+
+
+def test_every_policy_and_every_class_of_tests_has_a_stage():
+    assert {policy for policy, _, _ in check.smoke_cases()} == set(policies())
+    names = [name for name, _ in check.test_groups(ROOT / "tests/gpu/test_operations.py")]
+    assert names == ["TestCopies", "TestProducts", "TestFerry", "TestMarks", "functions"]
+
+
+def rows_of(out):
+    return [json.loads(line) for line in (out / "check.jsonl").read_text().splitlines()]
+
+
+def outcomes_of(out):
+    return {row["stage"]: row["outcome"] for row in rows_of(out) if "outcome" in row}
+
+
+def archived(out):
+    with tarfile.open(out / "check.tar.gz") as archive:
+        return {entry.name: archive.extractfile(entry).read().decode() for entry in archive.getmembers()}
+
+
+def stub(name, code, limit_s=60.0, **options):
+    return stages.Stage(name, (sys.executable, "-c", code), limit_s, **options)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(stages, "LEAST_S", 0.01)
+
+
+HANGS = "import time, threading\ndef waits_for_ever():\n    time.sleep(3600)\nwaits_for_ever()"
+
+
+def test_each_stage_leaves_its_outcome_its_results_and_its_last_words(tmp_path, short):
+    made = stages.Check(tmp_path, 60, {})
+    made.run(
+        stub("good", "from benchmarks.gpu.stages import emit; emit(a=1); emit(b=[2]); print('said')", env=ROOT_PATH),
+        stub("bad", "import sys; print('RESULT {\"c\": 3}'); sys.exit('no such thing')"),
+        stub("crash", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+        stages.Stage("missing", ("no-such-program",), 5.0),
+        stub("dependent", "print('never')", needs=("good", "bad")),
     )
-    write_program(tmp_path / "bin", "stand-in", stand_in)
-    write_program(tmp_path / "bin", "nvidia-smi", "#!/bin/sh\n")
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    finished = run_check(tmp_path, PYTHON=str(tmp_path / "bin" / "stand-in"), PATH=path)
-    assert finished.returncode == 1
-    assert "NOT all passed" in finished.stdout
-    result = json.loads((tmp_path / "results" / "summary.json").read_text())
-    assert [stage["outcome"] for stage in result["stages"]] == ["passed"] + ["failed (3)"] * 8
+    expected = {"good": "passed", "bad": "failed", "crash": "crashed", "missing": "failed", "dependent": "left out"}
+    assert made.outcomes == outcomes_of(tmp_path) == expected
+    rows = rows_of(tmp_path)
+    assert [row["result"] for row in rows if "result" in row] == [{"a": 1}, {"b": [2]}, {"c": 3}]
+    summaries = {row["stage"]: row for row in rows if "outcome" in row}
+    assert summaries["bad"]["last"] == ["no such thing"] and summaries["bad"]["status"] == 1
+    assert any("Segmentation fault" in line for line in summaries["crash"]["last"])
+    assert summaries["dependent"]["last"] == ["needs bad"]
+    assert not made.has_passed
+    kept = archived(tmp_path)
+    assert kept["check.jsonl"] == (tmp_path / "check.jsonl").read_text()
+    assert "said" in kept["logs/good.log"]
 
 
-@pytest.mark.parametrize(
-    ("lines", "outcomes"),
-    [
-        (["a\t0\t2\n", "b\t124\t5\n"], ["passed", "timed out"]),
-        (["a\t137\t1\n", "b\t1\t1\n"], ["timed out", "failed (1)"]),
-        (["a\t0\t1\n", "b\tleft out\t0\n"], ["passed", "left out"]),
-    ],
-)
-def test_outcomes_are_told_apart(lines, outcomes):
-    assert [stage["outcome"] for stage in summary.read_stages(lines)] == outcomes
+ROOT_PATH = {"PYTHONPATH": str(ROOT)}
 
 
-def test_a_result_that_was_cut_short_is_no_obstacle(tmp_path):
-    (tmp_path / "good.json").write_text('{"a": 1}')
-    (tmp_path / "cut.json").write_text('{"a": ')
-    (tmp_path / "of_others.json").write_text("{}")
-    assert summary.collect(tmp_path, ["good", "cut", "missing"]) == {"good": {"a": 1}, "cut": {"error": "not complete"}}
+def test_a_stage_that_hangs_is_ended_with_its_stack_and_the_next_one_runs(tmp_path, short):
+    made = stages.Check(tmp_path, 60, {})
+    made.run(stub("hangs", HANGS, 5.0), stub("next", "pass"))
+    assert made.outcomes == {"hangs": "timed out", "next": "passed"}
+    log = archived(tmp_path)["logs/hangs.log"]
+    assert "Fatal Python error: Aborted" in log and "waits_for_ever" in log
+
+
+def test_what_a_stage_has_started_ends_with_it(tmp_path, short):
+    child = tmp_path / "child"
+    code = f"import subprocess; p = subprocess.Popen(['sleep', '3600']); open({str(child)!r}, 'w').write(str(p.pid))"
+    stages.Check(tmp_path, 60, {}).run(stub("parent", code))
+    number = int(child.read_text())
+    while pathlib.Path(f"/proc/{number}").exists():
+        state = pathlib.Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        if state == "Z":
+            break
+        time.sleep(0.01)
+
+
+def test_without_time_left_stages_are_left_out(tmp_path):
+    made = stages.Check(tmp_path, 0.0, {})
+    made.run(stub("late", "print(1)"))
+    assert outcomes_of(tmp_path) == {"late": "left out"}
+    assert not made.has_passed
+
+
+def test_the_archive_is_limited_and_keeps_both_ends_of_long_logs(tmp_path):
+    (tmp_path / "logs").mkdir()
+    noise = random.Random(0).randbytes(300_000)
+    (tmp_path / "logs" / "long.log").write_bytes(b"begin " + noise.hex().encode() + b" end")
+    (tmp_path / "check.jsonl").write_text("{}\n")
+    stages.write_archive(tmp_path, 100_000)
+    assert (tmp_path / "check.tar.gz").stat().st_size <= 100_000
+    kept = archived(tmp_path)
+    assert kept["check.jsonl"] == "{}\n"
+    assert kept["logs/long.log"].startswith("begin ") and kept["logs/long.log"].endswith(" end")
+
+
+def test_a_resumed_check_leaves_out_what_has_passed_and_only_chooses(tmp_path, short):
+    first = stages.Check(tmp_path, 60, {})
+    first.run(stub("one", "pass"), stub("two", "raise SystemExit(3)"))
+    again = stages.Check(tmp_path, 60, {}, resume=True)
+    again.run(stub("one", "raise SystemExit(4)"), stub("two", "pass"), stub("three", "pass"))
+    assert outcomes_of(tmp_path) == {"one": "passed", "two": "passed", "three": "passed"}
+    assert again.has_passed
+    some = stages.Check(tmp_path, 60, {}, only=["t"])
+    some.run(stub("one", "pass"), stub("two", "pass"), stub("three", "pass"))
+    assert some.outcomes == {"two": "passed", "three": "passed"}
+
+
+def test_failed_stages_run_again_with_the_environment_that_they_state(tmp_path, short):
+    code = "import os, sys; sys.exit(0 if os.environ.get('BLOCKING') else 'once')"
+    made = stages.Check(tmp_path, 60, {})
+    made.run(stub("a", code, again={"BLOCKING": "1"}), stub("b", code), stub("c", "pass", again={"BLOCKING": "1"}))
+    made.run_failed_again()
+    assert made.outcomes == {"a": "failed", "b": "failed", "c": "passed", "a_again": "passed"}
+
+
+def test_a_check_that_is_ended_loses_nothing(tmp_path):
+    program = f"""
+import pathlib, sys
+from benchmarks.gpu import stages
+stages.LEAST_S = 0.01
+made = stages.Check(pathlib.Path({str(tmp_path)!r}), 600, {{}})
+def run(check):
+    check.run(stages.Stage("first", (sys.executable, "-c", "print('done')"), 60))
+    check.run(stages.Stage("second", (sys.executable, "-c", "print('begun', flush=True); input()"), 600))
+    check.run(stages.Stage("third", (sys.executable, "-c", "pass"), 60))
+sys.exit(stages.main_with(made, run))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | ROOT_PATH, stdin=subprocess.PIPE)
+    log = tmp_path / "logs" / "second.log"
+    while not (log.exists() and "begun" in log.read_text()):
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait() == 128 + 15
+    assert outcomes_of(tmp_path)["first"] == "passed" and outcomes_of(tmp_path)["second"] == "cut off"
+    kept = archived(tmp_path)
+    assert "begun" in kept["logs/second.log"] and '"cut off"' in kept["check.jsonl"]
 
 
 def test_what_was_measured_and_is_not_as_expected_is_named():
@@ -83,11 +204,11 @@ def test_what_was_measured_and_is_not_as_expected_is_named():
         {"contender": "l2l", "measured_over_predicted": 1.0, "measured_over_bound": 1.3},
         {"contender": "auto", "measured_over_predicted": 9.0, "measured_over_bound": 1.2},
     ]
-    ratio, bound = summary.surprises({"expected": expected, "rows": rows})
+    ratio, bound = steps.surprises({"expected": expected, "rows": rows})
     assert "auto" in ratio and "9.00" in ratio and "1.20" in bound
     rows[2] |= {"measured_over_predicted": 1.05, "measured_over_bound": 1.1}
-    assert not summary.surprises({"expected": expected, "rows": rows})
-    assert not summary.surprises({"bytes_per_s": 1.0})
+    assert not steps.surprises({"expected": expected, "rows": rows})
+    assert not steps.surprises({"bytes_per_s": 1.0})
 
 
 def test_a_rate_is_judged_by_the_slower_of_link_and_device():
@@ -160,7 +281,6 @@ def test_training_steps_are_timed_and_policies_that_move_data_agree(tmp_path, na
             assert row["recorded"]["GPU"] > 0 and row["recorded"]["host"] > 0
             assert row["mean_of_kind_s"]["update"][0] > 0
     assert "bit-identical" in finished.stdout
-    assert [line.split()[0] for line in summary.steps_lines(result)] == [row["contender"] for row in result["rows"]]
 
 
 def test_a_contender_without_time_is_ended_and_the_rest_left_out(tmp_path):

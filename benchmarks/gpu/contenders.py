@@ -30,6 +30,8 @@ from jaxferry.schedule import Lane
 from jaxferry.simulate import machine
 
 COMPUTE_DTYPE = jnp.bfloat16
+THREADS = {"issuing": "jaxferry H2D", "host": "jaxferry host"}
+"""Beginnings of the names of JaxFerry's threads."""
 NUM_DRAWN = 1_000_003
 """How many random numbers are drawn. Larger arrays repeat them: drawing a billion takes longer than the steps."""
 
@@ -177,8 +179,13 @@ def mean_of_kind_s(run):
 
 
 def timed_steps(contender, num_steps, end_s):
-    """Returns the losses, the seconds between losses after the warm-up, and the mean including the final updates."""
+    """Times steps after the warm-up.
+
+    Returns the losses, the seconds between them, the mean including the final updates, and the mean CPU seconds of the
+    threads that issue work for the device and that update on the host.
+    """
     losses = [contender() for _ in range(settings.WARM_UP)]
+    before_s = {name: measure.thread_cpu_s(prefix) for name, prefix in THREADS.items()}
     seconds, begin_s = [], time.perf_counter()
     last_s = begin_s
     while len(seconds) < num_steps and (len(seconds) < settings.MIN_STEPS or time.monotonic() < end_s):
@@ -187,7 +194,9 @@ def timed_steps(contender, num_steps, end_s):
         seconds.append(now_s - last_s)
         last_s = now_s
     contender.finish()
-    return losses, seconds, (time.perf_counter() - begin_s) / len(seconds)
+    mean_s = (time.perf_counter() - begin_s) / len(seconds)
+    cpu_s = {name: (measure.thread_cpu_s(THREADS[name]) - known) / len(seconds) for name, known in before_s.items()}
+    return losses, seconds, mean_s, cpu_s
 
 
 def profile_path(arguments):
@@ -223,12 +232,13 @@ def run(arguments):
     if arguments.contender == settings.PROFILE:
         return measure_profile(arguments, config)
     contender = make(arguments, config)
-    losses, seconds, mean_s = timed_steps(contender, arguments.steps, end_s)
+    losses, seconds, mean_s, cpu_s = timed_steps(contender, arguments.steps, end_s)
     step_s = statistics.median(seconds)
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "step_s": step_s,
         "mean_s": mean_s,
+        "thread_cpu_s": cpu_s,
         "tokens_per_s": arguments.batch * arguments.seq / step_s,
         "seconds_of_steps": seconds,
         "peak_device_bytes": stats.get("peak_bytes_in_use"),

@@ -150,6 +150,24 @@ def document(arguments, rows):
     }
 
 
+def surprises(found):
+    """Returns one line for each result outside the expectations."""
+    rows, expected = [row for row in found.get("rows", ()) if "measured_over_predicted" in row], found.get("expected")
+    if not rows:
+        return []
+    least, most = expected["measured_over_predicted"]
+    ratios = {row["contender"]: row["measured_over_predicted"] for row in rows}
+    lines = [
+        f"  {name}: measured / predicted is {ratio:.2f}, expected {least} to {most}"
+        for name, ratio in ratios.items()
+        if not least <= ratio <= most
+    ]
+    best = min(row["measured_over_bound"] for row in rows)
+    if best > expected["measured_over_bound"]:
+        lines.append(f"  best measured / bound is {best:.2f}, expected at most {expected['measured_over_bound']}")
+    return lines
+
+
 def _cell(value, pattern, scale=1.0):
     return "-" if value is None else pattern.format(value * scale)
 
@@ -230,6 +248,8 @@ def main():
     print("\n".join(table(rows)))
     said = {None: "not compared", True: "bit-identical", False: "DIFFERENT"}[same_losses(rows)]
     print(f"losses of the policies that only move data: {said}")
+    for line in surprises(document(arguments, rows)):
+        print("not as expected:", line.strip())
     return status_of(rows)
 
 

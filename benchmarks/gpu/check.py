@@ -1,0 +1,157 @@
+"""Ten minutes on a machine with a GPU: does everything work, how fast, and if not, why?
+
+    benchmarks/gpu/check.sh OUT [--seconds 570] [--only STAGE ...] [--resume] [--tuned]
+
+Needs no network. The order is that of what must be known first: facts about the machine, the libraries, three steps of
+a small GPT-2 under every policy, the operations' tests, training steps from small to large, rates of single operations.
+A stage is a process with a limit; one that hangs or crashes stops no other. OUT/check.tar.gz holds what is known so far
+(benchmarks/gpu/stages.py). Stages that failed run again with CUDA_LAUNCH_BLOCKING=1 if time is left.
+
+XLA's autotuning is off, since it takes minutes; a second call with --tuned has it on.
+
+    --only smoke steps_124m      the stages whose names begin so
+    --resume                     leaves out what has passed in OUT before
+    --device cpu                 tries the script itself on a machine without a GPU, with small sizes
+"""
+
+import argparse
+import ast
+import functools
+import os
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.settings import PLAIN, POLICIES, PROFILE, RECIPE
+from benchmarks.gpu.stages import Check, Stage, main_with
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+AGAIN = {"CUDA_LAUNCH_BLOCKING": "1"}
+UNTUNED = "--xla_gpu_autotune_level=0"
+WITHOUT_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
+SMOKE_AT_ONCE = 4
+MACHINE = (
+    "nvidia-smi; nvidia-smi topo -m; nvcc --version; numactl -H; free -g; lscpu; ulimit -a; uname -a; "
+    "cat /proc/driver/nvidia/version; true"
+)
+# Policies first: plain JAX is known to work.
+ORDER = ("native-overlapped", "exact", "zero-offload", "auto", "l2l", "memferry", "go-memferry", PLAIN, RECIPE)
+SIZES = {"gpu": {"124m": 110, "medium": 150, "xl": 240}, "cpu": {"tiny": 120}}
+"""Sizes of the timed models, with the most seconds for each."""
+FEW = ("native-overlapped", "exact", "zero-offload", PLAIN)
+
+
+def python(*arguments):
+    return (sys.executable, *map(str, arguments))
+
+
+def smoke_cases():
+    """Every policy over the ferry, and what differs with plain copies and 16 bits."""
+    cases = [(policy, "ferry", "float32") for policy in POLICIES]
+    cases += [(policy, "device_put", "float32") for policy in ("native-overlapped", "exact")]
+    return cases + [(policy, "ferry", "bfloat16") for policy in ("native-overlapped", "go-memferry", "auto")]
+
+
+def test_groups(path):
+    """The classes of a file of tests, and all its functions together: names, and arguments of pytest."""
+    body = ast.parse(path.read_text()).body
+    classes = [node.name for node in body if isinstance(node, ast.ClassDef) and node.name.startswith("Test")]
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    groups = [(name, [f"{path}::{name}"]) for name in classes]
+    return [*groups, ("functions", [f"{path}::{name}" for name in functions])] if functions else groups
+
+
+def run(check, device, out, library_folder):
+    """Runs all stages in order."""
+    env = {} if library_folder is None else {"JAXFERRY_NATIVE_DIR": str(library_folder)}
+    check.run(Stage("machine", ("bash", "-c", MACHINE), 20))
+    check.run(Stage("facts", python(HERE / "facts.py", 1 if device == "cpu" else 512), 60, env=env))
+    built = ()
+    if device == "gpu" and "JAXFERRY_NATIVE_DIR" not in os.environ:
+        check.run(
+            Stage("build_cuda", python(HERE / "build.py", library_folder), 150),
+            Stage("build_cpu", python("-m", "jaxferry", "build-native", "--platform", "cpu"), 90, env=env),
+            workers=2,
+        )
+        built = ("build_cuda", "build_cpu")
+    expected = out / "smoke_reference.json"
+    check.run(
+        Stage("smoke_reference", python(HERE / "smoke.py", "reference", expected), 60, env={"JAX_PLATFORMS": "cpu"})
+    )
+    needed = (*built, "smoke_reference")
+    smoke = [
+        Stage(f"smoke_{'_'.join(case)}", python(HERE / "smoke.py", *case, expected), 75, needed, env, AGAIN)
+        for case in smoke_cases()
+    ]
+    check.run(*smoke, workers=SMOKE_AT_ONCE)
+    if device == "gpu":
+        library = {**env, "JAXFERRY_CHECK_LIBRARY": str(library_folder / "libjaxferry_cuda.so")}
+        for file in ("test_operations.py", "test_recorded.py"):
+            for name, tests in test_groups(ROOT / "tests" / "gpu" / file):
+                command = python("-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests)
+                check.run(Stage(f"{pathlib.Path(file).stem}_{name}", command, 60, built, library, AGAIN))
+    for size, limit_s in SIZES[device].items():
+        check.run(steps(out, size, device, limit_s, ORDER, built, env))
+        if size == "124m":
+            flags = f"{check_flags()} {WITHOUT_COMMAND_BUFFERS}".strip()
+            without = steps(out, size, device, 50, FEW, built, {**env, "XLA_FLAGS": flags}, "_no_command_buffers")
+            check.run(without)
+    if device == "gpu":
+        path = library_folder / "libjaxferry_cuda.so"
+        check.run(
+            Stage("link_rates", python(HERE / "link_rates.py", path, out / "link_rates.json"), 90, built, env),
+            Stage("overlap", python(HERE / "overlap.py", path, out / "overlap.json"), 45, built, env),
+        )
+        command = python("-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests" / "gpu" / "test_link_rates.py")
+        check.run(Stage("criteria", command, 90, built, {**env, "JAXFERRY_CHECK_LIBRARY": str(path)}))
+    check.run_failed_again()
+
+
+def steps(out, size, device, limit_s, contenders, needs, env, suffix=""):
+    """Times training steps of one size."""
+    folder = out / f"steps{suffix}"
+    command = python(HERE / "steps.py", folder, "--size", size, "--device", device, "--only", PROFILE, *contenders)
+    command += ("--limit", str(limit_s - 10), "--each", str(limit_s / 3), "--least", "15")
+    if device == "cpu":
+        command += ("--batch", "1", "--seq", "8", "--steps", "3")
+    return Stage(f"steps_{size}{suffix}", command, limit_s, needs, env)
+
+
+def check_flags():
+    """XLA's flags of all stages."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=pathlib.Path, help="folder for the results")
+    parser.add_argument("--seconds", type=float, default=570, help="time for all stages")
+    parser.add_argument("--only", nargs="+", default=(), help="stages, or beginnings of their names")
+    parser.add_argument("--resume", action="store_true", help="leave out stages that have passed")
+    parser.add_argument("--tuned", action="store_true", help="with XLA's autotuning")
+    parser.add_argument("--device", choices=SIZES, default="gpu")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if arguments.device == "gpu" and not arguments.tuned:
+        os.environ["XLA_FLAGS"] = f"{check_flags()} {UNTUNED}".strip()
+    given = os.environ.get("JAXFERRY_NATIVE_DIR")
+    library_folder = pathlib.Path(given) if given else out / "native" if arguments.device == "gpu" else None
+    paths = [ROOT, ROOT / "tests", ROOT / "tests" / "support", *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {
+        "JAX_PLATFORMS": "cpu" if arguments.device == "cpu" else "cuda,cpu",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "JAX_COMPILATION_CACHE_DIR": str(out / "cache" / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAXFERRY_CACHE_DIR": str(out / "cache" / "measured"),
+    }
+    check = Check(out, arguments.seconds, env, arguments.only, arguments.resume)
+    return main_with(check, functools.partial(run, device=arguments.device, out=out, library_folder=library_folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
