@@ -20,6 +20,7 @@ import functools
 import os
 import pathlib
 import sys
+import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
@@ -138,16 +139,18 @@ def main():
     if arguments.device == "gpu" and not arguments.tuned:
         os.environ["XLA_FLAGS"] = f"{check_flags()} {UNTUNED}".strip()
     given = os.environ.get("JAXFERRY_NATIVE_DIR")
-    library_folder = pathlib.Path(given) if given else out / "native" if arguments.device == "gpu" else None
+    # What is built and cached stays out of the results; a resumed check finds it again.
+    work = pathlib.Path(tempfile.gettempdir()) / "jaxferry-check"
+    library_folder = pathlib.Path(given) if given else work / "native" if arguments.device == "gpu" else None
     paths = [ROOT, ROOT / "tests", ROOT / "tests" / "support", *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
         "JAX_PLATFORMS": "cpu" if arguments.device == "cpu" else "cuda,cpu",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "JAX_COMPILATION_CACHE_DIR": str(out / "cache" / "programs"),
+        "JAX_COMPILATION_CACHE_DIR": str(work / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAXFERRY_CACHE_DIR": str(out / "cache" / "measured"),
+        "JAXFERRY_CACHE_DIR": str(work / "measured"),
     }
     check = Check(out, arguments.seconds, env, arguments.only, arguments.resume)
     return main_with(check, functools.partial(run, device=arguments.device, out=out, library_folder=library_folder))
