@@ -285,6 +285,69 @@ class TestMarks(MarkSuite):
         assert counts[0] == counts[-1]
 
 
+UNPINNED, PINNED, DEVICE, ELSEWHERE = 0, 1, 2, -1
+
+
+class TestLocations:
+    """Operands in other memory than an operation expects are errors, not crashes of the device."""
+
+    @pytest.fixture
+    def place(self, library):
+        def place(array, where):
+            array.block_until_ready()
+            library.emulation_place(ctypes.c_void_p(array.unsafe_buffer_pointer()), where)
+            return array
+
+        yield place
+        library.emulation_forget_places()
+
+    def test_copies_between_pinned_memory_and_the_device_are_queued(self, operations, place):
+        vector, array = place(operations.host(numbers(1, 8)), PINNED), place(operations.device(numbers(0, 8)), DEVICE)
+        (found,) = operations.wait(*operations.load([vector], [array], vectors=[0], offsets=[0]))
+        np.testing.assert_array_equal(found, numbers(1, 8))
+
+    @pytest.mark.parametrize(
+        ("of_vector", "of_array", "message"),
+        [
+            (DEVICE, DEVICE, "the host vector must lie in pinned host memory, but lies in device memory"),
+            (UNPINNED, DEVICE, "the host vector must lie in pinned .*, but lies in host memory that is not pinned"),
+            (PINNED, PINNED, "the array must lie in device memory, but lies in pinned host memory"),
+        ],
+    )
+    @pytest.mark.parametrize("direction", ["load", "store"])
+    def test_a_copy_of_other_memory_is_refused(self, operations, place, direction, of_vector, of_array, message):
+        vector = place(operations.host(np.zeros(8, np.float32)), of_vector)
+        array = place(operations.device(np.zeros(8, np.float32)), of_array)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"ferry_{direction}: {message}"):
+            if direction == "load":
+                jax.block_until_ready(operations.load([vector], [array], vectors=[0], offsets=[0]))
+            else:
+                jax.block_until_ready(operations.ferry_store([array], vector, [0]))
+
+    @pytest.mark.parametrize(
+        ("where", "message"),
+        [
+            (DEVICE, "must lie in pinned host memory, but lies in device memory"),
+            (ELSEWHERE, "lies in pinned host memory that the device cannot reach by its host address"),
+        ],
+    )
+    def test_kernels_touch_only_what_they_reach(self, operations, place, where, message):
+        x, dy = (operations.device(numbers(seed, (2, 8))) for seed in (1, 2))
+        indices, rows = operations.device(np.zeros(1, np.int32)), operations.device(numbers(4, (1, 8)))
+        gradient = operations.device(numbers(3, 64))
+        calls = {
+            "dha_gather": lambda vector: operations.gather(vector, indices, 0, 8, 8),
+            "dha_read": lambda vector: operations.read(vector, [(8, 8)], [0]),
+            "dha_matmul": lambda vector: operations.matmul(x, vector, (8, 8)),
+            "gradient_store": lambda vector: operations.store(vector, gradient),
+            "dha_matmul_gradient": lambda vector: operations.matmul_gradient(vector, x, dy),
+            "row_store": lambda vector: operations.add_rows(vector, indices, rows, 0, 8),
+        }
+        for name, call in calls.items():
+            with pytest.raises(jax.errors.JaxRuntimeError, match=f"{name}: .*{message}"):
+                jax.block_until_ready(call(place(operations.host(numbers(0, 64)), where)))
+
+
 class TestBenchmarks:
     """The link benchmarks run; their figures mean nothing here."""
 

@@ -1,6 +1,7 @@
 // Handlers of the operations that look up, read and store.
 #include "cuda/handler.h"
 #include "cuda/kernels.h"
+#include "cuda/location.h"
 #include "cuda/operations.h"
 
 namespace jaxferry {
@@ -10,8 +11,10 @@ static ffi::Error DhaGather(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer
   return Guarded("dha_gather", [&] {
     Gather call;
     JAXFERRY_RETURN_IF_ERROR(CheckGather(table, indices, *result, offset, rows, columns, &call));
-    return cuda::RunOn("dha_gather", ordinal, {{"table", table}, {"indices", indices}},
-                       [&](cuda::Device&) { cuda::GatherRows(call, stream); });
+    return cuda::RunOn("dha_gather", ordinal, {{"table", table}, {"indices", indices}}, [&](cuda::Device&) {
+      cuda::CheckReachable(call.table, call.rows * call.columns, "the table");
+      cuda::GatherRows(call, stream);
+    });
   });
 }
 
@@ -20,8 +23,10 @@ static ffi::Error DhaRead(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer v
   return Guarded("dha_read", [&] {
     Copies copies;
     JAXFERRY_RETURN_IF_ERROR(CheckRead(vector, results, offsets, &copies));
-    return cuda::RunOn("dha_read", ordinal, {{"vector", vector}},
-                       [&](cuda::Device&) { cuda::RunRead(copies, stream); });
+    return cuda::RunOn("dha_read", ordinal, {{"vector", vector}}, [&](cuda::Device&) {
+      cuda::CheckReachable(vector.untyped_data(), vector.size_bytes(), "the vector");
+      cuda::RunRead(copies, stream);
+    });
   });
 }
 
@@ -32,7 +37,10 @@ static ffi::Error GradientStore(cudaStream_t stream, int32_t ordinal, ffi::AnyBu
     Store call;
     JAXFERRY_RETURN_IF_ERROR(CheckStore(destination, gradient, *result, offset, accumulate, &call));
     return cuda::RunOn("gradient_store", ordinal, {{"destination", destination}, {"gradient", gradient}},
-                       [&](cuda::Device&) { cuda::RunStore(call, stream); });
+                       [&](cuda::Device&) {
+                         cuda::CheckReachable(call.destination, call.size, "the destination");
+                         cuda::RunStore(call, stream);
+                       });
   });
 }
 
@@ -43,7 +51,10 @@ static ffi::Error RowStoreHandler(cudaStream_t stream, int32_t ordinal, ffi::Any
     RowStore call;
     JAXFERRY_RETURN_IF_ERROR(CheckRowStore(destination, indices, added, *result, offset, rows, columns, &call));
     return cuda::RunOn("row_store", ordinal, {{"destination", destination}, {"indices", indices}, {"rows", added}},
-                       [&](cuda::Device&) { cuda::AddRows(call, stream); });
+                       [&](cuda::Device&) {
+                         cuda::CheckReachable(call.destination, call.rows * call.columns, "the destination");
+                         cuda::AddRows(call, stream);
+                       });
   });
 }
 

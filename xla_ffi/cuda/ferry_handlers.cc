@@ -1,5 +1,6 @@
 // Handlers that queue copies, and one that makes the stream wait for the copies of its arguments.
 #include "cuda/handler.h"
+#include "cuda/location.h"
 #include "cuda/operations.h"
 
 namespace jaxferry {
@@ -9,8 +10,10 @@ static ffi::Error FerryLoad(cudaStream_t stream, int32_t ordinal, ffi::Remaining
   return Guarded("ferry_load", [&] {
     Copies copies;
     JAXFERRY_RETURN_IF_ERROR(CheckFerryLoad(arguments, results, vectors, offsets, &copies));
-    return cuda::RunOn("ferry_load", ordinal, {},
-                       [&](cuda::Device& device) { cuda::RunFerryLoad(device, copies, stream); });
+    return cuda::RunOn("ferry_load", ordinal, {}, [&](cuda::Device& device) {
+      cuda::CheckLoads(copies);
+      cuda::RunFerryLoad(device, copies, stream);
+    });
   });
 }
 
@@ -19,8 +22,10 @@ static ffi::Error FerryStore(cudaStream_t stream, int32_t ordinal, ffi::Remainin
   return Guarded("ferry_store", [&] {
     Copies copies;
     JAXFERRY_RETURN_IF_ERROR(CheckFerryStore(arguments, *result, offsets, accumulate, &copies));
-    return cuda::RunOn("ferry_store", ordinal, {{"the host vector", *result}},
-                       [&](cuda::Device& device) { cuda::RunFerryStore(device, copies, stream); });
+    return cuda::RunOn("ferry_store", ordinal, {{"the host vector", *result}}, [&](cuda::Device& device) {
+      cuda::CheckStores(copies);
+      cuda::RunFerryStore(device, copies, stream);
+    });
   });
 }
 

@@ -1,5 +1,6 @@
 // Handlers of the products with, and the gradients of, a weight in host memory.
 #include "cuda/handler.h"
+#include "cuda/location.h"
 #include "cuda/operations.h"
 
 namespace jaxferry {
@@ -11,7 +12,10 @@ static ffi::Error DhaMatmul(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer
     Matmul call;
     JAXFERRY_RETURN_IF_ERROR(CheckMatmul(x, w, scratch, *y, offset, k, n, transpose, method, &call));
     return cuda::RunOn("dha_matmul", ordinal, {{"x", x}, {"w", w}, {"scratch", scratch}, {"result", *y}},
-                       [&](cuda::Device& device) { cuda::RunMatmul(device, call, stream); });
+                       [&](cuda::Device& device) {
+                         cuda::CheckReachable(call.w, call.k * call.n, "w");
+                         cuda::RunMatmul(device, call, stream);
+                       });
   });
 }
 
@@ -25,7 +29,10 @@ static ffi::Error DhaMatmulGradient(cudaStream_t stream, int32_t ordinal, ffi::A
                                                  accumulate, round_to, &call));
     return cuda::RunOn("dha_matmul_gradient", ordinal,
                        {{"destination", destination}, {"x", x}, {"dy", dy}, {"scratch", scratch}},
-                       [&](cuda::Device& device) { cuda::RunMatmulGradient(device, call, stream); });
+                       [&](cuda::Device& device) {
+                         cuda::CheckReachable(call.destination, call.k * call.n, "the destination");
+                         cuda::RunMatmulGradient(device, call, stream);
+                       });
   });
 }
 

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -44,6 +45,7 @@ std::mt19937 random_numbers(0);
 long calls_to_failure = -1;
 std::mutex calls;
 long num_events = 0;
+std::map<const void*, int> places;
 
 // Neither zero nor speed of the device's clock are those of the host's.
 double DeviceSeconds() {
@@ -152,6 +154,25 @@ cudaError_t cudaMalloc(void** data, size_t bytes) {
 }
 cudaError_t cudaFree(void* data) {
   std::free(data);
+  return cudaSuccess;
+}
+
+// Where the data at an address lie, from now on: a cudaMemoryType, or -1 for pinned memory that the device reaches by
+// another address only. Memory that nobody has placed is reached by all, as managed memory is.
+extern "C" __attribute__((visibility("default"))) void emulation_place(const void* data, int type) {
+  const auto lock = emulation::Lock();
+  places[data] = type;
+}
+extern "C" __attribute__((visibility("default"))) void emulation_forget_places() {
+  const auto lock = emulation::Lock();
+  places.clear();
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
+  const auto found = places.find(data);
+  const int type = found == places.end() ? cudaMemoryTypeManaged : found->second;
+  void* address = const_cast<void*>(data);
+  const auto memory = static_cast<cudaMemoryType>(type < 0 ? cudaMemoryTypeHost : type);
+  *attributes = {memory, 0, type < 0 ? nullptr : address, address};
   return cudaSuccess;
 }
 
