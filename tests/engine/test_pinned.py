@@ -11,6 +11,7 @@ import pytest
 import jaxferry
 from accelerator import emulate
 from jaxferry.engine.host import pinned
+from jaxferry.engine.placement import make_placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
 from jaxferry.plan.records import LayerPlan, Plan
@@ -74,6 +75,14 @@ def test_what_an_update_returns_is_written_where_the_device_reads(accelerator, v
     assert_same_bits(new, made)
     [same] = pinned.updated_vectors([tuple(vectors)], [()], place)
     assert_same_bits(same, made)
+
+
+def test_a_client_that_tells_no_addresses_has_no_views(monkeypatch):
+    def refuses(array):
+        raise NotImplementedError("unsafe_buffer_pointer")
+
+    monkeypatch.setattr(pinned, "_bytes_of", refuses)
+    assert not pinned.can_view.__wrapped__(make_placement())
 
 
 def test_without_views_there_are_copies(accelerator, unreachable, vectors):
