@@ -90,8 +90,26 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
         layers = tuple(LayerPlan(segment.name, Mode.GFGB) for segment in parts.segments)
         plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
         return _as_run(with_update_order(profile, plan), profile)
-    profile = profile.only_recomputing([segment.remat == AUTO for segment in parts.segments])
-    request = Request(options.reserve_factor, options.memory_budget_bytes)
+    return _plan_within(variants, options, profile, policy, options.memory_budget_bytes)
+
+
+def leanest_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan | None:
+    """The policy's plan for its smallest feasible budget; None if no policy chooses.
+
+    A profile without temporaries may make a policy choose a plan that does not fit, where its leanest one does.
+    """
+    policy = _policy_of(options)
+    if options.plan is not None or policy is None:
+        return None
+    return _plan_within(variants, options, profile, policy, 1)
+
+
+def _plan_within(
+    variants: RematVariants, options: Options, profile: Profile, policy: str, budget_bytes: int | None
+) -> Plan:
+    """The policy's plan within a budget, or within its smallest feasible one if that is larger."""
+    profile = profile.only_recomputing([segment.remat == AUTO for segment in variants.base.segments])
+    request = Request(options.reserve_factor, budget_bytes)
     try:
         return plan_for(profile, policy, request)
     except BudgetError as error:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jaxferry.choice import choose_plan, needs_times, planning_profile
+from jaxferry.choice import choose_plan, leanest_plan, needs_times, planning_profile
 from jaxferry.engine import (
     Evaluator,
     Norms,
@@ -41,7 +41,7 @@ from jaxferry.engine import (
     summable_groups,
     with_sums,
 )
-from jaxferry.errors import InputError
+from jaxferry.errors import BudgetError, InputError
 from jaxferry.measure.profile import measure_profile
 from jaxferry.model import Model
 from jaxferry.modes import Mode, Remat
@@ -72,12 +72,14 @@ class Prepared:
     Attributes:
       program: the step program that runs.
       peak: the most device memory that a step needs.
+      is_changed: whether the memory budget has changed the modes of the policy's or the user's plan.
       num_executables: number of programs compiled for the device.
       runner: runs the step program.
     """
 
     program: StepProgram
     peak: Peak
+    is_changed: bool
     num_executables: int
     runner: StepRunner = dataclasses.field(repr=False)
 
@@ -174,10 +176,9 @@ class Compiler:
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
             variants, programs = self._variants(args, kwargs)
             profile = self._profile(variants, programs)
-            plan = choose_plan(variants, self._options, profile)
             resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
             compiler = _StepCompiler(variants, programs, profile, resources, self._options)
-            self._prepared[key] = compiler.compile(plan)
+            self._prepared[key] = compiler.compile_best()
         return self._prepared[key]
 
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
@@ -322,8 +323,27 @@ class _StepCompiler:
         resources: Resources,
         options: Options,
     ) -> None:
-        self._variants, self._programs, self._profile = variants, programs, _recomputable(profile)
+        self._variants, self._programs, self._given = variants, programs, profile
+        self._profile = _recomputable(profile)
         self._resources, self._options = resources, options
+
+    def compile_best(self) -> Prepared:
+        """Prepares the chosen plan, or the leanest one if that does not fit into the memory budget.
+
+        Raises:
+          BudgetError: if neither fits; it names the smaller of both needs.
+        """
+        plan = choose_plan(self._variants, self._options, self._given)
+        try:
+            return self.compile(plan)
+        except BudgetError as error:
+            leanest = leanest_plan(self._variants, self._options, self._given)
+            if leanest is None or leanest == plan:
+                raise
+            try:
+                return self.compile(leanest)
+            except BudgetError as other:
+                raise min((error, other), key=lambda each: each.smallest_bytes) from None
 
     def compile(self, plan: Plan) -> Prepared:
         """Prepares the plan that fits into the memory budget."""
@@ -341,7 +361,8 @@ class _StepCompiler:
         ahead = loads_ahead(program, peak_ahead, self._options.memory_budget_bytes)
         runnable = self._runnable(program, ahead)
         runner = StepRunner(self._first(runnable), runnable)
-        return Prepared(program, peak_ahead(ahead), self._programs.num_executables, runner)
+        is_changed = program.plan.layers != plan.layers
+        return Prepared(program, peak_ahead(ahead), is_changed, self._programs.num_executables, runner)
 
     def _predicted(self, program: StepProgram) -> StepProgram:
         """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""

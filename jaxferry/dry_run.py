@@ -25,6 +25,7 @@ class PolicyForecast:
       plan: the plan that would run, with its prediction, or None if no plan fits into the memory budget.
       own_bound_s: the work of the busiest lane under this plan.
       peak_device_bytes: device memory that a step needs, with the temporaries of its compiled programs.
+      is_changed: whether the memory budget has changed the modes that the policy chose.
       smallest_bytes: the smallest feasible budget, if no plan fits.
     """
 
@@ -32,6 +33,7 @@ class PolicyForecast:
     plan: Plan | None
     own_bound_s: float = 0.0
     peak_device_bytes: int = 0
+    is_changed: bool = False
     smallest_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -43,6 +45,7 @@ class PolicyForecast:
             "fits": True,
             "own_bound_s": self.own_bound_s,
             "peak_device_bytes": self.peak_device_bytes,
+            "changed_by_budget": self.is_changed,
             "modes": plan_counts(self.plan),
             "plan": self.plan.to_json(),
         }
@@ -103,4 +106,5 @@ def _forecast(policy: str, step: TrainStep, params: Any, batch: Any) -> PolicyFo
         prepared = step.prepare(batch)
     except BudgetError as error:
         return PolicyForecast(policy, None, smallest_bytes=error.smallest_bytes)
-    return PolicyForecast(policy, prepared.plan, own_bound_s(prepared.schedule), prepared.peak.total)
+    bound_s, peak_bytes = own_bound_s(prepared.schedule), prepared.peak.total
+    return PolicyForecast(policy, prepared.plan, bound_s, peak_bytes, prepared.is_changed)

@@ -4,8 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
+import jaxferry
 from jaxferry.choice import choose_plan
 from jaxferry.engine import RematVariants, derivatives_of
 from jaxferry.engine.facts import with_program_facts
@@ -46,6 +48,41 @@ def test_a_budget_that_a_policy_cannot_meet_gets_its_leanest_plan(parts, policy)
     assert plan.predicted is not None
     assert plan.predicted.peak_device_bytes == caught.value.smallest_bytes
     assert Mode.RESIDENT not in plan.modes
+
+
+@pytest.mark.parametrize("policy", ["exact", "auto"])
+def test_the_smallest_budget_that_an_error_names_is_enough(policy):
+    """An estimate has no temporaries, so within that budget the policy would choose a plan that does not fit."""
+    width, depth, batch = 64, 4, jax.ShapeDtypeStruct((2048,), jnp.int32)
+    shapes = {f"l{i}": {"w": (width, 4 * width), "v": (4 * width, width)} for i in range(depth)}
+    shapes = {"table": {"w": (500, width)}, **shapes}
+    params = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=_is_shape)
+
+    def loss_fn(params, tokens):
+        x = params["table"]["w"][tokens]
+        for i in range(depth):
+            x = x + jnp.tanh(x @ params[f"l{i}"]["w"]) @ params[f"l{i}"]["v"]
+        return jnp.mean(jax.nn.logsumexp(x @ params["table"]["w"].T, -1))
+
+    parts = partition(loss_fn, params, (batch,))
+    profile = estimate_profile(partition_costs(parts, "none"), MACHINES["a100-pcie3"])
+
+    def prepare(budget):
+        step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), policy=policy, profile=profile, memory_budget=budget)
+        step.declare(params)
+        return step.prepare(batch)
+
+    with pytest.raises(BudgetError) as caught:
+        prepare(1)
+    least = caught.value.smallest_bytes
+    assert prepare(least).peak.total <= least
+    with pytest.raises(BudgetError) as caught:
+        prepare(least - 1)
+    assert caught.value.smallest_bytes == least
+
+
+def _is_shape(x):
+    return isinstance(x, tuple)
 
 
 NUM_LAYERS = 16

@@ -67,7 +67,8 @@ def bench(
         Path | None, typer.Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="BENCH.json", help="Write the results for `report`.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="BENCH.json", help="Write the results: for `report`, unless --dry."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -88,6 +89,9 @@ def bench(
         "record_steps": steps,
     }
     given = None if profile is None else Profile.load(profile)
+    if given is not None and given.machine.get("remat", remat) != remat:
+        known = given.machine["remat"]
+        typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
     with user_code(model):
         subject = _Subject(make_optimizer(optimizer), call_model(model), options)
         if not dry:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -170,10 +170,11 @@ class StepGradients:
         return [self._taken_norms[group].result() for group in sorted(self._taken_norms)]
 
     def recycle(self, unit: UpdateGroup) -> None:
-        """Returns the vectors of used gradients to the transport, once their norms are known."""
+        """Returns the vectors of used gradients to the transport.
+
+        A norm may still be reading them. The next step, which writes there, begins once all norms are known.
+        """
         for group in unit.layers:
-            if (norm := self._taken_norms.get(group)) is not None:
-                wait([norm])
             if (used := self.on_host.pop(group, None)) is not None:
                 self._transport.recycle(group, used)
 

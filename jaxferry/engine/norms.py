@@ -40,7 +40,7 @@ class Norms:
           known: the norm computed by the gradient's program; None if it does not cover the whole gradient.
         """
         if known is None or self._on_host:
-            # The update may reuse the gradient's memory once the norm is known.
+            # The next step may write into the gradient's memory once the norm is known.
             return self._thread.submit(lambda: jax.block_until_ready(_norm_of_vectors(gather())))
         return self._thread.submit(lambda: jax.device_put(np.asarray(known), self._placement.host_compute))
 

@@ -143,6 +143,7 @@ def dry_run_table(dry: DryRun) -> Table:
         predicted = row.plan.predicted
         times_s = (predicted.forward_s, predicted.step_s, predicted.steady_step_s, row.own_bound_s)
         modes = ", ".join(f"{count} {mode}" for mode, count in plan_counts(row.plan).items())
+        modes += " (changed to fit)" if row.is_changed else ""
         table.add_row(row.policy, *map(format_seconds, times_s), format_bytes(row.peak_device_bytes), modes)
     return table
 

@@ -103,6 +103,24 @@ def test_a_dry_run_shows_the_plan_within_a_budget(jaxferry, user_model, measured
     assert row["peak_device_bytes"] <= free
 
 
+def test_a_dry_run_says_which_plan_the_budget_has_changed(jaxferry, user_model, measured):
+    given = ("--profile", measured, "--policy", "zero-offload", "--policy", "exact", "--memory-budget")
+    changed, chosen = dry(jaxferry, user_model, *given, 30000)["rows"]
+    assert changed["changed_by_budget"] and changed["modes"]["RELOAD"] and changed["peak_device_bytes"] <= 30000
+    assert not chosen["changed_by_budget"]
+    shown = jaxferry("bench", "--dry", "--model", user_model("shapes"), *given, 30000).out
+    assert shown.count("(changed to fit)") == 1
+    free = dry(jaxferry, user_model, *given[:4])["rows"]
+    assert not free[0]["changed_by_budget"]
+
+
+def test_a_profile_for_another_remat_is_said_to_be_one(jaxferry, user_model, measured):
+    given = ("bench", "--dry", "--model", user_model("shapes"), "--profile", measured, "--policy", "exact")
+    assert jaxferry(*given).err == ""
+    said = jaxferry(*given, "--remat", "full").err
+    assert "measured.json is for --remat none, and this bench has --remat full" in said
+
+
 def test_a_dry_run_measures_where_no_profile_is_given_and_says_what_does_not_fit(jaxferry, user_model):
     [row] = dry(jaxferry, user_model, "--policy", "exact", "--memory-budget", 1000)["rows"]
     assert not row["fits"] and row["smallest_budget_bytes"] > 1000
