@@ -89,8 +89,7 @@ def bench(
         "record_steps": steps,
     }
     given = None if profile is None else Profile.load(profile)
-    if given is not None and given.machine.get("remat", remat) != remat:
-        known = given.machine["remat"]
+    if given is not None and (known := given.machine.get("remat", remat)) != remat:
         typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
     with user_code(model):
         subject = _Subject(make_optimizer(optimizer), call_model(model), options)
@@ -103,11 +102,15 @@ def bench(
             else:
                 rules = {"num_steps": steps, "num_rounds": rounds, "one_at_a_time": one_at_a_time}
                 result = subject.train(names, planned, seed, rules)
-    document: dict[str, Any] = {**result.to_json(), "model": model, "optimizer": optimizer}
-    if output is not None:
-        write_json(output, document)
     if plot is not None and isinstance(result, Comparison):
         plot_timelines(result, plot)
+    _tell(result, {**result.to_json(), "model": model, "optimizer": optimizer}, output, as_json)
+
+
+def _tell(result: Comparison | DryRun, document: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    """Writes and prints the results."""
+    if output is not None:
+        write_json(output, document)
     if as_json:
         print_json(document)
     else:

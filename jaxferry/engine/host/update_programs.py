@@ -140,10 +140,7 @@ class UpdatePrograms:
 
         arrived = [tuple(struct(v, place.update_output) for v in layer.vectors) for layer in unit_layers]
         gradients = [vectors if is_read else () for vectors, is_read in zip(arrived, reads, strict=True)]
-        vectors: Any = arrived if place.is_cpu else [() for _ in arrived]
-        if not place.is_cpu and can_view(place):
-            num_bytes = 8 * sum(len(layer.vectors) for layer in unit_layers)
-            vectors = jax.ShapeDtypeStruct((num_bytes,), jnp.uint8, sharding=place.host)
+        vectors = arrived if place.is_cpu else _targets(unit_layers, place)
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
         masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
 
@@ -238,3 +235,11 @@ class UpdatePrograms:
             i: jnp.where(norm < limit, g, (g / norm.astype(g.dtype)) * limit.astype(g.dtype))
             for i, g in gradients.items()
         }
+
+
+def _targets(layers: Sequence[Layer], placement: Placement) -> Any:
+    """Shapes of what `pinned.update_targets` returns on an accelerator."""
+    if not can_view(placement):
+        return [() for _ in layers]
+    num_bytes = 8 * sum(len(layer.vectors) for layer in layers)
+    return jax.ShapeDtypeStruct((num_bytes,), jnp.uint8, sharding=placement.host)

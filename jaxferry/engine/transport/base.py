@@ -251,7 +251,7 @@ class Transport:
             return tuple(self.program("zeros", layer)())
 
         def dense(rows: Sequence[Gradient]) -> Vectors:
-            known = zeros() if onto is None else self._own(layer, onto)
+            known = zeros() if onto is None else own_vectors(self.gather(layer, onto), onto, self._placement)
             return tuple(self.program("add", layer)(rows, known))
 
         if self._placement.is_cpu:
@@ -265,11 +265,6 @@ class Transport:
             return jax.block_until_ready(dense(jax.tree.unflatten(tree, on_cpu(leaves, self._placement))))
 
         return HostGradient((), False, finish=arrived)
-
-    def _own(self, layer: int, gradient: HostGradient) -> Vectors:
-        """Like `gather`, but never views: a program that adds to the vectors may take them as donated arguments."""
-        vectors = self.gather(layer, gradient)
-        return tuple(on_host(vector, self._placement) for vector in vectors) if gradient.written else vectors
 
     def program(self, name: str, layer: int) -> Any:
         """The jitted function of a name; groups of the same layout share it."""
@@ -298,6 +293,11 @@ class Transport:
         if name == "clear":
             return jax.jit(lambda vectors: zeros(), donate_argnums=0, keep_unused=True, out_shardings=gathered)
         return jax.jit(zeros, out_shardings=pinned if name == "empty" else gathered)
+
+
+def own_vectors(vectors: Vectors, gradient: HostGradient, placement: Placement) -> Vectors:
+    """A gradient's gathered vectors, copied if they are views: programs may then take them as donated arguments."""
+    return tuple(on_host(vector, placement) for vector in vectors) if gradient.written else vectors
 
 
 def computable(host: Any) -> Any:

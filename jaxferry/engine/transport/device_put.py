@@ -11,7 +11,15 @@ import jax
 from jaxferry.engine.host.pinned import on_cpu
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors, computable, delete_all
+from jaxferry.engine.transport.base import (
+    DeviceLayer,
+    HostGradient,
+    Transport,
+    Vectors,
+    computable,
+    delete_all,
+    own_vectors,
+)
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 
@@ -59,7 +67,8 @@ class DevicePut(Transport):
 
     def _sum(self, layer: int, onto: HostGradient, pinned: Vectors) -> Vectors:
         arrived = on_cpu(pinned, self._placement)
-        return tuple(jax.block_until_ready(self.program("sum", layer)(self._own(layer, onto), arrived)))
+        known = own_vectors(self.gather(layer, onto), onto, self._placement)
+        return tuple(jax.block_until_ready(self.program("sum", layer)(known, arrived)))
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         unpack = self.program("unpack", layer)
