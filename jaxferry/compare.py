@@ -71,21 +71,26 @@ class PolicyRun:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class SideBySide:
     """Policies side by side.
 
     Attributes:
       work_s: seconds of compute, upload, download and host update per step, independent of the plan.
-      rows: one per policy.
     """
 
     work_s: Mapping[str, float]
-    rows: tuple[PolicyRun, ...]
 
     @property
     def bound_s(self) -> float:
         """The longest of `work_s`: a bound for plans that move and update every layer once."""
         return max(self.work_s.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison(SideBySide):
+    """The results of training under several policies; `rows` has one for each."""
+
+    rows: tuple[PolicyRun, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the comparison as JSON values."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxferry.compare import own_bound_s, plan_counts, works_s
+from jaxferry.compare import SideBySide, own_bound_s, plan_counts, works_s
 from jaxferry.errors import BudgetError
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.progress import Report
@@ -52,25 +52,15 @@ class PolicyForecast:
 
 
 @dataclasses.dataclass(frozen=True)
-class DryRun:
-    """Policies side by side, none of them trained.
+class DryRun(SideBySide):
+    """The steps that several policies would run; `rows` has one for each."""
 
-    Attributes:
-      work_s: seconds of compute, upload, download and host update per step, independent of the plan.
-      rows: one per policy.
-    """
-
-    work_s: Mapping[str, float]
     rows: tuple[PolicyForecast, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The dry run as JSON values."""
-        return {
-            "format": FORMAT,
-            "work_s": dict(self.work_s),
-            "bound_s": max(self.work_s.values()),
-            "rows": [row.to_json() for row in self.rows],
-        }
+        rows = [row.to_json() for row in self.rows]
+        return {"format": FORMAT, "work_s": dict(self.work_s), "bound_s": self.bound_s, "rows": rows}
 
 
 def dry_run(
