@@ -1,6 +1,7 @@
 """Pinned memory as the CPU sees it, and that no step copies between the clients of an accelerator and of the CPU."""
 
 import collections
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -142,10 +143,19 @@ def train(transport, optimizer="fused", plan="loads", num_steps=NUM_STEPS, **opt
 OPTIONS = {"plain": {}, "clipped": {"clip_norm": 0.1}, "summed": {"accumulate": 2}}
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+OFTEN = [
+    ("ferry", "fused", "in host memory", "clipped"),
+    ("ferry", "optax", "loads", "summed"),
+    ("device_put", "optax", "in host memory", "plain"),
+    ("device_put", "fused", "loads", "summed"),
+]
+CASES = list(itertools.product(["ferry", "device_put"], OPTIMIZERS, PLANS, OPTIONS))
+
+
+@pytest.mark.parametrize(
+    ("transport", "optimizer", "plan", "options"),
+    [case if case in OFTEN else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_an_accelerator_trains_with_the_bits_of_a_cpu(monkeypatch, transport, optimizer, plan, options):
     _, expected, metrics = train(transport, optimizer, plan, **OPTIONS[options])
     with monkeypatch.context() as patch:
