@@ -10,7 +10,7 @@ import pytest
 
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import library, status
-from jaxferry.native.library import CPU_TARGETS, TARGETS, ffi_version, find_library, inspect_library
+from jaxferry.native.library import ABI, CPU_TARGETS, TARGETS, ffi_version, find_library, inspect_library
 from jaxferry.native.paths import DIRECTORY_VARIABLE, FILE_NAMES
 
 INFO = r"{\"platform\": \"%s\", \"compiler\": \"a test\", \"jaxlib\": \"9.8.7\", \"ffi_major\": %d, \"ffi_minor\": %d}"
@@ -21,7 +21,7 @@ ALL_TARGETS = (*TARGETS, *CPU_TARGETS)
 def fake(tmp_path):
     """Makes a library with given answers; its operations do nothing."""
 
-    def make(name="cpu", folder="", platform=None, abi=1, major=None, minor=None, info=None, targets=ALL_TARGETS):
+    def make(name="cpu", folder="", platform=None, abi=ABI, major=None, minor=None, info=None, targets=ALL_TARGETS):
         installed = ffi_version()
         major, minor = installed[0] if major is None else major, installed[1] if minor is None else minor
         text = INFO % (platform or name, major, minor) if info is None else info
@@ -81,8 +81,8 @@ def test_a_library_for_another_major_version_is_refused(fake):
 
 
 def test_a_library_of_another_interface_is_refused(fake):
-    message = "libjaxferry_cpu.so has version 2 of the native interface, but this package needs version 1"
-    assert message in refusal(fake(abi=2))
+    message = f"has version {ABI + 1} of the native interface, but this package needs version {ABI}"
+    assert message in refusal(fake(abi=ABI + 1))
 
 
 def test_a_library_for_another_platform_is_refused(fake):
