@@ -112,9 +112,9 @@ class Programs:
             backward  ([destinations,] weights, inputs, nondiff_inputs, outputs, saved, cotangents)
                       -> gradients, input cotangents, squared norm
 
-        A program that writes host memory takes the vectors to write as `destinations` and returns them instead of
-        gradients. `weights` is an empty list for a backward that reads none. The norm is None unless all gradients were
-        whole on the device.
+        Small gradients are joined (`Layer.join_small`), unless some gradients are rows of lookups. A program that
+        writes host memory takes the vectors to write as `destinations` and returns them instead of gradients. `weights`
+        is an empty list for a backward that reads none. The norm is None unless all gradients were whole on the device.
         """
         return self._compiled[key]
 
@@ -178,6 +178,12 @@ def squared_norm(gradients: Sequence[Gradient]) -> jax.Array | None:
             return None
         total += jnp.sum(jnp.square(gradient.astype(jnp.float32)))
     return total
+
+
+def joined(layer: Layer, gradients: Sequence[Gradient]) -> list[Gradient]:
+    """The gradients of a layer as programs return them: small ones are joined, unless some are rows of lookups."""
+    arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
+    return list(layer.join_small(arrays)) if len(arrays) == len(gradients) else list(gradients)
 
 
 class _Maker:
@@ -260,7 +266,7 @@ class _Maker:
 
             def returned(*given: Any) -> Any:
                 gradients, rest = function(*given)
-                return gradients, rest, squared_norm(gradients)
+                return joined(layer.trained, gradients), rest, squared_norm(gradients)
 
             return self._traced(returned, *arguments, donate=(4, 5) if key.kind is ProgramKind.BACKWARD else ())
         accumulate = key.writes is Target.HOST_SUM

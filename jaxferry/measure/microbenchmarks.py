@@ -23,7 +23,7 @@ from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
-from jaxferry.engine.programs import Programs
+from jaxferry.engine.programs import Programs, joined
 from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Vectors
 from jaxferry.engine.transport.choice import make_transport
 from jaxferry.partition import Derivative, Layer, Partition, RowGradient
@@ -196,9 +196,10 @@ def gradients_text(gradients: Sequence[Any]) -> str:
 
 
 def gradient_shapes(partition: Partition, derivative: Derivative) -> list[Any]:
-    """Returns shapes of a segment's gradients for its layer's parameters."""
+    """Returns shapes of the gradients that a segment's programs return."""
     arguments = derivative.backward_arguments(partition.graph)
-    made: list[Any] = jax.eval_shape(derivative.backward, *arguments)[0]
+    layer = partition.layers[derivative.segment.group].trained
+    made: list[Any] = jax.eval_shape(lambda *given: joined(layer, derivative.backward(*given)[0]), *arguments)
     return made
 
 

@@ -12,7 +12,7 @@ from jaxferry.partition.frozen import Trainable, frozen_leaves
 from jaxferry.partition.graph import with_flags
 from jaxferry.partition.host_reads import read_in_place
 from jaxferry.partition.host_stores import store_in_place
-from jaxferry.partition.layout import Layer, Leaf, Part
+from jaxferry.partition.layout import Layer, Leaf, Part, Transfer
 from jaxferry.partition.remat import check_remat, remat_of, with_remat
 from jaxferry.partition.rows import Gradient, RowGradient
 from jaxferry.partition.segments import ForwardPartition, Partition, Segment
@@ -32,6 +32,7 @@ __all__ = [
     "RowGradient",
     "Segment",
     "Trainable",
+    "Transfer",
     "check_remat",
     "differentiate",
     "frozen_leaves",

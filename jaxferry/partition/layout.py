@@ -75,6 +75,21 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One copy to host memory: of one large gradient, or of all small gradients of a vector.
+
+    Attributes:
+      vector: the index of the layer's vector.
+      offset: the first element in that vector.
+      leaves: indices of the gradients, in the order of their offsets.
+    """
+
+    vector: int
+    offset: int
+    leaves: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
     """The unit of planning: parameters that move together, in one flat vector per dtype.
 
@@ -118,6 +133,39 @@ class Layer:
     def layout(self) -> tuple[Any, ...]:
         """What the layer's programs depend on; layers with equal layouts share programs."""
         return tuple((leaf.shape, leaf.dtype, leaf.master_dtype, leaf.vector, leaf.offset) for leaf in self.leaves)
+
+    @functools.cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The copies that bring the layer's gradients to host memory."""
+        small: dict[int, list[int]] = {}
+        made = []
+        for index, leaf in enumerate(self.leaves):
+            if leaf.is_small:
+                small.setdefault(leaf.vector, []).append(index)
+            else:
+                made.append(Transfer(leaf.vector, leaf.offset, (index,)))
+        for vector, indices in small.items():
+            indices.sort(key=lambda index: self.leaves[index].offset)
+            made.append(Transfer(vector, self.leaves[indices[0]].offset, tuple(indices)))
+        return tuple(made)
+
+    def join_small(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        """Joins small gradients, inside a jitted function: returns one array for each of `transfers`."""
+        joined = []
+        for transfer in self.transfers:
+            arrays = [gradients[index] for index in transfer.leaves]
+            joined.append(arrays[0] if len(arrays) == 1 else jnp.concatenate([array.ravel() for array in arrays]))
+        return joined
+
+    def split_small(self, joined: Sequence[jax.Array]) -> list[jax.Array]:
+        """Reverses `join_small`, inside a jitted function: returns one array for each leaf."""
+        gradients: dict[int, jax.Array] = {}
+        for transfer, array in zip(self.transfers, joined, strict=True):
+            ends = np.cumsum([self.leaves[index].size for index in transfer.leaves])
+            parts = jnp.split(array, ends[:-1]) if len(ends) > 1 else [array]
+            for index, part in zip(transfer.leaves, parts, strict=True):
+                gradients[index] = part.reshape(self.leaves[index].shape)
+        return [gradients[index] for index in range(len(self.leaves))]
 
     def pack(self, leaves: Sequence[Any], into: Sequence[jax.Array] | None = None) -> tuple[jax.Array, ...]:
         """Packs arrays of the leaves' shapes (any dtype) into flat vectors, inside a jitted function.

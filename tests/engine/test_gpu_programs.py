@@ -18,7 +18,7 @@ from jaxferry.engine import (
     program_keys,
     trace_program,
 )
-from jaxferry.engine.transport.ferry import Ferry, transfers_of
+from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import operations
 from jaxferry.partition import host_stores, partition
@@ -132,7 +132,12 @@ def test_without_the_library_programs_copy_the_layer_themselves_and_compute_noth
 
 
 @pytest.mark.parametrize(
-    ("name", "moves"), [pytest.param("load", "ferry_load", marks=pytest.mark.slow), ("store", "ferry_store")]
+    ("name", "moves"),
+    [
+        pytest.param("load", "ferry_load", marks=pytest.mark.slow),
+        pytest.param("load onto", "ferry_load", marks=pytest.mark.slow),
+        ("store", "ferry_store"),
+    ],
 )
 def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
     placement, layers = make_placement(), model.parts.layers
@@ -145,12 +150,9 @@ def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
     vectors = tuple(struct(v.shape, v.dtype, placement.pinned) for v in layers[layer].vectors)
     leaves = [struct(leaf.shape, leaf.dtype, placement.device) for leaf in layers[layer].leaves]
     token = struct((1,), jnp.uint8, placement.device)
-    sources = [leaves[t.leaves[0]] for t in transfers_of(layers[layer])]
-    for i, transfer in enumerate(transfers_of(layers[layer])):
-        if transfer.is_packed:
-            size = sum(layers[layer].leaves[leaf].size for leaf in transfer.leaves)
-            sources[i] = struct((size,), sources[i].dtype, placement.device)
-    arguments = (vectors, leaves) if name == "load" else (sources, vectors)
+    joined = jax.eval_shape(layers[layer].join_small, leaves)
+    sources = [struct(source.shape, source.dtype, placement.device) for source in joined]
+    arguments = {"load": (vectors,), "load onto": (vectors, leaves), "store": (sources, vectors)}[name]
     found = {}
     for tokens in ((), (token,)):
         executable = compile_lowered(lower_traced(program.trace(*arguments, *tokens), "cuda"))

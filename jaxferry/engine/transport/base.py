@@ -24,7 +24,7 @@ from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.native import NativeLibrary
 from jaxferry.partition import Gradient, Layer, RowGradient
 
-_OF_LOADS = frozenset({"unpack", "buffers", "load", "arrived"})
+_OF_LOADS = frozenset({"unpack", "load", "load onto", "arrived"})
 """Programs that move parameters; all others move gradients."""
 
 
@@ -180,7 +180,8 @@ class Transport:
 
         Args:
           layer: the layer.
-          gradients: one for each of its trained parameters, on the device.
+          gradients: those of its trained parameters, on the device: joined as by `Layer.join_small`, or one for each
+            parameter if some are rows of lookups.
           onto: the stored gradient of an earlier use of the layer, to which these are added; it is consumed.
           mark: records when the copy starts and ends; None for no record.
         """
@@ -283,7 +284,8 @@ class Transport:
 
         def add(gradients: Sequence[Gradient], onto: Vectors) -> Vectors:
             known, gradients = computable((onto, gradients))
-            return layer.pack([added(a, b) for a, b in zip(layer.unpack(known), gradients, strict=True)], known)
+            whole = split(layer, gradients)
+            return layer.pack([added(a, b) for a, b in zip(layer.unpack(known), whole, strict=True)], known)
 
         def zeros() -> Vectors:
             return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
@@ -303,6 +305,12 @@ def own_vectors(vectors: Vectors, gradient: HostGradient, placement: Placement) 
 def computable(host: Any) -> Any:
     """Makes host arrays operands within a jitted function; on a CPU this placement copies nothing."""
     return jax.device_put(host, jax.memory.Space.Device)
+
+
+def split(layer: Layer, gradients: Sequence[Gradient]) -> list[Gradient]:
+    """The gradient of each parameter, within a jitted function; see `Transport.store`."""
+    arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
+    return list(layer.split_small(arrays)) if len(arrays) == len(gradients) else list(gradients)
 
 
 def added(known: jax.Array, gradient: Gradient) -> jax.Array:

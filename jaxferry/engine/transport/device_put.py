@@ -19,6 +19,7 @@ from jaxferry.engine.transport.base import (
     computable,
     delete_all,
     own_vectors,
+    split,
 )
 from jaxferry.partition import Gradient, Layer, RowGradient
 
@@ -92,10 +93,10 @@ class DevicePut(Transport):
             return layer.unpack(computable(vectors))
 
         def store(gradients: Sequence[Gradient], into: Vectors) -> Vectors:
-            return layer.pack(_dense(gradients), computable(into))
+            return layer.pack(_dense(split(layer, gradients)), computable(into))
 
         def pack(gradients: Sequence[Gradient]) -> Vectors:
-            return layer.pack(_dense(gradients))
+            return layer.pack(_dense(split(layer, gradients)))
 
         def total(onto: Vectors, stored: Vectors) -> Vectors:
             return tuple(a + b for a, b in zip(*computable((onto, stored)), strict=True))

@@ -2,13 +2,12 @@
 
 One program enqueues a copy and another waits for it, so the copy overlaps everything that the device runs between the
 two. A parameter is copied directly into a buffer of its own shape, and a large gradient from one. All small gradients
-of a vector are packed into one array and leave as one transfer, since a transfer of each would be mostly latency. The
+of a vector leave as one transfer, since a transfer of each would be mostly latency: their program has joined them. The
 next layer of the same layout reuses the buffers of a dropped layer.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,9 +31,6 @@ class Ferry(Transport):
         super().__init__(placement, layers)
         self.library = library(placement.platform)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
-        self._transfers = [transfers_of(layer.trained) for layer in layers]
-        # The packed gradients exist beside the small ones while they are packed.
-        self.staging_bytes = max(map(_packed_bytes, layers, self._transfers))
         # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
         self.in_flight: dict[int, tuple[DeviceLayer, Vectors]] = {}
         ORPHANED_COPIES.watch(self, self.library, self.in_flight)
@@ -53,39 +49,23 @@ class Ferry(Transport):
             return stored
         into = self.destinations(layer, onto)
         store = self.program("store" if onto is None else "accumulate", layer)
-        sources = self._sources(layer, gradients)
-        vectors = _marked(store, (sources, into), mark)
+        vectors = _marked(store, (gradients, into), mark)
         wait = self.program("landed", layer)
 
         def arrive(vectors: Vectors) -> Vectors:
-            landed, ended = wait(vectors, sources)
+            landed, ended = wait(vectors, gradients)
             delete_all(ended)
             return tuple(landed)
 
         return HostGradient(tuple(vectors), self._placement.is_cpu, arrive)
 
-    def _sources(self, layer: int, gradients: Sequence[Any]) -> list[jax.Array]:
-        """The arrays to copy, one for each transfer; small gradients are packed and freed.
-
-        Packing is a program of its own. The copies run on after the program that queues them, so its arguments must be
-        their sources: XLA may copy a value that a program both computes and returns.
-        """
-        transfers = self._transfers[layer]
-        sources: list[jax.Array] = [gradients[t.leaves[0]] for t in transfers]
-        if any(t.is_packed for t in transfers):
-            small = [[gradients[i] for i in t.leaves] for t in transfers if t.is_packed]
-            packed = iter(self.program("packed", layer)(small))
-            sources = [next(packed) if t.is_packed else x for t, x in zip(transfers, sources, strict=True)]
-            delete_all(jax.tree.leaves(small))
-        return sources
-
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         layout = self._layers[layer].layout
-        free = self._free.setdefault(layout, [])
+        free = self._free.get(layout)
         if not free:
             self.release()
-            free.append(self.program("buffers", layer)())
-        load, wait = self.program("load", layer), self.program("arrived", layer)
+        load, wait = self.program("load onto" if free else "load", layer), self.program("arrived", layer)
+        given = (vectors, free.pop()) if free else (vectors,)
         in_flight = self.in_flight
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -94,7 +74,7 @@ class Ferry(Transport):
             return arrived
 
         with deferred_interrupts():
-            held = DeviceLayer(layer, size, list(_marked(load, (vectors, free.pop()), mark)), arrive)
+            held = DeviceLayer(layer, size, list(_marked(load, given, mark)), arrive)
             in_flight[id(held)] = (held, vectors)
         return held
 
@@ -123,20 +103,20 @@ def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[],
     """Makes the programs that move parameters, by name."""
     numbers, offsets = [leaf.vector for leaf in layer.leaves], [leaf.offset for leaf in layer.leaves]
 
-    def buffers() -> list[jax.Array]:
-        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves]
-
-    def load(vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
+    def load_onto(vectors: Vectors, into: Sequence[jax.Array], *token: jax.Array) -> Any:
         arrays = targets.ferry_load(vectors, into, numbers, offsets)
         return arrays, [targets.mark(each, arrays, "load") for each in token]
+
+    def load(vectors: Vectors, *token: jax.Array) -> Any:
+        return load_onto(vectors, [jnp.zeros(leaf.shape, leaf.dtype) for leaf in layer.leaves], *token)
 
     def arrived(arrays: Sequence[jax.Array], vectors: Vectors) -> list[jax.Array]:
         return targets.ferry_wait(arrays)
 
     jitted = functools.partial(jax.jit, out_shardings=placement.device)
     return {
-        "buffers": lambda: jitted(buffers),
-        "load": lambda: jitted(load, donate_argnums=1),
+        "load": lambda: jitted(load),
+        "load onto": lambda: jitted(load_onto, donate_argnums=1),
         # The copy's source vectors are an argument so that their memory is not reused before it has ended.
         "arrived": lambda: jitted(arrived, donate_argnums=0, keep_unused=True),
     }
@@ -145,11 +125,8 @@ def _load_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[],
 def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[], Any]]:
     """Makes the programs that move gradients, by name."""
 
-    def packed(small: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        return [jnp.concatenate([gradient.ravel() for gradient in each]) for each in small]
-
     def store(accumulate: bool, sources: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
-        stored, transfers = list(into), transfers_of(layer)
+        stored, transfers = list(into), layer.transfers
         for number in range(len(into)):
             chosen = [i for i, t in enumerate(transfers) if t.vector == number]
             offsets = [transfers[i].offset for i in chosen]
@@ -164,7 +141,6 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
 
     both = (placement.pinned, placement.device)
     return {
-        "packed": lambda: jax.jit(packed, out_shardings=placement.device),
         "store": lambda: jitted_store(False),
         "accumulate": lambda: jitted_store(True),
         "landed": lambda: jax.jit(landed, donate_argnums=(0, 1), out_shardings=both),
@@ -179,43 +155,3 @@ def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> 
         queued, [marked] = program(*arguments, mark.token())
         mark.add(marked)
     return queued
-
-
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-    """One copy of one large gradient, or of all small gradients of a vector, to host memory.
-
-    Attributes:
-      vector: the index of the layer's vector.
-      offset: the first element in that vector.
-      leaves: indices of the gradients, in the order of their offsets.
-    """
-
-    vector: int
-    offset: int
-    leaves: tuple[int, ...]
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether several gradients are packed into one array."""
-        return len(self.leaves) > 1
-
-
-def transfers_of(layer: Layer) -> list[Transfer]:
-    """The copies that bring a layer's gradients to host memory."""
-    small: dict[int, list[int]] = {}
-    made = []
-    for i, leaf in enumerate(layer.leaves):
-        if leaf.is_small:
-            small.setdefault(leaf.vector, []).append(i)
-        else:
-            made.append(Transfer(leaf.vector, leaf.offset, (i,)))
-    for vector, leaves in small.items():
-        leaves.sort(key=lambda i: layer.leaves[i].offset)
-        made.append(Transfer(vector, layer.leaves[leaves[0]].offset, tuple(leaves)))
-    return made
-
-
-def _packed_bytes(layer: Layer, transfers: Sequence[Transfer]) -> int:
-    leaves = [layer.trained.leaves[i] for t in transfers if t.is_packed for i in t.leaves]
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
