@@ -52,7 +52,7 @@ def refresh(step: StepContext, instruction: Instruction) -> bool:
 def forward(step: StepContext, instruction: Instruction) -> bool:
     """Runs a forward and keeps its residuals."""
     assert instruction.key is not None
-    step.wait_for_saves(instruction)
+    step.make_room(instruction)
     arguments = _forward_arguments(step, instruction, instruction.key)
     outputs, nondiff_outputs, saved, finite = step.ran(step.runnable.programs[instruction.key](*arguments))
     step.saved[instruction.segment] = saved
@@ -63,7 +63,7 @@ def forward(step: StepContext, instruction: Instruction) -> bool:
 
 def loss(step: StepContext, instruction: Instruction) -> bool:
     """Runs forward and backward of the last segment."""
-    step.wait_for_saves(instruction)
+    step.make_room(instruction)
     key = step.gradients.key(instruction, step.work.commit)
     if key is None:
         return True
@@ -80,7 +80,7 @@ def loss(step: StepContext, instruction: Instruction) -> bool:
 
 def backward(step: StepContext, instruction: Instruction) -> bool:
     """Runs a backward and passes on its gradients and cotangents."""
-    step.wait_for_saves(instruction)
+    step.make_room(instruction)
     key = step.gradients.key(instruction, step.work.commit)
     if key is None:
         return True
@@ -98,16 +98,10 @@ def backward(step: StepContext, instruction: Instruction) -> bool:
 
 
 def offload(step: StepContext, instruction: Instruction) -> bool:
-    """Offloads a gradient.
-
-    On an accelerator its wait is issued after the next program, or before it if that program needs the memory.
-    """
+    """Offloads a gradient; on an accelerator this only issues the copy."""
     mark = step.mark(instruction.index)
-    has_ended = step.gradients.offload(instruction, mark, step.work.commit, waits=step.does_what_it_issues)
-    is_last = step.num_programs == len(step.program.programs)
-    if not has_ended and (instruction.is_awaited or is_last):
-        step.gradients.wait_for_inflight(step.work.end)
-    return has_ended
+    step.gradients.offload(instruction, mark, step.work.commit, waits=step.does_what_it_issues)
+    return True
 
 
 def update(step: StepContext, instruction: Instruction) -> bool:
@@ -208,10 +202,8 @@ def _keep_cotangents(step: StepContext, instruction: Instruction, cotangents: An
 def _end_program(step: StepContext, instruction: Instruction, key: ProgramKey, ended: Any) -> None:
     """Marks the end of a program and frees the buffers that it read last."""
     step.num_programs += 1
-    if not step.does_what_it_issues:
-        if step.copies.marks is not None:
-            step.copies.marks.after(instruction.index, ended)
-        step.gradients.wait_for_inflight(step.work.end)
+    if not step.does_what_it_issues and step.copies.marks is not None:
+        step.copies.marks.after(instruction.index, ended)
     if key.writes is not Target.DEVICE:
         step.gradients.note_arrival(instruction.group)
     for drop in instruction.drops:

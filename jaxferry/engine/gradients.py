@@ -8,19 +8,19 @@ program --> pending (device) --offload--> in flight --> on_host --gather--> upda
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import jax
 
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, StepProgram
-from jaxferry.engine.norms import Norms
+from jaxferry.engine.norms import Norms, SquaredNorm
 from jaxferry.engine.program_keys import ProgramKey, Target
 from jaxferry.engine.state import Accumulated, LateFailure
-from jaxferry.engine.transport.base import HostGradient, Transport, Vectors, added
+from jaxferry.engine.transport.base import CopyInFlight, HostGradient, Transport, Vectors, added
 
 _add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
 
@@ -47,11 +47,11 @@ class StepGradients:
         self._program, self._transport, self._norms, self._is_last = program, transport, norms, is_last
         self._earlier = frozenset((*accumulated.on_host, *accumulated.on_device))
         self._pending: dict[int, Any] = {}
-        self._inflight: collections.deque[tuple[Instruction, int]] = collections.deque()
+        self._inflight: collections.deque[tuple[int, CopyInFlight]] = collections.deque()
         self._num_arrived: collections.Counter[int] = collections.Counter()
         self._num_uses = collections.Counter(segment.group for segment in program.partition.segments)
         self._device_norms: dict[int, jax.Array | None] = {}
-        self._taken_norms: dict[int, Future[jax.Array]] = {}
+        self._taken_norms: dict[int, SquaredNorm] = {}
         self.sums: dict[int, list[jax.Array]] = dict(accumulated.on_device)
         self.on_host: dict[int, HostGradient] = dict(accumulated.on_host)
         self.has_added = False
@@ -95,8 +95,8 @@ class StepGradients:
             gradients = _add_onto(self.sums.pop(group), gradients)
         self._pending[instruction.segment] = gradients
 
-    def offload(self, instruction: Instruction, mark: Any, commit: Callable[[], bool], waits: bool) -> bool:
-        """Offloads a gradient, or keeps it in the sums on the device; returns False while it is in flight.
+    def offload(self, instruction: Instruction, mark: Any, commit: Callable[[], bool], waits: bool) -> None:
+        """Offloads a gradient, or keeps it in the sums on the device.
 
         Args:
           instruction: the offload.
@@ -108,43 +108,41 @@ class StepGradients:
         # A sum begun on the host, under another batch's plan, stays there. The bits are the same either way.
         if group in self._program.summed and not self._is_last and group not in self.on_host:
             self.sums[group] = self._pending.pop(instruction.segment)
-            return True
+            return
         if not self._may_add(group, commit):
-            return True
+            return
         gradients, known = self._pending.pop(instruction.segment), self.on_host.get(group)
-        self.on_host[group] = self._transport.store(group, gradients, known, mark)
-        if not waits:
-            self._inflight.append((instruction, group))
-            return False
-        jax.block_until_ready(self.gather(group))
+        stored = self.on_host[group] = self._transport.store(group, gradients, known, mark)
+        if waits:
+            jax.block_until_ready(self.gather(group))
+        elif stored.copy is not None:
+            self._inflight.append((instruction.index, stored.copy))
         self.note_arrival(group)
-        return True
 
-    def wait_for_inflight(self, end: Callable[[int], None]) -> None:
-        """Issues the waits for all offloads in flight, and calls `end` with the index of each.
+    def hold_for(self, offload: int) -> None:
+        """Makes the device wait for an offload and those before it, and frees their gradients for its next program.
 
         Raises:
           LateFailure: if one has failed.
         """
-        while self._inflight:
-            instruction, group = self._inflight.popleft()
+        while any(index == offload for index, _ in self._inflight):
+            index, copy = self._inflight.popleft()
             try:
-                self.on_host[group].land()
+                copy.hold()
             except Exception as error:
-                raise LateFailure(instruction.index) from error
-            self.note_arrival(group)
-            end(instruction.index)
+                raise LateFailure(index) from error
 
     def forget_inflight(self) -> None:
         """Waits for all offloads in flight and ignores their errors."""
-        while self._inflight:
-            try:
-                jax.block_until_ready(self.gather(self._inflight.popleft()[1]))
-            except Exception:  # noqa: BLE001 - the step is abandoned, and so are its gradients
-                continue
+        for gradient in self.on_host.values():
+            if gradient.copy is not None:
+                # The step is abandoned, and so are its gradients.
+                with contextlib.suppress(Exception):
+                    gradient.copy.wait()
+        self._inflight.clear()
 
     def note_arrival(self, group: int) -> None:
-        """Starts computing the norm of a group's gradient once all of it is in host memory."""
+        """Starts computing the norm of a group's gradient once all of it is in host memory or on its way there."""
         self._num_arrived[group] += 1
         if self._num_arrived[group] < self._num_uses[group] or not self._is_last:
             return
@@ -165,9 +163,9 @@ class StepGradients:
         """Waits until every gradient is in host memory."""
         jax.block_until_ready([self.gather(group) for group in self.on_host])
 
-    def squared_norms(self) -> list[jax.Array]:
+    def squared_norms(self) -> list[SquaredNorm]:
         """The squared norm of each group's whole gradient, in the order of the groups."""
-        return [self._taken_norms[group].result() for group in sorted(self._taken_norms)]
+        return [self._taken_norms[group] for group in sorted(self._taken_norms)]
 
     def recycle(self, unit: UpdateGroup) -> None:
         """Returns the vectors of used gradients to the transport.

@@ -73,9 +73,9 @@ class Instruction:
         a FETCH that of the program that reads the values; else -1.
       values: the values that a SAVE or FETCH moves.
       saves_awaited: SAVE instructions that must have ended on the device before the program may allocate memory.
+      offloads_awaited: OFFLOAD instructions likewise.
       frees: values that no later program reads.
       drops: device copies that no later instruction reads.
-      is_awaited: for an OFFLOAD, whether the next program waits for it.
     """
 
     operation: Operation
@@ -87,9 +87,9 @@ class Instruction:
     place: int = -1
     values: tuple[int, ...] = ()
     saves_awaited: tuple[int, ...] = ()
+    offloads_awaited: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     drops: tuple[Drop, ...] = ()
-    is_awaited: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -40,6 +40,9 @@ _OPERATIONS = {
     Kind.INTER_BACKWARD: Operation.NOTHING,
 }
 
+_MAKE_ROOM = (Kind.SAVE, Kind.OFFLOAD)
+"""Transfers that a program waits for because it needs their memory."""
+
 
 def lower(
     partition: Partition,
@@ -98,24 +101,19 @@ class _Lowering:
             place = self._backward_place(task.segment)
             values = [value for value, (_, until) in self._offloaded.items() if until == place]
             return dataclasses.replace(made, place=place, values=tuple(values))
-        if task.kind is Kind.OFFLOAD:
-            return dataclasses.replace(made, is_awaited=self._is_awaited(index))
         return made
-
-    def _is_awaited(self, offload: int) -> bool:
-        following = min((i for i in self._places if i > offload), default=None)
-        return following is not None and offload in self._tasks[following].after
 
     def _program(self, made: Instruction) -> Instruction:
         place = self._places[made.index]
         key: ProgramKey = self._keys[place]
-        saves = tuple(earlier for earlier in made.task.after if self._tasks[earlier].kind is Kind.SAVE)
+        awaited = {kind: tuple(i for i in made.task.after if self._tasks[i].kind is kind) for kind in _MAKE_ROOM}
         return dataclasses.replace(
             made,
             operation=Operation.LOSS if key.kind is ProgramKind.LOSS else made.operation,
             key=key,
             place=place,
-            saves_awaited=saves,
+            saves_awaited=awaited[Kind.SAVE],
+            offloads_awaited=awaited[Kind.OFFLOAD],
             frees=tuple(self._frees.get(place, ())),
             drops=tuple(self._drops.get(made.index, ())),
         )

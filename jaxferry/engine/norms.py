@@ -13,6 +13,9 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import squared_norm
 from jaxferry.engine.transport.base import Vectors
 
+SquaredNorm = Future[jax.Array] | jax.Array
+"""A scalar in host memory that a thread computes, or one on the device."""
+
 _norm_of_vectors = jax.jit(lambda vectors: squared_norm(jax.device_put(vectors, jax.memory.Space.Device)))
 _total = jax.jit(lambda norms, scale: jnp.sqrt(sum(norms, start=jnp.float32(0))) / scale)
 
@@ -32,8 +35,8 @@ class Norms:
         self.none = jax.device_put(np.float32(0), placement.host_compute)
         """The argument of an update that needs no norm."""
 
-    def of(self, gather: Callable[[], Vectors], known: jax.Array | None) -> Future[jax.Array]:
-        """The squared norm of a whole gradient, in host memory. The caller does not wait for the device.
+    def of(self, gather: Callable[[], Vectors], known: jax.Array | None) -> SquaredNorm:
+        """The squared norm of a whole gradient. The caller does not wait for the device.
 
         Args:
           gather: returns the gradient in host memory; may wait.
@@ -42,9 +45,10 @@ class Norms:
         if known is None or self._on_host:
             # The next step may write into the gradient's memory once the norm is known.
             return self._thread.submit(lambda: jax.block_until_ready(_norm_of_vectors(gather())))
-        return self._thread.submit(lambda: jax.device_put(np.asarray(known), self._placement.host_compute))
+        return known
 
-    def total(self, squared: Sequence[jax.Array], scale: jax.Array) -> jax.Array:
-        """The global norm of the mean gradient, an fp32 scalar in host memory."""
-        norm: jax.Array = _total(list(squared), scale)
+    def total(self, squared: Sequence[SquaredNorm], scale: jax.Array) -> jax.Array:
+        """The global norm of the mean gradient, an fp32 scalar in host memory; waits for the squared norms."""
+        arrays = [norm.result() if isinstance(norm, Future) else norm for norm in squared]
+        norm: jax.Array = _total(jax.device_get(arrays), scale)
         return norm

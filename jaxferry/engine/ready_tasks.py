@@ -42,7 +42,8 @@ class ReadyTasks:
         self._list = tasks
         self._missing = list(tasks.num_waits)
         self._is_done = [False] * len(tasks.tasks)
-        self._num_left = collections.Counter(task.lane for task in tasks.tasks)
+        self._num_left = {lane: len(indices) for lane, indices in tasks.by_lane.items()}
+        self._num_all = len(tasks.tasks)
         self._next = dict.fromkeys(Lane, 0)
         self._updates: list[tuple[tuple[int, int], int]] = []
         self._ahead: collections.deque[int] = collections.deque()
@@ -57,8 +58,11 @@ class ReadyTasks:
         lane = self._list.tasks[index].lane
         self._is_done[index] = True
         self._num_left[lane] -= 1
-        lanes = [lane] if self._num_left[lane] == 0 else []
-        return lanes + [freed for later in self._list.waiting[index] for freed in self.fewer_missing(later)]
+        self._num_all -= 1
+        lanes = [] if self._num_left[lane] else [lane]
+        for later in self._list.waiting[index]:
+            lanes += self.fewer_missing(later)
+        return lanes
 
     def fewer_missing(self, index: int) -> list[Lane]:
         """Records that one dependency of a task has ended; returns its lane if the task may start now."""
@@ -103,7 +107,7 @@ class ReadyTasks:
 
     def is_over(self, lanes: Sequence[Lane]) -> bool:
         """Whether every task of these lanes has ended."""
-        return all(self._num_left[lane] == 0 for lane in lanes)
+        return not self._num_all or not any(map(self._num_left.get, lanes))
 
     def has_left(self, lanes: Sequence[Lane]) -> bool:
         """Whether a thread that runs these lanes has tasks left to take."""

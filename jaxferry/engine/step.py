@@ -226,11 +226,14 @@ class StepContext:
         aval = self.program.partition.graph.avals[value]
         return jnp.zeros(aval.shape, aval.dtype, device=self.runnable.resources.placement.device)
 
-    def wait_for_saves(self, instruction: Instruction) -> None:
-        """Waits until the saves whose memory this program reuses have finished.
+    def make_room(self, instruction: Instruction) -> None:
+        """Ensures that the transfers whose memory this program reuses have finished when the device runs it.
 
-        On an accelerator a save counts as ended once issued. The program in between keeps the device busy.
+        On an accelerator a transfer counts as ended once issued. For offloads the device waits, for saves this thread,
+        while the program in between keeps the device busy.
         """
+        for offload in instruction.offloads_awaited:
+            self.gradients.hold_for(offload)
         for save in instruction.saves_awaited:
             values = self.program.instructions[save].values
             try:

@@ -27,7 +27,7 @@ from scipy.linalg import cython_blas
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native.paths import FILE_NAMES, library_directories
 
-ABI = 2
+ABI = 3
 
 TARGETS = (
     "jaxferry_scratch",
@@ -105,6 +105,21 @@ class NativeLibrary:
     def synchronize(self) -> None:
         """Waits until no copy is queued or in flight in either direction."""
         self._functions.jaxferry_ferry_synchronize()
+
+    def wait_for(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+        """Waits until all queued copies to or from some ranges of memory have ended; others can queue more meanwhile.
+
+        Args:
+          addresses: where each range starts.
+          sizes: bytes of each range.
+
+        Raises:
+          NativeError: if the device has failed.
+        """
+        starts, lengths = np.asarray(addresses, np.uintp), np.asarray(sizes, np.int64)
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (starts, lengths)]
+        if self._functions.jaxferry_ferry_wait_for(ctypes.c_int64(len(starts)), *pointers):
+            raise NativeError("a copy has failed; the device's next operation says why")
 
     def finish(self) -> None:
         """Completes all queued copies at full speed and waits for them, before arrays are freed at exit."""

@@ -56,23 +56,23 @@ def test_every_task_has_one_instruction_and_every_program_one_place(parts, deriv
 @pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
 @pytest.mark.parametrize("places", [[GradientPlace.DEVICE], list(GradientPlace)], ids=str)
 def test_one_thread_that_issues_for_the_device_always_has_a_task_to_issue(parts, derivatives, modes, places):
-    """On an accelerator an offload ends behind the next program, or at once where that program waits for it."""
+    """On an accelerator a task ends once it is issued."""
     program = program_of(parts, derivatives, modes, places)
-    ready, inflight, num_left = ReadyTasks(TaskList(program.schedule), None), [], len(program.programs)
+    ready = ReadyTasks(TaskList(program.schedule), None)
     for _ in program.instructions:
         index = ready.take((Lane.H2D, Lane.D2H, Lane.GPU, Lane.HOST))
         assert index is not None
-        instruction = program.instructions[index]
-        num_left -= instruction.key is not None
-        is_offload = instruction.operation is Operation.OFFLOAD
-        if is_offload:
-            inflight.append(index)
-        else:
-            ready.end(index)
-        if instruction.key is not None or (is_offload and (instruction.is_awaited or not num_left)):
-            while inflight:
-                ready.end(inflight.pop(0))
+        ready.end(index)
     assert ready.is_over(tuple(Lane))
+
+
+def test_a_program_awaits_the_offloads_whose_memory_it_needs(parts, derivatives):
+    program = program_of(parts, derivatives, [Mode.GFGB])
+    awaited = [offload for i in program.programs for offload in i.offloads_awaited]
+    assert awaited
+    for instruction in program.programs:
+        waits = {i for i in instruction.task.after if program.instructions[i].operation is Operation.OFFLOAD}
+        assert set(instruction.offloads_awaited) == waits
 
 
 @pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)

@@ -67,6 +67,7 @@ class _Functions:
         self.jaxferry_marks_open, self.jaxferry_marks_close = library.jaxferry_marks_open, library.jaxferry_marks_close
         self.jaxferry_marks_read = library.emulation_marks_read
         self.jaxferry_ferry_synchronize = library.emulation_synchronize
+        self.jaxferry_ferry_wait_for = library.emulation_ferry_wait_for
 
 
 def functions(library):

@@ -39,7 +39,7 @@ def test_the_library_says_what_it_is_and_what_made_it(library):
     assert (info["ffi_major"], info["ffi_minor"]) >= (0, 1)
     assert re.fullmatch(r"1[2-9]\.\d+\.\d+", info["nvcc"])
     assert info["architectures"] == [90]
-    assert library.jaxferry_abi() == 2
+    assert library.jaxferry_abi() == 3
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_synchronizing_without_a_gpu_returns(library):
 
 def test_only_the_contract_is_exported(path):
     listed = cuda_build.run("nm", "-D", "--defined-only", path)
-    functions = {"jaxferry_build_info", "jaxferry_abi", "jaxferry_ferry_synchronize"}
+    functions = {"jaxferry_build_info", "jaxferry_abi", "jaxferry_ferry_synchronize", "jaxferry_ferry_wait_for"}
     functions |= {"jaxferry_marks_open", "jaxferry_marks_close", "jaxferry_marks_read"}
     assert {line.split()[-1] for line in listed.splitlines()} == functions | set(TARGETS)
 

@@ -82,6 +82,12 @@ struct Range {
 using Copies = std::vector<Copy>;
 using Ranges = std::vector<Range>;
 
+inline Ranges RangesOf(int64_t count, const void* const* data, const int64_t* bytes) {
+  Ranges ranges;
+  for (int64_t i = 0; i < count; ++i) ranges.push_back({data[i], bytes[i]});
+  return ranges;
+}
+
 }  // namespace jaxferry
 
 #endif  // JAXFERRY_COMMON_CALLS_H_

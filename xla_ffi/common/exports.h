@@ -6,7 +6,7 @@
 
 #include "xla/ffi/api/c_api.h"
 
-#define JAXFERRY_ABI 2
+#define JAXFERRY_ABI 3
 
 #pragma GCC visibility push(default)
 
@@ -36,6 +36,7 @@ extern "C" {
 const char* jaxferry_build_info();
 int jaxferry_abi();
 void jaxferry_ferry_synchronize();
+int jaxferry_ferry_wait_for(int64_t count, const void* const* data, const int64_t* bytes);
 void jaxferry_marks_open(const void* token, int64_t capacity);
 void jaxferry_marks_close(const void* token);
 void jaxferry_marks_read(int64_t count, const void* const* tokens, const int64_t* numbers, double* starts_s,

@@ -52,6 +52,10 @@ void Ferry::CallWhenDone(const Ranges& ranges, std::function<void()> callback) {
   count_down();
 }
 
+void Ferry::WaitFor(const Ranges& ranges) {
+  for (FerryQueue& queue : queues_) queue.WaitFor(ranges);
+}
+
 void Ferry::Synchronize() {
   for (FerryQueue& queue : queues_) queue.Synchronize();
 }

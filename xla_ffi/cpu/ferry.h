@@ -28,6 +28,9 @@ class Ferry {
   // Calls `callback` once no queued copy touches these bytes: immediately, or later on another thread.
   void CallWhenDone(const Ranges& ranges, std::function<void()> callback);
 
+  // Waits until no queued copy touches these bytes.
+  void WaitFor(const Ranges& ranges);
+
   void Synchronize();
 
   // Drops queued copies and ends all threads.

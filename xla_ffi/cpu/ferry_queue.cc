@@ -61,6 +61,15 @@ bool FerryQueue::CallWhenDone(const Ranges& ranges, const std::function<void()>&
   return true;
 }
 
+void FerryQueue::WaitFor(const Ranges& ranges) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] {
+    return is_stopped_ || std::none_of(transfers_.begin(), transfers_.end(), [&](const Transfer& transfer) {
+             return Touch(transfer.copies, ranges);
+           });
+  });
+}
+
 void FerryQueue::Synchronize() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [&] { return transfers_.empty() || is_stopped_; });

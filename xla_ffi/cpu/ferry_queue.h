@@ -50,6 +50,9 @@ class FerryQueue {
   // call, if there are none.
   bool CallWhenDone(const Ranges& ranges, const std::function<void()>& callback);
 
+  // Waits until no queued copy reads or writes these bytes, or the queue has stopped.
+  void WaitFor(const Ranges& ranges);
+
   // Waits for everything pushed before.
   void Synchronize();
 

@@ -40,6 +40,11 @@ int jaxferry_abi() { return JAXFERRY_ABI; }
 
 void jaxferry_ferry_synchronize() { jaxferry::Ferry::Get().Synchronize(); }
 
+int jaxferry_ferry_wait_for(int64_t count, const void* const* data, const int64_t* bytes) {
+  jaxferry::Ferry::Get().WaitFor(jaxferry::RangesOf(count, data, bytes));
+  return 0;
+}
+
 void jaxferry_ferry_set_bandwidth(int direction, double bytes_per_s) {
   if (direction < jaxferry::kLoad || direction > jaxferry::kHost) return;
   const jaxferry::Direction which = static_cast<jaxferry::Direction>(direction);

@@ -1,6 +1,5 @@
 #include "cuda/device.h"
 
-#include <map>
 #include <memory>
 
 namespace jaxferry::cuda {
@@ -27,20 +26,14 @@ Device& Device::Get(int ordinal) {
   return *device;
 }
 
-void Device::SynchronizeFerry() {
+std::map<int, Device*> Device::All() {
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
   std::map<int, Device*> devices;
-  {
-    // Unlocked while waiting, so that other threads can get their devices.
-    Registry& registry = TheRegistry();
-    std::lock_guard<std::mutex> lock(registry.mutex);
-    for (const auto& [ordinal, device] : registry.devices) devices[ordinal] = device.get();
+  for (const auto& [ordinal, device] : registry.devices) {
+    if (device != nullptr) devices[ordinal] = device.get();
   }
-  for (const auto& [ordinal, device] : devices) {
-    if (device == nullptr) continue;
-    const CurrentDevice current(ordinal);
-    Check(cudaStreamSynchronize(device->loads.get()), "waiting for loads");
-    Check(cudaStreamSynchronize(device->stores.get()), "waiting for stores");
-  }
+  return devices;
 }
 
 }  // namespace jaxferry::cuda

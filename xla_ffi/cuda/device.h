@@ -2,6 +2,7 @@
 #ifndef JAXFERRY_CUDA_DEVICE_H_
 #define JAXFERRY_CUDA_DEVICE_H_
 
+#include <map>
 #include <mutex>
 
 #include "cuda/ferry_table.h"
@@ -16,15 +17,15 @@ class Device {
  public:
   // The current device must be `ordinal`. Throws Failure if the streams cannot be created.
   static Device& Get(int ordinal);
-  // Waits until the ferry's queues are empty on every device.
-  static void SynchronizeFerry();
+  // Those made so far, by ordinal.
+  static std::map<int, Device*> All();
 
   // Held while an operation issues work to streams, so that two threads do not interleave.
   std::mutex mutex;
   EventPool events{cudaEventDisableTiming};
   // The ferry's queues. Panels have separate streams, so that they do not wait behind loads of whole layers.
   Stream loads, stores, panels_in, panels_out;
-  FerryTable<EventPool::Lease> ferry;
+  FerryTable<SharedEvent> ferry;
   DeviceMarks marks;
   Multiplier multiplier;
 };

@@ -7,7 +7,7 @@ namespace jaxferry::cuda {
 namespace {
 
 void Forget(Device& device) {
-  device.ferry.Forget([](const EventPool::Lease& ended) { return ended->HasRun(); });
+  device.ferry.Forget([](const SharedEvent& ended) { return ended->HasRun(); });
 }
 
 void Enqueue(const Copy& copy, cudaMemcpyKind kind, cudaStream_t queue) {
@@ -47,8 +47,29 @@ void RunFerryStore(Device& device, const Copies& copies, cudaStream_t stream) {
 
 void RunFerryWait(Device& device, const Ranges& ranges, cudaStream_t stream) {
   Forget(device);
-  device.ferry.ForEachIn(ranges, [&](const EventPool::Lease& ended) { ended->Hold(stream); });
+  device.ferry.ForEachIn(ranges, [&](const SharedEvent& ended) { ended->Hold(stream); });
   device.marks.NoteWait(stream);
+}
+
+void SynchronizeFerry() {
+  for (const auto& [ordinal, device] : Device::All()) {
+    const CurrentDevice current(ordinal);
+    Check(cudaStreamSynchronize(device->loads.get()), "waiting for loads");
+    Check(cudaStreamSynchronize(device->stores.get()), "waiting for stores");
+  }
+}
+
+void AwaitFerry(const Ranges& ranges) {
+  for (const auto& [ordinal, device] : Device::All()) {
+    const CurrentDevice current(ordinal);
+    std::vector<SharedEvent> ends;
+    {
+      // Unlocked while waiting, so that other threads can queue more.
+      std::lock_guard<std::mutex> lock(device->mutex);
+      device->ferry.ForEachIn(ranges, [&](const SharedEvent& ended) { ends.push_back(ended); });
+    }
+    for (const SharedEvent& ended : ends) ended->Synchronize();
+  }
 }
 
 }  // namespace jaxferry::cuda

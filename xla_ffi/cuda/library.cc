@@ -1,5 +1,6 @@
 // The library's description, and the scratch operation.
 #include "cuda/handler.h"
+#include "cuda/operations.h"
 
 // Variadic, because lists contain commas.
 #define JAXFERRY_QUOTE_(...) #__VA_ARGS__
@@ -45,7 +46,16 @@ int jaxferry_abi() { return JAXFERRY_ABI; }
 // Cannot report a failed device; the next operation on that device does.
 void jaxferry_ferry_synchronize() {
   try {
-    jaxferry::cuda::Device::SynchronizeFerry();
+    jaxferry::cuda::SynchronizeFerry();
   } catch (const std::exception&) {
+  }
+}
+
+int jaxferry_ferry_wait_for(int64_t count, const void* const* data, const int64_t* bytes) {
+  try {
+    jaxferry::cuda::AwaitFerry(jaxferry::RangesOf(count, data, bytes));
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
   }
 }

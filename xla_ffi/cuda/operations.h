@@ -16,6 +16,10 @@ void RunMatmulGradient(Device& device, const MatmulGradient& call, cudaStream_t 
 void RunFerryLoad(Device& device, const Copies& copies, cudaStream_t stream);
 void RunFerryStore(Device& device, const Copies& copies, cudaStream_t stream);
 void RunFerryWait(Device& device, const Ranges& ranges, cudaStream_t stream);
+// Waits until the ferry's queues are empty on every device.
+void SynchronizeFerry();
+// Waits in the calling thread until all queued copies to or from these bytes have ended, on any device.
+void AwaitFerry(const Ranges& ranges);
 
 }  // namespace jaxferry::cuda
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,19 @@ class DeviceLayer:
         return list(self.arrays)
 
 
+class CopyInFlight(Protocol):
+    """A copy of a gradient to host memory."""
+
+    def wait(self) -> None:
+        """Waits on the host until the copy has ended."""
+
+    def hold(self) -> None:
+        """Makes the device wait for the copy before its next program."""
+
+    def forget(self) -> None:
+        """Gives up what is kept for the copy; only after `hold`, once a program replaces the vectors."""
+
+
 @dataclasses.dataclass
 class HostGradient:
     """A layer's gradient in host memory, or on its way there.
@@ -61,7 +74,7 @@ class HostGradient:
     Attributes:
       vectors: the vectors that hold it, or will.
       is_gathered: whether the optimizer can read them; otherwise they are in memory that the device can write.
-      arrive: converts `vectors` to readable ones; None if no transfer is in flight.
+      copy: the copy in flight; None if JAX itself knows when `vectors` are ready.
       written: the vectors that the device wrote, if the optimizer reads others: views or copies of them.
       is_reusable: whether `written` may be written again by a later step.
       finish: makes the vectors that the optimizer reads, and may wait for the device; None for a copy of `vectors`.
@@ -70,17 +83,11 @@ class HostGradient:
 
     vectors: Vectors
     is_gathered: bool
-    arrive: Callable[[Vectors], Vectors] | None = None
+    copy: CopyInFlight | None = None
     written: Vectors = ()
     is_reusable: bool = True
     finish: Callable[[], Vectors] | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-    def land(self) -> None:
-        """Issues the wait for the transfer in flight; does nothing without one."""
-        if self.arrive is not None:
-            arrive, self.arrive = self.arrive, None
-            self.vectors = arrive(self.vectors)
 
 
 class HeldBytes:
@@ -196,7 +203,10 @@ class Transport:
         if onto.is_gathered and not self._placement.is_cpu:
             written, onto.written = onto.written, ()
             return written or to_pinned(onto.vectors, self._placement)
-        onto.land()
+        if onto.copy is not None:
+            onto.copy.hold()
+            onto.copy.forget()
+            onto.copy = None
         return onto.vectors
 
     def written(self, vectors: Sequence[jax.Array]) -> HostGradient:
@@ -206,11 +216,12 @@ class Transport:
     def gather(self, layer: int, gradient: HostGradient) -> Vectors:
         """Returns the gradient's vectors in memory that the optimizer reads.
 
-        On an accelerator this waits for the device, so the issuing thread must not call it for a gradient that has just
-        left; `HostGradient.land` is its part.
+        This waits for the copy, so the issuing thread must not call it for a gradient that has just left.
         """
         with gradient.lock:
-            gradient.land()
+            if gradient.copy is not None:
+                gradient.copy.wait()
+                gradient.copy = None
             if gradient.finish is not None:
                 gradient.vectors, gradient.finish, gradient.is_gathered = gradient.finish(), None, True
             if not gradient.is_gathered:

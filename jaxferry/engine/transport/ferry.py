@@ -19,7 +19,8 @@ from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors, delete_all
-from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
+from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES, InFlight
+from jaxferry.engine.transport.stored_copies import StoredCopy
 from jaxferry.native import library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
 
@@ -29,10 +30,10 @@ class Ferry(Transport):
 
     def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
         super().__init__(placement, layers)
-        self.library = library(placement.platform)
+        self.library = self._native = library(placement.platform)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
         # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
-        self.in_flight: dict[int, tuple[DeviceLayer, Vectors]] = {}
+        self.in_flight: InFlight = {}
         ORPHANED_COPIES.watch(self, self.library, self.in_flight)
 
     def store(
@@ -43,21 +44,16 @@ class Ferry(Transport):
         mark: TaskMark | None = None,
     ) -> HostGradient:
         """See `Transport.store`."""
-        if any(isinstance(gradient, RowGradient) for gradient in gradients):
+        arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
+        if len(arrays) < len(gradients):
             stored = self._store_rows(layer, gradients, onto, mark)
             delete_all(jax.tree.leaves(gradients))
             return stored
         into = self.destinations(layer, onto)
         store = self.program("store" if onto is None else "accumulate", layer)
-        vectors = _marked(store, (gradients, into), mark)
-        wait = self.program("landed", layer)
-
-        def arrive(vectors: Vectors) -> Vectors:
-            landed, ended = wait(vectors, gradients)
-            delete_all(ended)
-            return tuple(landed)
-
-        return HostGradient(tuple(vectors), self._placement.is_cpu, arrive)
+        vectors = _marked(store, (arrays, into), mark)
+        copy = StoredCopy(self._native, tuple(vectors), arrays, self.program("landed", layer), self.in_flight)
+        return HostGradient(copy.arrays, self._placement.is_cpu, copy)
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         layout = self._layers[layer].layout
@@ -133,9 +129,6 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
             stored[number] = targets.ferry_store([sources[i] for i in chosen], into[number], offsets, accumulate)
         return stored, [targets.mark(each, stored, "store") for each in token]
 
-    def landed(vectors: Vectors, gradients: Sequence[jax.Array]) -> Any:
-        return [targets.ferry_wait([v])[0] for v in vectors], targets.ferry_wait(gradients)
-
     def jitted_store(accumulate: bool) -> Any:
         return jax.jit(functools.partial(store, accumulate), donate_argnums=1, out_shardings=both)
 
@@ -143,7 +136,7 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
     return {
         "store": lambda: jitted_store(False),
         "accumulate": lambda: jitted_store(True),
-        "landed": lambda: jax.jit(landed, donate_argnums=(0, 1), out_shardings=both),
+        "landed": lambda: jax.jit(targets.ferry_wait, donate_argnums=0, out_shardings=placement.device),
     }
 
 

@@ -43,6 +43,12 @@ extern "C" __attribute__((visibility("default"))) void emulation_synchronize() {
   jaxferry_ferry_synchronize();
 }
 
+extern "C" __attribute__((visibility("default"))) int emulation_ferry_wait_for(int64_t count, const void* const* data,
+                                                                               const int64_t* bytes) {
+  const auto lock = emulation::Lock();
+  return jaxferry_ferry_wait_for(count, data, bytes);
+}
+
 extern "C" __attribute__((visibility("default"))) void emulation_marks_read(int64_t count, const void* const* tokens,
                                                                             const int64_t* numbers, double* starts_s,
                                                                             double* ends_s) {
