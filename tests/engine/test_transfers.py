@@ -1,5 +1,7 @@
 import collections
+import gc
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.transport.device_put import DevicePut
 from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.modes import Mode
+from jaxferry.native.library import library
 from jaxferry.partition import layers_by_path
 from jaxferry.partition.groups import leaf_paths
 from jaxferry.partition.layout import make_layer
@@ -137,6 +140,50 @@ def test_small_gradients_leave_as_one_transfer():
         (vector,) = transport.gather(0, total)
         assert all(gradient.is_deleted() for gradient in gradients)
     assert_same_bits(layer.unpack([jnp.asarray(vector)]), [gradient + gradient for gradient in made])
+
+
+@pytest.fixture
+def slow_store():
+    """A link that carries nothing to the host until the test opens it."""
+    native = library("cpu")
+    native.set_bandwidth("store", 1.0)
+    yield native
+    native.set_bandwidth("store", 0)
+
+
+def gradients_of(layer, placement):
+    made = [np.random.default_rng(leaf.index).normal(size=leaf.shape).astype(np.float32) for leaf in layer.leaves]
+    return made, jax.device_put(layer.join_small(list(map(jnp.asarray, made))), placement.device)
+
+
+def test_a_gradient_and_its_vectors_stay_until_the_copy_has_ended(slow_store):
+    layer, placement = _mixed(), make_placement()
+    transport = Ferry(placement, [layer])
+    made, gradients = gradients_of(layer, placement)
+    stored = transport.store(0, gradients)
+    vectors = weakref.ref(stored.vectors[0])
+    jax.block_until_ready(stored.vectors)
+    del stored
+    gc.collect()
+    [(copy, sources)] = transport.in_flight.values()
+    assert copy.arrays[0] is vectors() and not any(gradient.is_deleted() for gradient in sources)
+    slow_store.set_bandwidth("store", 0)
+    copy.wait()
+    assert not transport.in_flight and all(gradient.is_deleted() for gradient in sources)
+    assert_same_bits(layer.unpack([jnp.asarray(copy.arrays[0])]), made)
+
+
+def test_a_device_that_waits_for_a_copy_may_reuse_its_sources_but_not_its_vectors():
+    layer, placement = _mixed(), make_placement()
+    transport = Ferry(placement, [layer])
+    made, gradients = gradients_of(layer, placement)
+    stored = transport.store(0, gradients)
+    stored.copy.hold()
+    assert all(gradient.is_deleted() for gradient in gradients)
+    assert [copy for copy, _ in transport.in_flight.values()] == [stored.copy]
+    stored.copy.hold()
+    assert_same_bits(layer.unpack([jnp.asarray(v) for v in transport.gather(0, stored)]), made)
+    assert not transport.in_flight
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.1])

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxferry.native import NativeLibrary
+from jaxferry.engine.host import pinned
+from jaxferry.native import NativeLibrary, library
 from native import cuda_build
 from native.native_operations import check_product, check_same, numbers
 from native.operations_suite import CopySuite, FerrySuite, MarkSuite, ProductSuite
@@ -30,6 +31,14 @@ class TestCopies(CopySuite):
         expected = before.copy()
         expected[5:-6] = (before[5:-6].astype(np.float32) + gradient).astype(before.dtype)
         check_same(found, expected)
+
+
+class TestFerryOnHost:
+    def test_a_thread_that_has_waited_finds_what_was_stored(self, operations):
+        array, before = operations.device(numbers(5, 10_000_000)), operations.host(np.zeros(10_000_000, np.float32))
+        vector = jax.block_until_ready(operations.ferry_store([array], before, [0]))
+        library("cuda").wait_for([vector.unsafe_buffer_pointer()], [vector.nbytes])
+        check_same(pinned.as_numpy(vector), numbers(5, 10_000_000))
 
 
 class TestProducts(ProductSuite):

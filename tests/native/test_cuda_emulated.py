@@ -163,6 +163,15 @@ class TestFerry(FerrySuite):
         (found,) = operations.wait(operations.ferry_store([array], vector, [0]))
         np.testing.assert_array_equal(np.asarray(found).view(np.uint8), 1)
 
+    @pytest.mark.parametrize("seed", range(10))
+    def test_a_thread_that_has_waited_finds_what_was_stored(self, operations, library, seed):
+        library.emulation_seed(seed)
+        array, before = operations.device(numbers(5, 1000)), operations.host(np.zeros(1000, np.float32))
+        vector = jax.block_until_ready(operations.ferry_store([array], before, [0]))
+        native = emulated_cuda.functions(library)
+        native.wait_for([vector.unsafe_buffer_pointer()], [vector.nbytes])
+        np.testing.assert_array_equal(vector, numbers(5, 1000))
+
     def test_copies_are_queued_and_return_at_once(self, operations, library):
         library.emulation_seed(3)
         vector = operations.host(numbers(4, 1000))

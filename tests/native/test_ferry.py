@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,24 @@ def test_a_source_is_waited_for_as_well(stopped, vector):
     open_link(stopped)
     waited.block_until_ready()
     assert last_number(array[0]) == last_number(waited)
+
+
+def test_a_thread_waits_for_copies_of_its_arrays_alone(stopped, vector):
+    host, other = jax.block_until_ready((store([vector], fresh(vector)), fresh(vector)))
+    seen = []
+
+    def look():
+        stopped.wait_for([host.unsafe_buffer_pointer()], [host.nbytes])
+        seen.append(last_number(host))
+
+    waiting = threading.Thread(target=look)
+    waiting.start()
+    stopped.wait_for([other.unsafe_buffer_pointer()], [other.nbytes])
+    stopped.wait_for([], [])
+    assert not seen
+    open_link(stopped)
+    waiting.join()
+    assert seen == [float(vector[-1])]
 
 
 def test_parts_of_several_vectors_go_where_they_belong(cpu):

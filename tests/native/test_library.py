@@ -179,7 +179,7 @@ def test_importing_the_package_loads_no_library(tmp_path):
 def test_the_package_and_its_library_speak_of_the_same_interface():
     header = pathlib.Path(__file__).parents[2] / "xla_ffi" / "common" / "exports.h"
     text = header.read_text()
-    assert re.search(r"#define JAXFERRY_ABI (\d+)", text)[1] == "2"
+    assert re.search(r"#define JAXFERRY_ABI (\d+)", text)[1] == str(ABI)
     assert set(re.findall(r"XLA_FFI_Error\* (jaxferry_\w+)", text)) == set(ALL_TARGETS)
 
 
