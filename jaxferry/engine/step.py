@@ -175,6 +175,7 @@ class StepContext:
         self.updated: set[int] = set()
         self.is_updating = False
         self._was_finite, self._num_left = accumulated.is_finite, _num_updates(self.program)
+        self._is_finite: bool | None = None
         self._verdict: tuple[bool, jax.Array | None] | None = None
         self._lock = threading.Lock()
 
@@ -259,8 +260,10 @@ class StepContext:
 
     def is_finite(self) -> bool:
         """Whether the losses of this micro-batch and of the earlier ones are finite."""
-        loss = self.values[self.program.partition.loss]
-        return self._was_finite and bool(np.isfinite(np.asarray(loss)))
+        if self._is_finite is None:
+            loss = self.values[self.program.partition.loss]
+            self._is_finite = self._was_finite and bool(np.isfinite(np.asarray(loss)))
+        return self._is_finite
 
     def release(self) -> None:
         """Frees the inputs of the step's results; updates may still be running."""

@@ -8,6 +8,7 @@ CPU backend on that view. Where the CPU cannot reach it, the functions here copy
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -19,15 +20,16 @@ Vectors = tuple[jax.Array, ...]
 
 _MAPPINGS = "/proc/self/maps"
 _CHECKED_BYTES = 1 << 16
+_MOST_VIEWS = 1 << 14
+"""Views and addresses that are remembered, of a few hundred bytes each."""
 
 
 class _Memory:
-    """The bytes of an array, by NumPy's array interface; a view of them keeps the array alive."""
+    """Bytes by NumPy's array interface; a view of them keeps their owner alive."""
 
-    def __init__(self, array: jax.Array) -> None:
-        self._array = array
-        address = array.unsafe_buffer_pointer()
-        self.__array_interface__ = {"shape": (array.nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+    def __init__(self, address: int, num_bytes: int, owner: jax.Array | None = None) -> None:
+        self._owner = owner
+        self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 @functools.cache
@@ -61,6 +63,20 @@ def on_cpu(arrays: Sequence[jax.Array], placement: Placement) -> Vectors:
     return tuple(jax.device_put(view, placement.host) for view in map(as_numpy, arrays))
 
 
+def borrowed(arrays: Sequence[jax.Array], placement: Placement) -> Vectors:
+    """As `on_cpu`, but the caller must keep the arrays alive: the views of a block of memory are made once."""
+    if not can_view(placement) or not all(array.nbytes for array in arrays):
+        return on_cpu(arrays, placement)
+    ready = [array.block_until_ready() for array in arrays]
+    return tuple(_view(array.unsafe_buffer_pointer(), array.shape, array.dtype, placement) for array in ready)
+
+
+@functools.lru_cache(maxsize=_MOST_VIEWS)
+def _view(address: int, shape: tuple[int, ...], dtype: np.dtype, placement: Placement) -> jax.Array:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return jax.device_put(np.asarray(_Memory(address, num_bytes)).view(dtype).reshape(shape), placement.host)
+
+
 def as_numpy(array: jax.Array) -> np.ndarray:
     """A writable view of an array in host memory; waits for the array."""
     return _bytes_of(jax.block_until_ready(array)).view(array.dtype).reshape(array.shape)
@@ -89,7 +105,11 @@ def update_targets(vectors: Sequence[Vectors], placement: Placement) -> list[Vec
         return list(vectors)
     if not can_view(placement):
         return [() for _ in vectors]
-    addresses = [vector.unsafe_buffer_pointer() for of_layer in vectors for vector in of_layer]
+    return _addresses(tuple(vector.unsafe_buffer_pointer() for of_layer in vectors for vector in of_layer), placement)
+
+
+@functools.lru_cache(maxsize=_MOST_VIEWS)
+def _addresses(addresses: tuple[int, ...], placement: Placement) -> jax.Array:
     return jax.device_put(np.asarray(addresses, np.uint64).view(np.uint8), placement.host)
 
 
@@ -113,7 +133,9 @@ def updated_vectors(old: Sequence[Vectors], made: Sequence[Vectors], placement: 
 
 
 def _bytes_of(array: jax.Array) -> np.ndarray:
-    return np.asarray(_Memory(array)) if array.nbytes else np.empty(0, np.uint8)
+    if not array.nbytes:
+        return np.empty(0, np.uint8)
+    return np.asarray(_Memory(array.unsafe_buffer_pointer(), array.nbytes, array))
 
 
 def _is_mapped(address: int, num_bytes: int) -> bool:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxferry.engine.host.pieces import on_host
-from jaxferry.engine.host.pinned import Vectors, on_cpu, to_pinned
+from jaxferry.engine.host.pinned import Vectors, borrowed, on_cpu, to_pinned
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
@@ -226,7 +226,7 @@ class Transport:
                 gradient.vectors, gradient.finish, gradient.is_gathered = gradient.finish(), None, True
             if not gradient.is_gathered:
                 written = gradient.vectors
-                gradient.vectors = on_cpu(written, self._placement)
+                gradient.vectors = borrowed(written, self._placement)
                 gradient.written, gradient.is_gathered = written, True
             return gradient.vectors
 
