@@ -144,6 +144,30 @@ class TestChecks:
         assert found.keys() == {check}
         assert re.fullmatch(BYTES, found[check])
 
+    def test_a_store_before_its_place_is_found(self, cpu, monkeypatch):
+        function = targets.ferry_store
+
+        def wrong(arrays, destination, offsets, accumulate):
+            # What the first copy writes, the others write again, but for the elements before them.
+            return function([arrays[0], *arrays], destination, [0, *offsets], accumulate)
+
+        monkeypatch.setattr(targets, "ferry_store", wrong)
+        found = failures(run_self_test(jax.devices()[0]))
+        assert found.keys() == {"store"}
+        assert int(found["store"].split()[0]) <= 4 * checks._NUM_GUARDS
+
+    def test_a_gradient_before_its_place_is_found(self, cpu, monkeypatch):
+        function = targets.gradient_store
+
+        def wrong(destination, gradient, offset, accumulate):
+            stored = function(destination, gradient[: checks._NUM_GUARDS] + 2, 0, accumulate)
+            return function(stored, gradient, offset, accumulate)
+
+        monkeypatch.setattr(targets, "gradient_store", wrong)
+        found = failures(run_self_test(jax.devices()[0]))
+        assert found.keys() == {"gradient"}
+        assert int(found["gradient"].split()[0]) <= 2 * checks._NUM_GUARDS
+
     @pytest.mark.parametrize("number", [0, 1])
     def test_one_wrong_element_of_a_product_is_found(self, cpu, monkeypatch, number):
         function = targets.dha_matmul
@@ -191,12 +215,12 @@ class TestChecks:
             results = run_self_test(jax.devices()[0], limit_s=5.0)
         finally:
             cpu.set_bandwidth("store", 0)
+            for thread in threading.enumerate():
+                if thread.name == "jaxferry self-test":
+                    thread.join()
         assert failures(results) in ({"store": "no result within 5 s"}, {"load": "no result within 5 s"})
         assert [result.name for result in results] == NAMES[: len(results)]
         assert finishing == [cpu.finish]
-        for thread in threading.enumerate():
-            if thread.name == "jaxferry self-test":
-                thread.join()
 
     def test_without_a_library_there_is_nothing_to_test(self):
         if not library_exists("cuda"):
@@ -208,6 +232,12 @@ class TestChecks:
 
 def library_exists(platform):
     return self_test.status(platform).is_available
+
+
+def test_memory_that_an_earlier_run_has_left_is_no_right_result():
+    runs = [checks.Bench(jax.devices()[0], library("cpu"), 1024) for _ in range(2)]
+    assert checks.difference([runs[0].bits(64)], [runs[1].bits(64)]) is not None
+    assert checks.difference([runs[0].factors(64)], [runs[1].factors(64)]) is not None
 
 
 def test_differences_are_counted_in_bytes():
