@@ -4,8 +4,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import time
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -14,29 +12,32 @@ import typer
 
 from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.errors import InputError, NativeError
-from jaxferry.native import status
+from jaxferry.native import run_self_test, status
 from jaxferry.native.library import ffi_version
+from jaxferry.native.self_test import shortest_s
 from jaxferry.units import format_bytes, parse_bytes
 
 PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 _DEFAULT_PINNED_LIMIT_GB = 64
 _PACKAGES = ("jaxferry", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy")
-_NUM_REPETITIONS = 3
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("doctor", help="Print devices, memories, libraries and the link's speed.")(doctor)
+    app.command("doctor", help="Print devices, memories, libraries, the link's speed and a self-test.")(doctor)
 
 
 def doctor(
     link_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes to transfer when measuring the link.")
+        str, typer.Option(metavar="SIZE", help="Bytes to transfer when measuring the link and in the self-test.")
     ] = "64MiB",
     as_json: AsJson = False,
 ) -> None:
-    """Prints versions, devices and their memories, native libraries, link speed and the limit of pinned memory."""
+    """Prints versions, devices and their memories, native libraries, link speed and the limit of pinned memory.
+
+    Runs the native library's self-test on the first device, and prints each result and rate.
+    """
     num_bytes = parse_bytes(link_size, "--link-size")
     if num_bytes == 0:
         raise InputError(f"--link-size must be positive, got {link_size}")
@@ -51,7 +52,8 @@ def examine(link_bytes: int) -> dict[str, Any]:
     """Returns what the command prints, as JSON.
 
     Args:
-      link_bytes: bytes to transfer when measuring the link between the first device and its pinned host memory.
+      link_bytes: bytes to transfer when measuring the link between the first device and its pinned host memory, and
+        in each check of the self-test there.
 
     Raises:
       InputError: if JAX has no device, for example because JAX_PLATFORMS names a platform that the machine lacks.
@@ -68,6 +70,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
         "devices": [_describe(device) for device in devices],
         "libraries": [_library(name) for name in ("cpu", "cuda")],
         "link": _measure_link(devices[0], link_bytes),
+        "self_test": _self_test(devices[0], link_bytes),
         "pinned_limit": _pinned_limit(),
     }
 
@@ -112,19 +115,26 @@ def _measure_link(device: jax.Device, num_bytes: int) -> dict[str, Any]:
     on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     array = jax.device_put(jnp.zeros(num_bytes, jnp.uint8), on_device)
     there = jax.device_put(array, on_host)
-    load_s = _shortest(lambda: jax.device_put(there, on_device, may_alias=False))
-    store_s = _shortest(lambda: jax.device_put(array, on_host, may_alias=False))
+    load_s, store_s = _copy_s(there, on_device), _copy_s(array, on_host)
     return {"bytes": num_bytes, "load_bytes_per_s": num_bytes / load_s, "store_bytes_per_s": num_bytes / store_s}
 
 
-def _shortest(move: Callable[[], jax.Array]) -> float:
-    times_s = []
-    move().block_until_ready()
-    for _ in range(_NUM_REPETITIONS):
-        start = time.perf_counter()
-        move().block_until_ready()
-        times_s.append(time.perf_counter() - start)
-    return min(times_s)
+def _copy_s(array: jax.Array, where: jax.sharding.Sharding) -> float:
+    def copy() -> None:
+        jax.device_put(array, where, may_alias=False).block_until_ready()
+
+    copy()
+    return shortest_s(copy)
+
+
+def _self_test(device: jax.Device, num_bytes: int) -> dict[str, Any]:
+    """Returns each check's result; none, and why, if the device has no library that can be used."""
+    found: dict[str, Any] = {"device": device.id, "bytes": num_bytes, "message": None, "checks": []}
+    try:
+        results = run_self_test(device, num_bytes=num_bytes, measures=True)
+    except (InputError, NativeError) as error:
+        return found | {"message": str(error)}
+    return found | {"checks": [dataclasses.asdict(result) | {"passed": result.passed} for result in results]}
 
 
 def _pinned_limit() -> dict[str, Any]:
@@ -147,6 +157,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         *(f"library    {_library_line(library)}" for library in found["libraries"]),
         f"link       load {_speed(link['load_bytes_per_s'])}, store {_speed(link['store_bytes_per_s'])}"
         f" (device_put of {format_bytes(link['bytes'])}, device 0)",
+        *(f"self-test  {line}" for line in _self_test_lines(found["self_test"])),
         f"pinned     up to {format_bytes(limit['bytes'])} on a GPU ({limit['source']}; set {PINNED_LIMIT_VARIABLE})",
     ]
 
@@ -160,6 +171,21 @@ def _library_line(library: dict[str, Any]) -> str:
     if not library["is_available"]:
         return f"{library['platform']}: {library['message']}"
     return f"{library['platform']}: {library['path']}: {library['message']}"
+
+
+def _self_test_lines(self_test: dict[str, Any]) -> list[str]:
+    if self_test["message"] is not None:
+        return [f"not run: {self_test['message']}"]
+    return [f"{check['name']}: {_check_line(check, self_test)}" for check in self_test["checks"]]
+
+
+def _check_line(check: dict[str, Any], self_test: dict[str, Any]) -> str:
+    where = f"device {self_test['device']}"
+    if not check["passed"]:
+        return f"failed: {check['message']} ({where})"
+    if check["bytes_per_s"] is None:
+        return f"passed ({where})"
+    return f"passed, {_speed(check['bytes_per_s'])} ({format_bytes(self_test['bytes'])}, {where})"
 
 
 def _speed(bytes_per_s: float | None) -> str:

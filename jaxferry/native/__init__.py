@@ -2,9 +2,11 @@
 
 from jaxferry.native.library import LibraryStatus, NativeLibrary, is_available, library, status
 from jaxferry.native.operations import dha_gather, dha_matmul, dha_matmul_gradient, dha_read, gradient_store
+from jaxferry.native.self_test import CheckResult, is_usable, run_self_test
 from jaxferry.native.shapes import GatherShape, ProductShape
 
 __all__ = [
+    "CheckResult",
     "GatherShape",
     "LibraryStatus",
     "NativeLibrary",
@@ -15,6 +17,8 @@ __all__ = [
     "dha_read",
     "gradient_store",
     "is_available",
+    "is_usable",
     "library",
+    "run_self_test",
     "status",
 ]

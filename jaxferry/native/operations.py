@@ -23,11 +23,9 @@ import numpy as np
 from jaxferry.errors import InputError
 from jaxferry.native import targets, twins
 from jaxferry.native.library import is_available
+from jaxferry.native.self_test import is_usable
 from jaxferry.native.shapes import GatherShape, ProductShape
-
-SCRATCH_BYTES = 8 * 2**20
-"""Maximum device memory for staging a product's panels: two panels of 4 MiB, large enough that a transfer takes longer
-than its launch."""
+from jaxferry.native.targets import SCRATCH_BYTES
 
 DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16), np.dtype(np.float16))
 """Dtypes of the native operations; the twins accept any floating dtype."""
@@ -38,10 +36,14 @@ def is_native(*dtypes: Any, native: bool | None = None) -> bool:
 
     Args:
       *dtypes: the dtypes of all its arrays.
-      native: True or False to force the library or the twin; None uses the library if JAX's default platform has it.
+      native: True or False to force the library or the twin; None uses the library if JAX's default platform has it
+        and it passes its self-test there.
     """
-    has_library = native is not False and is_available(jax.default_backend())
-    return (has_library if native is None else native) and all(np.dtype(dtype) in DTYPES for dtype in dtypes)
+    if native is None:
+        native = is_usable(jax.local_devices()[0])
+    elif native:
+        is_available(jax.default_backend())  # registers the operations
+    return native and all(np.dtype(dtype) in DTYPES for dtype in dtypes)
 
 
 def dha_gather(

@@ -17,6 +17,10 @@ METHODS = ("auto", "staged", "direct")
 QUEUES = ("program", "load", "store")
 """The queue that a mark follows: the program's own stream, or one of the ferry's queues."""
 
+SCRATCH_BYTES = 8 * 2**20
+"""Maximum device memory for staging a product's panels: two panels of 4 MiB, large enough that a transfer takes longer
+than its launch."""
+
 _ROUND_TO = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
 
 

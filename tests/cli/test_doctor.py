@@ -4,6 +4,11 @@ import importlib.metadata
 import json
 
 import jax
+import pytest
+
+from broken_library import break_operations
+from jaxferry.errors import NativeError
+from jaxferry.native import self_test
 
 
 def test_the_document_says_what_there_is(jaxferry):
@@ -47,9 +52,51 @@ def test_the_report_has_a_line_for_each_thing(jaxferry):
         "library",
         "library",
         "link",
+        *["self-test"] * 5,
         "pinned",
     ]
     assert sum(line.startswith("device") for line in lines) == len(jax.devices())
+
+
+def self_test_lines(result):
+    return [line.removeprefix("self-test  ") for line in result.out.splitlines() if line.startswith("self-test")]
+
+
+def test_each_check_of_the_self_test_is_shown_with_its_rate(jaxferry):
+    found = json.loads(jaxferry("doctor", "--json", "--link-size", "1MiB").out)["self_test"]
+    assert (found["device"], found["bytes"], found["message"]) == (0, 2**20, None)
+    assert [check["name"] for check in found["checks"]] == ["load", "store", "product", "gradient", "mark"]
+    assert all(check["passed"] and check["message"] is None for check in found["checks"])
+    assert all(check["bytes_per_s"] > 0 for check in found["checks"][:4])
+    assert found["checks"][4]["bytes_per_s"] is None
+    lines = self_test_lines(jaxferry("doctor", "--link-size", "1MiB"))
+    assert [line.split(" GB/s")[1:] for line in lines] == [[" (1.00 MiB, device 0)"]] * 4 + [[]]
+    assert lines[0].startswith("load: passed, ")
+    assert lines[4] == "mark: passed (device 0)"
+
+
+@pytest.mark.parametrize("fault", ["silent", "failing"])
+def test_a_check_that_fails_is_shown_with_its_reason(jaxferry, monkeypatch, fault):
+    break_operations(monkeypatch, fault, "ferry_store")
+    result = jaxferry("doctor", "--json", "--link-size", "1KiB")
+    checks = {check["name"]: check for check in json.loads(result.out)["self_test"]["checks"]}
+    assert [name for name, check in checks.items() if not check["passed"]] == ["store"]
+    assert ("bytes differ" if fault == "silent" else "it is broken") in checks["store"]["message"]
+    assert checks["store"]["bytes_per_s"] is None and checks["load"]["bytes_per_s"] > 0
+    lines = self_test_lines(jaxferry("doctor", "--link-size", "1KiB"))
+    assert [line.split(": ")[0] for line in lines if ": failed: " in line] == ["store"]
+    assert len(lines) == 5
+
+
+def test_without_a_library_the_report_says_why_there_is_no_self_test(jaxferry, monkeypatch):
+    def missing(platform):
+        raise NativeError("there is no libjaxferry_cpu.so")
+
+    monkeypatch.setattr(self_test, "library", missing)
+    found = json.loads(jaxferry("doctor", "--json", "--link-size", "1KiB").out)["self_test"]
+    assert (found["message"], found["checks"]) == ("there is no libjaxferry_cpu.so", [])
+    lines = self_test_lines(jaxferry("doctor", "--link-size", "1KiB"))
+    assert lines == ["not run: there is no libjaxferry_cpu.so"]
 
 
 def test_nothing_cannot_be_moved(refused):

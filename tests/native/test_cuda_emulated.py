@@ -16,6 +16,7 @@ import jaxferry
 from benchmarks.gpu import link_rates, overlap
 from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
+from jaxferry.native import checks, self_test, targets
 from jaxferry.plan.records import LayerPlan, Plan
 from native import emulated_cuda
 from native.native_operations import check_product, numbers
@@ -292,6 +293,36 @@ class TestMarks(MarkSuite):
             state.block_until_ready()
             counts.append(library.emulation_num_events())
         assert counts[0] == counts[-1]
+
+
+class TestSelfTest:
+    """The self-test as it is on a GPU, with this library."""
+
+    @pytest.fixture(autouse=True)
+    def emulated(self, library, operations, monkeypatch):
+        ffi_call = jax.ffi.ffi_call
+
+        def call(name, *args, **kwargs):
+            return ffi_call(name.replace("jaxferry_", "emulated_"), *args, **kwargs)
+
+        monkeypatch.setattr(jax.ffi, "ffi_call", call)
+        monkeypatch.setattr(self_test, "library", lambda platform: emulated_cuda.functions(library))
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_it_passes_in_any_order_that_the_events_allow(self, library, seed):
+        library.emulation_seed(seed)
+        results = self_test.run_self_test(jax.devices()[0], num_bytes=2**16)
+        assert [(result.name, result.message) for result in results] == [(name, None) for name in checks.CHECKS]
+
+    def test_a_product_in_panels_that_are_wrong_is_found(self, monkeypatch):
+        function = targets.dha_matmul_gradient
+
+        def wrong(destination, x, dy, *args):
+            return function(destination, x.at[3, 3].add(1), dy, *args)
+
+        monkeypatch.setattr(targets, "dha_matmul_gradient", wrong)
+        results = self_test.run_self_test(jax.devices()[0], num_bytes=2**16)
+        assert [result.name for result in results if not result.passed] == ["gradient"]
 
 
 UNPINNED, PINNED, DEVICE, ELSEWHERE = 0, 1, 2, -1

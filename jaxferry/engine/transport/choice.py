@@ -1,4 +1,4 @@
-"""Chooses the transport: `ferry` if the native library is available, else `device_put`."""
+"""Chooses the transport: `ferry` if the native library can be used on the device, else `device_put`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.device_put import DevicePut
 from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.errors import InputError
-from jaxferry.native.library import is_available, status
 from jaxferry.native.operations import DTYPES
+from jaxferry.native.self_test import is_usable, unusable_reason
 from jaxferry.partition import Layer
 
 TRANSPORTS: dict[str, type[Transport]] = {"ferry": Ferry, "device_put": DevicePut}
 
 
 def choose_transport(name: str | None, placement: Placement, layers: Sequence[Layer] = ()) -> str:
-    """Returns the transport's name: `name`, or by default `ferry` if the native library is available for the device.
+    """Returns the transport's name: `name`, or by default `ferry` if the native library can be used on the device.
+
+    On a GPU, the process's first call that may choose `ferry` runs the library's self-test.
 
     Args:
       name: the user's choice; None for the default.
@@ -25,16 +27,17 @@ def choose_transport(name: str | None, placement: Placement, layers: Sequence[La
       layers: the layers to move, if known; the default for gradients in float64 is `device_put`.
 
     Raises:
-      InputError: if there is no such transport, or `ferry` is chosen without its library or with gradients of a dtype
-        that it does not support.
+      InputError: if there is no such transport, or `ferry` is chosen without its library, with one that fails its
+        self-test, or with gradients of a dtype that it does not support.
     """
     others = {vector.dtype for layer in layers for vector in layer.trained.vectors}.difference(DTYPES)
+    [device] = placement.device.device_set
     if name is None:
-        return "ferry" if is_available(placement.platform) and not others else "device_put"
+        return "ferry" if is_usable(device) and not others else "device_put"
     if name not in TRANSPORTS:
         raise InputError(f"transport must be one of {', '.join(TRANSPORTS)}, got {name!r}")
-    if name == "ferry" and not is_available(placement.platform):
-        raise InputError(f"transport 'ferry' needs the native library: {status(placement.platform).message}")
+    if name == "ferry" and (reason := unusable_reason(device)) is not None:
+        raise InputError(f"transport 'ferry' needs the native library: {reason}")
     if name == "ferry" and others:
         known, unknown = (", ".join(sorted(map(str, dtypes))) for dtypes in (DTYPES, others))
         raise InputError(f"transport 'ferry' moves gradients in {known}, not in {unknown}")
