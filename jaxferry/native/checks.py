@@ -2,7 +2,7 @@
 
     check      native programs, as in a training step           plain JAX
     load       ferry_load, ferry_wait                           device_put of the vector
-    store      ferry_store, ferry_wait                          device_put of the arrays
+    store      ferry_store, and the host's wait for it          device_put of the arrays
     product    dha_matmul                                       device_put of the weight, sums on the device
     gradient   dha_matmul_gradient, gradient_store              sums on the device, device_put of the results
     mark       a mark of a load and one of a program            the host's clock, until results are ready
@@ -125,20 +125,16 @@ def make_store(bench: Bench) -> Check:
     known = bench.bits(2 * size + 2 * _NUM_GUARDS)
     sources = [bench.on_device(bench.bits(size)) for _ in range(2)]
     offsets, vector = [_NUM_GUARDS, _NUM_GUARDS + size], bench.on_host(known)
-    both = (bench.pinned, bench.device)
 
     def store(sources: Sequence[jax.Array], into: jax.Array) -> Any:
         return targets.ferry_store(sources, into, offsets, False)
 
-    def wait(stored: jax.Array, sources: Sequence[jax.Array]) -> Any:
-        return targets.ferry_wait([stored])[0], targets.ferry_wait(sources)
-
     stores = jitted(store, donate_argnums=1, out_shardings=bench.pinned)
-    waits = jitted(wait, donate_argnums=(0, 1), out_shardings=both)
 
     def run() -> jax.Array:
-        nonlocal sources, vector
-        vector, sources = jax.block_until_ready(waits(stores(sources, vector), sources))
+        nonlocal vector
+        vector = jax.block_until_ready(stores(sources, vector))
+        bench.library.wait_for([vector.unsafe_buffer_pointer()], [vector.nbytes])
         return vector
 
     def compare(found: jax.Array) -> str | None:
