@@ -60,6 +60,7 @@ def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: 
     return {
         "backward_reads": derivative.reads_weights,
         "gradient_rows": derivative.has_rows,
+        "row_gradient_bytes": derivative.row_gradient_bytes,
         "has_backward": segment.runs_back,
         "has_gradient": bool(segment.trained),
         "fused_backward": number == len(partition.segments) - 1,
