@@ -120,6 +120,35 @@ def test_temporaries_count_where_their_program_runs(parts, derivatives):
     assert peak_bytes(program, {}, other_bytes=77).held == without.held + 77
 
 
+def starts_of_loads(program):
+    """For each load, the last program that has ended when it can start, if transfers take no time; -1 before any."""
+    queue = [i for i in program.instructions if i.task.lane is Lane.H2D]
+    ended, starts, place = set(), {}, -1
+    for instruction in [None, *(i for i in program.instructions if i.task.lane is Lane.GPU)]:
+        if instruction is not None:
+            ended.add(instruction.index)
+            place = place if instruction.key is None else instruction.place
+        while queue and all(i in ended or program.instructions[i].task.lane is Lane.D2H for i in queue[0].task.after):
+            starts[queue[0].index] = place
+            ended.add(queue.pop(0).index)
+    return starts
+
+
+def test_buffers_are_kept_only_for_a_load_that_starts_where_they_are_dropped(parts, derivatives):
+    layouts, draw, num_kept = [layer.layout for layer in parts.layers], random.Random(0), 0
+    for _ in range(60):
+        modes = [draw.choice((Mode.RELOAD, Mode.RELOAD, Mode.GFGB, Mode.DFGB, Mode.DHA)) for _ in parts.segments]
+        program = program_of(parts, derivatives, modes)
+        starts = starts_of_loads(program)
+        started = {(place, layouts[program.instructions[load].group]) for load, place in starts.items()}
+        for instruction in program.programs:
+            for drop in instruction.drops:
+                layout = layouts[program.instructions[drop.load].group]
+                assert drop.is_reused == ((instruction.place, layout) in started)
+                num_kept += drop.is_reused
+    assert num_kept > 60
+
+
 def lowered_backward(parts, derivative):
     """A backward as JAX lowers it, with its gradients on the device and its residuals and cotangents donated."""
     arguments = derivative.backward_arguments(parts.graph)
