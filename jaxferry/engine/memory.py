@@ -22,8 +22,8 @@ from jaxferry.partition import Derivative, Partition, Segment
 from jaxferry.partition.graph import aval_bytes
 from jaxferry.schedule import Lane, leading_loads
 
-SCALAR_BYTES = 8
-"""Each program keeps the norm of its gradient and a flag for finite outputs until the step ends."""
+_SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
+"""Until the step ends, programs keep a flag for finite outputs and the norm of their gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def footprints(
     values, found = LiveValues(program.partition, program.derivatives), []
     for instruction in program.programs:
         place, key = instruction.place, _key(instruction)
-        alive = values.enter(key.kind, instruction.segment) + SCALAR_BYTES * (place + 1)
+        alive = values.enter(key.kind, instruction.segment)
         found.append(
             Footprint(
                 copies=resident + transfers.copies[place],
@@ -162,7 +162,7 @@ def _key(instruction: Instruction) -> ProgramKey:
 
 
 class LiveValues:
-    """The live values between segments, residuals and cotangents while the programs of a step run in order.
+    """The live values between segments, residuals, cotangents and scalars while a step's programs run in order.
 
     Args:
       partition: the segments.
@@ -179,6 +179,7 @@ class LiveValues:
     def enter(self, kind: ProgramKind, number: int) -> int:
         """The bytes alive while the program of a segment runs, including its arguments and results."""
         segment = self._partition.segments[number]
+        self._alive += _SCALAR_BYTES[kind]
         if kind is not ProgramKind.BACKWARD:
             self._alive += sum(map(self._size, (*segment.outputs, *segment.nondiff_outputs)))
         if kind is ProgramKind.FORWARD:

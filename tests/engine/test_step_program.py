@@ -188,7 +188,9 @@ def test_memory_is_a_fold_that_an_independent_walk_over_values_confirms(parts, d
         if place >= last:
             added = sum(2 * size(v) for v in segment.inputs if v in cotangents)
             cotangents |= {v: size(v) for v in segment.inputs}
-        values = sum(alive.values()) + sum(residuals.values()) + sum(cotangents.values()) + added + 8 * (place + 1)
+        # Of each program a flag that its outputs are finite, a byte, or its gradient's norm; of the loss both.
+        scalars = min(place, last) + (place >= last) * (5 + 4 * (place - last)) + (place < last)
+        values = sum(alive.values()) + sum(residuals.values()) + sum(cotangents.values()) + added + scalars
         if place > last:
             values -= reused_bytes(parts, derivative)
             num_reused += reused_bytes(parts, derivative) > 0
