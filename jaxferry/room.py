@@ -247,7 +247,7 @@ def demand(held: Holdings, recomputes: np.ndarray | None, bulk: bool = False, af
     backward_own = _bytes_of(profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
     kept = np.cumsum(_bytes_of(profile, LayerProfile.kept_bytes, again), axis=0)
     kept_after = np.concatenate([np.zeros((1, held.num_plans), dtype=np.int64), kept[:-1]])
-    sizes = np.array([layer.grad_bytes for layer in profile.layers], dtype=np.int64)[:, None]
+    sizes = np.array([layer.device_gradient_bytes for layer in profile.layers], dtype=np.int64)[:, None]
     gradient = sizes * held.offloads
     back = 2 * size - 1 - np.arange(size)
     early = now + following

@@ -395,9 +395,9 @@ class _StepBuilder:
 
     def offload(self, layer: int, backward: int) -> int:
         profile = self.layers[layer]
-        self.list.add_bytes(backward, start_bytes=profile.grad_bytes)
+        self.list.add_bytes(backward, start_bytes=profile.device_gradient_bytes)
         task = self.list.emit(Kind.OFFLOAD, Lane.D2H, layer, ("offload_s", profile.offload_s), (backward,))
-        self.list.add_bytes(task, end_bytes=profile.grad_bytes, host_start_bytes=profile.grad_bytes)
+        self.list.add_bytes(task, end_bytes=profile.device_gradient_bytes, host_start_bytes=profile.grad_bytes)
         return task
 
     def update(self, layer: int, after: tuple[int, ...]) -> None:

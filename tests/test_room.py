@@ -123,8 +123,8 @@ def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
     plan = effective(profile, plan)
 
     def fits(layer, rest):
-        beside = sum(profile.layers[x].grad_bytes for x in rest)
-        few = sum(profile.layers[x].grad_bytes for x in rest if x < needs.beside_below[0])
+        beside = sum(profile.layers[x].device_gradient_bytes for x in rest)
+        few = sum(profile.layers[x].device_gradient_bytes for x in rest if x < needs.beside_below[0])
         return needs.backward[layer, 0] + beside <= limit and needs.backward_after[layer, 0] + few <= limit
 
     outstanding = []
@@ -168,7 +168,7 @@ def worst_peak_bytes(profile, step, needs):
             most = max(most, beside + int(needs.backward[task.segment, 0]))
             most = max(most, few + int(needs.backward_after[task.segment, 0]))
         if task.kind is Kind.OFFLOAD:
-            outstanding.append((index, profile.layers[task.segment].grad_bytes))
+            outstanding.append((index, profile.layers[task.segment].device_gradient_bytes))
     return most
 
 

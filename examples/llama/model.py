@@ -139,7 +139,9 @@ class Llama(nnx.Module):
     """
 
     def __init__(self, config, rngs):
-        self.embed = nnx.Embed(config.vocab_size, config.channels, embedding_init=INIT, rngs=rngs)
+        self.embed = nnx.Embed(
+            config.vocab_size, config.channels, embedding_init=INIT, promote_dtype=keep_dtype, rngs=rngs
+        )
         self.layers = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
         self.norm = make_norm(config, rngs)
         # Neither the head nor the table has adapters.
@@ -154,6 +156,11 @@ class Llama(nnx.Module):
         x = self.norm(x if caches is None else x[:, -1:])
         logits = self.embed.attend(x) if self.head is None else self.head(x)
         return logits if caches is None else (logits, grown)
+
+
+def keep_dtype(arrays, **kwargs):
+    """Leaves arrays as they are: `nnx.Embed` would cast the table to the dtype that it was made with, float32."""
+    return arrays
 
 
 def make_norm(config, rngs):

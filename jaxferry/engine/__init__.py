@@ -16,7 +16,7 @@ from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.lanes import make_lanes
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.lower import lower, summable_groups
-from jaxferry.engine.memory import Peak, loads_ahead, peak_bytes
+from jaxferry.engine.memory import Footprint, Peak, footprints, loads_ahead, peak_bytes
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.prefetch import PrefetchSlot
@@ -35,6 +35,7 @@ __all__ = [
     "TRANSPORTS",
     "UNSCALED",
     "Evaluator",
+    "Footprint",
     "HostOptimizer",
     "Instruction",
     "LossScale",
@@ -63,6 +64,7 @@ __all__ = [
     "choose_transport",
     "derivatives_of",
     "fit",
+    "footprints",
     "loads_ahead",
     "lower",
     "lower_traced",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxferry.engine.lower import last_readers, offloaded_values
-from jaxferry.engine.memory import SCALAR_BYTES, LiveValues
+from jaxferry.engine.memory import LiveValues
 from jaxferry.engine.program_keys import ProgramKind, places
 from jaxferry.partition import Derivative, Partition
 from jaxferry.profiling.records import LayerProfile, Profile
@@ -60,6 +60,7 @@ def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: 
     return {
         "backward_reads": derivative.reads_weights,
         "gradient_rows": derivative.has_rows,
+        "row_gradient_bytes": derivative.row_gradient_bytes,
         "has_backward": segment.runs_back,
         "has_gradient": bool(segment.trained),
         "fused_backward": number == len(partition.segments) - 1,
@@ -89,8 +90,7 @@ def _add_workspace(
         kept.append(kept[-1] + layer.activation_bytes)
     values, frees = LiveValues(partition, derivatives), last_readers(partition, derivatives)
     for place, (kind, number) in enumerate(places(partition)):
-        scalars = SCALAR_BYTES * (place + 1)
-        workspace = max(values.enter(kind, number) + scalars + staging_bytes - kept[number + 1], 0)
+        workspace = max(values.enter(kind, number) + staging_bytes - kept[number + 1], 0)
         if kind is not ProgramKind.BACKWARD:
             facts[number]["forward_workspace_bytes"] = workspace
         if kind is not ProgramKind.FORWARD:

@@ -21,7 +21,7 @@ from jaxferry.modes import GradientPlace
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
-from jaxferry.schedule import CROSSING_SLOTS, Kind, Schedule, Task, schedule_step
+from jaxferry.schedule import CROSSING_SLOTS, Kind, Lane, Schedule, Task, schedule_step
 
 MIN_OFFLOADED_BYTES = 1024
 """Smaller values stay on the device: the latency of a transfer outweighs their memory."""
@@ -145,12 +145,25 @@ class _Lowering:
         return drops
 
     def _taken_over(self) -> set[tuple[int, Any]]:
-        """The programs that a later load waits for, each with the layout of that load, which reuses the buffers.
+        """The programs at whose end a later load starts, each with the layout of that load, which reuses the buffers.
 
-        All other buffers are freed at once, since the backward may need their memory.
+        All other buffers are freed at once, since programs may need their memory before such a load starts.
         """
-        loads = [i for i, task in enumerate(self._tasks) if task.kind in (Kind.LOAD, Kind.RELOAD)]
-        return {(earlier, self._layout(load)) for load in loads for earlier in self._tasks[load].after}
+        taken = set()
+        program = -1
+        waited: list[int] = []
+        last_on_lane: dict[Lane, int] = {}
+        for index, task in enumerate(self._tasks):
+            if task.lane is Lane.GPU:
+                program = index if index in self._places else program
+                waited.append(program)
+                continue
+            earlier = (*task.after, *([last_on_lane[task.lane]] if task.lane in last_on_lane else []))
+            waited.append(max((waited[each] for each in earlier), default=-1))
+            last_on_lane[task.lane] = index
+            if task.kind in (Kind.LOAD, Kind.RELOAD):
+                taken.add((waited[index], self._layout(index)))
+        return taken
 
     def _layout(self, load: int) -> Any:
         return self._partition.layers[self._partition.segments[self._tasks[load].segment].group].layout

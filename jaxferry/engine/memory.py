@@ -1,23 +1,29 @@
 """The device memory of a step program: a fold over its instructions that holds for any duration of the transfers.
 
-    instructions --copies, gradients, values, cotangents at each place--> Peak
+    instructions --copies, gradients, values, cotangents at each place--> Footprint of each program --maximum--> Peak
 
-The count needs no thread and no device. `Peak.total` adds the temporaries that XLA reports for each compiled program.
+The count needs no thread and no device. `Footprint.total` adds the temporaries that XLA reports for each compiled
+program.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
 
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind
-from jaxferry.partition import Derivative, Partition
+from jaxferry.partition import Derivative, Partition, Segment
+from jaxferry.partition.graph import aval_bytes
 from jaxferry.schedule import Lane, leading_loads
 
-SCALAR_BYTES = 8
-"""Each program keeps the norm of its gradient and a flag for finite outputs until the step ends."""
+_SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
+"""Until the step ends, programs keep a flag for finite outputs and the norm of their gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +41,67 @@ class Peak:
     total: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """The most device memory in use while one program of a step runs, in bytes.
+
+    Attributes:
+      copies: this step's copies of parameters, RESIDENT ones included.
+      copies_ahead: the next step's copies.
+      more_ahead: what these take beyond the memory of gradients that have left before them.
+      gradients: gradients on the device, the program's own included.
+      values: batch, constants, values between segments, residuals, cotangents and scalars.
+      other: device memory that is always in use.
+      temporaries: the program's own.
+    """
+
+    copies: int
+    copies_ahead: int
+    more_ahead: int
+    gradients: int
+    values: int
+    other: int
+    temporaries: int
+
+    @property
+    def parameters(self) -> int:
+        """All copies of parameters."""
+        return self.copies + self.copies_ahead
+
+    @property
+    def held(self) -> int:
+        """Everything but the temporaries."""
+        return self.copies + self.more_ahead + self.gradients + self.values + self.other
+
+    @property
+    def total(self) -> int:
+        """All memory in use."""
+        return self.held + self.temporaries
+
+
 def peak_bytes(
     program: StepProgram,
     temporary_bytes: Mapping[ProgramKey, int],
     other_bytes: int = 0,
     ahead: Sequence[int] = (),
 ) -> Peak:
-    """Adds up the most memory in use while each program runs.
+    """The most memory that a step needs; arguments as for `footprints`."""
+    resident = _resident_bytes(program)
+    found = footprints(program, temporary_bytes, other_bytes, ahead)
+    parameters, held, total = (
+        max((getattr(footprint, what) for footprint in found), default=resident)
+        for what in ("parameters", "held", "total")
+    )
+    return Peak(parameters, held, total)
+
+
+def footprints(
+    program: StepProgram,
+    temporary_bytes: Mapping[ProgramKey, int],
+    other_bytes: int = 0,
+    ahead: Sequence[int] = (),
+) -> list[Footprint]:
+    """Adds up the most memory in use while each program runs, by place.
 
     Args:
       program: the instructions of a step.
@@ -49,22 +109,24 @@ def peak_bytes(
       other_bytes: device memory that is always in use, besides RESIDENT copies.
       ahead: loads that may run in the previous step.
     """
-    partition = program.partition
-    resident = sum(partition.layers[group].num_bytes for group in program.resident)
-    transfers = _Transfers(program, ahead)
-    values = LiveValues(partition, program.derivatives)
-    parameters_peak = held_peak = total_peak = resident
+    resident, transfers = _resident_bytes(program), _Transfers(program, ahead)
+    values, found = LiveValues(program.partition, program.derivatives), []
     for instruction in program.programs:
         place, key = instruction.place, _key(instruction)
-        own = resident + transfers.copies[place]
-        parameters = own + transfers.copies_ahead[place]
-        scalars = SCALAR_BYTES * (place + 1)
-        held = own + transfers.gradients[place] + transfers.more_ahead[place] - transfers.offloaded[place]
-        held += values.enter(key.kind, instruction.segment) + scalars + other_bytes
-        parameters_peak, held_peak = max(parameters_peak, parameters), max(held_peak, held)
-        total_peak = max(total_peak, held + temporary_bytes.get(key, 0))
+        alive = values.enter(key.kind, instruction.segment)
+        found.append(
+            Footprint(
+                copies=resident + transfers.copies[place],
+                copies_ahead=transfers.copies_ahead[place],
+                more_ahead=transfers.more_ahead[place],
+                gradients=transfers.gradients[place],
+                values=alive - transfers.offloaded[place],
+                other=other_bytes,
+                temporaries=temporary_bytes.get(key, 0),
+            )
+        )
         values.leave(key.kind, instruction.segment, instruction.frees)
-    return Peak(parameters_peak, held_peak, total_peak)
+    return found
 
 
 def loads_ahead(
@@ -90,13 +152,17 @@ def loads_ahead(
     return leading[: bisect.bisect_right(counts, False, key=takes_more)]
 
 
+def _resident_bytes(program: StepProgram) -> int:
+    return sum(program.partition.layers[group].num_bytes for group in program.resident)
+
+
 def _key(instruction: Instruction) -> ProgramKey:
     assert instruction.key is not None
     return instruction.key
 
 
 class LiveValues:
-    """The live values between segments, residuals and cotangents while the programs of a step run in order.
+    """The live values between segments, residuals, cotangents and scalars while a step's programs run in order.
 
     Args:
       partition: the segments.
@@ -108,10 +174,12 @@ class LiveValues:
         self._size, graph = partition.graph.num_bytes, partition.graph
         self._alive = sum(map(self._size, (*graph.batch, *graph.constants, *partition.prelude_outputs)))
         self._cotangents: dict[int, int] = {}
+        self._reused: dict[int, int] = {}
 
     def enter(self, kind: ProgramKind, number: int) -> int:
         """The bytes alive while the program of a segment runs, including its arguments and results."""
         segment = self._partition.segments[number]
+        self._alive += _SCALAR_BYTES[kind]
         if kind is not ProgramKind.BACKWARD:
             self._alive += sum(map(self._size, (*segment.outputs, *segment.nondiff_outputs)))
         if kind is ProgramKind.FORWARD:
@@ -120,8 +188,9 @@ class LiveValues:
         if kind is not ProgramKind.FORWARD:
             added = {v for v in segment.inputs if v in self._cotangents}
             self._cotangents |= {v: self._size(v) for v in segment.inputs}
+        reused = self._reused_bytes(segment) if kind is ProgramKind.BACKWARD else 0
         # While two cotangents are added, both are alive besides their sum.
-        return self._alive + sum(self._cotangents.values()) + 2 * sum(map(self._size, added))
+        return self._alive + sum(self._cotangents.values()) + 2 * sum(map(self._size, added)) - reused
 
     def leave(self, kind: ProgramKind, number: int, frees: Sequence[int]) -> None:
         """Ends the program and frees these values."""
@@ -130,6 +199,23 @@ class LiveValues:
         if kind is ProgramKind.BACKWARD:
             self._alive -= self._derivatives[segment.program].saved_bytes
             self._cotangents = {v: n for v, n in self._cotangents.items() if v not in segment.outputs}
+
+    def _reused_bytes(self, segment: Segment) -> int:
+        """The bytes of a backward's cotangents and rows that XLA writes into donated residuals and cotangents.
+
+        JAX gives each result the memory of a donated argument of the same shape and dtype, as long as there is one.
+        """
+        if segment.program not in self._reused:
+            avals, derivative = self._partition.graph.avals, self._derivatives[segment.program]
+            donated = _by_shape((*derivative.saved, *(avals[value] for value in segment.outputs)))
+            made = _by_shape((*derivative.row_gradients, *(avals[value] for value in segment.inputs)))
+            reused = (donated & made).elements()
+            self._reused[segment.program] = sum(aval_bytes(jax.ShapeDtypeStruct(*shape)) for shape in reused)
+        return self._reused[segment.program]
+
+
+def _by_shape(avals: Iterable[Any]) -> collections.Counter[Any]:
+    return collections.Counter((aval.shape, aval.dtype) for aval in avals)
 
 
 class _Transfers:
@@ -180,6 +266,12 @@ class _Transfers:
     def _bytes_of(self, index: int) -> int:
         return self._program.partition.layers[self._program.instructions[index].group].num_bytes
 
+    def _gradient_bytes(self, instruction: Instruction) -> int:
+        """The bytes of an offload's gradient; only the touched rows of a lookup's table are on the device."""
+        partition = self._program.partition
+        derivative = self._program.derivatives[partition.segments[instruction.segment].program]
+        return derivative.row_gradient_bytes or partition.layers[instruction.group].trained.num_bytes
+
     def _copies(self) -> list[int]:
         copies = [0] * self._num_places
         for load, last in self._last_use.items():
@@ -198,7 +290,7 @@ class _Transfers:
                 gone_from |= dict.fromkeys(instruction.values, free_from)
                 continue
             for place in range(self._last_program[instruction.index], free_from):
-                self._gradients_at[place][instruction.index] = partition.layers[instruction.group].trained.num_bytes
+                self._gradients_at[place][instruction.index] = self._gradient_bytes(instruction)
         for instruction in instructions:
             for value in instruction.values if instruction.operation is Operation.FETCH else ():
                 for place in range(gone_from[value], self._last_program[instruction.index] + 1):

@@ -38,7 +38,7 @@ class Derivative:
       segment: the segment; all segments with the same program number may share these functions.
       saved: shape and dtype of each saved residual.
       reads_weights: whether the backward reads the weights.
-      has_rows: whether some gradients are `RowGradient`s.
+      row_gradients: shape and dtype of the arrays of all gradients if some are `RowGradient`s, else empty.
       inputs_read, nondiff_inputs_read, outputs_read: indices of the values that the backward reads.
     """
 
@@ -50,7 +50,17 @@ class Derivative:
     outputs_read: tuple[int, ...]
     _forward: Callable[..., Any]
     _backward: Callable[..., Any]
-    has_rows: bool = False
+    row_gradients: tuple[Any, ...] = ()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether some gradients are `RowGradient`s."""
+        return bool(self.row_gradients)
+
+    @property
+    def row_gradient_bytes(self) -> int:
+        """Bytes of all gradients if some are `RowGradient`s, else 0."""
+        return sum(map(aval_bytes, self.row_gradients))
 
     @property
     def saved_bytes(self) -> int:
@@ -103,8 +113,11 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
         made = _recomputing_forward(segment)
     else:
         made = _saving_residuals(segment, _linearise(graph, segment), None if remat in ("none", AUTO) else remat)
-    sparse = keep_rows(made.backward, made.backward_arguments(graph), len(segment.trained))
-    return made if sparse is None else dataclasses.replace(made, _backward=sparse, has_rows=True)
+    kept = keep_rows(made.backward, made.backward_arguments(graph), len(segment.trained))
+    if kept is None:
+        return made
+    sparse, row_gradients = kept
+    return dataclasses.replace(made, _backward=sparse, row_gradients=row_gradients)
 
 
 def _pullback(segment: Segment, weights: Any, inputs: Any, nondiff_inputs: Any) -> tuple[list[Any], Any, list[Any]]:

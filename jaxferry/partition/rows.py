@@ -50,8 +50,10 @@ class RowGradient:
 Gradient = jax.Array | RowGradient
 
 
-def keep_rows(backward: Callable[..., Any], arguments: Sequence[Any], num_gradients: int) -> Callable[..., Any] | None:
-    """Returns the same backward with `RowGradient`s for lookups, or None if it has no lookups.
+def keep_rows(
+    backward: Callable[..., Any], arguments: Sequence[Any], num_gradients: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """Returns the same backward with `RowGradient`s for lookups, and their arrays' avals; None without lookups.
 
     Args:
       backward: `(weights, *others) -> (weight gradients, input cotangents)`.
@@ -68,6 +70,8 @@ def keep_rows(backward: Callable[..., Any], arguments: Sequence[Any], num_gradie
         for atom in (scatters[i].inputs[1:] if i in scatters else [output])
     ]
     equations = live_equations(graph.equations, atoms)
+    avals = [graph.avals[atom] if isinstance(atom, int) else atom.aval for atom in atoms]
+    num_cotangents = len(graph.outputs) - num_gradients
 
     def sparse(*given: Any) -> tuple[list[Any], list[Any]]:
         values = dict(graph.constants)
@@ -86,7 +90,7 @@ def keep_rows(backward: Callable[..., Any], arguments: Sequence[Any], num_gradie
                 )
         return gradients, results
 
-    return sparse
+    return sparse, tuple(avals[: len(avals) - num_cotangents])
 
 
 def _scatter_of_zeros(graph: Graph, output: int) -> Equation | None:

@@ -40,7 +40,13 @@ from jaxferry.records import (
 
 PROFILE_FORMAT = "jaxferry.profile/1"
 
-_PROGRAM_BYTES = ("save_bytes", "fetch_bytes", "forward_workspace_bytes", "backward_workspace_bytes")
+_PROGRAM_BYTES = (
+    "save_bytes",
+    "fetch_bytes",
+    "forward_workspace_bytes",
+    "backward_workspace_bytes",
+    "row_gradient_bytes",
+)
 _BYTES = ("param_bytes", "grad_bytes", "activation_bytes", *_PROGRAM_BYTES)
 _SECONDS = (
     "load_s",
@@ -64,7 +70,7 @@ _FLAGS = {
 _FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0)}
 _OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", "temporary_bytes", *_FACTS)
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
-_OF_GRADIENT = {"grad_bytes": 0, "offload_s": 0.0, "update_s": 0.0}
+_OF_GRADIENT = {"grad_bytes": 0, "row_gradient_bytes": 0, "offload_s": 0.0, "update_s": 0.0}
 _OF_BACKWARD = {
     **dict.fromkeys(("activation_bytes", "fetch_bytes", "backward_workspace_bytes"), 0),
     **dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s", "inter_backward_s"), 0.0),
@@ -112,6 +118,7 @@ class LayerProfile:
       backward_reads: whether the backward reads the parameters. A lookup's backward does not. One that runs its forward
         again does in any case.
       gradient_rows: whether the gradient leaves as rows of lookups. Such a gradient is never GO.
+      row_gradient_bytes: bytes of these rows on the device; 0 counts `grad_bytes`, those of the whole table.
       has_backward: whether there is a backward. Without one, all times and byte counts of the backward, of
         recomputation, of the gradient and of kept activations are 0, and given values are ignored.
       has_gradient: whether the backward computes a gradient of the parameters. Without one, `grad_bytes`, `offload_s`
@@ -156,6 +163,7 @@ class LayerProfile:
     fetch_bytes: int = 0
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    row_gradient_bytes: int = 0
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -228,6 +236,11 @@ class LayerProfile:
             del document["parameters"]
         absent: dict[str, Any] = {**_FACTS, **dict.fromkeys(_RECOMPUTATION), "temporary_bytes": {}}
         return {key: value for key, value in document.items() if key not in absent or value != absent[key]}
+
+    @property
+    def device_gradient_bytes(self) -> int:
+        """Bytes of the gradient on the device."""
+        return self.row_gradient_bytes if self.gradient_rows and self.row_gradient_bytes else self.grad_bytes
 
     @property
     def can_recompute(self) -> bool:

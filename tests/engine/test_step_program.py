@@ -3,12 +3,15 @@
 import collections
 import dataclasses
 import itertools
+import math
 import random
+import re
 
+import jax
 import pytest
 
 import models
-from jaxferry.engine import Operation, Peak, derivatives_of, loads_ahead, lower, peak_bytes
+from jaxferry.engine import Operation, Peak, derivatives_of, footprints, loads_ahead, lower, peak_bytes
 from jaxferry.engine.facts import with_program_facts, without_times
 from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.modes import GradientPlace, Mode
@@ -117,30 +120,90 @@ def test_temporaries_count_where_their_program_runs(parts, derivatives):
     assert peak_bytes(program, {}, other_bytes=77).held == without.held + 77
 
 
+def starts_of_loads(program):
+    """For each load, the last program that has ended when it can start, if transfers take no time; -1 before any."""
+    queue = [i for i in program.instructions if i.task.lane is Lane.H2D]
+    ended, starts, place = set(), {}, -1
+    for instruction in [None, *(i for i in program.instructions if i.task.lane is Lane.GPU)]:
+        if instruction is not None:
+            ended.add(instruction.index)
+            place = place if instruction.key is None else instruction.place
+        while queue and all(i in ended or program.instructions[i].task.lane is Lane.D2H for i in queue[0].task.after):
+            starts[queue[0].index] = place
+            ended.add(queue.pop(0).index)
+    return starts
+
+
+def test_buffers_are_kept_only_for_a_load_that_starts_where_they_are_dropped(parts, derivatives):
+    layouts, draw, num_kept = [layer.layout for layer in parts.layers], random.Random(0), 0
+    for _ in range(60):
+        modes = [draw.choice((Mode.RELOAD, Mode.RELOAD, Mode.GFGB, Mode.DFGB, Mode.DHA)) for _ in parts.segments]
+        program = program_of(parts, derivatives, modes)
+        starts = starts_of_loads(program)
+        started = {(place, layouts[program.instructions[load].group]) for load, place in starts.items()}
+        for instruction in program.programs:
+            for drop in instruction.drops:
+                layout = layouts[program.instructions[drop.load].group]
+                assert drop.is_reused == ((instruction.place, layout) in started)
+                num_kept += drop.is_reused
+    assert num_kept > 60
+
+
+def lowered_backward(parts, derivative):
+    """A backward as JAX lowers it, with its gradients on the device and its residuals and cotangents donated."""
+    arguments = derivative.backward_arguments(parts.graph)
+    return jax.jit(derivative.backward, donate_argnums=(4, 5), keep_unused=True).lower(*arguments)
+
+
+def row_gradient_bytes(parts, derivative):
+    gradients = jax.eval_shape(derivative.backward, *derivative.backward_arguments(parts.graph))[0]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(gradients))
+
+
+def reused_bytes(parts, derivative):
+    """Bytes of the results that JAX gives the memory of donated arguments."""
+    text = lowered_backward(parts, derivative).as_text()
+    header = text[text.index("@main(") : text.index(") -> ")]
+    shapes = re.findall(r"tensor<([^>]*)> \{[^}]*tf\.aliasing_output", header)
+    sizes = {"f32": 4, "i32": 4}
+    return sum(math.prod(map(int, lengths)) * sizes[dtype] for *lengths, dtype in (s.split("x") for s in shapes))
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_memory_is_a_fold_that_an_independent_walk_over_values_confirms(parts, derivatives):
     """DHA and GO do not change values, residuals or cotangents; this counts them one by one from the partition."""
     program = program_of(parts, derivatives, [Mode.DHA], [GradientPlace.HOST])
     size, last = parts.graph.num_bytes, len(parts.segments) - 1
     alive = {v: size(v) for v in (*parts.graph.batch, *parts.graph.constants, *parts.prelude_outputs)}
-    residuals, cotangents, most = {}, {}, 0
+    residuals, cotangents, found = {}, {}, footprints(program, {})
+    num_reused = rows = 0
     for place, instruction in enumerate(program.programs):
         segment = parts.segments[instruction.segment]
+        derivative = derivatives[segment.program]
         if place <= last:
             alive |= {v: size(v) for v in (*segment.outputs, *segment.nondiff_outputs)}
         if place < last:
-            residuals[instruction.segment] = derivatives[segment.program].saved_bytes
+            residuals[instruction.segment] = derivative.saved_bytes
         added = 0
         if place >= last:
             added = sum(2 * size(v) for v in segment.inputs if v in cotangents)
             cotangents |= {v: size(v) for v in segment.inputs}
-        rows = parts.layers[segment.group].trained.num_bytes if derivatives[segment.program].has_rows else 0
-        held = sum(alive.values()) + sum(residuals.values()) + sum(cotangents.values()) + added
-        most = max(most, held + 8 * (place + 1) + (rows if place >= last else 0))
+        # Of each program a flag that its outputs are finite, a byte, or its gradient's norm; of the loss both.
+        scalars = min(place, last) + (place >= last) * (5 + 4 * (place - last)) + (place < last)
+        values = sum(alive.values()) + sum(residuals.values()) + sum(cotangents.values()) + added + scalars
+        if place > last:
+            values -= reused_bytes(parts, derivative)
+            num_reused += reused_bytes(parts, derivative) > 0
+        own = row_gradient_bytes(parts, derivative) if place >= last and derivative.has_rows else 0
+        rows += own
+        assert found[place].values == values
+        assert own <= found[place].gradients <= rows
         alive = {v: n for v, n in alive.items() if v not in instruction.frees}
         if place > last:
             del residuals[instruction.segment]
             cotangents = {v: n for v, n in cotangents.items() if v not in segment.outputs}
-    assert peak_bytes(program, {}).held == most
+    assert num_reused == last
+    assert peak_bytes(program, {}).held == max(footprint.held for footprint in found)
 
 
 def test_loads_ahead_never_raise_the_peak_and_grow_with_the_budget(parts, derivatives):

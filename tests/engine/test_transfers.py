@@ -86,6 +86,21 @@ def test_gradients_are_stored_added_up_and_freed(placement):
     assert vector.sharding.memory_kind in ("pinned_host", "unpinned_host")
 
 
+@pytest.mark.parametrize("kind", [DevicePut, Ferry])
+def test_an_accelerator_makes_no_vectors_for_gradients_in_its_own_memory(kind, monkeypatch):
+    """XLA for GPU would make them there and copy them: as much device memory as the layer, which nothing counts."""
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    layers = [layer for layer in layers_by_path(PARAMS) if layer.name == "a"]
+    transport, made = kind(make_placement(), layers), []
+    monkeypatch.setattr(transport, "program", lambda name, layer: made.append(name))
+    for number, layer in enumerate(layers):
+        vectors = transport.destinations(number)
+        assert [(v.shape, v.dtype) for v in vectors] == [(v.shape, v.dtype) for v in layer.trained.vectors]
+        assert {v.sharding.memory_kind for v in vectors} == {"pinned_host"}
+        assert not any(np.asarray(v).any() for v in vectors)
+    assert made == []
+
+
 def _mixed():
     """A layer of two matrices above, and four vectors below the size of what is packed."""
     shapes = {

@@ -17,6 +17,7 @@ from examples.common import text as common_text
 from examples.common.training import count_parameters
 from examples.llama import model, sample, train, weights
 from jaxferry import pretrained
+from jaxferry.engine import derivatives_of
 from jaxferry.errors import InputError
 from jaxferry.partition import partition, partition_forward
 from metrics_files import read_losses, read_metrics
@@ -129,6 +130,17 @@ def test_logits_are_those_of_a_numpy_llama(config, tokens):
     tensors = published(config, params)
     expected = np.stack([numpy_logits(config, tensors, row) for row in tokens])
     np.testing.assert_allclose(logits_of(config, params, tokens), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["plain", "scaled and tied", "adapted"])
+def test_activations_have_the_parameters_dtype_and_the_table_a_gradient_of_rows(config, tokens):
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params(config))
+    assert jax.eval_shape(lambda p: logits_of(config, p, tokens), params).dtype == jnp.bfloat16
+    batch = {"tokens": tokens}
+    parts = partition(model.make_loss(config), make_params(config), (batch,), compute_dtype=jnp.bfloat16)
+    crossing = {v for segment in parts.segments for v in (*segment.inputs, *segment.outputs)} - {parts.loss}
+    assert {parts.graph.avals[value].dtype for value in crossing} == {jnp.dtype(jnp.bfloat16)}
+    assert derivatives_of(parts, "none")[parts.segments[0].program].has_rows
 
 
 # The parameter counts of the published checkpoints.

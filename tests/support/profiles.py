@@ -66,6 +66,7 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, pro
 def program_facts(draw, index, size, is_shared):
     """Optional keys of a layer. What leaves for host memory comes back for the same layer, if that can be."""
     facts = {"backward_reads": draw(st.booleans()), "gradient_rows": draw(st.booleans())}
+    facts["row_gradient_bytes"] = draw(few_bytes)
     facts |= {f"{key}_workspace_bytes": draw(few_bytes) for key in ("forward", "backward")}
     variants = st.sampled_from(["forward", "forward_dha", "backward", "backward_dha_go", "backward_recompute"])
     facts["temporary_bytes"] = draw(st.dictionaries(variants, few_bytes))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxferry.engine.host.pieces import on_host
 from jaxferry.engine.host.pinned import Vectors, borrowed, on_cpu, to_pinned
@@ -248,7 +249,13 @@ class Transport:
     def _take(self, layer: int) -> Vectors:
         """Returns unused vectors in pinned memory."""
         spare = self._spare.setdefault(layer, [])
-        return spare.pop() if spare else self.program("empty", layer)()
+        if spare:
+            return spare.pop()
+        if self._placement.is_cpu:
+            return tuple(self.program("empty", layer)())
+        # A program of the device would make the vectors there first, in device memory that nothing counts.
+        shapes = self._layers[layer].trained.vectors
+        return tuple(jax.device_put(np.zeros(v.shape, v.dtype), self._placement.pinned) for v in shapes)
 
     def _store_rows(
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None
