@@ -75,8 +75,12 @@ class Programs:
     def lowered(self, key: ProgramKey) -> Any:
         """Returns the program of a key before XLA compiles it (`jax.stages.Lowered`)."""
         if key not in self._lowered:
-            self._lowered[key] = lower_traced(self._maker.trace(key))
+            self._lowered[key] = lower_traced(self.traced(key))
         return self._lowered[key]
+
+    def traced(self, key: ProgramKey) -> Any:
+        """Returns the program of a key before it is lowered for a platform (`jax.stages.Traced`)."""
+        return self._maker.trace(key)
 
     def keep(self, keys: Iterable[ProgramKey]) -> None:
         """Drops all programs except these, and holds these for later steps."""
