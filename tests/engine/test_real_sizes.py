@@ -8,6 +8,8 @@ from native import real_steps
 from native.cuda_library import know_cuda_targets
 from native.real_steps import PLANS, SETTINGS, RealModel, check_program, check_step, check_transport, compare_step
 
+pytestmark = pytest.mark.slow
+
 
 def check_plans(model, plans):
     for plan in plans:
@@ -60,7 +62,6 @@ def test_a_count_that_is_wrong_by_a_twentieth_is_noticed(medium, mixed, monkeypa
         check_step(compare_step(medium, *mixed))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_program_of_real_models_is_as_counted(name):
     know_cuda_targets()
