@@ -18,7 +18,8 @@ def check_plans(model, plans):
     for key, program in model.compiled.items():
         check_program(program, key)
     layers = prepared.partition.layers
-    check_transport(*model.transport(layers), layers)
+    programs, staging_bytes = model.transport(layers)
+    check_transport(programs, layers, staging_bytes)
 
 
 @pytest.fixture(scope="module")
