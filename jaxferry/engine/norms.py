@@ -47,8 +47,8 @@ class Norms:
             return self._thread.submit(lambda: jax.block_until_ready(_norm_of_vectors(gather())))
         return known
 
-    def total(self, squared: Sequence[SquaredNorm], scale: jax.Array) -> jax.Array:
+    def total(self, squared: Sequence[SquaredNorm], scale: np.floating) -> jax.Array:
         """The global norm of the mean gradient, an fp32 scalar in host memory; waits for the squared norms."""
         arrays = [norm.result() if isinstance(norm, Future) else norm for norm in squared]
-        norm: jax.Array = _total(jax.device_get(arrays), scale)
+        norm: jax.Array = _total(jax.device_get(arrays), jax.device_put(scale, self._placement.host_compute))
         return norm

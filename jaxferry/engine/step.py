@@ -145,7 +145,7 @@ class StepContext:
       cotangents: by number of the value.
       gradients: the gradients of the step.
       is_last: whether this is the last micro-batch before an update.
-      scale: the divisor of the gradients, in host memory.
+      scale: the divisor of the gradients, an fp32 number.
       seed: the factor on the loss, on the device; empty without loss scaling.
       finite: for each segment, whether its outputs are finite.
       num_programs: number of programs issued.
@@ -167,7 +167,7 @@ class StepContext:
         transport = runnable.resources.transport
         self.gradients = StepGradients(self.program, transport, runnable.norms, accumulated, self.is_last)
         scale = state.loss_scale.value
-        self.scale = jax.device_put(np.float32(scale * rules.accumulate), placement.host_compute)
+        self.scale = np.float32(scale * rules.accumulate)
         is_scaled = runnable.programs.is_scaled
         self.seed = (jax.device_put(np.float32(scale), placement.device),) if is_scaled else ()
         self.finite: list[jax.Array] = []

@@ -79,7 +79,7 @@ class PlanEvaluator:
         after_all = after_all or self.profile.updates_after_all
         parts = []
         size = max(1, _CHUNK_ELEMENTS // modes.shape[1])
-        for first in range(0, len(modes), size):
+        for first in range(0, max(len(modes), 1), size):  # one chunk even of no plans
             chunk = slice(first, first + size)
             flags = None if again is None else again[chunk].T.copy()
             kind = (bulk, after_all, flags, by_need, memory_bytes or 0)

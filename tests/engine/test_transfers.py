@@ -11,15 +11,18 @@ import pytest
 
 import jaxferry
 import models
+from jaxferry.engine import Operation
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.transport.device_put import DevicePut
 from jaxferry.engine.transport.ferry import Ferry
+from jaxferry.errors import NativeError
 from jaxferry.modes import Mode
 from jaxferry.native.library import library
 from jaxferry.partition import layers_by_path
 from jaxferry.partition.groups import leaf_paths
 from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits, plan_of, train, trained
+from steps import transport_of, wrap
 
 PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}, "c": np.ones(2)}
 
@@ -199,6 +202,50 @@ def test_a_device_that_waits_for_a_copy_may_reuse_its_sources_but_not_its_vector
     stored.copy.hold()
     assert_same_bits(layer.unpack([jnp.asarray(v) for v in transport.gather(0, stored)]), made)
     assert not transport.in_flight
+
+
+def test_what_has_failed_to_arrive_stays(monkeypatch):
+    layer, placement = _mixed(), make_placement()
+    transport = Ferry(placement, [layer])
+    _, gradients = gradients_of(layer, placement)
+    stored = transport.store(0, gradients)
+
+    def failing(addresses, sizes):
+        raise NativeError("a copy has failed")
+
+    monkeypatch.setattr(transport.library, "wait_for", failing)
+    for _ in range(2):
+        with pytest.raises(NativeError, match="a copy has failed"):
+            transport.gather(0, stored)
+    [(copy, sources)] = transport.in_flight.values()
+    assert copy is stored.copy and not any(array.is_deleted() for array in (*copy.arrays, *sources))
+
+
+def test_a_step_is_rolled_back_once_nothing_of_it_is_in_flight(gpt, monkeypatch):
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    step = jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan_of(gpt, [Mode.GFGB]), transport="ferry")
+    state, native = step.init(gpt.params), library("cpu")
+    transport, before = transport_of(step, gpt.batch), step.init(gpt.params).params
+    queued = []
+
+    def broken(function, *args):
+        queued.append(len(transport.in_flight))
+        if len(queued) == 3:
+            raise RuntimeError("the host ran out of memory")
+        return function(*args)
+
+    native.set_delay(0.02, 1)
+    try:
+        with monkeypatch.context() as patch:
+            wrap(patch, Operation.BACKWARD, broken)
+            with pytest.raises(jaxferry.TaskError, match="the state is that before the step"):
+                step(state, gpt.batch)
+    finally:
+        native.set_delay(0.0, 0)
+    assert queued[2] > 0 and not transport.in_flight
+    assert_same_bits(state.params, before)
+    state, _ = step(state, gpt.batch)
+    assert_same_bits(state.params, trained(gpt, ADAMW, 1)[0].params)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.1])

@@ -33,14 +33,6 @@ class TestCopies(CopySuite):
         check_same(found, expected)
 
 
-class TestFerryOnHost:
-    def test_a_thread_that_has_waited_finds_what_was_stored(self, operations):
-        array, before = operations.device(numbers(5, 10_000_000)), operations.host(np.zeros(10_000_000, np.float32))
-        vector = jax.block_until_ready(operations.ferry_store([array], before, [0]))
-        library("cuda").wait_for([vector.unsafe_buffer_pointer()], [vector.nbytes])
-        check_same(pinned.as_numpy(vector), numbers(5, 10_000_000))
-
-
 class TestProducts(ProductSuite):
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -69,6 +61,12 @@ class TestProducts(ProductSuite):
 
 
 class TestFerry(FerrySuite):
+    def test_a_thread_that_has_waited_finds_what_was_stored(self, operations):
+        array, before = operations.device(numbers(5, 10_000_000)), operations.host(np.zeros(10_000_000, np.float32))
+        vector = jax.block_until_ready(operations.ferry_store([array], before, [0]))
+        library("cuda").wait_for([vector.unsafe_buffer_pointer()], [vector.nbytes])
+        check_same(pinned.as_numpy(vector), numbers(5, 10_000_000))
+
     def test_many_loads_on_the_way_all_arrive(self, operations):
         values = [numbers(seed, 1_000_000) for seed in range(8)]
         vectors = [operations.host(value) for value in values]

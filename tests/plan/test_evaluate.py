@@ -150,3 +150,12 @@ def test_reload_layers_use_the_copy_that_another_layer_holds(modes, facts):
     assert simulation.peak_device_bytes <= outcome.needed_bytes[0] == needed_bytes(profile, plan)
     assert outcome.step_s[0] == simulation.step_s
     assert outcome.steady_step_s[0] == pytest.approx(simulation.steady_step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("by_need", [False, True])
+@pytest.mark.parametrize("memory_bytes", [None, 2**40])
+def test_no_plans_have_no_outcomes(by_need, memory_bytes):
+    profile = transformer(3)
+    nothing = np.zeros((0, len(profile.layers)), dtype=np.int8)
+    found = PlanEvaluator(profile)(nothing, nothing, by_need=by_need, memory_bytes=memory_bytes)
+    assert all(len(getattr(found, field.name)) == 0 for field in dataclasses.fields(found))

@@ -227,7 +227,9 @@ class Transport:
                 gradient.vectors, gradient.finish, gradient.is_gathered = gradient.finish(), None, True
             if not gradient.is_gathered:
                 written = gradient.vectors
-                gradient.vectors = borrowed(written, self._placement)
+                # Views are remembered: that pays for memory that later steps write again.
+                view = borrowed if gradient.is_reusable else on_cpu
+                gradient.vectors = view(written, self._placement)
                 gradient.written, gradient.is_gathered = written, True
             return gradient.vectors
 
