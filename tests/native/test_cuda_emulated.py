@@ -231,7 +231,7 @@ class TestMarks(MarkSuite):
             array.block_until_ready()
 
         counts = []
-        for _ in range(300):
+        for _ in range(60):
             step(True)
             counts.append(library.emulation_num_events())
         assert counts[-1] == counts[20]

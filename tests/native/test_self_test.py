@@ -1,6 +1,7 @@
 """The self-test: which faults it finds, when it runs, and what training does after a failure."""
 
 import dataclasses
+import itertools
 import math
 import re
 import threading
@@ -14,7 +15,7 @@ import optax
 import pytest
 
 import jaxferry
-from broken_library import break_operations
+from broken_library import FAULTS, break_operations
 from jaxferry.errors import InputError, NativeError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import checks, library, operations, run_self_test, self_test, targets
@@ -87,6 +88,13 @@ def failures(results):
     return {result.name: result.message for result in results if not result.passed}
 
 
+def slow_but(*quick, of):
+    """The parameters of a test; all but the quick ones are marked as slow."""
+    as_tuples = [each if isinstance(each, tuple) else (each,) for each in of]
+    known = [each if isinstance(each, tuple) else (each,) for each in quick]
+    return [pytest.param(*each, marks=[] if each in known else [pytest.mark.slow]) for each in as_tuples]
+
+
 class TestChecks:
     def test_a_library_that_does_what_plain_jax_does_passes(self, cpu, device):
         results = run_self_test(device)
@@ -111,7 +119,7 @@ class TestChecks:
         if "mark" in found:
             assert found["mark"].startswith("the load's mark is ")
 
-    @pytest.mark.parametrize("operation", [*FAILED, "ferry_wait", "scratch"])
+    @pytest.mark.parametrize("operation", slow_but("ferry_load", "scratch", of=[*FAILED, "ferry_wait", "scratch"]))
     def test_an_error_of_an_operation_fails_its_checks_with_its_text(self, unhurried, monkeypatch, operation):
         break_operations(monkeypatch, "failing", operation)
         found = failures(run_self_test(jax.devices()[0]))
@@ -331,8 +339,10 @@ class TestFirstUse:
         assert train("device_put")[1] == ["DevicePut", "DevicePut"]
         assert runs == []
 
-    @pytest.mark.parametrize("fault", ["silent", "failing"])
-    @pytest.mark.parametrize("operation", list(FAILED))
+    @pytest.mark.parametrize(
+        ("operation", "fault"),
+        slow_but(("ferry_store", "silent"), ("dha_matmul", "failing"), of=list(itertools.product(FAILED, FAULTS))),
+    )
     def test_after_a_failure_training_goes_on_with_plain_copies(self, first_use, runs, monkeypatch, operation, fault):
         expected = train("device_put")[0]
         with monkeypatch.context() as patch:
@@ -350,7 +360,7 @@ class TestFirstUse:
         assert "`jaxferry doctor`" in text and "`jaxferry build-native`" in text and "\n" not in text
         assert len(runs) == 1
 
-    @pytest.mark.parametrize("operation", list(FAILED))
+    @pytest.mark.parametrize("operation", slow_but("mark", of=FAILED))
     def test_an_explicit_ferry_is_an_error_that_names_the_check(self, first_use, monkeypatch, operation):
         break_operations(monkeypatch, "silent", operation)
         for _ in range(2):
@@ -421,6 +431,7 @@ def compiled():
     return found
 
 
+@pytest.mark.slow
 class TestOnGpu:
     """The self-test's programs, compiled for an H200."""
 
