@@ -32,21 +32,13 @@ norms that are not computed.
 import argparse
 import collections
 import os
-import sys
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
 from rich.console import Console
 from rich.table import Table
-
-sys.path.append(str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
-# `make test` installs the GPU compilers there.
-sys.path.append(str(Path(sys.prefix) / "gpu-packages"))
 
 import measure
 from native.cuda_library import know_cuda_targets

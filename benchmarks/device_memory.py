@@ -21,24 +21,16 @@ first place. At full length, activations dominate.
 
 import argparse
 import os
-import sys
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import benchmark_paths  # noqa: F401 - makes the others importable
+import bert
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-
-sys.path.append(str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
-# `make test` installs the GPU compilers there.
-sys.path.append(str(Path(sys.prefix) / "gpu-packages"))
-import bert
 
 import measure
 import model as gpt2

@@ -11,20 +11,17 @@ is its updates and its plan: at most 0.1 of it.
 import argparse
 import os
 import statistics
-import sys
 import time
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
 import jax.numpy as jnp
 import optax
 from rich.console import Console
 from rich.table import Table
 
-sys.path.append(str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
 import jaxferry
 import measure
 import model

@@ -12,19 +12,17 @@ Goal: at most 0.15 ms for each segment and step on the issuing thread, and linea
 import argparse
 import os
 import statistics
-import sys
 import time
-from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-sys.path.append(str(Path(__file__).parent.parent))
 import jaxferry
 import measure
 from jaxferry.engine import Placement

@@ -42,7 +42,6 @@ import json
 import math
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -52,11 +51,7 @@ os.environ["NPROC"] = "1"  # the number of threads of XLA's CPU client; its own 
 os.environ["JAXFERRY_HOST_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # products in host memory are part of XLA's programs
 os.environ["JAXFERRY_CACHE_DIR"] = "off"  # do not reuse measurements from a busy machine
-sys.path.append(str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
-
+import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
 from rich.console import Console
 from rich.table import Table

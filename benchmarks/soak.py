@@ -23,9 +23,7 @@ import time
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.append(str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "gpt2"))
-
+import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
 
 import jaxferry
