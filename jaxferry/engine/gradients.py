@@ -177,8 +177,9 @@ class StepGradients:
                 self._transport.recycle(group, used)
 
     def release(self) -> None:
-        """Drops the norms once the step's results are known."""
+        """Drops norms and copies once the step's results are known; no further program needs the copies' memory."""
         self._device_norms, self._taken_norms = {}, {}
+        self._inflight.clear()
 
     def _may_add(self, group: int, commit: Callable[[], bool]) -> bool:
         """Asks permission to add to a gradient of earlier micro-batches, if there is one."""
