@@ -101,6 +101,8 @@ def offload(step: StepContext, instruction: Instruction) -> bool:
     """Offloads a gradient; on an accelerator this only issues the copy."""
     mark = step.mark(instruction.index)
     step.gradients.offload(instruction, mark, step.work.commit, waits=step.does_what_it_issues)
+    if step.has_issued_programs:
+        step.gradients.hold_all()
     return True
 
 
@@ -206,6 +208,8 @@ def _end_program(step: StepContext, instruction: Instruction, key: ProgramKey, e
         step.copies.marks.after(instruction.index, ended)
     if key.writes is not Target.DEVICE:
         step.gradients.note_arrival(instruction.group)
+    if step.has_issued_programs:
+        step.gradients.hold_all()
     for drop in instruction.drops:
         step.copies.drop(drop.load, drop.is_reused)
     for value in instruction.frees:

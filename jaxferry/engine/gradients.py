@@ -126,11 +126,19 @@ class StepGradients:
           LateFailure: if one has failed.
         """
         while any(index == offload for index, _ in self._inflight):
-            index, copy = self._inflight.popleft()
-            try:
-                copy.hold()
-            except Exception as error:
-                raise LateFailure(index) from error
+            self._hold_next()
+
+    def hold_all(self) -> None:
+        """Likewise for all offloads: the next step's programs may need their memory."""
+        while self._inflight:
+            self._hold_next()
+
+    def _hold_next(self) -> None:
+        index, copy = self._inflight.popleft()
+        try:
+            copy.hold()
+        except Exception as error:
+            raise LateFailure(index) from error
 
     def forget_inflight(self) -> None:
         """Waits for all offloads in flight and ignores their errors."""
@@ -177,9 +185,8 @@ class StepGradients:
                 self._transport.recycle(group, used)
 
     def release(self) -> None:
-        """Drops norms and copies once the step's results are known; no further program needs the copies' memory."""
+        """Drops the norms once the step's results are known."""
         self._device_norms, self._taken_norms = {}, {}
-        self._inflight.clear()
 
     def _may_add(self, group: int, commit: Callable[[], bool]) -> bool:
         """Asks permission to add to a gradient of earlier micro-batches, if there is one."""

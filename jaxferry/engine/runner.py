@@ -74,6 +74,7 @@ class StepRunner:
         prefetch = self._prefetched(state, runnable)
         try:
             previous = self._previous(state, runnable)
+            self._resources.transport.settle()
             self._arrange_copies(state, runnable)
             copies = self._new_copies(state, runnable) if prefetch is None else prefetch.copies
             step = StepContext(runnable, state, batch, copies)

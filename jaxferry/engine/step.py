@@ -196,6 +196,11 @@ class StepContext:
         return self.runnable.resources.placement.is_cpu
 
     @property
+    def has_issued_programs(self) -> bool:
+        """Whether all programs of the step have been issued."""
+        return self.num_programs == len(self.program.programs)
+
+    @property
     def has_added(self) -> bool:
         """Whether sums of earlier micro-batches may have changed."""
         return self.gradients.has_added

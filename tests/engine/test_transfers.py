@@ -1,6 +1,7 @@
 import collections
 import gc
 import threading
+import time
 import weakref
 
 import jax
@@ -16,13 +17,15 @@ from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.transport.device_put import DevicePut
 from jaxferry.engine.transport.ferry import Ferry
 from jaxferry.errors import NativeError
-from jaxferry.modes import Mode
+from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
 from jaxferry.partition import layers_by_path
 from jaxferry.partition.groups import leaf_paths
 from jaxferry.partition.layout import make_layer
+from jaxferry.plan.records import LayerPlan, Plan
 from planned import assert_same_bits, plan_of, train, trained
-from steps import transport_of, wrap
+from steps import after_each_program, transport_of, with_sums_in_host_memory, wrap
+from watched import device_arrays
 
 PARAMS = {"a": {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(3, np.float32)}, "c": np.ones(2)}
 
@@ -297,3 +300,103 @@ def test_a_small_gradient_beside_an_empty_one_leaves_whole():
     state, others = train(jaxferry.train_step(loss_fn, ADAMW, transport="ferry"), task, 4)
     assert others == losses
     assert_same_bits(state.params, expected.params)
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+
+
+LAYERS = {
+    f"l{i}": {"w": np.random.default_rng(i).normal(0, 0.1, (64, 64)).astype(np.float32), "b": np.zeros(64, np.float32)}
+    for i in range(6)
+}
+ROWS = np.ones((4, 64), np.float32)
+
+
+def deep_loss(params, x):
+    for layer in params.values():
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return jnp.mean(x**2)
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"trainable": {f"l{i}": i >= 3 for i in range(6)}}], ids=str)
+def test_steps_in_a_row_need_no_more_memory_than_one(options, monkeypatch):
+    plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.GFGB, GradientPlace.DEVICE) for name in LAYERS))
+    step = jaxferry.train_step(deep_loss, ADAMW, plan=plan, transport="ferry", **options)
+    state = step.init(LAYERS)
+    prepared = with_sums_in_host_memory(step.prepare(ROWS))
+    before, most = sum(array.nbytes for array in device_arrays()), []
+
+    def count(number):
+        most.append(sum(array.nbytes for array in device_arrays()) - before)
+
+    after_each_program(monkeypatch, count)
+    emulator = library("cpu")
+    emulator.set_bandwidth("store", 2e7)
+    try:
+        for _ in range(6):
+            state, _ = step(state, ROWS)
+    finally:
+        emulator.set_bandwidth("store", 0)
+    state.block_until_ready()
+    assert 0 < max(most) <= prepared.peak.total
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_dropped_sums_leave_nothing_behind():
+    step = jaxferry.train_step(deep_loss, ADAMW, transport="ferry", accumulate=2)
+    state = step.init(LAYERS)
+    with_sums_in_host_memory(step.prepare(ROWS))
+    transport, counts = transport_of(step, ROWS), []
+    for _ in range(6):
+        state, _ = step(state, ROWS)
+        with pytest.raises(jaxferry.NonFiniteError):
+            step(state, np.full_like(ROWS, np.nan))
+        counts.append(len(transport.in_flight))
+    assert max(counts) <= 2 * len(LAYERS)
+
+
+def tied(first):
+    """A table that is read densely before its lookup, or behind it."""
+
+    def loss_fn(params, tokens, x):
+        dense, rows = jnp.tanh(x @ params["table"]), params["table"][tokens]
+        h = jnp.tanh((dense if first else rows) @ params["w"]) + (rows if first else dense)
+        return jnp.mean(h**2)
+
+    params = {"table": np.full((64, 64), 0.01, np.float32), "w": np.full((64, 64), 0.02, np.float32)}
+    return loss_fn, params, (np.arange(4, dtype=np.int32), ROWS)
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("first", [True, False])
+def test_tied_tables_keep_no_more_pinned_memory_after_more_steps(first, transport):
+    loss_fn, params, batch = tied(first)
+    step = jaxferry.train_step(loss_fn, ADAMW, transport=transport)
+    state, sizes = step.init(params), []
+    for _ in range(8):
+        state, _ = step(state, *batch)
+        state.block_until_ready()
+        gc.collect()
+        sizes.append(sum(a.nbytes for a in jax.live_arrays() if a.sharding.memory_kind == "pinned_host"))
+    assert sizes[-1] <= sizes[2]
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_rows_of_many_micro_batches_are_added_as_they_come(transport):
+    def loss_fn(params, tokens):
+        return jnp.mean(jnp.tanh(params["table"][tokens] @ params["w"]) ** 2)
+
+    params = {"table": np.full((64, 8), 0.1, np.float32), "w": np.full((8, 8), 0.2, np.float32)}
+    step = jaxferry.train_step(loss_fn, ADAMW, transport=transport, accumulate=1000)
+    state, counts, tokens = step.init(params), [], np.arange(4, dtype=np.int32)
+    for _ in range(24):
+        state, _ = step(state, tokens)
+        time.sleep(0.01)
+        gc.collect()
+        counts.append(len(jax.live_arrays()))
+    assert min(counts[-4:]) <= max(counts[4:8]) + 8

@@ -20,6 +20,8 @@ Vectors = tuple[jax.Array, ...]
 
 _MAPPINGS = "/proc/self/maps"
 _CHECKED_BYTES = 1 << 16
+_ALIGNMENT = 64
+"""The CPU backend copies memory that is not aligned to as many bytes."""
 _MOST_VIEWS = 1 << 14
 """Views and addresses that are remembered, of a few hundred bytes each."""
 
@@ -67,8 +69,11 @@ def borrowed(arrays: Sequence[jax.Array], placement: Placement) -> Vectors:
     """As `on_cpu`, but the caller must keep the arrays alive: the views of a block of memory are made once."""
     if not can_view(placement) or not all(array.nbytes for array in arrays):
         return on_cpu(arrays, placement)
-    ready = [array.block_until_ready() for array in arrays]
-    return tuple(_view(array.unsafe_buffer_pointer(), array.shape, array.dtype, placement) for array in ready)
+    addresses = [array.block_until_ready().unsafe_buffer_pointer() for array in arrays]
+    if any(address % _ALIGNMENT for address in addresses):
+        return on_cpu(arrays, placement)
+    pairs = zip(addresses, arrays, strict=True)
+    return tuple(_view(address, array.shape, array.dtype, placement) for address, array in pairs)
 
 
 @functools.lru_cache(maxsize=_MOST_VIEWS)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.pieces import on_host
-from jaxferry.engine.host.pinned import Vectors, borrowed, on_cpu, to_pinned
+from jaxferry.engine.host.pinned import Vectors, as_numpy, borrowed, can_view, on_cpu, to_pinned
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
@@ -142,6 +143,7 @@ class Transport:
         self._programs: dict[Any, Any] = {}
         self._of_layer: dict[tuple[str, int], Any] = {}
         self._spare: dict[int, list[Vectors]] = {}
+        self._adder = ThreadPoolExecutor(1, thread_name_prefix="jaxferry rows")
         self.held = HeldBytes()
         self.staging_bytes = 0
 
@@ -177,6 +179,9 @@ class Transport:
     def release(self) -> None:
         """Frees device memory that is kept for later loads."""
 
+    def settle(self) -> None:
+        """Waits for copies of gradients that nobody wants any more, and frees what is kept for them."""
+
     def store(
         self,
         layer: int,
@@ -203,7 +208,7 @@ class Transport:
             self.gather(layer, onto)
         if onto.is_gathered and not self._placement.is_cpu:
             written, onto.written = onto.written, ()
-            return written or to_pinned(onto.vectors, self._placement)
+            return written or self._pinned(layer, onto.vectors)
         if onto.copy is not None:
             onto.copy.hold()
             onto.copy.forget()
@@ -248,6 +253,16 @@ class Transport:
     def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
         delete_all(held.arrays)
 
+    def _pinned(self, layer: int, vectors: Vectors) -> Vectors:
+        """Copies gathered vectors to pinned memory, which a recycled gradient may have left."""
+        spare = self._spare.get(layer)
+        if not spare or not can_view(self._placement):
+            return to_pinned(vectors, self._placement)
+        targets = spare.pop()
+        for target, vector in zip(targets, vectors, strict=True):
+            np.copyto(as_numpy(target), np.asarray(vector))
+        return targets
+
     def _take(self, layer: int) -> Vectors:
         """Returns unused vectors in pinned memory."""
         spare = self._spare.setdefault(layer, [])
@@ -272,7 +287,13 @@ class Transport:
             return tuple(self.program("zeros", layer)())
 
         def dense(rows: Sequence[Gradient]) -> Vectors:
-            known = zeros() if onto is None else own_vectors(self.gather(layer, onto), onto, self._placement)
+            if onto is None:
+                return tuple(self.program("add", layer)(rows, zeros()))
+            known = own_vectors(self.gather(layer, onto), onto, self._placement)
+            if onto.written:
+                jax.block_until_ready(known)
+                self.recycle(layer, onto)
+                onto.written = ()
             return tuple(self.program("add", layer)(rows, known))
 
         if self._placement.is_cpu:
@@ -285,7 +306,8 @@ class Transport:
             leaves, tree = jax.tree.flatten(rows)
             return jax.block_until_ready(dense(jax.tree.unflatten(tree, on_cpu(leaves, self._placement))))
 
-        return HostGradient((), False, finish=arrived)
+        # In the order of the stores, so that each finds the sum that it adds to.
+        return HostGradient((), False, finish=self._adder.submit(arrived).result)
 
     def program(self, name: str, layer: int) -> Any:
         """The jitted function of a name; groups of the same layout share it."""

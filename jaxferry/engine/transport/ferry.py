@@ -8,7 +8,9 @@ next layer of the same layout reuses the buffers of a dropped layer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors, delete_all
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES, InFlight
 from jaxferry.engine.transport.stored_copies import StoredCopy
+from jaxferry.errors import NativeError
 from jaxferry.native import library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
 
@@ -53,7 +56,17 @@ class Ferry(Transport):
         store = self.program("store" if onto is None else "accumulate", layer)
         vectors = _marked(store, (arrays, into), mark)
         copy = StoredCopy(self._native, tuple(vectors), arrays, self.program("landed", layer), self.in_flight)
-        return HostGradient(copy.arrays, self._placement.is_cpu, copy)
+        stored = HostGradient(copy.arrays, self._placement.is_cpu, copy)
+        copy.gradient = weakref.ref(stored)
+        return stored
+
+    def settle(self) -> None:
+        """See `Transport.settle`."""
+        for copy, _ in list(self.in_flight.values()):
+            if isinstance(copy, StoredCopy) and copy.gradient() is None:
+                with contextlib.suppress(RuntimeError, NativeError):  # nobody wants a failed one either
+                    copy.wait()
+                copy.forget()
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         layout = self._layers[layer].layout

@@ -24,6 +24,10 @@ class StoredCopy:
       sources: the arrays that are copied.
       wait: a program that makes the device wait for copies of these arrays, and returns the arrays.
       in_flight: the transport's copies that have not ended; this one is among them until it has.
+
+    Attributes:
+      arrays: the vectors.
+      gradient: returns the gradient that the copy is for, or None once nobody has it any more.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class StoredCopy:
         in_flight: InFlight,
     ) -> None:
         self.arrays = vectors
+        self.gradient: Callable[[], object] = lambda: self
         self._native, self._sources, self._wait, self._in_flight = native, sources, wait, in_flight
         self._lock = threading.Lock()
         in_flight[id(self)] = (self, sources)
