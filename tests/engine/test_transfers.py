@@ -321,12 +321,18 @@ def deep_loss(params, x):
 
 
 @pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"trainable": {f"l{i}": i >= 3 for i in range(6)}}], ids=str)
-def test_steps_in_a_row_need_no_more_memory_than_one(options, monkeypatch):
-    plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.GFGB, GradientPlace.DEVICE) for name in LAYERS))
-    step = jaxferry.train_step(deep_loss, ADAMW, plan=plan, transport="ferry", **options)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("num_frozen", [0, 3])
+def test_steps_in_a_row_need_no_more_memory_than_one(accumulate, num_frozen, monkeypatch):
+    plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.RELOAD, GradientPlace.DEVICE) for name in LAYERS))
+    trainable = {name: index >= num_frozen for index, name in enumerate(LAYERS)}
+    options = {"plan": plan, "transport": "ferry", "trainable": trainable}
+    single = jaxferry.train_step(deep_loss, ADAMW, **options)
+    single.init(LAYERS)
+    held = single.prepare(ROWS).peak.held
+    step = jaxferry.train_step(deep_loss, ADAMW, accumulate=accumulate, **options)
     state = step.init(LAYERS)
-    prepared = with_sums_in_host_memory(step.prepare(ROWS))
+    with_sums_in_host_memory(step.prepare(ROWS))
     before, most = sum(array.nbytes for array in device_arrays()), []
 
     def count(number):
@@ -334,14 +340,15 @@ def test_steps_in_a_row_need_no_more_memory_than_one(options, monkeypatch):
 
     after_each_program(monkeypatch, count)
     emulator = library("cpu")
-    emulator.set_bandwidth("store", 2e7)
+    emulator.set_bandwidth("store", 1e6)
     try:
         for _ in range(6):
             state, _ = step(state, ROWS)
     finally:
         emulator.set_bandwidth("store", 0)
     state.block_until_ready()
-    assert 0 < max(most) <= prepared.peak.total
+    # Losses and norms of the previous step are a few bytes more.
+    assert 0.7 * held < max(most) <= held + 64
 
 
 @pytest.mark.usefixtures("accelerator")
@@ -350,12 +357,11 @@ def test_dropped_sums_leave_nothing_behind():
     state = step.init(LAYERS)
     with_sums_in_host_memory(step.prepare(ROWS))
     transport, counts = transport_of(step, ROWS), []
-    for _ in range(6):
-        state, _ = step(state, ROWS)
-        with pytest.raises(jaxferry.NonFiniteError):
+    for _ in range(8):
+        with pytest.raises(jaxferry.NonFiniteError):  # in the first of two micro-batches
             step(state, np.full_like(ROWS, np.nan))
         counts.append(len(transport.in_flight))
-    assert max(counts) <= 2 * len(LAYERS)
+    assert max(counts) <= 4 * len(LAYERS)
 
 
 def tied(first):
