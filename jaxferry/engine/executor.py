@@ -101,8 +101,7 @@ def offload(step: StepContext, instruction: Instruction) -> bool:
     """Offloads a gradient; on an accelerator this only issues the copy."""
     mark = step.mark(instruction.index)
     step.gradients.offload(instruction, mark, step.work.commit, waits=step.does_what_it_issues)
-    if step.has_issued_programs:
-        step.gradients.hold_all()
+    _end_offloads(step)
     return True
 
 
@@ -208,12 +207,17 @@ def _end_program(step: StepContext, instruction: Instruction, key: ProgramKey, e
         step.copies.marks.after(instruction.index, ended)
     if key.writes is not Target.DEVICE:
         step.gradients.note_arrival(instruction.group)
-    if step.has_issued_programs:
-        step.gradients.hold_all()
+    _end_offloads(step)
     for drop in instruction.drops:
         step.copies.drop(drop.load, drop.is_reused)
     for value in instruction.frees:
         step.values.pop(value).delete()
+
+
+def _end_offloads(step: StepContext) -> None:
+    """Makes the device wait for all offloads once all programs have been issued."""
+    if step.num_programs == len(step.program.programs):
+        step.gradients.in_flight.hold_all()
 
 
 def _move(

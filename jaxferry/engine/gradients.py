@@ -25,6 +25,38 @@ from jaxferry.engine.transport.base import CopyInFlight, HostGradient, Transport
 _add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
 
 
+class OffloadsInFlight:
+    """The offloads whose gradients the device still holds, in their order."""
+
+    def __init__(self) -> None:
+        self._copies: collections.deque[tuple[int, CopyInFlight]] = collections.deque()
+
+    def add(self, index: int, copy: CopyInFlight) -> None:
+        """Adds the offload with this index."""
+        self._copies.append((index, copy))
+
+    def hold_for(self, offload: int) -> None:
+        """Makes the device wait for an offload and those before it, and frees their gradients for its next program.
+
+        Raises:
+          LateFailure: if one has failed.
+        """
+        while any(index == offload for index, _ in self._copies):
+            self._hold_next()
+
+    def hold_all(self) -> None:
+        """Likewise for all offloads: the next step's programs may need their memory."""
+        while self._copies:
+            self._hold_next()
+
+    def _hold_next(self) -> None:
+        index, copy = self._copies.popleft()
+        try:
+            copy.hold()
+        except Exception as error:
+            raise LateFailure(index) from error
+
+
 class StepGradients:
     """The gradients of one micro-batch, and the sums of those before it.
 
@@ -38,6 +70,7 @@ class StepGradients:
     Attributes:
       sums: by group, the gradients summed on the device.
       on_host: by group, the gradients in host memory or in flight.
+      in_flight: offloads that the device has not waited for.
       has_added: whether a sum of earlier micro-batches may have changed, which is irreversible.
     """
 
@@ -47,7 +80,7 @@ class StepGradients:
         self._program, self._transport, self._norms, self._is_last = program, transport, norms, is_last
         self._earlier = frozenset((*accumulated.on_host, *accumulated.on_device))
         self._pending: dict[int, Any] = {}
-        self._inflight: collections.deque[tuple[int, CopyInFlight]] = collections.deque()
+        self.in_flight = OffloadsInFlight()
         self._num_arrived: collections.Counter[int] = collections.Counter()
         self._num_uses = collections.Counter(segment.group for segment in program.partition.segments)
         self._device_norms: dict[int, jax.Array | None] = {}
@@ -116,29 +149,8 @@ class StepGradients:
         if waits:
             jax.block_until_ready(self.gather(group))
         elif stored.copy is not None:
-            self._inflight.append((instruction.index, stored.copy))
+            self.in_flight.add(instruction.index, stored.copy)
         self.note_arrival(group)
-
-    def hold_for(self, offload: int) -> None:
-        """Makes the device wait for an offload and those before it, and frees their gradients for its next program.
-
-        Raises:
-          LateFailure: if one has failed.
-        """
-        while any(index == offload for index, _ in self._inflight):
-            self._hold_next()
-
-    def hold_all(self) -> None:
-        """Likewise for all offloads: the next step's programs may need their memory."""
-        while self._inflight:
-            self._hold_next()
-
-    def _hold_next(self) -> None:
-        index, copy = self._inflight.popleft()
-        try:
-            copy.hold()
-        except Exception as error:
-            raise LateFailure(index) from error
 
     def forget_inflight(self) -> None:
         """Waits for all offloads in flight and ignores their errors."""
@@ -147,7 +159,7 @@ class StepGradients:
                 # The step is abandoned, and so are its gradients.
                 with contextlib.suppress(Exception):
                     gradient.copy.wait()
-        self._inflight.clear()
+        self.in_flight = OffloadsInFlight()
 
     def note_arrival(self, group: int) -> None:
         """Starts computing the norm of a group's gradient once all of it is in host memory or on its way there."""

@@ -196,11 +196,6 @@ class StepContext:
         return self.runnable.resources.placement.is_cpu
 
     @property
-    def has_issued_programs(self) -> bool:
-        """Whether all programs of the step have been issued."""
-        return self.num_programs == len(self.program.programs)
-
-    @property
     def has_added(self) -> bool:
         """Whether sums of earlier micro-batches may have changed."""
         return self.gradients.has_added
@@ -239,7 +234,7 @@ class StepContext:
         while the program in between keeps the device busy.
         """
         for offload in instruction.offloads_awaited:
-            self.gradients.hold_for(offload)
+            self.gradients.in_flight.hold_for(offload)
         for save in instruction.saves_awaited:
             values = self.program.instructions[save].values
             try:

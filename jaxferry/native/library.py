@@ -171,7 +171,7 @@ class NativeLibrary:
           InputError: for another direction or a negative speed.
           NativeError: if the library is not the CPU's: only the CPU library emulates a link.
         """
-        self._check_is_cpu("set_bandwidth")
+        _check_is_cpu(self, "set_bandwidth")
         if direction not in DIRECTIONS:
             raise InputError(f'direction must be "load", "store" or "host", got {direction!r}')
         if not bytes_per_s >= 0:
@@ -188,7 +188,7 @@ class NativeLibrary:
           InputError: if the time is negative.
           NativeError: if the library is not the CPU's.
         """
-        self._check_is_cpu("set_delay")
+        _check_is_cpu(self, "set_delay")
         if not seconds >= 0:
             raise InputError(f"seconds must be 0 (no delays) or more, got {seconds}")
         self._functions.jaxferry_ferry_set_delay(ctypes.c_double(seconds), ctypes.c_uint(seed))
@@ -209,7 +209,7 @@ class NativeLibrary:
           InputError: if the number is negative.
           NativeError: if the library is not the CPU's.
         """
-        self._check_is_cpu("set_host_threads")
+        _check_is_cpu(self, "set_host_threads")
         if count < 0:
             raise InputError(f"count must be 0 (the default) or more, got {count}")
         self._threads_wanted = count
@@ -220,7 +220,7 @@ class NativeLibrary:
     @property
     def host_step_bytes(self) -> int:
         """The bytes of host memory that all host steps of the process have read and written so far."""
-        self._check_is_cpu("host_step_bytes")
+        _check_is_cpu(self, "host_step_bytes")
         function = self._functions.jaxferry_host_step_bytes
         function.restype = ctypes.c_int64
         return int(function())
@@ -235,15 +235,16 @@ class NativeLibrary:
           InputError: for another instruction set.
           NativeError: if the library is not the CPU's.
         """
-        self._check_is_cpu("set_host_simd")
+        _check_is_cpu(self, "set_host_simd")
         if simd not in SIMD:
             raise InputError(f"simd must be one of {', '.join(SIMD)}, got {simd!r}")
         self._best_simd = simd
         return SIMD[self._functions.jaxferry_set_host_simd(ctypes.c_int(SIMD.index(simd)))]
 
-    def _check_is_cpu(self, function: str) -> None:
-        if self.platform != "cpu":
-            raise NativeError(f"{function} needs the CPU library, not the one for {self.platform}")
+
+def _check_is_cpu(native: NativeLibrary, function: str) -> None:
+    if native.platform != "cpu":
+        raise NativeError(f"{function} needs the CPU library, not the one for {native.platform}")
 
 
 def status(platform: str) -> LibraryStatus:

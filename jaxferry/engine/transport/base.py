@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.pieces import on_host
-from jaxferry.engine.host.pinned import Vectors, as_numpy, borrowed, can_view, on_cpu, to_pinned
+from jaxferry.engine.host.pinned import Vectors, borrowed, on_cpu, to_pinned
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
@@ -202,13 +202,20 @@ class Transport:
 
     def destinations(self, layer: int, onto: HostGradient | None = None) -> Vectors:
         """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it."""
+        spare = self._spare.get(layer)
         if onto is None:
-            return self._take(layer)
+            if spare:
+                return spare.pop()
+            if self._placement.is_cpu:
+                return tuple(self.program("empty", layer)())
+            # A program of the device would make the vectors there first, in device memory that nothing counts.
+            shapes = self._layers[layer].trained.vectors
+            return tuple(jax.device_put(np.zeros(v.shape, v.dtype), self._placement.pinned) for v in shapes)
         if onto.finish is not None:
             self.gather(layer, onto)
         if onto.is_gathered and not self._placement.is_cpu:
             written, onto.written = onto.written, ()
-            return written or self._pinned(layer, onto.vectors)
+            return written or to_pinned(onto.vectors, self._placement, spare.pop() if spare else ())
         if onto.copy is not None:
             onto.copy.hold()
             onto.copy.forget()
@@ -252,27 +259,6 @@ class Transport:
 
     def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
         delete_all(held.arrays)
-
-    def _pinned(self, layer: int, vectors: Vectors) -> Vectors:
-        """Copies gathered vectors to pinned memory, which a recycled gradient may have left."""
-        spare = self._spare.get(layer)
-        if not spare or not can_view(self._placement):
-            return to_pinned(vectors, self._placement)
-        targets = spare.pop()
-        for target, vector in zip(targets, vectors, strict=True):
-            np.copyto(as_numpy(target), np.asarray(vector))
-        return targets
-
-    def _take(self, layer: int) -> Vectors:
-        """Returns unused vectors in pinned memory."""
-        spare = self._spare.setdefault(layer, [])
-        if spare:
-            return spare.pop()
-        if self._placement.is_cpu:
-            return tuple(self.program("empty", layer)())
-        # A program of the device would make the vectors there first, in device memory that nothing counts.
-        shapes = self._layers[layer].trained.vectors
-        return tuple(jax.device_put(np.zeros(v.shape, v.dtype), self._placement.pinned) for v in shapes)
 
     def _store_rows(
         self, layer: int, gradients: Sequence[Gradient], onto: HostGradient | None, mark: TaskMark | None

@@ -47,7 +47,7 @@ class DevicePut(Transport):
         """See `Transport.store`."""
         if self._placement.is_cpu:
             if onto is None:
-                stored = HostGradient(self.program("store", layer)(gradients, self._take(layer)), True)
+                stored = HostGradient(self.program("store", layer)(gradients, self.destinations(layer)), True)
             else:
                 stored = self._store_rows(layer, gradients, onto, mark)
         elif all(isinstance(gradient, RowGradient) for gradient in gradients):
