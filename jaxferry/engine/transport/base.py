@@ -239,8 +239,8 @@ class Transport:
                 gradient.vectors, gradient.finish, gradient.is_gathered = gradient.finish(), None, True
             if not gradient.is_gathered:
                 written = gradient.vectors
-                # Views are remembered: that pays for memory that later steps write again.
-                view = borrowed if gradient.is_reusable else on_cpu
+                # Views are remembered. That pays where later steps write the same memory: the library writes in place.
+                view = borrowed if gradient.is_reusable and self.library is not None else on_cpu
                 gradient.vectors = view(written, self._placement)
                 gradient.written, gradient.is_gathered = written, True
             return gradient.vectors
