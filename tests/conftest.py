@@ -44,19 +44,32 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None)
 # Shrinking an example can take minutes, which a run of all tests does not have.
 _PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+# No optimizations by LLVM, no kernels of fusions by MLIR, one module of code for each program.
+_QUICK_CODE = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
 hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max_examples=10, phases=_PHASES)
 
 
 def pytest_configure(config):
     """Leaves repetitions, that is further examples of one property, to runs that include the slow tests.
 
-    Runs without them also compile programs for the CPU without LLVM's optimizations, a quarter of their time. XLA's own
+    Runs without them also compile programs for the CPU by the quickest way to code, half of their time. XLA's own
     optimizations, which decide what a program computes and how much memory it takes, stay.
     """
     is_quick = "not slow" in config.option.markexpr
     hypothesis.settings.load_profile("few" if is_quick else "deterministic")
     if is_quick:
-        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] += " ".join(["", *_QUICK_CODE])
+
+
+def pytest_collection_finish(session):
+    """Leaves what the imports have made out of every later garbage collection, which tests ask for often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -67,7 +67,9 @@ MODELS = {
 
 OFTEN = {
     **dict.fromkeys(MODELS, ("memferry", "auto")),
-    "gpt": ("memferry", "auto"),
+    "lookup that clips": ("auto",),
+    "lookup that accumulates": ("memferry",),
+    "gpt": ("auto",),
     "gpt that may recompute": (),
     "gpt that offloads activations": (),
 }
@@ -75,6 +77,8 @@ OFTEN = {
 
 OFTEN_IN_A_BUDGET = {
     **dict.fromkeys(MODELS, ("exact", "auto")),
+    "lookup that clips": ("exact",),
+    "lookup that accumulates": ("auto",),
     "gpt": ("go-memferry",),
     "gpt that may recompute": ("auto",),
     "gpt that offloads activations": (),

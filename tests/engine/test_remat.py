@@ -215,8 +215,17 @@ def test_a_backward_that_runs_its_forward_again_reads_parameters(mode):
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["native-overlapped", "memferry", "auto"])
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "first"),
+    [
+        ("auto", False),
+        ("native-overlapped", True),
+        *(
+            pytest.param(policy, first, marks=pytest.mark.slow)
+            for policy, first in (("auto", True), ("native-overlapped", False), ("memferry", False), ("memferry", True))
+        ),
+    ],
+)
 def test_every_budget_from_the_smallest_trains(policy, first):
     loss_fn, params, batch = activated(first)
     options = {"profile": jaxferry.train_step(loss_fn, optax.sgd(0.1), remat="auto").measure(params, batch)}

@@ -33,7 +33,13 @@ def test_one_plan_evaluates_as_it_simulates(case):
         assert outcome.steady_step_s[0] >= simulation.steady_step_s * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("modes", [tuple(Mode), (Mode.GFGB, Mode.RELOAD), (Mode.GFGB, Mode.DHA)])
+@pytest.mark.parametrize(
+    "modes",
+    [
+        tuple(Mode),
+        *(pytest.param((Mode.GFGB, other), marks=pytest.mark.slow) for other in (Mode.RELOAD, Mode.DHA)),
+    ],
+)
 @pytest.mark.parametrize("updates", Updates)
 @pytest.mark.parametrize("loads", Loads)
 def test_plans_of_every_kind_evaluate_as_they_simulate(loads, updates, modes):

@@ -200,7 +200,10 @@ def test_no_search_breaks_the_window(objective, monkeypatch):
         assert outside.step_s[0] < plan.predicted.step_s or Mode.GFGB is plan.modes[0]
 
 
-@pytest.mark.parametrize("model", known_models(), ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(model, id=model.name, marks=[pytest.mark.slow] * (i > 1)) for i, model in enumerate(known_models())],
+)
 def test_room_costs_nothing_on_the_papers_models(model):
     """Without a budget, at the peak that the step has anyway, MemFerry takes the time that it takes with any memory."""
     profile = estimate_profile(model.layers(), MACHINES["a100-pcie3"], {})
