@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, Operation
+from jaxferry.engine.lanes import Wait
 from jaxferry.engine.prefetch import wait_for_copy
 from jaxferry.engine.program_keys import ProgramKey, Source, Target
 from jaxferry.engine.step import StepContext
@@ -27,18 +28,18 @@ from jaxferry.engine.transport.base import Vectors
 _add = jax.jit(jnp.add)
 
 
-def execute(step: StepContext, index: int) -> bool:
+def execute(step: StepContext, index: int) -> Wait | None:
     """Executes one instruction; see `lanes.Action`."""
     instruction = step.program.instructions[index]
     return OPERATIONS[instruction.operation](step, instruction)
 
 
-def load(step: StepContext, instruction: Instruction) -> bool:
+def load(step: StepContext, instruction: Instruction) -> None:
     """Copies a group's parameters to the device."""
-    return step.copies.load(instruction.index)
+    step.copies.load(instruction.index)
 
 
-def refresh(step: StepContext, instruction: Instruction) -> bool:
+def refresh(step: StepContext, instruction: Instruction) -> None:
     """Replaces the RESIDENT copy of a group after its update."""
     if step.is_last:
         group, state, resources = instruction.group, step.state, step.runnable.resources
@@ -46,10 +47,9 @@ def refresh(step: StepContext, instruction: Instruction) -> bool:
         mark = step.mark(instruction.index)
         state.resident[group] = resources.transport.load(group, state.host.vectors[group], mark)
         wait_for_copy(state.resident[group], resources.placement)
-    return True
 
 
-def forward(step: StepContext, instruction: Instruction) -> bool:
+def forward(step: StepContext, instruction: Instruction) -> None:
     """Runs a forward and keeps its residuals."""
     assert instruction.key is not None
     step.make_room(instruction)
@@ -58,15 +58,14 @@ def forward(step: StepContext, instruction: Instruction) -> bool:
     step.saved[instruction.segment] = saved
     _keep_outputs(step, instruction, outputs, nondiff_outputs, finite)
     _end_program(step, instruction, instruction.key, finite)
-    return True
 
 
-def loss(step: StepContext, instruction: Instruction) -> bool:
+def loss(step: StepContext, instruction: Instruction) -> None:
     """Runs forward and backward of the last segment."""
     step.make_room(instruction)
     key = step.gradients.key(instruction, step.work.commit)
     if key is None:
-        return True
+        return
     arguments = _forward_arguments(step, instruction, key)
     destinations = step.gradients.destinations(key, instruction.group)
     made = step.ran(step.runnable.programs[key](*destinations, *arguments, *step.seed))
@@ -75,15 +74,14 @@ def loss(step: StepContext, instruction: Instruction) -> bool:
     step.gradients.receive(instruction, key, gradients, norm, step.work.commit)
     _keep_outputs(step, instruction, outputs, nondiff_outputs, finite)
     _end_program(step, instruction, key, finite)
-    return True
 
 
-def backward(step: StepContext, instruction: Instruction) -> bool:
+def backward(step: StepContext, instruction: Instruction) -> None:
     """Runs a backward and passes on its gradients and cotangents."""
     step.make_room(instruction)
     key = step.gradients.key(instruction, step.work.commit)
     if key is None:
-        return True
+        return
     segment = step.program.partition.segments[instruction.segment]
     destinations = step.gradients.destinations(key, instruction.group)
     made = step.ran(step.runnable.programs[key](*destinations, *_backward_arguments(step, instruction, key)))
@@ -94,21 +92,19 @@ def backward(step: StepContext, instruction: Instruction) -> bool:
     _keep_cotangents(step, instruction, cotangents)
     step.gradients.receive(instruction, key, gradients, norm, step.work.commit)
     _end_program(step, instruction, key, (norm, gradients, cotangents))
-    return True
 
 
-def offload(step: StepContext, instruction: Instruction) -> bool:
+def offload(step: StepContext, instruction: Instruction) -> None:
     """Offloads a gradient; on an accelerator this only issues the copy."""
     mark = step.mark(instruction.index)
     step.gradients.offload(instruction, mark, step.work.commit, waits=step.does_what_it_issues)
     _end_offloads(step)
-    return True
 
 
-def update(step: StepContext, instruction: Instruction) -> bool:
+def update(step: StepContext, instruction: Instruction) -> None:
     """Updates the unit of a group. The last update task also updates the units that no segment reads."""
     if not step.is_last:
-        return True
+        return
     norm: jax.Array | None = step.runnable.norms.none
     if step.runnable.rules.need_all_gradients:
         is_finite, norm = step.judged()
@@ -125,27 +121,29 @@ def update(step: StepContext, instruction: Instruction) -> bool:
         for unit, vectors in zip(units, gradients, strict=True):
             _update_unit(step, unit, vectors, norm)
         step.num_updates += 1
-    return True
 
 
-def save(step: StepContext, instruction: Instruction) -> bool:
-    """Moves values to pinned host memory."""
-    _move(step, instruction, step.values, step.offloaded, step.runnable.resources.placement.pinned)
-    return True
+def save(step: StepContext, instruction: Instruction) -> Wait | None:
+    """Moves values to pinned host memory. Programs that need their memory wait for the end of this task."""
+    arrays = _move(step, instruction, step.values, step.offloaded, step.runnable.resources.placement.pinned)
+    for value in instruction.values:
+        # The runtime frees memory of the device only after its last read.
+        step.values.pop(value).delete()
+    return None if step.does_what_it_issues else lambda: jax.block_until_ready(arrays)
 
 
-def fetch(step: StepContext, instruction: Instruction) -> bool:
+def fetch(step: StepContext, instruction: Instruction) -> None:
     """Moves values back to the device."""
     _move(step, instruction, step.offloaded, step.values, step.runnable.resources.placement.device)
-    return True
+    # Pinned memory is free at once, whatever the device still reads: `release` drops it when the step has ended.
+    step.fetched += [step.offloaded.pop(value) for value in instruction.values]
 
 
-def nothing(step: StepContext, instruction: Instruction) -> bool:
+def nothing(step: StepContext, instruction: Instruction) -> None:
     """Does nothing: another instruction does this task's work."""
-    return True
 
 
-OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], bool]] = {
+OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], Wait | None]] = {
     Operation.LOAD: load,
     Operation.REFRESH: refresh,
     Operation.FORWARD: forward,
@@ -226,14 +224,12 @@ def _move(
     source: dict[int, Any],
     target: dict[int, Any],
     memory: jax.sharding.Sharding,
-) -> None:
-    arrays = step.ran(jax.device_put([source[value] for value in instruction.values], memory))
+) -> list[jax.Array]:
+    arrays: list[jax.Array] = step.ran(jax.device_put([source[value] for value in instruction.values], memory))
     if arrays and (mark := step.mark(instruction.index)) is not None:
         mark.watch(arrays)
-    for value, array in zip(instruction.values, arrays, strict=True):
-        target[value] = array
-        # The runtime frees a buffer only after its last read.
-        source.pop(value).delete()
+    target |= zip(instruction.values, arrays, strict=True)
+    return arrays
 
 
 def _units_to_update(step: StepContext, instruction: Instruction) -> list[UpdateGroup]:

@@ -72,8 +72,7 @@ class Instruction:
       place: the position of that program among all programs of the step; for a SAVE that of the program before it, for
         a FETCH that of the program that reads the values; else -1.
       values: the values that a SAVE or FETCH moves.
-      saves_awaited: SAVE instructions that must have ended on the device before the program may allocate memory.
-      offloads_awaited: OFFLOAD instructions likewise.
+      offloads_awaited: OFFLOAD instructions that must have ended on the device before the program may allocate memory.
       frees: values that no later program reads.
       drops: device copies that no later instruction reads.
     """
@@ -86,7 +85,6 @@ class Instruction:
     key: ProgramKey | None = None
     place: int = -1
     values: tuple[int, ...] = ()
-    saves_awaited: tuple[int, ...] = ()
     offloads_awaited: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     drops: tuple[Drop, ...] = ()

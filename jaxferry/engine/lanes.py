@@ -5,9 +5,10 @@
     D2H          offload ...
     host            update update ...   of the updates that could start, the one needed first
 
-An action given with the list does the work of a task. One list follows another as one step follows another. A task may
-wait for tasks of the previous list (`Task.after_previous`), so the end of one step overlaps the start of the next. The
-first loads of a list can run before the list is submitted (`Lanes.begin_ahead`).
+An action given with the list does the work of a task. Or it begins the work, and one more thread waits for its end. One
+list follows another as one step follows another. A task may wait for tasks of the previous list
+(`Task.after_previous`), so the end of one step overlaps the start of the next. The first loads of a list can run before
+the list is submitted (`Lanes.begin_ahead`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.errors import StateError
 from jaxferry.schedule import Lane
 
-Action = Callable[[int], bool]
-"""Does the task with this index. False if it has not ended yet; `StepRun.end` is then called later."""
+Wait = Callable[[], object]
+Action = Callable[[int], Wait | None]
+"""Does the task with this index, or only begins it and returns a function that waits until it has ended."""
 
 ALL_LANES = tuple(Lane)
 ONE_EACH = [(lane,) for lane in Lane]
@@ -48,6 +50,7 @@ class Monitor:
 
     Attributes:
       outside: wakes callers that wait for a run.
+      later: the thread that waits for tasks that an action has only begun.
 
     Args:
       threads: the lanes that each thread runs.
@@ -56,6 +59,7 @@ class Monitor:
     def __init__(self, threads: Sequence[Sequence[Lane]]) -> None:
         self._lock = threading.RLock()
         self.outside = threading.Condition(self._lock)
+        self.later = ThreadPoolExecutor(1, thread_name_prefix="jaxferry later")
         self._of_lane: dict[Lane, threading.Condition] = {}
         for lanes in threads:
             self._of_lane |= dict.fromkeys(lanes, threading.Condition(self._lock))
@@ -159,8 +163,7 @@ class StepRun:
             self._monitor.wake_all()
             self.begin_s = min([time.perf_counter(), *(start_s for start_s in self.starts_s if start_s)])
 
-    def end(self, index: int) -> None:
-        """Records the end of a task whose action returned False."""
+    def _end(self, index: int) -> None:
         with self._monitor:
             self.ends_s[index] = time.perf_counter()
             self._monitor.wake(self._ready.end(index))
@@ -175,12 +178,32 @@ class StepRun:
     def _do(self, index: int) -> None:
         self.starts_s[index] = time.perf_counter()
         try:
-            has_ended = self._action(index)
+            wait = self._action(index)
+            if wait is not None:
+                self._end_later(index, wait)
+                return
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the run
             self._fail(index, error)
             return
-        if has_ended:
-            self.end(index)
+        self._end(index)
+
+    def _end_later(self, index: int, wait: Wait) -> None:
+        with self._monitor:
+            self._num_threads += 1
+
+        def end() -> None:
+            try:
+                wait()
+                self._end(index)
+            except BaseException as error:  # noqa: BLE001 - as above
+                self._fail(index, error)
+            finally:
+                self._leave()
+
+        try:
+            self._monitor.later.submit(end)
+        except RuntimeError:  # the process is ending
+            end()
 
     def _leave(self) -> None:
         """Records that a thread has finished its part."""
@@ -253,9 +276,8 @@ def _do_ahead(of: StepRun) -> None:
         of._leave()
 
 
-def _nothing(index: int) -> bool:
+def _nothing(index: int) -> None:
     """The action of an ended run. It replaces the run's own action, whose references can then be freed."""
-    return True
 
 
 class Lanes:
@@ -267,11 +289,11 @@ class Lanes:
 
     def __init__(self, threads: Sequence[Sequence[Lane]] = ONE_EACH) -> None:
         self._lanes = [tuple(lanes) for lanes in threads]
-        self._monitor = Monitor(self._lanes)
         # Python joins these threads at exit, so no update is cut off.
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"jaxferry {'+'.join(lanes)}") for lanes in self._lanes
         ]
+        self._monitor = Monitor(self._lanes)
 
     def make(self, tasks: TaskList, action: Action, previous: StepRun | None = None) -> StepRun:
         """Prepares a run of a list of tasks; `submit` starts it.

@@ -40,9 +40,6 @@ _OPERATIONS = {
     Kind.INTER_BACKWARD: Operation.NOTHING,
 }
 
-_MAKE_ROOM = (Kind.SAVE, Kind.OFFLOAD)
-"""Transfers that a program waits for because it needs their memory."""
-
 
 def lower(
     partition: Partition,
@@ -106,14 +103,12 @@ class _Lowering:
     def _program(self, made: Instruction) -> Instruction:
         place = self._places[made.index]
         key: ProgramKey = self._keys[place]
-        awaited = {kind: tuple(i for i in made.task.after if self._tasks[i].kind is kind) for kind in _MAKE_ROOM}
         return dataclasses.replace(
             made,
             operation=Operation.LOSS if key.kind is ProgramKind.LOSS else made.operation,
             key=key,
             place=place,
-            saves_awaited=awaited[Kind.SAVE],
-            offloads_awaited=awaited[Kind.OFFLOAD],
+            offloads_awaited=tuple(i for i in made.task.after if self._tasks[i].kind is Kind.OFFLOAD),
             frees=tuple(self._frees.get(place, ())),
             drops=tuple(self._drops.get(made.index, ())),
         )

@@ -48,13 +48,12 @@ class DeviceCopies:
         """All arrays that currently hold copies."""
         return [array for held in self._held.values() for array in held.arrays]
 
-    def load(self, index: int) -> bool:
+    def load(self, index: int) -> None:
         """Runs the load with this index; see `lanes.Action`."""
         group = self._program.instructions[index].group
         mark = None if self.marks is None else self.marks.of(index)
         held = self._held[index] = self._transport.load(group, self._vectors[group], mark)
         wait_for_copy(held, self._placement)
-        return True
 
     def parameters(self, index: int) -> list[jax.Array]:
         """The parameters that the load with this index copied."""

@@ -7,6 +7,7 @@ begin --instructions--> committed      the state is that after the step
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.ready_tasks import TaskList
-from jaxferry.engine.state import LateFailure, TrainState
+from jaxferry.engine.state import TrainState
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.trace.recorder import Recorder
 from jaxferry.engine.transport.base import Transport
@@ -141,6 +142,7 @@ class StepContext:
       copies: its device copies.
       values: the values between programs, by number.
       offloaded: values that wait in pinned host memory for their backward.
+      fetched: the arrays there of values that are back on the device, or on their way.
       saved: residuals, by segment.
       cotangents: by number of the value.
       gradients: the gradients of the step.
@@ -161,6 +163,7 @@ class StepContext:
         placement, rules, accumulated = runnable.resources.placement, runnable.rules, state.accumulated
         self.values = self._given(batch)
         self.offloaded: dict[int, jax.Array] = {}
+        self.fetched: list[jax.Array] = []
         self.saved: dict[int, list[Any]] = {}
         self.cotangents: dict[int, jax.Array] = {}
         self.is_last = accumulated.num_batches == rules.accumulate - 1
@@ -228,19 +231,12 @@ class StepContext:
         return jnp.zeros(aval.shape, aval.dtype, device=self.runnable.resources.placement.device)
 
     def make_room(self, instruction: Instruction) -> None:
-        """Ensures that the transfers whose memory this program reuses have finished when the device runs it.
+        """Ensures that the offloads whose memory this program reuses have finished when the device runs it.
 
-        On an accelerator a transfer counts as ended once issued. For offloads the device waits, for saves this thread,
-        while the program in between keeps the device busy.
+        On an accelerator an offload counts as ended once issued, so the device waits.
         """
         for offload in instruction.offloads_awaited:
             self.gradients.in_flight.hold_for(offload)
-        for save in instruction.saves_awaited:
-            values = self.program.instructions[save].values
-            try:
-                jax.block_until_ready([self.offloaded[value] for value in values if value in self.offloaded])
-            except Exception as error:
-                raise LateFailure(save) from error
 
     def judged(self) -> tuple[bool, jax.Array | None]:
         """Whether everything is finite, and with the last micro-batch the global norm of the mean gradient."""
@@ -268,12 +264,15 @@ class StepContext:
     def release(self) -> None:
         """Frees the inputs of the step's results; updates may still be running."""
         loss = self.program.partition.loss
-        self.values, self.finite = {loss: self.values[loss]}, []
+        self.values, self.finite, self.fetched = {loss: self.values[loss]}, [], []
         self.gradients.release()
 
     def drop(self) -> None:
         """Frees everything that the step has on the device, in any state."""
         self.gradients.forget_inflight()
+        with contextlib.suppress(Exception):  # the step has failed
+            # The device may still read or write the pinned memory of moved values.
+            jax.block_until_ready([*self.values.values(), *self.offloaded.values()])
         self.copies.drop_all()
 
 

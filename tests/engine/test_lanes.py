@@ -51,7 +51,6 @@ def test_whatever_the_delays_tasks_follow_what_they_wait_for_and_lanes_their_ord
 
     def action(step, index):
         time.sleep(delays[(7 * step + index) % 97])
-        return True
 
     starts, ends = times(chain(Lanes(threads), schedule, 3, action))
     for step in range(3):
@@ -81,7 +80,6 @@ def test_the_host_takes_the_update_that_is_needed_first():
             has_begun.wait()
         if task.kind is Kind.OFFLOAD and task.segment == 0:
             threading.Timer(0.05, all_landed.set).start()
-        return True
 
     chain(Lanes(), schedule, 1, action)
     assert order[0] == 5  # the only one that can start
@@ -94,7 +92,6 @@ def test_the_next_step_starts_before_the_last_update_has_ended():
 
     def action(step, index):
         time.sleep(0.05 if schedule.tasks[index].kind is Kind.UPDATE else 0.001)
-        return True
 
     starts, ends = times(chain(Lanes(), schedule, 2, action))
     forwards = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.FORWARD]
@@ -108,9 +105,9 @@ def test_loads_of_the_next_step_start_before_it_is_submitted_once_their_updates_
     modes = [Mode.DHA] * 3 + [Mode.GFGB] * 3
     schedule = lowered(profile, with_modes(profile, modes))
     lanes, tasks, done = Lanes(threads), TaskList(schedule), []
-    work = lanes.make(tasks, lambda index: bool(time.sleep(2e-3)) or True)
+    work = lanes.make(tasks, lambda index: time.sleep(2e-3))
     lanes.submit(work)
-    ahead = lanes.begin_ahead(tasks, lambda index: done.append(index) or True, work, leading_loads(schedule))
+    ahead = lanes.begin_ahead(tasks, done.append, work, leading_loads(schedule))
     work.wait()
     ahead.wait_ahead()
     loads = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.LOAD]
@@ -123,7 +120,7 @@ def test_loads_of_the_next_step_start_before_it_is_submitted_once_their_updates_
     assert ahead.ends_s[loads[0]] < work.starts_s[last_backward]
     assert not ahead.is_over()
     rest = []
-    ahead.open(lambda index: rest.append(index) or True)
+    ahead.open(rest.append)
     lanes.submit(ahead)
     ahead.wait()
     assert ahead.failure is None and sorted(done + rest) == list(range(len(schedule.tasks)))
@@ -138,8 +135,8 @@ def test_a_load_that_fails_ahead_fails_that_step_alone_and_what_is_stopped_start
     def failing(index):
         raise OSError("no room")
 
-    for action in (failing, lambda index: True):
-        work = lanes.make(tasks, lambda index: True)
+    for action in (failing, lambda index: None):
+        work = lanes.make(tasks, lambda index: None)
         lanes.submit(work)
         ahead = lanes.begin_ahead(tasks, action, work, leading_loads(schedule))
         work.wait()
@@ -162,7 +159,6 @@ def test_a_failure_stops_what_follows(kind, threads):
         if index == victim:
             raise OSError("no space")
         done.append(index)
-        return True
 
     work = lanes.make(tasks, action)
     successor = lanes.make(tasks, action, work)
@@ -183,7 +179,6 @@ def test_work_that_follows_failed_work_is_stopped():
     def failing(index):
         if schedule.tasks[index].kind is Kind.UPDATE:
             raise OSError("no space")
-        return True
 
     work = lanes.make(tasks, failing)
     lanes.submit(work)
@@ -207,7 +202,6 @@ def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
             if commits and index == 0:
                 works[0].commit()
             seen.set()
-            return True
 
         work = lanes.make(TaskList(schedule), action)
         works.append(work)
@@ -218,6 +212,53 @@ def test_stopped_work_does_nothing_more_and_committed_work_does_not_stop():
         assert work.commit() == commits
 
 
+@pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
+def test_tasks_that_an_action_begins_end_when_their_wait_returns(threads):
+    """Other tasks start meanwhile, those that depend on one only after its end."""
+    profile = transformer(8)
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 8))
+    ended, is_awaited = {}, [task.kind is Kind.OFFLOAD for task in schedule.tasks]
+
+    def action(index):
+        def wait():
+            time.sleep(1e-3)
+            ended[index] = time.perf_counter()
+
+        return wait if is_awaited[index] else None
+
+    lanes = Lanes(threads)
+    work = lanes.make(TaskList(schedule), action)
+    lanes.submit(work)
+    work.wait()
+    assert work.failure is None and work.is_over() and len(ended) == sum(is_awaited)
+    for index, task in enumerate(schedule.tasks):
+        assert all(work.starts_s[index] >= ended.get(earlier, work.ends_s[earlier]) for earlier in task.after)
+        assert work.ends_s[index] >= ended.get(index, 0)
+
+
+def test_a_wait_that_fails_fails_its_task_and_stopping_waits_for_it():
+    profile = transformer(4)
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 4))
+    first = next(i for i, task in enumerate(schedule.tasks) if task.kind is Kind.OFFLOAD)
+    begun, may_end, lanes = threading.Event(), threading.Event(), Lanes(TOGETHER)
+
+    def wait():
+        begun.set()
+        may_end.wait(60)
+        raise RuntimeError("the copy failed")
+
+    work = lanes.make(TaskList(schedule), lambda index: wait if index == first else None)
+    lanes.submit(work)
+    assert begun.wait(60)
+    stopping = threading.Thread(target=work.stop, daemon=True)
+    stopping.start()
+    assert not work.is_over()
+    may_end.set()
+    stopping.join(60)
+    assert not stopping.is_alive() and work.is_over()
+    assert work.failure.index == first and "the copy failed" in str(work.failure.error)
+
+
 def test_no_sleeping_task_ends_before_the_simulator_says():
     """With a fixed order of updates, load from other processes only delays tasks: see `benchmarks/overlap.py`."""
     profile, num_steps = transformer(16), 4
@@ -226,7 +267,6 @@ def test_no_sleeping_task_ends_before_the_simulator_says():
 
     def action(step, index):
         time.sleep(schedule.tasks[index].duration_s * scale)
-        return True
 
     works = chain(Lanes(), schedule, num_steps, action)
     begin_s = min(works[0].starts_s)
@@ -249,7 +289,7 @@ def test_work_that_threads_do_not_take_any_more_is_refused_and_nobody_waits_for_
         threads.clear()
         lanes = Lanes()
         threads[closed].shutdown()  # as Python does at its end
-        work = lanes.make(TaskList(schedule), lambda index: True)
+        work = lanes.make(TaskList(schedule), lambda index: None)
         with pytest.raises(StateError, match="the process is ending"):
             lanes.submit(work)
         waiting = threading.Thread(target=work.wait, daemon=True)

@@ -97,5 +97,6 @@ class Serial:
         for group in sorted(runnable.program.resident - self._state.resident.keys()):
             self._state.resident[group] = resources.transport.load(group, self._state.host.vectors[group])
         for index in range(len(runnable.program.instructions)):
-            assert executor.execute(context, index)
+            if (wait := executor.execute(context, index)) is not None:
+                wait()
         return float(collect_results(context).loss)
