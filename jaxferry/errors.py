@@ -58,7 +58,7 @@ class TaskError(JaxFerryError, RuntimeError):
     batch.
 
     Attributes:
-      layer: the layer of the task.
+      layer: the layer of the task; empty where the device does not tell which of its programs failed.
     """
 
     def __init__(self, message: str, layer: str):

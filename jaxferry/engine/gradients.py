@@ -100,13 +100,15 @@ class StepGradients:
             return key
         if not self._may_add(instruction.group, commit):
             return None
-        return key.onto_sum if instruction.group in self.on_host else key
+        known = self.on_host.get(instruction.group)
+        return key if known is None or self._transport.is_summed_on_host(known) else key.onto_sum
 
     def destinations(self, key: ProgramKey, group: int) -> list[list[jax.Array]]:
         """The vectors that a program writes its gradient into, as one argument or none."""
         if key.writes is Target.DEVICE:
             return []
-        return [list(self._transport.destinations(group, self.on_host.get(group)))]
+        onto = self.on_host[group] if key.writes is Target.HOST_SUM else None
+        return [list(self._transport.destinations(group, onto))]
 
     def receive(
         self,
@@ -122,7 +124,10 @@ class StepGradients:
             return
         self._device_norms[group] = norm
         if key.writes is not Target.DEVICE:
-            self.on_host[group] = self._transport.written(gradients)
+            stored = self._transport.written(gradients)
+            if key.writes is not Target.HOST_SUM and group in self.on_host:
+                stored = self._transport.add_on_host(group, self.on_host[group], stored)
+            self.on_host[group] = stored
             return
         if group in self.sums and self._may_add(group, commit):
             gradients = _add_onto(self.sums.pop(group), gradients)
@@ -154,11 +159,11 @@ class StepGradients:
 
     def forget_inflight(self) -> None:
         """Waits for all offloads in flight and ignores their errors."""
-        for gradient in self.on_host.values():
+        for group, gradient in self.on_host.items():
             if gradient.copy is not None:
                 # The step is abandoned, and so are its gradients.
                 with contextlib.suppress(Exception):
-                    gradient.copy.wait()
+                    self._transport.gather(group, gradient)
         self.in_flight = OffloadsInFlight()
 
     def note_arrival(self, group: int) -> None:

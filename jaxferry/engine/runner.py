@@ -173,20 +173,20 @@ class StepRunner:
         before = step.state.counts
         try:
             result = collect_results(step)
-        except Exception:
+        except Exception as error:
             # A device reports errors late; the task that waits for its result fails too.
             work.wait()
             if work.failure is None:
-                self._fail(step)
-                raise
+                outcome = self._fail(step)
+                raise TaskError(f"a program of the step failed: {error} ({outcome})", "") from error
             return None
         step.state.pending = PendingStep(work, step, before)
         if recorder is not None:
             recorder.add(work, step.copies.marks)
         return result
 
-    def _fail(self, step: StepContext) -> None:
-        """Ends a step that has not returned: rolls it back, or marks the state as damaged.
+    def _fail(self, step: StepContext) -> str:
+        """Ends a step that has not returned: rolls it back, or marks the state as damaged; returns which, in words.
 
         Raises:
           TaskError: if a task of this step or of the previous one has failed.
@@ -199,6 +199,7 @@ class StepRunner:
         if work.failure is not None:
             raise task_error(work, outcome) from work.failure.error
         state.check()
+        return outcome
 
 
 def collect_results(step: StepContext) -> StepResult:

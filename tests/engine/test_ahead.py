@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jaxferry
+from accelerator import emulate
 from jaxferry.engine import peak_bytes
-from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
 from jaxferry.plan.records import LayerPlan, Plan
@@ -46,7 +46,7 @@ def made(modes=(Mode.DHA,) * (DEPTH // 2) + (Mode.GFGB,) * (DEPTH // 2), gradien
 @pytest.fixture(params=[False, True], ids=["a thread a lane", "one for the device"])
 def threads(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+        emulate(monkeypatch)
 
 
 def test_loads_begin_while_the_step_before_is_in_its_backward():

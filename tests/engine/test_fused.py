@@ -19,6 +19,9 @@ from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits
 from tolerances import FUSED_RTOL
 
+# Updates of the host alone; what an accelerator changes for them is a parameter of the tests.
+pytestmark = pytest.mark.cpu_device
+
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 20, 100)
 
 

@@ -1,6 +1,5 @@
 """Training with parameters read and gradients written in host memory: every mode, reserve factor and transport."""
 
-import dataclasses
 import gc
 import itertools
 import signal
@@ -19,7 +18,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import is_available, library
 from jaxferry.partition import host_stores, partition
 from jaxferry.plan.records import LayerPlan, Plan
-from planned import assert_same_bits, plan_of, train, trained
+from planned import assert_same_bits, plan_of, train, trained, with_gradients
 from steps import transport_of
 
 STEPS = 6
@@ -34,12 +33,6 @@ def native():
 @pytest.fixture(scope="module")
 def task():
     return models.gpt(depth=2)
-
-
-def with_gradients(plan, places):
-    """The plan with these gradient places in turn."""
-    pairs = zip(plan.layers, itertools.cycle(places), strict=False)
-    return dataclasses.replace(plan, layers=tuple(dataclasses.replace(p, gradient=place) for p, place in pairs))
 
 
 def run(task, plan=None, optimizer=ADAMW, **options):
@@ -238,6 +231,7 @@ def reloading(task):
     return step, state.params, losses
 
 
+@pytest.mark.cpu_device  # its step is that of the module
 @pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_an_interrupt_right_after_a_load_loses_no_buffer_and_no_bit(after, reloading, task, monkeypatch):
     step, expected, losses = reloading

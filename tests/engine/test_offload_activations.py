@@ -15,9 +15,9 @@ import pytest
 
 import jaxferry
 import models
+from accelerator import emulate
 from faults import Fault, identity_that_calls
 from jaxferry.engine import Operation
-from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.schedule import CROSSING_SLOTS, Kind, Lane
@@ -123,7 +123,7 @@ def test_no_bit_changes_with_micro_batches_clipping_and_evaluation():
 def test_the_way_of_accelerators_has_the_same_bits_and_records_the_moves(transport, monkeypatch):
     expected("full")
     plan(Mode.RELOAD, Mode.GFGB)
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    emulate(monkeypatch)
     step, state = check_bits(
         "full", plan=plan(Mode.RELOAD, Mode.GFGB), transport=transport, compute_dtype=jnp.float32, record_steps=2
     )
@@ -140,6 +140,7 @@ def test_the_way_of_accelerators_has_the_same_bits_and_records_the_moves(transpo
     assert any(span > 0 for span in spans)
 
 
+@pytest.mark.cpu_device
 def test_the_trace_of_recorded_steps_shows_the_moves():
     step = offloading(gpt(), remat="full", record_steps=2)
     state, _ = train(step, gpt(), 2)
@@ -392,7 +393,7 @@ def test_a_callback_that_raises_before_any_update_costs_no_bit(threads, remat, m
     plain, params = make(Fault(), offload_activations=False, remat=remat, clip_norm=1e3)
     expected = [state_after(plain, params, BATCH, n).params for n in range(5)]
     if threads != "lanes":
-        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+        emulate(monkeypatch)
     fault = Fault()
     step, params = make(fault, remat=remat, clip_norm=1e3)
     for at in range(1, 2 * DEPTH + 1, 1 if remat == "none" else 2):
@@ -420,7 +421,7 @@ def test_a_move_that_fails_costs_no_step_and_no_bit(kind, threads, monkeypatch):
     plain, params = make(Fault(), offload_activations=False, clip_norm=1e3)
     expected = [state_after(plain, params, BATCH, n).params for n in range(5)]
     if threads != "lanes":
-        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+        emulate(monkeypatch)
     step, params = make(Fault(), clip_norm=1e3)  # else an update may have begun before a fetch fails
     state = state_after(step, params, BATCH, 2)
     num_moves = sum(task.kind is kind for task in step.prepare(BATCH).schedule.tasks)

@@ -16,8 +16,8 @@ import optax
 import pytest
 
 import jaxferry
+from accelerator import emulate
 from jaxferry.engine import Operation
-from jaxferry.engine.placement import Placement
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
@@ -72,15 +72,15 @@ def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, m
 
     plan = random_plan(draw, loss_fn, params, batch, list(Mode))
     other = make(plan)
-    if is_issued:
-        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
-    step = make(plan)
-    state, serial = step.init(params), other.init(params)
-    step.prepare(batch)
-    delay(monkeypatch, draw, 2e-3)
-    losses = [step(state, batch)[1]["loss"] for _ in range(num_steps)]
-    state.block_until_ready()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        if is_issued:
+            emulate(patch)
+        step = make(plan)
+        state, serial = step.init(params), other.init(params)
+        step.prepare(batch)
+        delay(patch, draw, 2e-3)
+        losses = [step(state, batch)[1]["loss"] for _ in range(num_steps)]
+        state.block_until_ready()
     one_by_one = Serial(other, serial, batch)
     assert [float(loss) for loss in losses] == [one_by_one.step() for _ in range(num_steps)]
     assert_same_bits(state.params, serial.params)
@@ -160,7 +160,7 @@ def lookup(draw):
 def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, monkeypatch):
     """A short soak test; `benchmarks/soak.py` takes 2,000 steps and measures host memory too."""
     if threads != "lanes":
-        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+        emulate(monkeypatch)
     loss_fn, params, batch = make(random.Random(1))
     options = {"transport": transport, "accumulate": accumulate, "compute_dtype": jnp.float32}
     step = jaxferry.train_step(loss_fn, optax.adamw(1e-3), clip_norm=1.0, **options)
@@ -187,7 +187,7 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
 @pytest.mark.parametrize("threads", ["lanes", "one for the device"])
 def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatch):
     if threads != "lanes":
-        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+        emulate(monkeypatch)
     loss_fn, params, batch = network(random.Random(2))
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), transport=transport, record_steps=3)
     state = step.init(params)
@@ -212,15 +212,15 @@ def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatc
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, monkeypatch):
+def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed):
     draw = random.Random(seed)
     loss_fn, params, batch = network(draw)
     plan = random_plan(draw, loss_fn, params, batch, list(Mode))
     step, other = (jaxferry.train_step(loss_fn, optax.adam(1e-2), plan=plan) for _ in range(2))
     state, expected = step.init(params), other.init(params)
     state, _ = step(state, batch)
-    num_interrupts = 0
-    delay(monkeypatch, draw, 4e-3)
+    num_interrupts, patch = 0, pytest.MonkeyPatch()
+    delay(patch, draw, 4e-3)
     while state.step < 25:
         try:
             timer = threading.Timer(draw.random() * 0.06, signal.raise_signal, [signal.SIGINT])
@@ -231,7 +231,7 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, monkey
         except KeyboardInterrupt:
             num_interrupts += 1
     timer.join()
-    monkeypatch.undo()
+    patch.undo()
     for _ in range(state.step):
         expected, _ = other(expected, batch)
     assert num_interrupts > 3
@@ -244,7 +244,7 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(seed, monkey
 @pytest.mark.parametrize("threads", [pytest.param("lanes", marks=pytest.mark.slow), "one for the device"])
 def test_device_bytes_count_what_a_state_holds_whatever_the_batches_and_the_other_states(threads, monkeypatch):
     if threads != "lanes":
-        monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+        emulate(monkeypatch)
     loss_fn, params, batch = network(random.Random(5))
     plan = random_plan(random.Random(5), loss_fn, params, batch, [Mode.RESIDENT])
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)
@@ -258,7 +258,7 @@ def test_device_bytes_count_what_a_state_holds_whatever_the_batches_and_the_othe
 
 
 def test_a_failure_of_one_state_leaves_the_copies_of_another_alone(monkeypatch):
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    emulate(monkeypatch)
     loss_fn, params, batch = network(random.Random(6))
     plan = random_plan(random.Random(6), loss_fn, params, batch, [Mode.RESIDENT])
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=plan)

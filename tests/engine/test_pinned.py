@@ -25,7 +25,7 @@ LARGE = 256
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    return emulate(monkeypatch)
+    return emulate(monkeypatch).placement
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 
 import jaxferry
+from accelerator import emulate
 from jaxferry.engine import Operation
-from jaxferry.engine.placement import Placement, make_placement
+from jaxferry.engine.placement import make_placement
 from jaxferry.engine.trace.marks import Marks
 from jaxferry.engine.trace.recorder import on_the_device
 from jaxferry.modes import GradientPlace, Mode
@@ -137,7 +138,7 @@ def perceptron(num_layers=4):
 @pytest.fixture
 def issued(monkeypatch):
     """One thread issues for the device, as on an accelerator."""
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    emulate(monkeypatch)
 
 
 @pytest.mark.usefixtures("issued")

@@ -16,6 +16,9 @@ from jaxferry.partition import Part
 from jaxferry.partition.layout import make_layer
 from planned import assert_same_bits
 
+# Updates of the host alone; what an accelerator changes for them is a parameter of the tests.
+pytestmark = pytest.mark.cpu_device
+
 LENGTH = 3
 SHAPES = {"head": {"bias": (LENGTH, 4)}, "layers": {"kernel": (LENGTH, 4, 5), "scale": (5, LENGTH)}}
 """One of the layers' parameters is stacked along its first axis, the other along its last."""

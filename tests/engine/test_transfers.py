@@ -1,6 +1,4 @@
-import collections
 import gc
-import threading
 import time
 import weakref
 
@@ -12,6 +10,7 @@ import pytest
 
 import jaxferry
 import models
+from accelerator import emulate
 from jaxferry.engine import Operation
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.transport.device_put import DevicePut
@@ -55,7 +54,7 @@ def gpt():
 def test_the_way_of_accelerators_has_the_same_bits(gpt, modes, monkeypatch):
     expected, losses = trained(gpt, ADAMW, 3)
     plan = plan_of(gpt, modes)
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    emulate(monkeypatch)
     state, others = train(jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan), gpt, 3)
     assert others == losses
     assert_same_bits(state.params, expected)
@@ -95,7 +94,7 @@ def test_gradients_are_stored_added_up_and_freed(placement):
 @pytest.mark.parametrize("kind", [DevicePut, Ferry])
 def test_an_accelerator_makes_no_vectors_for_gradients_in_its_own_memory(kind, monkeypatch):
     """XLA for GPU would make them there and copy them: as much device memory as the layer, which nothing counts."""
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    emulate(monkeypatch)
     layers = [layer for layer in layers_by_path(PARAMS) if layer.name == "a"]
     transport, made = kind(make_placement(), layers), []
     monkeypatch.setattr(transport, "program", lambda name, layer: made.append(name))
@@ -226,7 +225,7 @@ def test_what_has_failed_to_arrive_stays(monkeypatch):
 
 def test_a_step_is_rolled_back_once_nothing_of_it_is_in_flight(gpt, monkeypatch):
     expected, _ = trained(gpt, ADAMW, 1)
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    emulate(monkeypatch)
     step = jaxferry.train_step(gpt.loss_fn, ADAMW, plan=plan_of(gpt, [Mode.GFGB]), transport="ferry")
     state, native = step.init(gpt.params), library("cpu")
     transport, before = transport_of(step, gpt.batch), step.init(gpt.params).params
@@ -252,37 +251,6 @@ def test_a_step_is_rolled_back_once_nothing_of_it_is_in_flight(gpt, monkeypatch)
     assert_same_bits(state.params, expected)
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
-def test_the_issuing_thread_copies_nothing_to_the_cpu_client_and_waits_for_nothing(
-    gpt, transport, clip_norm, monkeypatch
-):
-    """Such a copy waits for the device: it is for the host's threads, which wait anyway."""
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
-    step = jaxferry.train_step(
-        gpt.loss_fn, ADAMW, plan=plan_of(gpt, [Mode.GFGB, Mode.RELOAD]), transport=transport, clip_norm=clip_norm
-    )
-    state = step.init(gpt.params)
-    calls = collections.Counter()
-
-    def seen(name, function):
-        def call(*args, **kwargs):
-            to = [x.memory_kind for x in args[1:] if isinstance(x, jax.sharding.Sharding)]
-            calls[name, *to, threading.current_thread().name.startswith("jaxferry H2D")] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(jax, "device_put", seen("device_put", jax.device_put))
-    monkeypatch.setattr(jax, "block_until_ready", seen("block_until_ready", jax.block_until_ready))
-    for _ in range(3):
-        state, _ = step(state, gpt.batch)
-    state.block_until_ready()
-    by_issuing_thread = {call[:-1] for call in calls if call[-1]}
-    assert not {call for call in by_issuing_thread if call[0] == "block_until_ready" or "unpinned_host" in call}
-    assert ("device_put", "unpinned_host", False) in calls
-
-
 def test_a_small_gradient_beside_an_empty_one_leaves_whole():
     """XLA drops an empty operand, so what is packed is then the gradient itself, or a copy of it."""
     shapes = {"b": (256,), "e": (0, 7), "w": (256, 256)}
@@ -305,7 +273,7 @@ def test_a_small_gradient_beside_an_empty_one_leaves_whole():
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    emulate(monkeypatch)
 
 
 LAYERS = {

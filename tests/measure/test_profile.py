@@ -14,7 +14,8 @@ import pytest
 import jaxferry
 import jaxferry.measure.microbenchmarks
 import models
-from jaxferry.engine import Placement, ProgramKey, ProgramKind, Programs, Source, Target, derivatives_of, make_placement
+from accelerator import emulate
+from jaxferry.engine import ProgramKey, ProgramKind, Programs, Source, Target, derivatives_of, make_placement
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.measure.profile import measure_profile
 from jaxferry.native import library
@@ -311,7 +312,7 @@ def test_progress_tells_how_much_there_is_and_never_goes_back():
 @pytest.mark.parametrize("kind", ["ferry", "device_put"])
 def test_the_way_of_accelerators_measures_as_well(kind, monkeypatch):
     """It works on a CPU, with more copies."""
-    monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
+    emulate(monkeypatch)
     profile = Setting(tied, TIED, IDS, kind=kind).measure(budget_s=0)
     assert all(getattr(layer, name) > 0 for layer in profile.layers[:-1] for name in TIMES)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 
 import jaxferry
-from jaxferry.modes import Mode
+from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
 from models import Task
@@ -24,6 +25,12 @@ def plan_of(task: Task, modes: Iterable[Mode]) -> Plan:
     """A plan that gives the segments these modes in turn."""
     layers = [LayerPlan(name, mode) for name, mode in zip(segment_names(task), itertools.cycle(modes), strict=False)]
     return Plan("test", 1.0, tuple(layers))
+
+
+def with_gradients(plan: Plan, places: Iterable[GradientPlace]) -> Plan:
+    """The plan with these gradient places in turn."""
+    pairs = zip(plan.layers, itertools.cycle(places), strict=False)
+    return dataclasses.replace(plan, layers=tuple(dataclasses.replace(p, gradient=place) for p, place in pairs))
 
 
 @functools.lru_cache(maxsize=16)

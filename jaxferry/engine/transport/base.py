@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.pieces import on_host
-from jaxferry.engine.host.pinned import Vectors, borrowed, on_cpu, to_pinned
+from jaxferry.engine.host.pinned import Vectors, borrowed, on_cpu
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
@@ -79,7 +79,7 @@ class HostGradient:
       copy: the copy in flight; None if JAX itself knows when `vectors` are ready.
       written: the vectors that the device wrote, if the optimizer reads others: views or copies of them.
       is_reusable: whether `written` may be written again by a later step.
-      finish: makes the vectors that the optimizer reads, and may wait for the device; None for a copy of `vectors`.
+      finish: waits for the vectors that the optimizer reads, which another thread makes; None for a copy of `vectors`.
       lock: held while the gradient changes its place: several threads may ask for it.
     """
 
@@ -200,8 +200,31 @@ class Transport:
         """
         raise NotImplementedError
 
+    def is_summed_on_host(self, gradient: HostGradient) -> bool:
+        """Whether the device cannot add to a gradient, since it is summed where the optimizer reads it."""
+        is_copied = gradient.is_gathered and not gradient.written
+        return not self._placement.is_cpu and (gradient.finish is not None or is_copied)
+
+    def add_on_host(self, layer: int, onto: HostGradient, more: HostGradient) -> HostGradient:
+        """Adds a stored gradient to another one of the layer, in a thread that waits for both; both are consumed."""
+
+        def added() -> Vectors:
+            arrived = self.gather(layer, more)
+            known = own_vectors(self.gather(layer, onto), onto, self._placement)
+            total: Vectors = tuple(jax.block_until_ready(self.program("sum", layer)(known, arrived)))
+            self.recycle(layer, more)
+            return total
+
+        # In the order of the stores, so that each finds the sum that it adds to.
+        return HostGradient((), False, more.copy, finish=self._adder.submit(added).result)
+
     def destinations(self, layer: int, onto: HostGradient | None = None) -> Vectors:
-        """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it."""
+        """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it.
+
+        Args:
+          layer: the layer.
+          onto: the gradient to add to, which is not summed on the host; None for one to write.
+        """
         spare = self._spare.get(layer)
         if onto is None:
             if spare:
@@ -211,11 +234,9 @@ class Transport:
             # A program of the device would make the vectors there first, in device memory that nothing counts.
             shapes = self._layers[layer].trained.vectors
             return tuple(jax.device_put(np.zeros(v.shape, v.dtype), self._placement.pinned) for v in shapes)
-        if onto.finish is not None:
-            self.gather(layer, onto)
         if onto.is_gathered and not self._placement.is_cpu:
             written, onto.written = onto.written, ()
-            return written or to_pinned(onto.vectors, self._placement, spare.pop() if spare else ())
+            return written
         if onto.copy is not None:
             onto.copy.hold()
             onto.copy.forget()
@@ -232,11 +253,11 @@ class Transport:
         This waits for the copy, so the issuing thread must not call it for a gradient that has just left.
         """
         with gradient.lock:
-            if gradient.copy is not None:
-                gradient.copy.wait()
-                gradient.copy = None
-            if gradient.finish is not None:
+            if gradient.finish is not None:  # which waits for the copy too
                 gradient.vectors, gradient.finish, gradient.is_gathered = gradient.finish(), None, True
+            elif gradient.copy is not None:
+                gradient.copy.wait()
+            gradient.copy = None
             if not gradient.is_gathered:
                 written = gradient.vectors
                 # Views are remembered. That pays where later steps write the same memory: the library writes in place.
@@ -318,6 +339,11 @@ class Transport:
         def zeros() -> Vectors:
             return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
 
+        def total(onto: Vectors, stored: Vectors) -> Vectors:
+            return tuple(a + b for a, b in zip(*computable((onto, stored)), strict=True))
+
+        if name == "sum":
+            return jax.jit(total, donate_argnums=0, out_shardings=gathered)
         if name == "add":
             return jax.jit(add, donate_argnums=1, out_shardings=gathered)
         if name == "clear":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from jaxferry.engine.host.pinned import on_cpu
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.base import (
@@ -18,7 +16,6 @@ from jaxferry.engine.transport.base import (
     Vectors,
     computable,
     delete_all,
-    own_vectors,
     split,
 )
 from jaxferry.partition import Gradient, Layer, RowGradient
@@ -60,16 +57,9 @@ class DevicePut(Transport):
             delete_all(packed)
             stored = HostGradient(pinned, False, is_reusable=False)
             if onto is not None:
-                if onto.finish is not None:
-                    self.gather(layer, onto)  # else every micro-batch would hold its own vectors until the update
-                stored.finish = functools.partial(self._sum, layer, onto, pinned)
+                stored = self.add_on_host(layer, onto, stored)
         delete_all(jax.tree.leaves(gradients))
         return stored
-
-    def _sum(self, layer: int, onto: HostGradient, pinned: Vectors) -> Vectors:
-        arrived = on_cpu(pinned, self._placement)
-        known = own_vectors(self.gather(layer, onto), onto, self._placement)
-        return tuple(jax.block_until_ready(self.program("sum", layer)(known, arrived)))
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         unpack = self.program("unpack", layer)
@@ -98,13 +88,9 @@ class DevicePut(Transport):
         def pack(gradients: Sequence[Gradient]) -> Vectors:
             return layer.pack(_dense(split(layer, gradients)))
 
-        def total(onto: Vectors, stored: Vectors) -> Vectors:
-            return tuple(a + b for a, b in zip(*computable((onto, stored)), strict=True))
-
         made = {
             "unpack": lambda: jax.jit(unpack, out_shardings=device),
             "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=gathered),
-            "sum": lambda: jax.jit(total, donate_argnums=0, out_shardings=gathered),
             "pack": lambda: jax.jit(pack, out_shardings=device),
         }
         return made[name]() if name in made else super()._jitted(name, layer)

@@ -52,6 +52,8 @@ class Ferry(Transport):
             stored = self._store_rows(layer, gradients, onto, mark)
             delete_all(jax.tree.leaves(gradients))
             return stored
+        if onto is not None and self.is_summed_on_host(onto):
+            return self.add_on_host(layer, onto, self.store(layer, gradients, None, mark))
         into = self.destinations(layer, onto)
         store = self.program("store" if onto is None else "accumulate", layer)
         vectors = _marked(store, (arrays, into), mark)

@@ -1,0 +1,137 @@
+"""The emulated accelerator is strict, and the thread that issues for it never waits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from accelerator import CLIENT_BYTES_PER_S, Misuse, emulate
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.native.library import library
+from planned import plan_of, with_gradients
+
+NUM_PRODUCTS, MATRIX = 300, np.full((128, 128), 0.01, np.float32)
+SIZE = 1 << 16
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    return emulate(monkeypatch)
+
+
+def pinned(accelerator, value=1.0):
+    return jax.block_until_ready(jax.device_put(np.full(SIZE, value, np.float32), accelerator.placement.pinned))
+
+
+def late(accelerator):
+    """A number on the device that exists only after some time."""
+    slow = jax.jit(lambda x: x + 0 * jax.lax.fori_loop(0, NUM_PRODUCTS, lambda _, y: jnp.tanh(y @ y), MATRIX * x).sum())
+    return slow(jax.device_put(np.float32(1), accelerator.placement.device))
+
+
+def provoke(attempt):
+    """Repeats an attempt until it returns true: the device may have been done before the thread went on."""
+    assert any(attempt() for _ in range(50))
+
+
+def test_copies_between_clients_are_slow(accelerator, monkeypatch):
+    array, slept = pinned(accelerator), []
+    monkeypatch.setattr("accelerator.time.sleep", slept.append)
+    jax.device_put(array, accelerator.placement.host)
+    jax.device_put(array, accelerator.placement.device)
+    assert slept == [array.nbytes / CLIENT_BYTES_PER_S]
+
+
+def test_deleted_pinned_memory_is_overwritten(accelerator):
+    array = pinned(accelerator)
+    view = np.asarray(array)
+    array.delete()
+    assert np.isnan(view).all()
+
+
+def test_pinned_memory_that_the_device_still_writes_must_not_be_deleted(accelerator):
+    def attempt():
+        written = jax.device_put(jnp.full(SIZE, late(accelerator)), accelerator.placement.pinned)
+        if written.is_ready():
+            return False
+        with pytest.raises(Misuse, match="still writes"):
+            written.delete()
+        return True
+
+    provoke(attempt)
+
+
+def test_pinned_memory_that_the_device_still_reads_must_not_be_dropped(accelerator):
+    read = jax.jit(lambda x, y: jax.device_put(x, jax.memory.Space.Device).sum() * y)
+
+    def attempt():
+        array, number = pinned(accelerator), late(accelerator)
+        found = read(array, number)
+        del array
+        if found.is_ready():
+            return False
+        with pytest.raises(Misuse, match="still reads"):
+            accelerator.check()
+        return True
+
+    provoke(attempt)
+
+
+def test_the_library_waits_only_at_addresses_of_pinned_arrays(accelerator):
+    native, array = library("cpu"), pinned(accelerator)
+    address = array.unsafe_buffer_pointer()
+    native.wait_for([address], [array.nbytes])
+    for wrong, size in ((address - 4096, 4096), (address, array.nbytes + 64)):
+        with pytest.raises(Misuse, match="no pinned array"):
+            native.wait_for([wrong], [size])
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return models.gpt(depth=3)
+
+
+def tied_lookup(params, tokens, x):
+    """A table that is read densely behind its lookup, so rows come after a dense gradient; and the other way round."""
+    rows, more = params["table"][tokens], params["other"][tokens]
+    h = jnp.tanh((rows + x @ params["other"]) @ params["w"])
+    return jnp.mean((h @ params["table"].T @ params["table"] + more) ** 2)
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize(
+    ("modes", "gradient", "options"),
+    [
+        ((Mode.GFGB, Mode.RELOAD, Mode.RESIDENT), GradientPlace.DEVICE, {"clip_norm": 0.1}),
+        ((Mode.GFGB, Mode.DHA), GradientPlace.HOST, {}),
+        ((Mode.GFGB,), GradientPlace.DEVICE, {"accumulate": 3}),
+        ((Mode.RELOAD,), GradientPlace.DEVICE, {"remat": "full", "offload_activations": True}),
+    ],
+    ids=["clipped", "in host memory", "accumulated", "activations"],
+)
+def test_the_issuing_thread_never_waits(accelerator, gpt, transport, modes, gradient, options):
+    """It waits neither for the device nor for the host; where nothing can be issued it sleeps."""
+    plan = with_gradients(plan_of(gpt, modes), [gradient])
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan, transport=transport, **options)
+    state = step.init(gpt.params)
+    for _ in range(6):
+        state, _ = step(state, gpt.batch)
+    state.block_until_ready()
+    assert not accelerator.waits, accelerator.waits[0]
+
+
+@pytest.mark.parametrize("gradient", GradientPlace)
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(accelerator, transport, gradient):
+    params = {"table": np.full((64, 16), 0.1), "other": np.full((16, 16), 0.2), "w": np.full((16, 16), 0.3)}
+    params = jax.tree.map(lambda x: x.astype(np.float32), params)
+    batch = (np.arange(4, dtype=np.int32), np.ones((4, 16), np.float32))
+    step = jaxferry.train_step(tied_lookup, jaxferry.adamw(1e-3), transport=transport, accumulate=3)
+    state = step.init(params)
+    for _ in range(6):
+        state, _ = step(state, *batch)
+    state.block_until_ready()
+    assert not accelerator.waits, accelerator.waits[0]
