@@ -175,12 +175,14 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
 
     for _ in range(10):
         state, _ = step(state, batch)
-    before, num_threads = live()
-    for _ in range(100):
-        state, _ = step(state, batch)
-    after, num_threads_after = live()
-    assert has_not_grown(before, after), (before, after)
-    assert num_threads_after <= num_threads  # threads of other tests may end meanwhile
+    sizes, num_threads = [live()[0]], live()[1]
+    # A device that lags more than ever before may need one more vector in flight, which is then kept.
+    while len(sizes) < 2 or (len(sizes) < 4 and not has_not_grown(*sizes[-2:])):
+        for _ in range(100):
+            state, _ = step(state, batch)
+        sizes.append(live()[0])
+    assert has_not_grown(*sizes[-2:]), sizes
+    assert live()[1] <= num_threads  # threads of other tests may end meanwhile
 
 
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
