@@ -71,6 +71,8 @@ def dha_gather(
         raise InputError(f"indices must be an array of integers, got {indices!r}")
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise InputError(f"indices must be integers, got {indices.dtype}{list(indices.shape)}")
+    if jnp.iinfo(indices.dtype).max > np.iinfo(np.int32).max:  # 32 bits of it could lie in the range again
+        indices = jnp.where((indices >= 0) & (indices < shape.rows), indices, -1).astype(np.int32)
     return _gather(shape, is_native(table.dtype, native=native), table, indices)
 
 

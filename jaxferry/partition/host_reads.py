@@ -26,6 +26,9 @@ from jaxferry.partition.views import Matrix, View
 
 Vectors = Sequence[jax.Array]
 
+_CLIPPED = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+"""Modes in which XLA's gather reads the nearest row for an index out of range."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Reference:
@@ -178,11 +181,12 @@ class _Rewrite:
             and not numbers.operand_batching_dims
             and tuple(numbers.offset_dims) == (out.ndim - 1,)
             and (params["fill_value"] is None or np.isnan(params["fill_value"]))
+            and params["mode"] in (*_CLIPPED, lax.GatherScatterMode.FILL_OR_DROP)
         )
         if not is_of_rows:
             return None
         shape = GatherShape(rows, columns, leaf.offset)
-        clips = params["mode"] == lax.GatherScatterMode.CLIP
+        clips = params["mode"] in _CLIPPED
 
         def lookup(vectors: Vectors, values: dict[int, Any]) -> jax.Array:
             places = (values[indices] if isinstance(indices, int) else jnp.asarray(indices.val))[..., 0]

@@ -57,6 +57,13 @@ def test_a_gather_is_rows_of_the_table(shape, dtype, native):
     assert rows.dtype == table.dtype and rows.sharding.memory_kind == "device"
 
 
+def test_an_index_of_64_bits_is_out_of_range_whatever_its_lower_half_says(native):
+    with jax.enable_x64(True):
+        indices = jnp.array([3, 2**32 + 3, -(2**32) + 3], jnp.int64)
+        rows = operations.dha_gather(on_host(numbers((4, 2), jnp.float32)), indices, native=native)
+    assert np.isnan(exact(rows)).all(axis=1).tolist() == [False, True, True]
+
+
 def test_an_index_out_of_range_gives_nan(dtype, native):
     table = numbers((4, 3), dtype)
     rows = operations.dha_gather(on_host(table), jnp.array([0, 4, -1, 3]), native=native)

@@ -181,10 +181,20 @@ def test_other_readers_are_given_a_device_copy(name, calls):
     assert calls["dha_read"] == 1
 
 
-@pytest.mark.parametrize("mode", ["clip", "fill", None])
-def test_lookups_out_of_range_follow_their_mode(mode, calls):
-    indices = jnp.array([[0, 3], [99, -1]])
-    case = case_of(lambda w, x: jnp.take(w[0], indices, axis=0, mode=mode) * x, [(5, 3)], (2, 2, 3))
+LOOKUPS = {
+    "index": lambda table, indices: table[indices],
+    **{
+        mode: lambda table, indices, mode=mode: table.at[indices].get(mode=mode)
+        for mode in ("clip", "fill", "promise_in_bounds")
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.uint32])
+@pytest.mark.parametrize("lookup", LOOKUPS.values(), ids=LOOKUPS)
+def test_lookups_out_of_range_follow_their_mode(lookup, dtype, calls):
+    indices = np.array([[0, 3], [99, -1 if jnp.issubdtype(dtype, jnp.signedinteger) else 200]]).astype(dtype)
+    case = case_of(lambda w, x: lookup(w[0], indices) * x, [(5, 3)], (2, 2, 3))
     arguments = (case.weights, *case.others)
     forward = read_in_place(case.derivative.forward, case.layer, arguments, native=True)
     assert_equal(forward(case.vectors, *case.others), case.derivative.forward(*arguments))
