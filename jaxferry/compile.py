@@ -60,6 +60,7 @@ from jaxferry.plan.records import Plan, Updates
 from jaxferry.planning import with_update_order
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
+from jaxferry.recent import Recent
 from jaxferry.schedule import Schedule
 from jaxferry.simulate.report import simulate_schedule
 from jaxferry.structure import split_flags, structure_of
@@ -114,14 +115,17 @@ class _Cut:
 
     Args:
       parts: the partition.
+      jaxpr, key: where `_CUTS` holds it.
 
     Attributes:
       parts: as given.
-      programs: compiled programs by content; they live as long as the loss function does, as those of `jax.jit`.
+      programs: compiled programs by content. They live as long as the loss function does, as those of `jax.jit`, unless
+        a step drops them for those of newer structures.
     """
 
-    def __init__(self, parts: Partition) -> None:
+    def __init__(self, parts: Partition, jaxpr: core.ClosedJaxpr, key: Any) -> None:
         self.parts = parts
+        self._jaxpr, self._key = weakref.ref(jaxpr), key
         self.programs: dict[Any, Any] = {}
         self._variants: dict[str, RematVariants] = {}
 
@@ -132,6 +136,11 @@ class _Cut:
         if remat not in self._variants:
             self._variants[remat] = RematVariants(self.parts, remat)
         return self._variants[remat]
+
+    def forget(self) -> None:
+        """Makes later steps cut and compile anew."""
+        if (jaxpr := self._jaxpr()) is not None:
+            _CUTS.get(jaxpr, {}).pop(self._key, None)
 
 
 _CUTS: weakref.WeakKeyDictionary[core.ClosedJaxpr, dict[Any, _Cut]] = weakref.WeakKeyDictionary()
@@ -155,8 +164,9 @@ class Compiler:
     def __init__(self, model: Model, loss_fn: Callable[..., Any], options: Options, shared: Shared) -> None:
         self.model, self._loss_fn, self._options, self._shared = model, loss_fn, options, shared
         self._known_layers: tuple[Layer, ...] | None = None
-        self._prepared: dict[Any, Prepared] = {}
-        self._evaluators: dict[Any, Evaluator] = {}
+        self._prepared: Recent[tuple[Prepared, _Cut]] = Recent(options.cached_shapes, self._drop)
+        self._evaluators: Recent[tuple[Evaluator, _Cut | None]] = Recent(options.cached_shapes, self._drop)
+        self._has_dropped = False
         self._transports: dict[tuple[Layer, ...], Transport] = {}
 
     @property
@@ -167,33 +177,50 @@ class Compiler:
     @property
     def prepared(self) -> list[Prepared]:
         """All prepared steps."""
-        return list(self._prepared.values())
+        return [prepared for prepared, _ in self._prepared]
 
     def prepare(self, args: Any, kwargs: Mapping[str, Any]) -> Prepared:
         """The prepared step for arguments of this structure; prepares it on the first call."""
-        key = structure_of(args, kwargs)
-        if key not in self._prepared:
+
+        def make() -> tuple[Prepared, _Cut]:
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
-            variants, programs = self._variants(args, kwargs)
+            cut = self._cut(args, kwargs)
+            variants, programs = self._variants(cut)
             profile = self._profile(variants, programs)
             resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
-            compiler = _StepCompiler(variants, programs, profile, resources, self._options)
-            self._prepared[key] = compiler.compile_best()
-        return self._prepared[key]
+            return _StepCompiler(variants, programs, profile, resources, self._options).compile_best(), cut
+
+        return self._prepared.get(structure_of(args, kwargs), make)[0]
 
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
         """Measures what each layer costs on the device."""
         self._shared.prefetch.take(None)
-        return self._measured(*self._variants(args, kwargs))
+        return self._measured(*self._variants(self._cut(args, kwargs)))
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""
-        key = (function, structure_of(args, kwargs))
-        if key not in self._evaluators:
-            parts = self._forward_partition(function, args, kwargs)
+
+        def make() -> tuple[Evaluator, _Cut | None]:
+            cut = self._cut(args, kwargs) if function is self._loss_fn else None
+            parts = self._forward_partition(function, args, kwargs) if cut is None else cut.parts
             budget, transport = self._options.memory_budget_bytes, self._transport_of(parts.layers)
-            self._evaluators[key] = Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget)
-        return self._evaluators[key]
+            return Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget), cut
+
+        return self._evaluators.get((function, structure_of(args, kwargs)), make)[0]
+
+    def _drop(self, dropped: tuple[Any, _Cut | None]) -> None:
+        """Frees what was compiled for a structure; warns the first time."""
+        _, cut = dropped
+        if cut is not None:
+            cut.forget()
+        if not self._has_dropped:
+            self._has_dropped = True
+            warnings.warn(
+                f"more than {self._options.cached_shapes} shapes of batches so far: each is planned and compiled anew, "
+                "and what was compiled for the oldest is freed; pad batches to a few fixed shapes, or raise "
+                "cached_shapes=",
+                stacklevel=7,
+            )
 
     def _cut(self, args: Any, kwargs: Mapping[str, Any]) -> _Cut:
         """The partition for these arguments. The first one decides the groups; later ones keep them where possible."""
@@ -201,20 +228,21 @@ class Compiler:
         model, known = self.model, self._known_layers
         given = (with_flags(self._loss_fn, flags), model.params, args, arrays)
         dtype, frozen = model.compute_dtype, model.optimizer.frozen
-        cuts = _CUTS.setdefault(traced_jaxpr(*given, dtype, frozen), {})
+        jaxpr = traced_jaxpr(*given, dtype, frozen)
+        cuts = _CUTS.setdefault(jaxpr, {})
         key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen)
         if key not in cuts:
-            cuts[key] = _Cut(partition(*given, compute_dtype=dtype, layers=known, frozen=frozen))
+            cuts[key] = _Cut(partition(*given, compute_dtype=dtype, layers=known, frozen=frozen), jaxpr, key)
+        cut = cuts[key]
         if known is None:
             # Evaluators made earlier have other groups. New ones use these, so the state is not rearranged.
-            self._known_layers, self._evaluators = cuts[key].parts.layers, {}
-        return cuts[key]
+            self._known_layers = cut.parts.layers
+            self._evaluators.clear()
+        return cut
 
     def _forward_partition(
         self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> ForwardPartition:
-        if function is self._loss_fn:
-            return self._cut(args, kwargs).parts
         arrays, flags = split_flags(kwargs)
         model = self.model
         return partition_forward(
@@ -227,9 +255,8 @@ class Compiler:
             frozen=model.optimizer.frozen,
         )
 
-    def _variants(self, args: Any, kwargs: Mapping[str, Any]) -> tuple[RematVariants, Programs]:
+    def _variants(self, cut: _Cut) -> tuple[RematVariants, Programs]:
         """The segments with their rematerialized variants, and their uncompiled programs."""
-        cut = self._cut(args, kwargs)
         self._shared.warn_once(cut.parts)
         variants = cut.variants(self._options.remat)
         if self._options.offload_activations:

@@ -23,6 +23,9 @@ from jaxferry.units import parse_bytes
 MEASURE, ESTIMATE = "measure", "estimate"
 """Keywords accepted instead of a profile; a file with such a name is given as `./measure`."""
 
+CACHED_SHAPES = 16
+"""Shapes of batches whose compiled programs a step keeps unless it is told otherwise."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -42,6 +45,7 @@ class Options:
     loss_scale: LossScale | None = None
     trainable: Trainable | None = None
     offload_activations: bool = False
+    cached_shapes: int = CACHED_SHAPES
 
 
 def read_options(
@@ -60,6 +64,7 @@ def read_options(
     loss_scale: Any,
     trainable: Any = None,
     offload_activations: Any = False,
+    cached_shapes: Any = CACHED_SHAPES,
 ) -> Options:
     """Checks the arguments of `train_step`; reads plan and profile if they are files.
 
@@ -85,6 +90,7 @@ def read_options(
         loss_scale=_read_loss_scale(loss_scale, compute_dtype, accumulate),
         trainable=trainable,
         offload_activations=_read_flag(offload_activations, "offload_activations"),
+        cached_shapes=_read_count(cached_shapes, 1, "cached_shapes must be a number of shapes"),
     )
 
 

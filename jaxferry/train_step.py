@@ -28,7 +28,7 @@ from jaxferry.engine import (
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.model import Model, abstract
-from jaxferry.options import Options, read_options
+from jaxferry.options import CACHED_SHAPES, Options, read_options
 from jaxferry.partition import Partition, Trainable
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
@@ -58,6 +58,7 @@ def train_step(
     device: jax.Device | None = None,
     transport: str | None = None,
     record_steps: int = 0,
+    cached_shapes: int = CACHED_SHAPES,
 ) -> TrainStep:
     """Makes a training step whose parameters and optimizer state live in host memory.
 
@@ -109,6 +110,9 @@ def train_step(
         copies; results are the same except for the order in which products in host memory are summed.
       record_steps: number of last steps whose task times `TrainStep.recorded` returns; 0 records nothing and costs
         nothing.
+      cached_shapes: number of batch structures (shapes, dtypes, flags) whose plans and programs are kept. A further one
+        frees those of the structure that was used longest ago, and warns once: a batch of a freed structure is planned
+        and compiled again. Evaluations count apart.
 
     Raises:
       InputError: if an argument is invalid.
@@ -132,6 +136,7 @@ def train_step(
         accumulate=accumulate,
         loss_scale=loss_scale,
         trainable=trainable,
+        cached_shapes=cached_shapes,
     )
     return TrainStep(loss_fn, optimizer, options, device, transport)
 

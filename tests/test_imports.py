@@ -34,7 +34,7 @@ LAYERS = (
     ("measure",),
     ("options",),
     ("choice",),
-    ("model", "structure"),
+    ("model", "recent", "structure"),
     ("compile",),
     ("train_step",),
     ("compare",),

@@ -181,12 +181,13 @@ def test_other_readers_are_given_a_device_copy(name, calls):
     assert calls["dha_read"] == 1
 
 
+def read_by(mode):
+    return lambda table, indices: table.at[indices].get(mode=mode)
+
+
 LOOKUPS = {
     "index": lambda table, indices: table[indices],
-    **{
-        mode: lambda table, indices, mode=mode: table.at[indices].get(mode=mode)
-        for mode in ("clip", "fill", "promise_in_bounds")
-    },
+    **{mode: read_by(mode) for mode in ("clip", "fill", "promise_in_bounds")},
 }
 
 

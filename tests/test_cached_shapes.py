@@ -1,0 +1,101 @@
+"""Steps keep what is compiled for the batch shapes used last."""
+
+import gc
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.recent import Recent
+
+PARAMS = {"a": {"w": np.full((4, 4), 0.1, np.float32)}, "b": {"w": np.full((4, 4), 0.2, np.float32)}}
+
+
+def batch(rows):
+    return jnp.ones((rows, 4))
+
+
+@pytest.fixture
+def loss_fn():
+    def loss_fn(params, x):
+        return jnp.mean(jnp.tanh(x @ params["a"]["w"]) @ params["b"]["w"])
+
+    return loss_fn
+
+
+def programs_of(prepared):
+    return weakref.ref(prepared.runner.runnable.programs)
+
+
+def test_older_shapes_are_freed_with_a_warning_and_compiled_again_with_the_same_bits(loss_fn):
+    def train(**options):
+        step = jaxferry.train_step(loss_fn, optax.adam(1e-2), **options)
+        state = step.init(PARAMS)
+        for rows in (1, 2, 3, 1, 4, 2, 1):
+            state, _ = step(state, batch(rows))
+        return state.params
+
+    with pytest.warns(UserWarning, match=r"more than 2 shapes of batches .* pad batches .* cached_shapes=") as caught:
+        few = train(cached_shapes=2)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        many = train()
+    jax.tree.map(np.testing.assert_array_equal, few, many)
+
+
+@pytest.mark.filterwarnings("ignore:more than")
+@pytest.mark.parametrize("first", ["taken", "prepared"])
+def test_programs_of_a_shape_are_freed_once_it_is_not_among_the_last(loss_fn, first):
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), cached_shapes=2)
+    state = step.init(PARAMS)
+    if first == "taken":
+        state, _ = step(state, batch(1))
+    kept = [programs_of(step.prepare(batch(1)))]
+    for rows in (2, 3):
+        state, _ = step(state, batch(rows))
+        kept.append(programs_of(step.prepare(batch(rows))))
+    state.block_until_ready()
+    gc.collect()
+    assert [program() is not None for program in kept] == [False, True, True]
+    state, _ = step(state, batch(2))  # now 3 is the oldest
+    state, _ = step(state, batch(4))
+    state.block_until_ready()
+    gc.collect()
+    assert [program() is not None for program in kept] == [False, True, False]
+
+
+@pytest.mark.filterwarnings("ignore:more than")
+def test_evaluations_of_many_shapes_are_freed_too(loss_fn):
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), cached_shapes=2)
+    state = step.init(PARAMS)
+    seen = []
+
+    def function(params, x):
+        seen.append(x.shape)
+        return loss_fn(params, x)
+
+    found = [float(step.apply(state, function, batch(rows))) for rows in (1, 2, 1, 3, 1, 2)]
+    assert found[0] == found[2] == found[4] and found[1] == found[5]
+    assert [step.evaluate(state, batch(rows)) == found[rows - 1] for rows in (1, 2, 1)] == [True] * 3
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
+def test_the_number_of_shapes_is_checked(loss_fn, value):
+    with pytest.raises(jaxferry.InputError, match="cached_shapes must be a number of shapes, 1 or more"):
+        jaxferry.train_step(loss_fn, optax.sgd(0.1), cached_shapes=value)
+
+
+def test_a_value_that_cannot_be_made_drops_nothing():
+    dropped = []
+    recent = Recent(1, dropped.append)
+    assert recent.get("a", lambda: 1) == 1
+    with pytest.raises(ZeroDivisionError):
+        recent.get("b", lambda: 1 / 0)
+    assert list(recent) == [1] and not dropped
+    assert recent.get("b", lambda: 2) == 2 and dropped == [1]
