@@ -8,6 +8,7 @@ state, metrics = step(state, batch)
 from jaxferry.errors import (
     BudgetError,
     CheckpointError,
+    HostMemoryError,
     InputError,
     JaxFerryError,
     NonFiniteError,
@@ -25,6 +26,7 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "GradientPlace",
+    "HostMemoryError",
     "InputError",
     "JaxFerryError",
     "Mode",

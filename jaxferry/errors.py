@@ -50,6 +50,10 @@ class StateError(JaxFerryError):
     """A training state is used with another step, or a failure left it between two steps."""
 
 
+class HostMemoryError(JaxFerryError, MemoryError):
+    """Host memory cannot hold the parameters and the optimizer's state."""
+
+
 class TaskError(JaxFerryError, RuntimeError):
     """A task of a training step failed: a transfer, a program, an update.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxferry import host_memory
 from jaxferry.engine import UNSCALED, HostOptimizer, Placement, TrainState, choose_transport, masters_from_arrays
 from jaxferry.options import Options
 from jaxferry.partition import Layer, frozen_leaves, layers_by_path
@@ -61,6 +63,25 @@ class Model:
     def is_native(self) -> bool:
         """Whether programs access host memory through the native library."""
         return self.transport == "ferry"
+
+    def check_host_memory(self) -> None:
+        """Checks that host memory can hold everything that a training step keeps there.
+
+        Raises:
+          HostMemoryError: if it cannot.
+        """
+        leaves = [leaf for layer in self.layers for leaf in layer.leaves]
+        # The compute copy of a frozen parameter is its only copy if the dtypes agree.
+        own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
+        state = self.optimizer.state_shapes().values()
+        host_memory.check(
+            {
+                "master parameters": sum(math.prod(leaf.shape) * leaf.master_dtype.itemsize for leaf in own),
+                "optimizer state": sum(leaf.size * leaf.dtype.itemsize for leaf in state),
+                "compute copy": sum(layer.num_bytes for layer in self.layers),
+                "gradients": sum(layer.trained.num_bytes for layer in self.layers),
+            }
+        )
 
     def masters(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Copies parameters to host memory in the masters' dtypes."""

@@ -168,8 +168,10 @@ class TrainStep:
 
         Raises:
           InputError: if a trained parameter is not real floating point.
+          HostMemoryError: if host memory cannot hold them; nothing is allocated then.
         """
         compiler = self._adopt(params)
+        compiler.model.check_host_memory()
         return compiler.model.new_state(compiler.model.masters(jax.tree.leaves(params)), compiler.layers)
 
     def declare(self, params: Any) -> None:
@@ -189,8 +191,12 @@ class TrainStep:
         Args:
           init_fn: returns the tree of parameters, for instance `lambda rng: model.init(rng, tokens)["params"]`.
           rng: its argument: a PRNG key or a tree of arrays.
+
+        Raises:
+          HostMemoryError: if host memory cannot hold the model; nothing is allocated then.
         """
         compiler = self._adopt(jax.eval_shape(init_fn, rng))
+        compiler.model.check_host_memory()
         masters = masters_layer_by_layer(init_fn, rng, compiler.model.layers, self._placement)
         return compiler.model.new_state(masters, compiler.layers)
 

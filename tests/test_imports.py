@@ -15,6 +15,7 @@ ROOT = Path(jaxferry.errors.__file__).parent
 LAYERS = (
     ("errors",),
     ("units", "modes"),
+    ("host_memory",),
     ("records",),
     ("native",),
     ("optimizers",),

@@ -1,0 +1,144 @@
+"""Host memory is checked before it is allocated."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry import host_memory
+
+GIB = 2**30
+MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8388608 kB\n"
+
+
+def write(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def group(folder, most, taken, cached=0, version=2):
+    names = [("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")]
+    names += [("memory.max", "memory.current", "inactive_file")]
+    limit, usage, inactive = names[version - 1]
+    return {
+        f"{folder}/{limit}": f"{most}\n",
+        f"{folder}/{usage}": f"{taken}\n",
+        f"{folder}/memory.stat": f"anon 1\n{inactive} {cached}\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8 * GIB),
+        ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a/b", "max", GIB)}, 8 * GIB),
+        ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a/b", 4 * GIB, 3 * GIB, GIB)}, 2 * GIB),
+        ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a", 4 * GIB, GIB)}, 3 * GIB),
+        ({"proc/self/cgroup": "0::/of/the/host\n", **group("sys/fs/cgroup", 2 * GIB, GIB)}, GIB),
+        ({"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", GIB, 2 * GIB)}, 0),
+        ({"proc/self/cgroup": "5:cpu:/\n4:memory:/a\n", **group("sys/fs/cgroup/memory/a", 6 * GIB, GIB, 0, 1)}, 5 * GIB),
+        ({"proc/self/cgroup": "4:memory:/a\n", **group("sys/fs/cgroup/memory/a", 2**63 - 4096, GIB, 0, 1)}, 8 * GIB),
+    ],
+    ids=["machine", "no limit", "limit", "parent", "container", "exceeded", "version 1", "version 1 without"],
+)  # fmt: skip
+def test_the_smallest_limit_of_machine_and_control_groups_counts(files, expected, tmp_path):
+    write(tmp_path, {"proc/meminfo": MEMINFO, **files})
+    assert host_memory.limits(tmp_path)[0].num_bytes == expected
+
+
+def test_a_system_without_such_files_has_no_limits(tmp_path, monkeypatch):
+    assert host_memory.limits(tmp_path) == []
+    monkeypatch.delenv(host_memory.VARIABLE, raising=False)
+    monkeypatch.setattr(host_memory, "limits", list)
+    host_memory.check({"masters": 2**60})
+
+
+def test_this_machine_has_room_for_a_byte():
+    assert host_memory.limits()[0].num_bytes > 0
+    host_memory.check({"masters": 1})
+
+
+PARAMS = {"a": jax.ShapeDtypeStruct((1000, 1000), np.float32), "b": jax.ShapeDtypeStruct((1000, 500), np.float32)}
+
+
+def loss_fn(params, x):
+    return jnp.mean(x @ params["a"] @ params["b"])
+
+
+class Unread:
+    """A leaf whose values nobody may read."""
+
+    shape, dtype = (1000, 1000), np.dtype(np.float32)
+
+    def __array__(self, *args, **kwargs):
+        raise AssertionError("read before host memory was checked")
+
+
+@pytest.mark.parametrize("way", ["init", "init_from"])
+def test_too_little_is_an_error_with_the_number_before_anything_is_allocated(way, monkeypatch):
+    """AdamW in bfloat16: 4 + 8 + 2 + 2 bytes a parameter, and a step counter."""
+    monkeypatch.setenv(host_memory.VARIABLE, "15MiB")
+    params = {"a": Unread()}
+    step = jaxferry.train_step(lambda p, x: jnp.mean(x @ p["a"]), optax.adamw(1e-3), compute_dtype=jnp.bfloat16)
+    with pytest.raises(
+        jaxferry.HostMemoryError,
+        match=r"needs 15\.3 MiB .*master parameters 3\.81 MiB, optimizer state 7\.63 MiB, compute copy 1\.91 MiB, "
+        r"gradients 1\.91 MiB.*only 15\.0 MiB .*JAXFERRY_HOST_MEMORY",
+    ):
+        if way == "init":
+            step.init(params)
+        else:
+            step.init_from(lambda rng: {"a": jax.random.normal(rng, (1000, 1000))}, jax.random.key(0))
+
+
+def test_frozen_parameters_need_only_the_compute_copy(monkeypatch):
+    monkeypatch.setenv(host_memory.VARIABLE, "1KiB")
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), trainable={"a": False, "b": True})
+    with pytest.raises(jaxferry.HostMemoryError, match=r"needs 9\.54 MiB .*master parameters 1\.91 MiB, compute"):
+        step.init(PARAMS)
+
+
+@pytest.mark.parametrize("value", ["1GiB", "off"])
+def test_the_variable_replaces_what_the_system_says(value, monkeypatch):
+    monkeypatch.setattr(host_memory, "limits", lambda: [host_memory.Limit(0, "nothing")])
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), PARAMS)
+    monkeypatch.delenv(host_memory.VARIABLE, raising=False)
+    with pytest.raises(jaxferry.HostMemoryError, match="nothing"):
+        step.init(params)
+    monkeypatch.setenv(host_memory.VARIABLE, value)
+    assert step.init(params).step == 0
+
+
+def test_a_variable_that_is_no_size_is_named(monkeypatch):
+    monkeypatch.setenv(host_memory.VARIABLE, "much")
+    with pytest.raises(jaxferry.InputError, match="JAXFERRY_HOST_MEMORY must be a number of bytes"):
+        host_memory.check({"masters": 1})
+
+
+SCRIPT = """
+import resource
+import jax, jax.numpy as jnp, numpy as np, optax, jaxferry
+
+jnp.ones(3).block_until_ready()
+pages = int(open("/proc/self/statm").read().split()[0])
+most = pages * resource.getpagesize() + 2**28
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+step = jaxferry.train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.adamw(1e-3))
+try:
+    step.init_from(lambda rng: {"w": jnp.zeros((8192, 8192))}, jax.random.key(0))
+except jaxferry.HostMemoryError as error:
+    print(error)
+"""
+
+
+def test_a_limit_on_the_address_space_is_an_error_too():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "ulimit -v" in done.stdout and "training needs 1.25 GiB" in done.stdout
