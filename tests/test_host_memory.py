@@ -42,7 +42,7 @@ def group(folder, most, taken, cached=0, version=2):
         ({"proc/self/cgroup": "0::/a/b\n", **group("sys/fs/cgroup/a", 4 * GIB, GIB)}, 3 * GIB),
         ({"proc/self/cgroup": "0::/of/the/host\n", **group("sys/fs/cgroup", 2 * GIB, GIB)}, GIB),
         ({"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", GIB, 2 * GIB)}, 0),
-        ({"proc/self/cgroup": "5:cpu:/\n4:memory:/a\n", **group("sys/fs/cgroup/memory/a", 6 * GIB, GIB, 0, 1)}, 5 * GIB),
+        ({"proc/self/cgroup": "4:memory,cpu:/a\n", **group("sys/fs/cgroup/memory/a", 6 * GIB, GIB, 0, 1)}, 5 * GIB),
         ({"proc/self/cgroup": "4:memory:/a\n", **group("sys/fs/cgroup/memory/a", 2**63 - 4096, GIB, 0, 1)}, 8 * GIB),
     ],
     ids=["machine", "no limit", "limit", "parent", "container", "exceeded", "version 1", "version 1 without"],
