@@ -91,6 +91,46 @@ def test_aux_outputs_come_back_in_their_own_tree(gpt):
     assert float(loss) < float(metrics["loss"]) and aux.keys() == metrics["aux"].keys()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "l2l", "clip_norm": 0.1},
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, {"remat": "full", "accumulate": 2})),
+    ],
+    ids=str,
+)
+def test_aux_may_run_the_model_again_after_the_loss(options):
+    def apply(params, x):
+        for name in ("first", "second", "third"):
+            x = jnp.tanh(x @ params[name]["w"] + params[name]["b"])
+        return x
+
+    def loss_fn(params, batch):
+        loss = jnp.square(apply(params, batch)).mean()
+        return loss, {"loss": loss, "after": apply(params, batch * (1 + loss))}
+
+    params = {
+        name: {"w": np.random.default_rng(n).normal(size=(6, 6)).astype(np.float32), "b": np.full(6, 0.1, np.float32)}
+        for n, name in enumerate(("first", "second", "third"))
+    }
+    batch = np.ones((2, 6), np.float32)
+    alone = jaxferry.train_step(lambda p, b: loss_fn(p, b)[0], SGD, **options)
+    step = jaxferry.train_step(loss_fn, SGD, **options)
+    expected, state = alone.init(params), step.init(params)
+    for _ in range(4):
+        loss, aux = loss_fn(state.params, batch)
+        expected, metrics = alone(expected, batch)
+        state, others = step(state, batch)
+        np.testing.assert_allclose(others["loss"], metrics["loss"], rtol=LOSS_RTOL)
+        np.testing.assert_allclose(others["aux"]["after"], aux["after"], rtol=LOSS_RTOL)
+        np.testing.assert_allclose(others["aux"]["loss"], loss, rtol=LOSS_RTOL)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=PARAMS_RTOL, atol=1e-6), state.params, expected.params
+    )
+    loss, aux = step.evaluate(state, batch)
+    np.testing.assert_allclose(aux["after"], apply(state.params, batch * (1 + loss)), rtol=LOSS_RTOL)
+
+
 def test_evaluate_is_the_plain_loss_of_the_current_parameters(gpt):
     step = step_of(gpt, ADAMW)
     state, _ = train(step, gpt, 3)

@@ -15,7 +15,7 @@ from jaxferry.errors import InputError, PartitionError
 from jaxferry.partition import cuts
 from jaxferry.partition.dataflow import Dataflow, analyse
 from jaxferry.partition.derivative import joint_graph
-from jaxferry.partition.graph import Equation, Graph, graph_of, known_jaxpr
+from jaxferry.partition.graph import Builder, Equation, Graph, graph_of, known_jaxpr
 from jaxferry.partition.groups import Group, Path, group_leaves, leaf_paths
 from jaxferry.partition.keys import Canonical, bytes_of
 from jaxferry.partition.layout import Layer, make_layer
@@ -62,6 +62,10 @@ def partition(
     traced = _trace(loss_fn, params, args, kwargs, compute_dtype, layers, frozen)
     loss, aux_tree = _check_outputs(traced.graph)
     parts = _cut_into_segments(traced, layers)
+    if parts.segments and loss not in parts.segments[-1].outputs:
+        # Auxiliary outputs read parameters after the loss.
+        traced, loss = _ending_with_loss(traced, loss)
+        parts = _cut_into_segments(traced, layers)
     if not any(loss in {*segment.outputs, *segment.nondiff_outputs} for segment in parts.segments):
         raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
     if not any(loss in segment.outputs for segment in parts.segments):
@@ -292,6 +296,22 @@ def _check_outputs(graph: Graph) -> tuple[int, jax.tree_util.PyTreeDef | None]:
     if held:
         raise PartitionError("loss_fn returns a parameter as an auxiliary output: read it from state.params instead")
     return atom, jax.tree.structure(shape[1]) if has_aux else None
+
+
+def _ending_with_loss(traced: _Traced, loss: int) -> tuple[_Traced, int]:
+    """Ends the trace with a copy of the loss, which is then made by the last segment; returns the copy's number."""
+    graph, builder = traced.graph, Builder.onto(traced.graph)
+    aval = graph.avals[loss]
+    copy = jax.make_jaxpr(jnp.copy)(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type))
+    [last] = builder.inline(copy, [loss])
+    assert isinstance(last, int)
+    ended = dataclasses.replace(
+        graph,
+        equations=(*graph.equations, *builder.equations),
+        avals=builder.avals,
+        outputs=(last, *graph.outputs[1:]),
+    )
+    return dataclasses.replace(traced, graph=ended), last
 
 
 def _tables(graph: Graph) -> frozenset[int]:
