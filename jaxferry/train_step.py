@@ -204,7 +204,8 @@ class TrainStep:
         """Takes one step.
 
         Args:
-          state: from `init`, `init_from`, `restore` or the last step; it is updated in place.
+          state: from `init`, `init_from`, `restore` or the last step. It is updated in place and returned, so another
+            name for it changes as well; `state.copy()` keeps a state.
           *args: the loss function's arguments after the parameters, usually one batch.
           **kwargs: keyword arguments of the loss function, such as a PRNG key for dropout. Booleans, strings and None
             are static: each combination is compiled once.

@@ -18,8 +18,8 @@ import jax
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, StepProgram
 from jaxferry.engine.norms import Norms, SquaredNorm
+from jaxferry.engine.pending import Accumulated, LateFailure
 from jaxferry.engine.program_keys import ProgramKey, Target
-from jaxferry.engine.state import Accumulated, LateFailure
 from jaxferry.engine.transport.base import CopyInFlight, HostGradient, Transport, Vectors, added
 
 _add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)

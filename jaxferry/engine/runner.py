@@ -13,8 +13,9 @@ from typing import Any
 from jaxferry.engine.executor import execute
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
+from jaxferry.engine.pending import Accumulated, PendingStep, task_error
 from jaxferry.engine.prefetch import DeviceCopies, Prefetch
-from jaxferry.engine.state import Accumulated, PendingStep, TrainState, task_error
+from jaxferry.engine.state import TrainState
 from jaxferry.engine.step import RunnableStep, StepContext, StepResult
 from jaxferry.engine.trace.marks import Marks
 from jaxferry.errors import TaskError

@@ -2,122 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.arrays import HostArrays
+from jaxferry.engine.host.given import given_leaves, hyperparameters
+from jaxferry.engine.host.initialise import masters_from_arrays
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Stacked, joined, together
+from jaxferry.engine.host.pieces import Stacked, joined, on_host, together
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
+from jaxferry.engine.pending import (
+    ROLLED_BACK,
+    TO_LAST_UPDATE,
+    Accumulated,
+    Counts,
+    EndingStep,
+    PendingStep,
+    task_error,
+)
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import Prefetch
-from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport
-from jaxferry.errors import StateError, TaskError
+from jaxferry.engine.transport.base import DeviceLayer
+from jaxferry.errors import StateError
 from jaxferry.partition import Layer
-from jaxferry.schedule import Kind
-
-
-@dataclasses.dataclass(frozen=True)
-class Accumulated:
-    """Gradients of micro-batches since the last update.
-
-    Attributes:
-      num_batches: number of micro-batches.
-      on_host: sums in host memory, by parameter group.
-      on_device: sums on the device, by parameter group.
-      is_finite: whether all their losses were finite.
-    """
-
-    num_batches: int = 0
-    on_host: Mapping[int, HostGradient] = dataclasses.field(default_factory=dict)
-    on_device: Mapping[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    is_finite: bool = True
-
-    def offloaded(self, group: int, transport: Transport) -> Accumulated:
-        """Returns the same sums with one group's moved to host memory."""
-        on_device = dict(self.on_device)
-        stored = transport.store(group, on_device.pop(group), self.on_host.get(group))
-        jax.block_until_ready(transport.gather(group, stored))
-        return dataclasses.replace(self, on_host={**self.on_host, group: stored}, on_device=on_device)
-
-
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """The fields of a state that a step changes, besides the arrays."""
-
-    step: int
-    accumulated: Accumulated
-    loss_scale: LossScale
-
-
-class EndingStep(Protocol):
-    """A failed step, as the state sees it."""
-
-    @property
-    def is_updating(self) -> bool:
-        """Whether an update may have changed the state."""
-        ...
-
-    @property
-    def has_added(self) -> bool:
-        """Whether sums of earlier micro-batches may have changed."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class PendingStep:
-    """A step that has returned, but whose updates may still be in flight.
-
-    Attributes:
-      work: the run of its tasks.
-      step: the step.
-      before: the state's counts before the step.
-    """
-
-    work: StepRun
-    step: EndingStep
-    before: Counts
-
-
-class LateFailure(Exception):
-    """A device error that surfaces while another task is issued; the error itself is the `__cause__`.
-
-    Attributes:
-      index: the task that failed.
-    """
-
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        self.index = index
-
-
-ROLLED_BACK = "the state is that before the step"
-TO_LAST_UPDATE = "the state is that after the last update"
-
-
-def task_error(work: StepRun, outcome: str) -> TaskError:
-    """Makes the error for a failed task; the message names the layer.
-
-    Args:
-      work: the failed run.
-      outcome: what happened to the state, in words.
-    """
-    assert work.failure is not None
-    index, error = work.failure.index, work.failure.error
-    if isinstance(error, LateFailure) and error.__cause__ is not None:
-        index, error = error.index, error.__cause__
-    task = work.list.tasks[index]
-    layer = task.name.removeprefix(f"{task.kind.value} ")
-    is_last = task.segment == max(other.segment for other in work.list.tasks)
-    # The last segment's forward and backward are one program.
-    what = "forward or backward" if task.kind is Kind.FORWARD and is_last else task.kind.value
-    return TaskError(f"the {what} of layer {layer!r} failed: {error} ({outcome})", layer)
+from jaxferry.partition.graph import aval_bytes
+from jaxferry.units import format_bytes
 
 
 class TrainState:
@@ -126,8 +41,8 @@ class TrainState:
     A frozen parameter keeps its dtype. If that is the compute dtype, the compute copy is its only copy; otherwise there
     is a second one in its own dtype.
 
-    `step(state, batch)` updates the state in place and returns the same object. `step.init`, `step.init_from` and
-    `step.restore` make states.
+    `step(state, batch)` updates the state in place and returns the same object; `copy` keeps one. `step.init`,
+    `step.init_from` and `step.restore` make states.
 
     Attributes:
       step: number of steps taken, which is the number of the next batch.
@@ -162,25 +77,100 @@ class TrainState:
         self.pending: PendingStep | None = None
         self.prefetch: Prefetch | None = None
         self.accumulated = Accumulated()
-        self._tree, self.optimizer = tree, optimizer
+        self._tree, self.optimizer, self._placement = tree, optimizer, placement
+
+    def __repr__(self) -> str:
+        arrays = [array for unit in self.host.units for array in (*unit.masters, *unit.state)]
+        held, num = sum(map(aval_bytes, arrays)), sum(aval.size for aval in self.optimizer.avals)
+        found = [f"step {self.step}", f"{num:,} parameters in {len(self.host.layers)} layers"]
+        found.append(f"masters and optimizer state {format_bytes(held)}")
+        if self.accumulated.num_batches:
+            found.append(f"{self.accumulated.num_batches} micro-batches since the last update")
+        return f"<TrainState: {', '.join(found)}{', damaged' if self.damage is not None else ''}>"
 
     @property
     def params(self) -> Any:
         """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates.
 
-        Frozen parameters are included, bit-identical to the given ones.
+        Frozen parameters are included, bit-identical to the given ones. Changes of the copies change nothing; assign a
+        tree to replace the parameters: `state.params = tree`. Its arrays are copied, in the masters' dtypes.
+
+        Raises:
+          InputError: if an assigned tree has another structure or other shapes.
+          StateError: if it is assigned while gradients are accumulated.
         """
         masters = [m.whole() if isinstance(m, Stacked) else np.array(m) for m in self.masters()]
         return jax.tree.unflatten(self._tree, masters)
+
+    @params.setter
+    def params(self, given: Any) -> None:
+        leaves = given_leaves("state.params", given, jax.tree.unflatten(self._tree, self.optimizer.avals))
+        if self.accumulated.num_batches:
+            raise StateError("state.params is assigned while gradients are accumulated: assign it after an update")
+        self.settle()
+        masters = masters_from_arrays(leaves, [aval.dtype for aval in self.optimizer.avals], self._placement)
+        with deferred_interrupts():
+            if self.prefetch is not None:
+                self.prefetch.work.stop()  # the next step frees the copies of the old parameters
+            self.resident = {}
+            self.host.replace_masters(masters)
 
     @property
     def opt_state(self) -> Any:
         """The optimizer's current state in Optax's form, as NumPy arrays (copies). Waits for updates.
 
-        It gives access to values such as an average of the parameters or the hyperparameters of a schedule.
+        It gives access to values such as an average of the parameters. Changes of the copies change nothing; assign a
+        tree to replace the state: `state.opt_state = tree`. `set_hyperparams` replaces only hyperparameters.
+
+        Raises:
+          InputError: if an assigned tree has another structure or other shapes.
         """
         leaves = self.optimizer_state()
         return self.optimizer.whole_state({name: _copied(leaf) for name, leaf in leaves.items()})
+
+    @opt_state.setter
+    def opt_state(self, given: Any) -> None:
+        shapes = self.optimizer.state_shapes()
+        leaves = given_leaves("state.opt_state", given, self.optimizer.state_tree())
+        self._replace_state(dict(zip(shapes, leaves, strict=True)))
+
+    def set_hyperparams(self, **values: Any) -> None:
+        """Sets hyperparameters of an optimizer that is wrapped in `optax.inject_hyperparams`. Waits for updates.
+
+        Args:
+          **values: numbers by name, such as `learning_rate=1e-4`; the next update uses them.
+
+        Raises:
+          InputError: if the optimizer has no such hyperparameter, or a schedule sets it.
+        """
+        self._replace_state(hyperparameters(self.optimizer_state(), values))
+
+    def copy(self) -> TrainState:
+        """Returns an independent copy, also in host memory, that later steps do not change. Waits for updates.
+
+        With `accumulate` it is the state after the last update, as in a checkpoint.
+        """
+        masters = [self._owned(master) for master in self.masters()]
+        optimizer = {name: self._owned(leaf) for name, leaf in self.stored_optimizer_state().items()}
+        args = (self._tree, self.optimizer, self._placement, self.host.layers, masters, optimizer)
+        made = TrainState(*args, self.updated_step, self.loss_scale)
+        made._is_arranged, made.checkpoint = self._is_arranged, self.checkpoint
+        return made
+
+    def _replace_state(self, leaves: Mapping[str, Any]) -> None:
+        """Replaces leaves of the optimizer's state, which are copied in their own dtypes."""
+        known = self.optimizer.state_shapes()
+        own = {name: self._owned(leaf, known[name].dtype) for name, leaf in leaves.items()}
+        self.settle()
+        with deferred_interrupts():
+            self.host.replace_state(own)
+
+    def _owned(self, leaf: Any, dtype: Any = None) -> jax.Array:
+        """Returns a copy in host memory, in `dtype` if given; PRNG keys keep theirs."""
+        whole = leaf.whole() if isinstance(leaf, Stacked) else leaf
+        if _is_key(whole):
+            return jax.device_put(jnp.copy(whole), self._placement.host, may_alias=False)
+        return on_host(whole, self._placement, dtype)
 
     def check(self) -> None:
         """Raises an error if the updates of the last step failed, or if the state is damaged.
@@ -288,6 +278,10 @@ class TrainState:
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.host.units])
 
 
+def _is_key(leaf: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key))
+
+
 def _copied(leaf: Any) -> Any:
     """Returns a copy as a NumPy array; returns PRNG keys unchanged."""
-    return leaf if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.array(leaf)
+    return leaf if _is_key(leaf) else np.array(leaf)

@@ -83,6 +83,34 @@ class HostArrays:
         self.layers, self.units, self.vectors = tuple(layers), [], []
         self.units = self._make_units(masters, state)
 
+    def replace_masters(self, masters: list[jax.Array]) -> None:
+        """Replaces all parameters; `vectors` is empty afterwards.
+
+        Args:
+          masters: in the order of the flattened tree; emptied.
+        """
+        pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
+        masters.clear()
+        frozen = self._take_frozen(pieces)
+        made = [[pieces.take(key) for key in unit.keys] for unit in self.units]
+        for unit, own in zip(self.units, made, strict=True):
+            unit.masters = own
+        self._frozen, self.vectors = frozen, []
+
+    def replace_state(self, leaves: Mapping[str, jax.Array]) -> None:
+        """Replaces leaves of the optimizer's state.
+
+        Args:
+          leaves: some of them, whole, by path.
+        """
+        pieces = self._pieces({name: {None: leaf} for name, leaf in leaves.items()})
+        made = [
+            [pieces.take(key) if key[0] in leaves else leaf for key, leaf in zip(u.state_keys, u.state, strict=True)]
+            for u in self.units
+        ]
+        for unit, own in zip(self.units, made, strict=True):
+            unit.state = own
+
     def fill(self) -> None:
         """Makes the `vectors` that do not exist."""
         trained = self._trained()
@@ -111,8 +139,7 @@ class HostArrays:
         return cut(known[None], leaf.part, self._placement)
 
     def _make_units(self, masters: Pieces, state: Pieces | None) -> list[UpdateGroup]:
-        frozen = [(leaf.source, leaf.part) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
-        self._frozen = {key: masters.take(key) for key in frozen}
+        self._frozen = self._take_frozen(masters)
         units = self._optimizer.units_of(self.layers)
         for unit in units:
             unit.masters = [masters.take(key) for key in unit.keys]
@@ -121,6 +148,10 @@ class HostArrays:
             else:
                 unit.state = [state.take(key) for key in unit.state_keys]
         return units
+
+    def _take_frozen(self, masters: Pieces) -> dict[Key, jax.Array]:
+        keys = [(leaf.source, leaf.part) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
+        return {key: masters.take(key) for key in keys}
 
     def _pieces(self, arrays: Mapping[Any, Mapping[Part | None, jax.Array]]) -> Pieces:
         return Pieces(arrays, self._placement)

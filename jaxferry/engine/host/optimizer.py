@@ -147,6 +147,10 @@ class HostOptimizer:
         state = self._tree.state(self._tree.shown)
         return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
 
+    def state_tree(self) -> Any:
+        """The whole Optax state, of shape structs."""
+        return self._tree.state(self._tree.shown)
+
     def whole_state(self, leaves: Mapping[str, Any]) -> Any:
         """The Optax state with these leaves, by path."""
         state = self._tree.state(self._tree.shown)

@@ -135,7 +135,9 @@ def trace_update(optimizer: optax.GradientTransformation, params: Any, state: An
         if "required keyword-only argument" not in str(error):
             raise
         raise InputError(
-            f"the optimizer needs more than gradients, state and parameters: {error}; use one that does not, or wrap it"
+            f"the optimizer needs more than gradients, state and parameters: {error}; use one that does not. "
+            "Instead of a transformation that reads the loss (value=), wrap the optimizer in optax.inject_hyperparams "
+            "and call state.set_hyperparams(learning_rate=...)"
         ) from error
 
 

@@ -1,0 +1,112 @@
+"""What a state remembers of steps that have not ended: sums of micro-batches, updates in flight, failures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+import jax
+
+from jaxferry.engine.lanes import StepRun
+from jaxferry.engine.loss_scale import LossScale
+from jaxferry.engine.transport.base import HostGradient, Transport
+from jaxferry.errors import TaskError
+from jaxferry.schedule import Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """Gradients of micro-batches since the last update.
+
+    Attributes:
+      num_batches: number of micro-batches.
+      on_host: sums in host memory, by parameter group.
+      on_device: sums on the device, by parameter group.
+      is_finite: whether all their losses were finite.
+    """
+
+    num_batches: int = 0
+    on_host: Mapping[int, HostGradient] = dataclasses.field(default_factory=dict)
+    on_device: Mapping[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    is_finite: bool = True
+
+    def offloaded(self, group: int, transport: Transport) -> Accumulated:
+        """Returns the same sums with one group's moved to host memory."""
+        on_device = dict(self.on_device)
+        stored = transport.store(group, on_device.pop(group), self.on_host.get(group))
+        jax.block_until_ready(transport.gather(group, stored))
+        return dataclasses.replace(self, on_host={**self.on_host, group: stored}, on_device=on_device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """The fields of a state that a step changes, besides the arrays."""
+
+    step: int
+    accumulated: Accumulated
+    loss_scale: LossScale
+
+
+class EndingStep(Protocol):
+    """A failed step, as the state sees it."""
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether an update may have changed the state."""
+        ...
+
+    @property
+    def has_added(self) -> bool:
+        """Whether sums of earlier micro-batches may have changed."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingStep:
+    """A step that has returned, but whose updates may still be in flight.
+
+    Attributes:
+      work: the run of its tasks.
+      step: the step.
+      before: the state's counts before the step.
+    """
+
+    work: StepRun
+    step: EndingStep
+    before: Counts
+
+
+class LateFailure(Exception):
+    """A device error that surfaces while another task is issued; the error itself is the `__cause__`.
+
+    Attributes:
+      index: the task that failed.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.index = index
+
+
+ROLLED_BACK = "the state is that before the step"
+TO_LAST_UPDATE = "the state is that after the last update"
+
+
+def task_error(work: StepRun, outcome: str) -> TaskError:
+    """Makes the error for a failed task; the message names the layer.
+
+    Args:
+      work: the failed run.
+      outcome: what happened to the state, in words.
+    """
+    assert work.failure is not None
+    index, error = work.failure.index, work.failure.error
+    if isinstance(error, LateFailure) and error.__cause__ is not None:
+        index, error = error.index, error.__cause__
+    task = work.list.tasks[index]
+    layer = task.name.removeprefix(f"{task.kind.value} ")
+    is_last = task.segment == max(other.segment for other in work.list.tasks)
+    # The last segment's forward and backward are one program.
+    what = "forward or backward" if task.kind is Kind.FORWARD and is_last else task.kind.value
+    return TaskError(f"the {what} of layer {layer!r} failed: {error} ({outcome})", layer)

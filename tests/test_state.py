@@ -1,0 +1,139 @@
+"""A training state in users' hands: printed, copied, and changed between steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.modes import Mode
+from planned import assert_same_bits, plan_of
+from tolerances import LOSS_RTOL
+
+ADAM = optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+FROZEN, BATCH = np.linspace(0.5, 1, 4, dtype=np.float32), np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+
+
+def loss_fn(params, batch):
+    x = jnp.tanh(batch @ params["first"]["w"])
+    return jnp.square(x @ params["second"]["w"] * params["scale"]["frozen"] - 1).mean()
+
+
+def params_of(seed=0):
+    first, second = np.random.default_rng(seed).normal(size=(2, 4, 4)).astype(np.float32)
+    return {"first": {"w": first}, "second": {"w": second}, "scale": {"frozen": FROZEN}}
+
+
+def step_with(modes):
+    plan = plan_of(models.Task(loss_fn, params_of(), BATCH), modes)
+    return jaxferry.train_step(loss_fn, ADAM, trainable=lambda path: "frozen" not in path, plan=plan)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return step_with([Mode.GFGB])
+
+
+def after(step, state, num_steps):
+    losses = []
+    for _ in range(num_steps):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def plain(params, opt_state, learning_rates):
+    """Losses of plain Optax with these learning rates."""
+    losses = []
+    for rate in learning_rates:
+        loss, gradients = jax.value_and_grad(loss_fn)(params, BATCH)
+        gradients["scale"] = jax.tree.map(jnp.zeros_like, gradients["scale"])
+        opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
+        updates, opt_state = ADAM.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+    return losses
+
+
+def test_hyperparameters_hold_from_the_next_update_on(step):
+    state = step.init(params_of())
+    losses = after(step, state, 2)
+    state.set_hyperparams(learning_rate=0.1)
+    losses += after(step, state, 2)
+    assert state.opt_state.hyperparams["learning_rate"] == np.float32(0.1)
+    expected = plain(params_of(), ADAM.init(params_of()), [1e-2, 1e-2, 0.1, 0.1])
+    np.testing.assert_allclose(losses, expected, rtol=LOSS_RTOL)
+    before = state.params
+    opt_state = state.opt_state
+    opt_state.hyperparams["learning_rate"] = 0
+    state.opt_state = opt_state
+    after(step, state, 1)
+    assert_same_bits(state.params, before)
+
+
+@pytest.mark.parametrize("modes", [[Mode.GFGB], [Mode.GFGB, Mode.RESIDENT]])
+def test_assigned_parameters_are_trained_on_and_are_copies(modes):
+    step = step_with(modes)
+    state, other = step.init(params_of()), step.init(params_of(1))
+    after(step, state, 2)
+    given = params_of(1)
+    given["scale"]["frozen"] = 2 * FROZEN
+    state.params = given
+    given["first"]["w"][:] = 0
+    state.opt_state = other.opt_state
+    other.params = {**params_of(1), "scale": {"frozen": jnp.asarray(2 * FROZEN)}}
+    assert state.params["scale"]["frozen"][0] == 1 and state.step == 2
+    assert after(step, state, 3) == after(step, other, 3)
+    assert float(step.evaluate(state, BATCH)) == float(step.evaluate(other, BATCH))
+
+
+def test_a_copy_stays_as_the_state_goes_on_and_trains_as_the_state_does(step):
+    state = step.init(params_of())
+    after(step, state, 2)
+    kept = state.copy()
+    params, opt_state = state.params, state.opt_state
+    losses = after(step, state, 2)
+    assert kept.step == 2
+    assert_same_bits((kept.params, kept.opt_state), (params, opt_state))
+    assert after(step, kept, 2) == losses
+    assert_same_bits((kept.params, kept.opt_state), (state.params, state.opt_state))
+
+
+def test_a_state_is_described(step):
+    state = step.init(params_of())
+    after(step, state, 1)
+    assert repr(state).startswith("<TrainState: step 1, 36 parameters in 3 layers, masters and optimizer state ")
+
+
+@pytest.mark.parametrize(
+    ("assign", "message"),
+    [
+        (lambda s: setattr(s, "params", {"first": {"w": 0}}), "state.params must be a tree like .* lacks"),
+        (lambda s: setattr(s, "params", {**params_of(), "scale": {"frozen": FROZEN[:2]}}), r"shape \(4,\), got \(2,\)"),
+        (lambda s: setattr(s, "params", {**params_of(), "scale": {"frozen": 1j * FROZEN}}), "float32 can hold, got c"),
+        (lambda s: setattr(s, "opt_state", optax.sgd(1).init({})), "state.opt_state must be a tree like"),
+        (lambda s: s.set_hyperparams(momentum=1), "no hyperparameter 'momentum': it has b1, b2, .*learning_rate"),
+        (lambda s: s.set_hyperparams(learning_rate="fast"), "'learning_rate' must have a dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(step, assign, message):
+    state = step.init(params_of())
+    before = state.params, state.opt_state
+    with pytest.raises(jaxferry.InputError, match=message):
+        assign(state)
+    assert_same_bits((state.params, state.opt_state), before)
+
+
+def test_a_rate_that_a_schedule_sets_is_not_set_in_vain():
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(1, 0, 9))
+    state = jaxferry.train_step(loss_fn, optimizer).init(params_of())
+    with pytest.raises(jaxferry.InputError, match="'learning_rate' follows a schedule"):
+        state.set_hyperparams(learning_rate=0.1)
+
+
+def test_an_optimizer_that_reads_the_loss_is_refused_with_a_way_to_do_without():
+    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    with pytest.raises(jaxferry.InputError, match=r"'value'.*state.set_hyperparams\(learning_rate"):
+        jaxferry.train_step(loss_fn, optimizer).init(params_of())
