@@ -1,10 +1,11 @@
 """Reads and writes the JSON files of all records, and checks their fields."""
 
+import difflib
 import json
 import numbers
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxferry.errors import InputError
@@ -13,6 +14,8 @@ from jaxferry.units import MAX_BYTES
 Record = TypeVar("Record")
 
 _MAX_SECONDS = 1e12
+_SIMILAR = 0.8
+"""How much a misspelt key resembles the key that is meant, by `difflib`: one letter of five may differ."""
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -86,6 +89,7 @@ def check_format(document: Any, expected: str) -> Mapping[str, Any]:
     """
     if not isinstance(document, Mapping):
         raise InputError(f'must be a JSON object with "format": "{expected}", got {_show(document)}')
+    check_spelling(document, ("format",), "document")
     if document.get("format") != expected:
         raise InputError(f'format must be "{expected}", got {_show(document.get("format"))}')
     return document
@@ -107,11 +111,26 @@ def check_text(value: Any, key: str, where: str) -> str:
     return value
 
 
-def check_keys(fields: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    """Raises InputError if there is an unknown key; the message lists the known ones."""
+def check_keys(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises InputError if there is an unknown key; the message lists the known ones, and the one that is meant."""
     unknown = [key for key in fields if key not in known]
     if unknown:
-        raise InputError(f"{where}: unknown key {json.dumps(unknown[0])}; known are {', '.join(known)}")
+        meant = _meant(fields, known, unknown[0])
+        hint = "" if meant is None else f"; did you mean {json.dumps(meant)}?"
+        raise InputError(f"{where}: unknown key {json.dumps(unknown[0])}; known are {', '.join(known)}{hint}")
+
+
+def check_spelling(fields: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises InputError if an unknown key resembles a known one that is absent; other unknown keys pass."""
+    for key in fields:
+        meant = None if key in known else _meant(fields, known, key)
+        if meant is not None:
+            raise InputError(f"{where}: unknown key {json.dumps(key)}; did you mean {json.dumps(meant)}?")
+
+
+def _meant(fields: Mapping[str, Any], known: Sequence[str], key: str) -> str | None:
+    absent = [other for other in known if other not in fields]
+    return next(iter(difflib.get_close_matches(str(key), absent, 1, _SIMILAR)), None)
 
 
 def check_seconds(value: Any, key: str, where: str) -> float:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxferry.errors import InputError
+from jaxferry.partition import check_byte_order
 
 
 def split_flags(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -21,7 +22,7 @@ def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The structure: the tree, the shapes and dtypes (weak or not) of its leaves, and the flags.
 
     Raises:
-      InputError: if a leaf is traced.
+      InputError: if a leaf is traced, or is no array or number that JAX can hold.
     """
     arrays, flags = split_flags(kwargs)
     leaves, structure = jax.tree.flatten((args, arrays))
@@ -30,8 +31,30 @@ def structure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
             "a step moves layers between host and device and compiles its own programs: it cannot be called under "
             "jax.jit, jax.grad or another transformation; pass concrete arrays"
         )
-    kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf), _is_weak(leaf)) for leaf in leaves)
+    try:
+        kinds = tuple((np.shape(leaf), jax.dtypes.result_type(leaf), _is_weak(leaf)) for leaf in leaves)
+    except (TypeError, ValueError) as error:
+        _name_unfit_leaf(args, arrays)
+        raise InputError(f"the arguments must be trees of arrays and numbers: {error}") from error
     return structure, kinds, tuple(sorted(flags.items(), key=repr))
+
+
+def _name_unfit_leaf(args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises InputError for the first leaf that JAX cannot hold."""
+    named = [(f"argument {number} after the state", tree) for number, tree in enumerate(args, 1)]
+    named += [(f"keyword argument {name!r}", tree) for name, tree in kwargs.items()]
+    for name, tree in named:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            place = f"{name}, leaf {jax.tree_util.keystr(path)}," if path else f"{name}"
+            check_byte_order(leaf, place)
+            try:
+                jax.dtypes.result_type(leaf)
+            except (TypeError, ValueError) as error:
+                dtype = f" of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
+                raise InputError(
+                    f"{place} must be an array or a number, got a {type(leaf).__name__}{dtype}: take it out of the "
+                    "batch, or encode it as numbers"
+                ) from error
 
 
 def _is_weak(leaf: Any) -> bool:

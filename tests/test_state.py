@@ -107,12 +107,20 @@ def test_a_state_is_described(step):
     assert repr(state).startswith("<TrainState: step 1, 36 parameters in 3 layers, masters and optimizer state ")
 
 
+def swapped(array):
+    return array.astype(array.dtype.newbyteorder())
+
+
 @pytest.mark.parametrize(
     ("assign", "message"),
     [
         (lambda s: setattr(s, "params", {"first": {"w": 0}}), "state.params must be a tree like .* lacks"),
         (lambda s: setattr(s, "params", {**params_of(), "scale": {"frozen": FROZEN[:2]}}), r"shape \(4,\), got \(2,\)"),
         (lambda s: setattr(s, "params", {**params_of(), "scale": {"frozen": 1j * FROZEN}}), "float32 can hold, got c"),
+        (
+            lambda s: setattr(s, "params", jax.tree.map(swapped, params_of())),
+            "leaf .'first'.*has byte-swapped",
+        ),
         (lambda s: setattr(s, "opt_state", optax.sgd(1).init({})), "state.opt_state must be a tree like"),
         (lambda s: s.set_hyperparams(momentum=1), "no hyperparameter 'momentum': it has b1, b2, .*learning_rate"),
         (lambda s: s.set_hyperparams(learning_rate="fast"), "'learning_rate' must have a dtype"),
@@ -137,3 +145,24 @@ def test_an_optimizer_that_reads_the_loss_is_refused_with_a_way_to_do_without():
     optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
     with pytest.raises(jaxferry.InputError, match=r"'value'.*state.set_hyperparams\(learning_rate"):
         jaxferry.train_step(loss_fn, optimizer).init(params_of())
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        (({"x": BATCH, "name": "hello"},), {}, r"argument 1 after the state, leaf \['name'\], must be .* got a str"),
+        ((BATCH, [BATCH, np.array(["a", None])]), {}, r"argument 2 .* leaf \[1\].* ndarray of dtype object"),
+        ((BATCH,), {"rows": {"y": swapped(BATCH)}}, r"keyword argument 'rows', leaf \['y'\], has byte-swapped"),
+        ((swapped(BATCH),), {}, r"argument 1 after the state has byte-swapped elements \(>f4\): pass array.astype"),
+    ],
+)
+def test_what_no_array_can_hold_is_named(step, args, kwargs, message):
+    state = step.init(params_of())
+    for use in (step, step.evaluate):
+        with pytest.raises(jaxferry.InputError, match=message):
+            use(state, *args, **kwargs)
+
+
+def test_parameters_with_swapped_bytes_are_named():
+    with pytest.raises(jaxferry.InputError, match="parameter 'first/w' has byte-swapped elements"):
+        jaxferry.train_step(loss_fn, ADAM).init(jax.tree.map(swapped, params_of()))

@@ -6,6 +6,7 @@ loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments 
 """
 
 from jaxferry.partition.build import layers_by_path, partition, partition_forward, traced_jaxpr
+from jaxferry.partition.byte_order import check_byte_order
 from jaxferry.partition.cuts import Merge
 from jaxferry.partition.derivative import AUTO, REMAT, Derivative, differentiate
 from jaxferry.partition.frozen import Trainable, frozen_leaves
@@ -33,6 +34,7 @@ __all__ = [
     "Segment",
     "Trainable",
     "Transfer",
+    "check_byte_order",
     "check_remat",
     "differentiate",
     "frozen_leaves",

@@ -13,6 +13,7 @@ from jax.extend import core
 
 from jaxferry.errors import InputError, PartitionError
 from jaxferry.partition import cuts
+from jaxferry.partition.byte_order import check_byte_order
 from jaxferry.partition.dataflow import Dataflow, analyse
 from jaxferry.partition.derivative import joint_graph
 from jaxferry.partition.graph import Builder, Equation, Graph, graph_of, known_jaxpr
@@ -256,6 +257,7 @@ def _abstract_params(
     for index, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
         if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
             raise InputError(f"parameter {path!r} is a {type(leaf).__name__}, not an array")
+        check_byte_order(leaf, f"parameter {path!r}")
         if index in frozen:
             dtypes.append(np.dtype(leaf.dtype))
             continue

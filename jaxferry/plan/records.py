@@ -27,9 +27,11 @@ from jaxferry.records import (
     check_bytes,
     check_choice,
     check_format,
+    check_keys,
     check_list,
     check_seconds,
     check_share,
+    check_spelling,
     check_text,
     check_unique,
     load_record,
@@ -98,6 +100,7 @@ class LayerPlan:
     def from_json(cls, document: Any, index: int = 0) -> Self:
         """Reads one element of `layers`; `index` is its position, for errors about its name."""
         name, where = name_of_element(document, index)
+        check_keys(document, tuple(field.name for field in dataclasses.fields(cls)), where)
         remat = document.get("remat", Remat.NONE)
         return cls(name, required(document, "mode", where), required(document, "gradient", where), remat)
 
@@ -134,7 +137,9 @@ class Predicted:
         """Reads `predicted`."""
         if not isinstance(document, Mapping):
             raise InputError(f"predicted must be a JSON object, got {document!r}")
-        return cls(**{field.name: required(document, field.name, "predicted") for field in dataclasses.fields(cls)})
+        names = [field.name for field in dataclasses.fields(cls)]
+        check_spelling(document, names, "predicted")
+        return cls(**{name: required(document, name, "predicted") for name in names})
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as `predicted`."""
@@ -247,6 +252,7 @@ class Plan:
           InputError: if a key is missing or a value is not acceptable; the message names layer and key.
         """
         fields = check_format(document, PLAN_FORMAT)
+        check_spelling(fields, sorted(_KEYS), "plan")
         layers = check_list(required(fields, "layers", "plan"), "layers")
         predicted = fields.get("predicted")
         return cls(

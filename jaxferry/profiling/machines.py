@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
-from jaxferry.records import check_format, check_text, load_record, required
+from jaxferry.records import check_format, check_keys, check_text, load_record, required
 
 MACHINE_FORMAT = "jaxferry.machine/1"
 
@@ -110,11 +110,9 @@ class Machine:
         fields = check_format(document, MACHINE_FORMAT)
         name = check_text(required(fields, "name", "machine"), "name", "machine")
         where = f'machine "{name}"'
+        check_keys(fields, ("format", "name", *_REQUIRED, *_OPTIONAL, "sources"), where)
         values = {key: required(fields, key, where) for key in _REQUIRED}
         values |= {key: fields[key] for key in (*_OPTIONAL, "sources") if key in fields}
-        unknown = sorted(set(fields) - set(values) - {"format", "name"})
-        if unknown:
-            raise InputError(f'{where}: unknown key "{unknown[0]}"; known: {", ".join(_REQUIRED + _OPTIONAL)}, sources')
         return cls(name=name, **values)
 
     def to_json(self) -> dict[str, Any]:

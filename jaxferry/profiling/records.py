@@ -30,6 +30,7 @@ from jaxferry.records import (
     check_keys,
     check_list,
     check_seconds,
+    check_spelling,
     check_text,
     check_unique,
     load_record,
@@ -387,6 +388,7 @@ class Profile:
           InputError: if a key is missing or a value not acceptable; the message names layer and key.
         """
         fields = check_format(document, PROFILE_FORMAT)
+        check_spelling(fields, ("format", "machine", "layers", "updates_after_all"), "profile")
         machine = fields.get("machine", {})
         layers = check_list(required(fields, "layers", "profile"), "layers")
         records = tuple(LayerProfile.from_json(layer, index) for index, layer in enumerate(layers))

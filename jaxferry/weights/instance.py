@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.records import load_record, required
+from jaxferry.records import check_keys, load_record, required
 from jaxferry.units import format_bytes
 
 _LISTS = ("weights", "activations", "forward_s", "backward_s")
@@ -115,10 +115,8 @@ class Instance:
         """
         if not isinstance(document, Mapping):
             raise InputError(f"an instance must be a JSON object, got {type(document).__name__}")
+        check_keys(document, _LISTS + _SCALARS, "instance")
         values = {name: required(document, name, "instance") for name in _LISTS + _SCALARS}
-        unknown = sorted(set(document) - set(values))
-        if unknown:
-            raise InputError(f'instance: unknown key "{unknown[0]}"; known: {", ".join(values)}')
         for name in _LISTS:
             if not isinstance(values[name], list):
                 raise InputError(f"{name} must be a list of numbers, got {values[name]!r}")

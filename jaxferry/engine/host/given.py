@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.errors import InputError
+from jaxferry.partition import check_byte_order
 
 
 def given_leaves(what: str, given: Any, expected: Any) -> list[Any]:
@@ -63,6 +64,7 @@ def hyperparameters(known: Mapping[str, Any], values: Mapping[str, Any]) -> dict
 
 
 def _check_leaf(what: str, leaf: Any, expected: Any) -> None:
+    check_byte_order(leaf, what)
     shape, wanted = np.shape(leaf), tuple(expected.shape)
     if shape != wanted:
         raise InputError(f"{what} must have shape {wanted}, got {shape}")
