@@ -1,7 +1,7 @@
 """Plans and predictions: one policy's plan, all policies side by side, sweeps."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxferry.errors import BudgetError
@@ -223,24 +223,34 @@ def _sweep_point(
         return SweepPoint(factor, budget, None, error.smallest_bytes, str(error))
 
 
-def knee(points: list[SweepPoint]) -> SweepPoint | None:
-    """The point beyond which more memory stops paying.
-
-    Candidates are the points that no other point beats in both memory and steady time. The knee is the candidate
-    farthest below the line from the leanest to the fastest one, with both axes scaled to their range. With two
-    candidates or fewer, or with none below the line, it is the fastest one.
-    """
+def pareto_front(points: Sequence[SweepPoint]) -> list[SweepPoint]:
+    """The points that no other point beats in both memory and steady time, by ascending memory; one of equal points."""
     known = []
     for point in points:
         if point.plan is not None and point.plan.predicted is not None:
-            predicted = point.plan.predicted
-            known.append((predicted.peak_device_bytes, predicted.steady_step_s, point))
+            known.append((*_memory_and_time(point), point))
     known.sort(key=lambda row: row[:2])
-    frontier: list[tuple[int, float, SweepPoint]] = []
+    front: list[tuple[int, float, SweepPoint]] = []
     for row in known:
-        if not frontier or row[1] < frontier[-1][1]:
-            frontier.append(row)
-    if len(frontier) < 3:
-        return frontier[-1][2] if frontier else None
-    (low, slow, _), (high, fast, _) = frontier[0], frontier[-1]
-    return max(frontier[::-1], key=lambda row: (high - row[0]) / (high - low) + (slow - row[1]) / (slow - fast))[2]
+        if not front or row[1] < front[-1][1]:
+            front.append(row)
+    return [point for _, _, point in front]
+
+
+def knee(points: list[SweepPoint]) -> SweepPoint | None:
+    """The point beyond which more memory stops paying.
+
+    Candidates are the points of the Pareto front. The knee is the candidate farthest below the line from the leanest to
+    the fastest one, with both axes scaled to their range. With two candidates or fewer, or with none below the line, it
+    is the fastest one.
+    """
+    front = [(*_memory_and_time(point), point) for point in pareto_front(points)]
+    if len(front) < 3:
+        return front[-1][2] if front else None
+    (low, slow, _), (high, fast, _) = front[0], front[-1]
+    return max(front[::-1], key=lambda row: (high - row[0]) / (high - low) + (slow - row[1]) / (slow - fast))[2]
+
+
+def _memory_and_time(point: SweepPoint) -> tuple[int, float]:
+    assert point.plan is not None and point.plan.predicted is not None
+    return point.plan.predicted.peak_device_bytes, point.plan.predicted.steady_step_s

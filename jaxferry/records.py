@@ -13,7 +13,8 @@ from jaxferry.units import MAX_BYTES
 
 Record = TypeVar("Record")
 
-_MAX_SECONDS = 1e12
+MAX_SECONDS = 1e12
+"""The longest time of a record, so that sums stay finite."""
 _SIMILAR = 0.8
 """How much a misspelt key resembles the key that is meant, by `difflib`: one letter of five may differ."""
 
@@ -135,7 +136,7 @@ def _meant(fields: Mapping[str, Any], known: Sequence[str], key: str) -> str | N
 
 def check_seconds(value: Any, key: str, where: str) -> float:
     """Returns the value as a float if it is a number of seconds in [0, 1e12], so that sums stay finite."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value < 0 or not value <= _MAX_SECONDS:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value < 0 or not value <= MAX_SECONDS:
         raise InputError(f"{where}: {key} must be a number of seconds, 0 to 1e12, got {_show(value)}")
     return float(value)
 

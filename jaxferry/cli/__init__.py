@@ -1,7 +1,9 @@
 """The command line: `jaxferry COMMAND`; each command is a module with `register(app)`."""
 
+import importlib.metadata
 import io
 import sys
+from typing import Annotated
 
 import typer
 
@@ -17,6 +19,22 @@ app = typer.Typer(
 _COMMANDS = (profile, plan, simulate, weights, tune, train, bench, report, doctor, build_native)
 for _command in _COMMANDS:
     _command.register(app)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"jaxferry {importlib.metadata.version('jaxferry')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the command line as a whole."""
+
 
 # Some versions of typer bundle click; others depend on the package.
 _UsageError: type[Exception] = next(

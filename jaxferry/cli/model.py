@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import math
 import os
 import pathlib
 import sys
@@ -96,8 +97,10 @@ def make_optimizer(name: str, learning_rate: float = 1e-3) -> optax.GradientTran
     """Makes one of `OPTIMIZERS`.
 
     Raises:
-      InputError: if the name is unknown.
+      InputError: if the name is unknown, or the learning rate is no number above 0.
     """
+    if not (math.isfinite(learning_rate) and learning_rate > 0):
+        raise InputError(f"--learning-rate must be a number above 0, got {learning_rate:g}")
     if name not in OPTIMIZERS:
         raise InputError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
     return OPTIMIZERS[name](learning_rate)

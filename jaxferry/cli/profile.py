@@ -29,11 +29,14 @@ def register(app: typer.Typer) -> None:
 
 def profile(
     model: ModelName,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Estimate by a roofline model; run nothing.")] = False,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Estimate by a roofline model; --machine alone does so too.")
+    ] = False,
     machine: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|FILE", help=f"The machine to estimate: one of {', '.join(MACHINES)}, or a JSON file."
+            metavar="NAME|FILE",
+            help=f"Estimate this machine and run nothing: one of {', '.join(MACHINES)}, or a JSON file.",
         ),
     ] = None,
     compute_dtype: ComputeDtype = None,
@@ -54,17 +57,15 @@ def profile(
 ) -> None:
     """Makes a profile of a model: bytes and times of each layer, for `plan` and `simulate`.
 
-    Parameters and batch may be shapes. Measures on this machine's device unless --estimate is given. Earlier
-    measurements come from the cache (JAXFERRY_CACHE_DIR; "off" disables it).
+    Parameters and batch may be shapes. Measures on this machine's device unless --machine names one to estimate.
+    Earlier measurements come from the cache (JAXFERRY_CACHE_DIR; "off" disables it).
     """
     if estimate and machine is None:
         raise InputError(f"--estimate needs --machine: one of {', '.join(MACHINES)}, or a JSON file")
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
-    if estimate and machine is not None:
+    if machine is not None:
         made = estimate_model(model, machine, compute_dtype, remat)
-    elif machine is not None:
-        raise InputError(f"--machine {machine} needs --estimate: measurements use this machine's device")
     else:
         made = measure_model(model, optimizer, compute_dtype, remat, transport)
     if output is not None:

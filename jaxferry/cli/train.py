@@ -1,6 +1,7 @@
 """`jaxferry train`: trains a user's model."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
 from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype, user_code
+from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
 from jaxferry.cli.step_options import (
     ComputeDtype,
     MemoryBudget,
@@ -39,7 +41,15 @@ def register(app: typer.Typer) -> None:
     app.command("train", help="Train a model with its parameters and optimizer state in host memory.")(train)
 
 
+_KEPT = (
+    *("optimizer", "learning_rate", "policy", "plan", "profile", "memory_budget", "reserve_factor", "clip_norm"),
+    *("accumulate", "compute_dtype", "remat", "offload_activations"),
+)
+"""Options that a resumed run has from the saved one, unless they are given again."""
+
+
 def train(
+    context: typer.Context,
     model: ModelName,
     steps: Annotated[int, typer.Option(min=0, help="Train up to this step, counting steps before a resume.")] = 10,
     optimizer: Optimizer = "adamw",
@@ -58,7 +68,10 @@ def train(
     offload_activations: OffloadActivations = False,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue from a saved state.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Continue from a saved state, with its run's options unless given again."),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="TRACE.json", help="Write the last steps as a Chrome trace, for Perfetto.")
     ] = None,
@@ -66,28 +79,40 @@ def train(
 ) -> int:
     """Trains the model; its batch is a function of the step's number, or the same for every step."""
     _check_outputs(save, trace)
-    options: dict[str, Any] = {
-        "policy": policy,
-        "plan": plan,
-        "profile": profile,
-        "memory_budget": read_budget(memory_budget),
-        "reserve_factor": reserve_factor,
-        "clip_norm": clip_norm,
-        "accumulate": accumulate,
-        "compute_dtype": read_dtype(compute_dtype),
-        "remat": remat,
-        "offload_activations": offload_activations,
-        "record_steps": 0 if trace is None else _STEPS_IN_TRACE,
-    }
+    console = Console(stderr=True, highlight=False)
+    values = {name: context.params[name] for name in _KEPT}
+    given = {name for name in _KEPT if _is_given(context, name)}
+    if resume is not None:
+        resumed = resumed_options(resume, _KEPT, given)
+        values |= resumed
+        if resumed:
+            console.print(f"as the saved run: {as_arguments(resumed)}", soft_wrap=True, markup=False)
+        given |= resumed.keys()
     with user_code(model):
         user = call_model(model)
         user.check_is_whole()
-        step = train_step(user.loss_fn, make_optimizer(optimizer, learning_rate), **options)
+        step = _step_of(user, values, record_steps=0 if trace is None else _STEPS_IN_TRACE)
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
-        run = _Run(user, step, state, Console(stderr=True, highlight=False))
+        run = _Run(user, step, state, console)
         was_interrupted = run.train(steps)
-    run.report(save, trace, as_json)
+    if save is not None:
+        run.save(save, {name: values[name] for name in _KEPT if name in given})
+    run.report(trace, as_json)
     return _INTERRUPTED if was_interrupted else 0
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _step_of(user: UserModel, values: Mapping[str, Any], record_steps: int) -> TrainStep:
+    """The training step for values of the options in `_KEPT`."""
+    own = {name: value for name, value in values.items() if name not in ("optimizer", "learning_rate")}
+    own["memory_budget"] = read_budget(values["memory_budget"])
+    own["compute_dtype"] = read_dtype(values["compute_dtype"])
+    optimizer = make_optimizer(values["optimizer"], values["learning_rate"])
+    return train_step(user.loss_fn, optimizer, record_steps=record_steps, **own)
 
 
 def _check_outputs(save: Path | None, trace: Path | None) -> None:
@@ -138,10 +163,13 @@ class _Run:
             raise InputError("--trace needs at least one step, but none was run: raise --steps")
         return run
 
-    def report(self, save: Path | None, trace: Path | None, as_json: bool) -> None:
-        """Saves the state and the trace where asked, and prints the results."""
-        if save is not None:
-            self._step.save(self.state, save)
+    def save(self, folder: Path, options: Mapping[str, Any]) -> None:
+        """Saves the state, with the options of this run."""
+        self._step.save(self.state, folder)
+        save_options(folder, options)
+
+    def report(self, trace: Path | None, as_json: bool) -> None:
+        """Writes the trace where asked, and prints the results."""
         if trace is not None:
             write_json(trace, chrome_trace(self.recorded()))
         if as_json:

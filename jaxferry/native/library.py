@@ -25,6 +25,7 @@ import numpy as np
 from scipy.linalg import cython_blas
 
 from jaxferry.errors import InputError, NativeError
+from jaxferry.native.elf import check_is_whole
 from jaxferry.native.paths import FILE_NAMES, library_directories
 
 ABI = 3
@@ -304,9 +305,12 @@ def inspect_library(path: pathlib.Path, platform: str) -> LibraryStatus:
     """Checks whether a file is a library for "cpu" or "CUDA" that this process can use; registers nothing."""
     name = path.name
     try:
+        check_is_whole(path)
         functions = ctypes.CDLL(str(path))
         functions.jaxferry_build_info.restype = ctypes.c_char_p
         abi, build_info = functions.jaxferry_abi(), json.loads(functions.jaxferry_build_info() or b"null")
+    except RecursionError:
+        return LibraryStatus(platform, path, False, f"{path} describes itself by nested JSON; {_REMEDY}")
     except (OSError, AttributeError, ValueError) as error:
         return LibraryStatus(platform, path, False, f"{path} is not a native library ({error}); {_REMEDY}")
     if not isinstance(build_info, dict):

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import pathlib
 import platform
@@ -23,7 +22,9 @@ from typing import Any
 import jax
 import jaxlib.version
 
+from jaxferry.errors import InputError
 from jaxferry.native import library, status
+from jaxferry.records import MAX_SECONDS
 
 CACHE_VARIABLE = "JAXFERRY_CACHE_DIR"
 OFF = "off"
@@ -70,7 +71,7 @@ class MeasurementCache:
         value = document.get("value")
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return float(value) if math.isfinite(value) and value >= 0 else None
+        return float(value) if 0 <= value <= MAX_SECONDS else None
 
     def put(self, content: str, value: float) -> None:
         """Stores the number measured for this content, if the folder is writable."""
@@ -93,10 +94,17 @@ class MeasurementCache:
 
 
 def cache_directory() -> pathlib.Path | None:
-    """Returns the cache folder: `JAXFERRY_CACHE_DIR` (None if "off"), else `jaxferry` in the user's cache folder."""
+    """Returns the cache folder: `JAXFERRY_CACHE_DIR` (None if "off"), else `jaxferry` in the user's cache folder.
+
+    Raises:
+      InputError: if `JAXFERRY_CACHE_DIR` lies in the folder of a user that does not exist.
+    """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
-        return None if chosen == OFF else pathlib.Path(chosen).expanduser()
+        try:
+            return None if chosen == OFF else pathlib.Path(chosen).expanduser()
+        except RuntimeError as error:
+            raise InputError(f'{CACHE_VARIABLE} must be a folder or "{OFF}", got {chosen!r}: {error}') from error
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return pathlib.Path(base).expanduser() / "jaxferry"

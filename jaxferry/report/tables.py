@@ -151,10 +151,31 @@ def dry_run_table(dry: DryRun) -> Table:
 def bench_lines(compared: Comparison | DryRun) -> list[str]:
     """Explains the bounds."""
     works = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in compared.work_s.items())
+    impossible = _below_bounds(compared) if isinstance(compared, Comparison) else []
     return [
         f"work per step: {works}; the longest is the bound",
         "own bound: the busiest lane under the policy's own plan, which may load twice or read host memory in place",
+        *impossible,
     ]
+
+
+def _below_bounds(compared: Comparison) -> list[str]:
+    """Says what a measured step below a bound means; bounds are made of the profile's times."""
+    shares = {
+        row.policy: (ratio(row.measured_s, row.own_bound_s), ratio(row.measured_s, compared.bound_s))
+        for row in compared.rows
+    }
+    impossible = [f"{policy} {own:.3f}" for policy, (own, _) in shares.items() if own is not None and own < 1]
+    lighter = [policy for policy, (own, shared) in shares.items() if own is not None and own >= 1 > (shared or 1)]
+    lines = []
+    if impossible:
+        lines.append(
+            f"below the own bound: {', '.join(impossible)}. No step can be: the machine was busier while the profile "
+            "was measured than during the bench; on an idle machine, measure again (JAXFERRY_CACHE_DIR=off)"
+        )
+    if lighter:
+        lines.append(f"below the bound: {', '.join(lighter)}, whose plan does not move every layer both ways")
+    return lines
 
 
 def _table(first: str, *rest: str, title: str) -> Table:

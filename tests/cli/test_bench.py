@@ -10,10 +10,11 @@ import pytest
 
 import jaxferry as package
 from jaxferry.cli.model import call_model
-from jaxferry.compare import Comparison, compare_policies, works_s
+from jaxferry.compare import Comparison, PolicyRun, compare_policies, works_s
 from jaxferry.errors import InputError
 from jaxferry.profiling.records import Profile
 from jaxferry.records import read_json
+from jaxferry.report.tables import bench_lines
 from jaxferry.schedule import Lane
 
 POLICIES = ("--policy", "zero-offload", "--policy", "native-overlapped", "--policy", "exact")
@@ -165,6 +166,16 @@ def test_a_bench_refuses_bad_input(refused, user_model, options, message):
 def test_another_models_profile_is_refused_by_its_name(refused, user_model, profile):
     error = refused("bench", "--model", user_model("arrays"), "--policy", "exact", "--profile", profile, *SHORT)
     assert "profile.json" in error and "is for another model" in error
+
+
+def test_a_ratio_below_one_to_a_bound_is_explained():
+    def row(policy, own_bound_s):
+        return PolicyRun(policy, (2.0,), 2.0, own_bound_s, 1, (0.5,), {}, {})
+
+    told = bench_lines(Comparison({"update": 3.0, "compute": 1.0}, (row("exact", 2.5), row("auto", 1.5))))
+    assert any("below the own bound: exact 0.800. No step can be: the machine was busier" in line for line in told)
+    assert any("below the bound: auto, whose plan does not move" in line for line in told)
+    assert len(bench_lines(Comparison({"compute": 2.0}, (row("exact", 2.0),)))) == len(told) - 2
 
 
 def test_one_at_a_time_holds_one_state(user_model):

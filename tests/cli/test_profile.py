@@ -75,6 +75,11 @@ def test_the_table_says_that_nothing_was_measured(model: str) -> None:
     assert "head" in printed
 
 
+def test_a_machine_alone_is_estimated(model: str) -> None:
+    whole = run("--estimate", "--machine", "v100-pcie3", "--model", model, "--json")
+    assert run("--machine", "v100-pcie3", "--model", model, "--json") == whole
+
+
 def test_a_machine_of_ones_own(model: str, tmp_path: pathlib.Path) -> None:
     figures = {
         "format": "jaxferry.machine/1",
@@ -96,7 +101,6 @@ def test_a_machine_of_ones_own(model: str, tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "model_of_a_user:build", "--machine", "h100-pcie5"), "--machine h100-pcie5 needs --estimate"),
         (
             ("--model", "model_of_a_user:build", "--optimizer", "sgdw"),
             "--optimizer must be one of adamw, .* got 'sgdw'",

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 import jaxferry as package
 from jaxferry.cli.model import call_model
+from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
+from jaxferry.errors import InputError
 from jaxferry.train_step import TrainStep
 
 
@@ -42,6 +45,35 @@ def test_a_resumed_run_goes_on_where_it_ended(jaxferry, user_model, tmp_path):
     assert jaxferry("train", "--model", model, "--steps", 6, "--resume", tmp_path / "state").status == 0
     done = jaxferry("train", "--model", model, "--steps", 4, "--resume", tmp_path / "state")
     assert "nothing to do" in done.out
+
+
+def test_a_resumed_run_has_the_options_of_the_saved_one_unless_given(jaxferry, user_model, tmp_path):
+    model, first, second = user_model("arrays"), tmp_path / "first", tmp_path / "second"
+    limits = ("--policy", "l2l", "--memory-budget", "1MiB", "--optimizer", "sgd", "--learning-rate", 0.5)
+    started = jaxferry("train", "--model", model, "--steps", 2, *limits, "--save", first, "--json")
+    assert json.loads(started.out)["policy"] == "l2l"
+    resumed = jaxferry("train", "--model", model, "--steps", 3, "--resume", first, "--save", second, "--json")
+    assert json.loads(resumed.out)["policy"] == "l2l"
+    told = "as the saved run: --optimizer sgd --learning-rate 0.5 --policy l2l --memory-budget 1MiB"
+    assert told in resumed.err.splitlines()
+    again = jaxferry("train", "--model", model, "--steps", 4, "--resume", second, "--policy", "zero-offload", "--json")
+    assert json.loads(again.out)["policy"] == "zero-offload"
+    assert "as the saved run: --optimizer sgd --learning-rate 0.5 --memory-budget 1MiB" in again.err.splitlines()
+    plain = jaxferry("train", "--model", model, "--steps", 4, *limits[4:], "--json")
+    losses = [json.loads(result.out)["losses"] for result in (started, resumed, again, plain)]
+    assert losses[0] + losses[1] + losses[2] == losses[3]
+
+
+def test_a_plan_given_again_replaces_the_saved_run_s_policy(tmp_path):
+    save_options(tmp_path, {"policy": "exact", "accumulate": 2, "offload_activations": True, "profile": "p.json"})
+    known = ("policy", "plan", "accumulate", "offload_activations", "profile")
+    kept = resumed_options(tmp_path, known, {"plan", "profile"})
+    assert kept == {"accumulate": 2, "offload_activations": True}
+    assert as_arguments(kept) == "--accumulate 2 --offload-activations"
+    assert resumed_options(tmp_path, known, ())["profile"] == str(Path("p.json").absolute())
+    assert resumed_options(tmp_path / "none", known, ()) == {}
+    with pytest.raises(InputError, match=r"train.json: unknown option 'accumulate'; known are policy, plan"):
+        resumed_options(tmp_path, known[:2], ())
 
 
 @pytest.mark.parametrize(
@@ -107,6 +139,8 @@ def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkey
         ("arrays", ("--plan", "none.json"), "cannot read none.json"),
         ("arrays", ("--resume", "nowhere"), "nowhere is not a JaxFerry checkpoint"),
         ("arrays", ("--memory-budget", "1KiB"), "memory"),
+        ("arrays", ("--learning-rate", -1), "--learning-rate must be a number above 0, got -1"),
+        ("arrays", ("--learning-rate", "nan"), "--learning-rate must be a number above 0, got nan"),
         ("arrays", ("--compute-dtype", "int8"), "--compute-dtype must be a floating dtype"),
         ("arrays", ("--steps", 0, "--trace", "t.json"), "--trace needs at least one step"),
     ],

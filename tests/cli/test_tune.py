@@ -122,4 +122,17 @@ def test_nothing_is_written_over_the_points_of_a_plot():
     figure.canvas.draw()
     assert not axes.texts
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
-    assert [text.get_text() for text in legend.get_texts()] == ["1", "knee"]
+    assert [text.get_text() for text in legend.get_texts()] == ["Pareto front", "reserve factor 1", "knee"]
+
+
+def test_a_plot_joins_only_the_points_that_no_other_beats():
+    front, beaten = [point(10, 10.0), point(20, 2.0), point(90, 1.2)], [point(20, 3.0), point(95, 1.2)]
+    points = [dataclasses.replace(p, reserve_factor=i / 10) for i, p in enumerate([*beaten, *front])]
+    (axes,) = sweep_figure(points, points[3]).axes
+    joined = [line for line in axes.lines if line.get_linestyle() != "None"]
+    assert len(joined) == 1 and joined[0].get_drawstyle() == "steps-post"
+    assert list(joined[0].get_ydata()) == [10.0, 2.0, 1.2, 1.2]
+    assert [bytes * 2**30 for bytes in joined[0].get_xdata()] == [10, 20, 90, 95]
+    dots = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    faint = [(line.get_ydata()[0], line.get_alpha()) for line in dots if line.get_alpha() != 1]
+    assert len(dots) == 5 and faint == [(3.0, 0.3), (1.2, 0.3)]

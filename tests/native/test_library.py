@@ -53,6 +53,18 @@ def test_a_library_for_this_jaxlib_is_taken(fake):
     assert found.build_info["compiler"] == "a test"
 
 
+@pytest.mark.parametrize("share", [0.002, 0.02, 0.3, 0.9, 0.999])
+def test_a_truncated_library_is_refused_before_it_is_loaded(fake, share):
+    path = fake()
+    size = path.stat().st_size
+    os.truncate(path, int(size * share))
+    assert re.search(rf"ends after {int(size * share)} bytes|has {int(size * share)} of {size} bytes", refusal(path))
+
+
+def test_a_library_that_describes_itself_by_deeply_nested_json_is_refused(fake):
+    assert "nested JSON" in refusal(fake(info="[" * 100_000))
+
+
 def test_the_host_step_is_asked_of_the_cpu_s_library_alone(fake):
     assert "lacks jaxferry_host_step" in refusal(fake(targets=TARGETS))
     assert inspect_library(fake("CUDA", targets=TARGETS), "CUDA").is_available

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxferry.errors import InputError
 from jaxferry.native import library
 from jaxferry.profiling.cache import MeasurementCache, cache_directory, num_threads, surroundings
 
@@ -48,6 +49,7 @@ def test_another_device_number_of_threads_or_version_is_not_found(cache, tmp_pat
         lambda text: text.replace("0.125", "NaN"),
         lambda text: text.replace("0.125", "-1"),
         lambda text: text.replace("0.125", "true"),
+        lambda text: text.replace("0.125", "1e300"),
         lambda text: text.replace("0.125", '"fast"'),
         lambda text: text.replace("jaxferry.measurement/", "jaxferry.measurement/9"),
         lambda text: json.dumps(json.loads(text) | {"key": "another"}),
@@ -121,6 +123,12 @@ def test_the_environment_names_the_folder_or_none(monkeypatch, tmp_path):
     assert cache_directory() == tmp_path / "own"
     monkeypatch.setenv("JAXFERRY_CACHE_DIR", "off")
     assert cache_directory() is None
+
+
+def test_a_folder_of_a_user_that_does_not_exist_is_named(monkeypatch):
+    monkeypatch.setenv("JAXFERRY_CACHE_DIR", "~nosuchuser/x")
+    with pytest.raises(InputError, match=r"JAXFERRY_CACHE_DIR must be a folder or .*'~nosuchuser/x'"):
+        cache_directory()
 
 
 def test_surroundings_tell_devices_and_emulated_links_apart():

@@ -1,0 +1,70 @@
+"""The options of a training run, kept beside its saved state so that a resumed run has them too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxferry.errors import InputError
+from jaxferry.options import ESTIMATE, MEASURE
+from jaxferry.records import check_format, load_record, write_json
+
+FORMAT = "jaxferry.train/1"
+_FILE = "train.json"
+_EXCLUDING = {"policy": "plan", "plan": "policy"}
+"""Options that exclude each other: one that is given replaces the other of the saved run."""
+
+
+def save_options(folder: Path, options: Mapping[str, Any]) -> None:
+    """Writes options that are not at their defaults into a saved state's folder.
+
+    Args:
+      folder: the saved state.
+      options: JSON values and paths, by the names of the command's arguments.
+    """
+    document = {"format": FORMAT, "options": {name: _absolute(name, value) for name, value in options.items()}}
+    fresh = folder / f"{_FILE}.new"
+    write_json(fresh, document)
+    os.replace(fresh, folder / _FILE)
+
+
+def resumed_options(folder: Path, known: Collection[str], given: Collection[str]) -> dict[str, Any]:
+    """The saved run's options that this command line does not give.
+
+    Args:
+      folder: the saved state; without a file of options (a state that a program saved) there are none.
+      known: names of the options that are kept.
+      given: names of the options on this command line.
+
+    Raises:
+      InputError: if the file is damaged.
+    """
+    if not (folder / _FILE).is_file():
+        return {}
+    options = load_record(folder / _FILE, _read)
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise InputError(f"{folder / _FILE}: unknown option {unknown[0]!r}; known are {', '.join(known)}")
+    replaced = {*given, *(_EXCLUDING[name] for name in given if name in _EXCLUDING)}
+    return {name: value for name, value in options.items() if name not in replaced}
+
+
+def as_arguments(options: Mapping[str, Any]) -> str:
+    """The options as the command line would give them."""
+    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in options.items()]
+    return " ".join(flags)
+
+
+def _read(document: Any) -> dict[str, Any]:
+    options = check_format(document, FORMAT).get("options")
+    if not isinstance(options, dict):
+        raise InputError(f"options must be a JSON object, got {options!r}")
+    return options
+
+
+def _absolute(name: str, value: Any) -> Any:
+    """The run may be resumed in another folder, so files are named by absolute paths."""
+    is_file = name == "plan" or (name == "profile" and value not in (MEASURE, ESTIMATE))
+    return str(Path(value).absolute()) if is_file else value
