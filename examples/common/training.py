@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jaxferry
-from jaxferry.engine.interrupts import deferred_interrupts
+from jaxferry.engine.interrupts import Terminated, deferred_interrupts, raising_terminated
 from jaxferry.errors import InputError
 
 NUM_VALIDATION_BATCHES = 4
@@ -69,20 +69,24 @@ class Run:
             self.carried = load_carried(resume, self.state.step, self.carried)
 
     def finish(self, steps, metrics_file=None, save=None):
-        """Validates, trains up to a step, saves and validates; returns the exit status: 130 after Ctrl-C, else 0."""
+        """Validates, trains up to a step, saves and validates.
+
+        Returns the exit status: 130 after Ctrl-C, 143 after SIGTERM (a cluster takes the machine away), else 0.
+        """
         self.validate()
-        interrupted = self.train(steps, metrics_file, append=self.is_resumed)
-        if save:
-            self.save(save)
-        if interrupted:
+        with raising_terminated():
+            status = self.train(steps, metrics_file, append=self.is_resumed)
+            if save:
+                self.save(save)
+        if status:
             fate = f"saved, go on with --resume {save}" if save else "nothing was saved (no --save)"
             console.print(f"interrupted after step {self.state.step}: {fate}", soft_wrap=True)
-            return 130
+            return status
         self.validate()
         return 0
 
     def train(self, steps, metrics_file, append):
-        """Trains up to a step and shows the progress; returns whether Ctrl-C interrupted it."""
+        """Trains up to a step and shows the progress; returns the exit status as `finish` does."""
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(open(metrics_file, "a" if append else "w")) if metrics_file else None
             progress = stack.enter_context(make_progress())
@@ -97,9 +101,11 @@ class Run:
                     progress.update(task, completed=self.state.step, description=told)
                     if not console.is_terminal and self.state.step % max(1, steps // 10) == 0:
                         console.print(f"{self.state.step}/{steps}  {told}")
+            except Terminated as terminated:
+                return terminated.status
             except KeyboardInterrupt:
-                return True
-        return False
+                return 130
+        return 0
 
     def train_one(self, out, is_compiled):
         """Runs one step; returns its record for --metrics and writes it to the file, if any."""

@@ -23,6 +23,7 @@ from jaxferry.cli.step_options import (
 from jaxferry.compare import plan_counts
 from jaxferry.engine import TrainState
 from jaxferry.engine.host.checkpoint import check_target
+from jaxferry.engine.interrupts import Terminated, raising_terminated
 from jaxferry.errors import InputError
 from jaxferry.plan.registry import policies
 from jaxferry.records import write_json
@@ -94,11 +95,16 @@ def train(
         step = _step_of(user, values, record_steps=0 if trace is None else _STEPS_IN_TRACE)
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
         run = _Run(user, step, state, console)
-        was_interrupted = run.train(steps)
-    if save is not None:
-        run.save(save, {name: values[name] for name in _KEPT if name in given})
-    run.report(trace, as_json)
-    return _INTERRUPTED if was_interrupted else 0
+    with raising_terminated():
+        with user_code(model):
+            status = run.train(steps)
+        if save is not None:
+            run.save(save, {name: values[name] for name in _KEPT if name in given})
+        if status:
+            fate = "nothing is saved (no --save)" if save is None else f"saved, continue with --resume {save}"
+            console.print(f"ended after step {run.state.step}: {fate}", soft_wrap=True, markup=False)
+        run.report(trace, as_json)
+    return status
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -132,17 +138,19 @@ class _Run:
         self._step_s: list[float] = []
         self._peak = 0
 
-    def train(self, steps: int) -> bool:
-        """Trains up to a step; returns whether Ctrl-C interrupted it."""
+    def train(self, steps: int) -> int:
+        """Trains up to a step; returns the exit status: 0, 130 after Ctrl-C, 143 after SIGTERM."""
         try:
             while self.state.step < steps:
                 self._train_one()
                 if self.state.step % max(1, steps // _LINES) == 0:
                     status = f"loss {self._losses[-1]:.4f}  {format_seconds(self._step_s[-1])} per step"
                     self._console.print(f"{self.state.step}/{steps}  {status}")
+        except Terminated as terminated:
+            return terminated.status
         except KeyboardInterrupt:
-            return True
-        return False
+            return _INTERRUPTED
+        return 0
 
     def _train_one(self) -> None:
         start_s = time.perf_counter()

@@ -262,7 +262,7 @@ class TrainState:
         with deferred_interrupts():
             self.resident = {}
             self.host.arrange(layers)
-        self._is_arranged = True
+            self._is_arranged = True
 
     def fill(self) -> None:
         """Makes the compute copy of the parameters, if it does not exist."""

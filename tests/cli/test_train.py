@@ -110,17 +110,27 @@ def test_where_nothing_can_be_written_is_told_before_anything_is_trained(option,
     assert "loss" not in result.err and not result.out
 
 
-def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkeypatch):
-    take = TrainStep.__call__
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkeypatch, number, status):
+    take, save = TrainStep.__call__, TrainStep.save
 
     def interrupted(self, state, *args, **kwargs):
         if state.step == 2:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return take(self, state, *args, **kwargs)
 
+    def saved(self, *args):
+        if number == signal.SIGTERM:
+            signal.raise_signal(number)  # a scheduler may insist
+        save(self, *args)
+
     monkeypatch.setattr(TrainStep, "__call__", interrupted)
+    monkeypatch.setattr(TrainStep, "save", saved)
+    before = signal.getsignal(number)
     result = jaxferry("train", "--model", user_model("functions"), "--steps", 9, "--save", tmp_path / "state", "--json")
-    assert result.status == 130
+    assert result.status == status
+    assert signal.getsignal(number) == before
+    assert f"ended after step 2: saved, continue with --resume {tmp_path / 'state'}" in result.err
     assert json.loads(result.out)["steps"] == 2
     monkeypatch.undo()
     step = package.train_step(call_model(user_model("functions")).loss_fn, optax.adamw(1e-3))

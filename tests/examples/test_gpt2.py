@@ -328,22 +328,22 @@ def test_options_reach_the_training(args, small, cache, text, tmp_path):
     assert 0 < peak <= (whole / 2 if "bfloat16" in args else whole)
 
 
-@pytest.mark.parametrize("saving", [True, False])
+@pytest.mark.parametrize(("saving", "number", "status"), [(True, signal.SIGTERM, 143), (False, signal.SIGINT, 130)])
 def test_an_interrupted_run_is_saved_where_that_was_asked_for(
-    saving, small, cache, text, tmp_path, monkeypatch, capsys
+    saving, number, status, small, cache, text, tmp_path, monkeypatch, capsys
 ):
     draw = data.Batches.__call__
 
     def interrupt(self, step):
         if step == 5:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return draw(self, step)
 
     saved = tmp_path / "saved"
     save = ["--save", saved] if saving else []
     with monkeypatch.context() as patch:
         patch.setattr(data.Batches, "__call__", interrupt)
-        assert run(text, "--steps", 50, *save) == 130
+        assert run(text, "--steps", 50, *save) == status
     assert saved.exists() == saving
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("interrupted after step 5: " + ("saved" if saving else "nothing was saved"))

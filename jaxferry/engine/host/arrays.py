@@ -78,10 +78,20 @@ class HostArrays:
         return found
 
     def arrange(self, layers: Sequence[Layer]) -> None:
-        """Arranges the arrays in these parameter groups; `vectors` is empty afterwards."""
+        """Arranges the arrays in these parameter groups; `vectors` is empty afterwards.
+
+        If that fails (host memory is short), the arrays stay in the groups that they were in.
+        """
         masters, state = self._pieces(self.masters()), self._pieces(self.optimizer_state())
-        self.layers, self.units, self.vectors = tuple(layers), [], []
-        self.units = self._make_units(masters, state)
+        before = self.layers
+        # Only the pieces hold the arrays now, so that arrays that are cut do not exist twice.
+        self.layers, self.units, self.vectors, self._frozen = tuple(layers), [], [], {}
+        try:
+            self.units = self._make_units(masters, state)
+        except BaseException:
+            self.layers = before
+            self.units = self._make_units(self._pieces(masters.left()), self._pieces(state.left()))
+            raise
 
     def replace_masters(self, masters: list[jax.Array]) -> None:
         """Replaces all parameters; `vectors` is empty afterwards.

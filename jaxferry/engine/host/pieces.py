@@ -70,17 +70,24 @@ class Pieces:
         name, part = key
         known = self._arrays[name]
         if part not in known:
-            found = together(known)
-            known.clear()
-            whole = found.whole() if isinstance(found, Stacked) else found
-            if part is None:
-                known[None] = on_host(whole, self._placement)
-            else:
-                for number in range(part.length):
-                    one = Part(number, part.length, part.axis)
-                    known[one] = cut(whole, one, self._placement)
+            known = self._arrays[name] = self._in_form_of(part, together(known))
         self._given[key] = known.pop(part)
         return self._given[key]
+
+    def left(self) -> dict[Any, dict[Part | None, Any]]:
+        """Returns all arrays by name and part, taken or not, each once."""
+        found = {name: dict(parts) for name, parts in self._arrays.items()}
+        for (name, part), array in self._given.items():
+            found[name][part] = array
+        return found
+
+    def _in_form_of(self, part: Part | None, found: Any) -> dict[Part | None, Any]:
+        """Cuts an array into parts like this one, or joins its parts if that is None."""
+        whole = found.whole() if isinstance(found, Stacked) else found
+        if part is None:
+            return {None: on_host(whole, self._placement)}
+        ones = [Part(number, part.length, part.axis) for number in range(part.length)]
+        return {one: cut(whole, one, self._placement) for one in ones}
 
 
 def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> jax.Array:
