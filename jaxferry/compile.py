@@ -22,6 +22,7 @@ from jaxferry.engine import (
     Peak,
     Placement,
     PrefetchSlot,
+    Process,
     Programs,
     Recorder,
     RematVariants,
@@ -315,10 +316,11 @@ class Shared:
       placement: where arrays live.
       prefetch: holds the prefetched copies.
       recorder: records when tasks start and end; None records nothing.
+      process: the process that has the threads.
     """
 
     def __init__(self, placement: Placement, options: Options) -> None:
-        self.placement, self.prefetch = placement, PrefetchSlot()
+        self.placement, self.prefetch, self.process = placement, PrefetchSlot(), Process()
         self.recorder = Recorder(options.record_steps) if options.record_steps else None
         self._lanes = make_lanes(placement.is_cpu)
         self._has_warned = False

@@ -221,7 +221,7 @@ class TrainStep:
             `accumulate` that after the last update.
           BudgetError: if no plan fits into `memory_budget`.
           TaskError: if a task of this step or of the previous one failed; the message states the outcome.
-          StateError: if the state belongs to another step, or is damaged.
+          StateError: if the state belongs to another step or to the parent of this forked process, or is damaged.
         """
         prepared = self._arranged(state, args, kwargs)
         state.fill()
@@ -402,6 +402,7 @@ class TrainStep:
 
     def _adopt(self, params: Any) -> Compiler:
         """Returns the compiler for a model's tree: the current one if the tree is the same, else a new one."""
+        self._shared.process.check()
         if self._compiler is None or self._compiler.model.params != abstract(params):
             model = Model(params, self._optax, self._options, self._placement, self._wanted_transport)
             self._compiler = Compiler(model, self._loss_fn, self._options, self._shared)
@@ -412,8 +413,9 @@ class TrainStep:
         """What prepares steps and evaluations of the model.
 
         Raises:
-          StateError: if there is no model yet.
+          StateError: if there is no model yet, or this is a forked child.
         """
+        self._shared.process.check()
         if self._compiler is None:
             raise StateError("this step has no model yet: call init, init_from, restore or declare first")
         return self._compiler

@@ -20,6 +20,7 @@ from jaxferry.engine.memory import Footprint, Peak, footprints, loads_ahead, pea
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.prefetch import PrefetchSlot
+from jaxferry.engine.process import Process
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target, program_keys, with_sums
 from jaxferry.engine.programs import Programs, derivatives_of, lower_traced, trace_program
 from jaxferry.engine.ready_tasks import TaskList
@@ -44,6 +45,7 @@ __all__ = [
     "Peak",
     "Placement",
     "PrefetchSlot",
+    "Process",
     "ProgramKey",
     "ProgramKind",
     "Programs",

@@ -28,6 +28,7 @@ from jaxferry.engine.pending import (
 )
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import Prefetch
+from jaxferry.engine.process import Process
 from jaxferry.engine.transport.base import DeviceLayer
 from jaxferry.errors import StateError
 from jaxferry.partition import Layer
@@ -77,7 +78,7 @@ class TrainState:
         self.pending: PendingStep | None = None
         self.prefetch: Prefetch | None = None
         self.accumulated = Accumulated()
-        self._tree, self.optimizer, self._placement = tree, optimizer, placement
+        self._tree, self.optimizer, self._placement, self._process = tree, optimizer, placement, Process()
 
     def __repr__(self) -> str:
         arrays = [array for unit in self.host.units for array in (*unit.masters, *unit.state)]
@@ -177,8 +178,9 @@ class TrainState:
 
         Raises:
           TaskError: if no update had begun; the state is rolled back.
-          StateError: if an update had begun; the state lies between two steps.
+          StateError: if an update had begun; the state lies between two steps. Or if this is a forked child.
         """
+        self._process.check()
         pending = self.pending
         if pending is not None and pending.work.failure is not None:
             self.pending = None
@@ -215,6 +217,7 @@ class TrainState:
 
     def settle(self) -> None:
         """Waits for all updates in flight; raises as `check` does."""
+        self._process.check()
         if self.pending is not None:
             self.pending.work.wait()
         self.check()
