@@ -473,6 +473,8 @@ def _recomputable(profile: Profile) -> Profile:
 
 def rules_of(options: Options) -> Rules:
     """The update rules that the options of `train_step` ask for."""
-    scale = options.loss_scale
+    scale, clips, check = options.loss_scale, options.clip_norm is not None, options.check_gradients
     is_adapted = scale is not None and scale.is_dynamic
-    return Rules(options.clip_norm is not None, options.skip_nonfinite, is_adapted, options.accumulate)
+    # Where updates wait for the norm anyway, the check costs nothing.
+    checks = clips or options.accumulate > 1 if check is None else check
+    return Rules(clips, options.skip_nonfinite, is_adapted or checks, options.accumulate)

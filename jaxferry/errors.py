@@ -33,7 +33,7 @@ class NonFiniteError(JaxFerryError, FloatingPointError):
 
     Attributes:
       step: the step in which it occurred, counted from 0.
-      layer: the first layer with a non-finite output, or None if all outputs are finite.
+      layer: the first layer with a non-finite output; if all outputs are finite, the first with a non-finite gradient.
     """
 
     def __init__(self, message: str, step: int, layer: str | None):

@@ -40,6 +40,7 @@ class Options:
     profile: Profile | str | None = None
     remat: Any = "none"
     skip_nonfinite: bool = False
+    check_gradients: bool | None = None
     record_steps: int = 0
     accumulate: int = 1
     loss_scale: LossScale | None = None
@@ -59,6 +60,7 @@ def read_options(
     profile: Any,
     remat: Any,
     skip_nonfinite: Any,
+    check_gradients: Any,
     record_steps: Any,
     accumulate: Any,
     loss_scale: Any,
@@ -85,6 +87,7 @@ def read_options(
         profile=profile if profile in (MEASURE, ESTIMATE) else _read_record(Profile, profile, "profile"),
         remat=check_remat(remat),
         skip_nonfinite=_read_flag(skip_nonfinite, "skip_nonfinite"),
+        check_gradients=None if check_gradients is None else _read_flag(check_gradients, "check_gradients"),
         record_steps=_read_count(record_steps, 0, "record_steps must be a number of steps"),
         accumulate=_read_count(accumulate, 1, "accumulate must be a number of micro-batches"),
         loss_scale=_read_loss_scale(loss_scale, compute_dtype, accumulate),

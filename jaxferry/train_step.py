@@ -8,6 +8,7 @@ state, metrics = step(state, batch)
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,6 +56,7 @@ def train_step(
     remat: Any = "none",
     offload_activations: bool = False,
     skip_nonfinite: bool = False,
+    check_gradients: bool | None = None,
     device: jax.Device | None = None,
     transport: str | None = None,
     record_steps: int = 0,
@@ -104,6 +106,10 @@ def train_step(
         is, and each value crosses the link twice. Results are bit-identical.
       skip_nonfinite: skip updates whose loss or gradients are not finite; the state stays unchanged. By default a
         non-finite loss raises `NonFiniteError` (the state stays unchanged as well).
+      check_gradients: whether a non-finite gradient raises `NonFiniteError` before its update, as a loss does. True:
+        always; updates then wait for all gradients. None: where they wait for the gradients' norm anyway, which is with
+        `clip_norm` and `accumulate`; elsewhere the update is applied, with a warning. False: never, for optimizers that
+        handle such gradients (`optax.zero_nans`).
       device: the device to train on; by default JAX's first.
       transport: `"ferry"`: the native library moves layers and gradients on its own queues and computes in host memory
         (the default if it is built and no parameter is trained in float64). `"device_put"`: plain JAX does both by
@@ -132,6 +138,7 @@ def train_step(
         remat=remat,
         offload_activations=offload_activations,
         skip_nonfinite=skip_nonfinite,
+        check_gradients=check_gradients,
         record_steps=record_steps,
         accumulate=accumulate,
         loss_scale=loss_scale,
@@ -217,8 +224,8 @@ class TrainStep:
           function's auxiliary result, if it has one); `device_param_bytes_peak` (bytes).
 
         Raises:
-          NonFiniteError: if the loss is not finite, unless `skip_nonfinite`; the state is that before the step, or with
-            `accumulate` that after the last update.
+          NonFiniteError: if the loss is not finite, unless `skip_nonfinite`, or a gradient (see `check_gradients`); the
+            state is that before the step, or with `accumulate` that after the last update.
           BudgetError: if no plan fits into `memory_budget`.
           TaskError: if a task of this step or of the previous one failed; the message states the outcome.
           StateError: if the state belongs to another step or to the parent of this forked process, or is damaged.
@@ -428,21 +435,17 @@ class TrainStep:
         state.check()
 
     def _metrics(self, number: int, parts: Partition, result: StepResult) -> dict[str, Any]:
-        loss = np.asarray(result.loss)
         is_lost = not result.is_finite and not self._options.skip_nonfinite
         scale = self._options.loss_scale
         if is_lost and scale is not None and scale.is_dynamic and result.loss_scale > 1:
             is_lost = False  # the next step has a smaller scale
         if is_lost:
-            finite = [bool(flag) for flag in result.finite]
-            layer = parts.segments[finite.index(False)].name if False in finite else None
-            left = "before the step" if self._options.accumulate == 1 else "after the last update"
-            raise NonFiniteError(
-                f"the loss of step {number} is {loss}{', a gradient is not finite' if np.isfinite(loss) else ''}; the "
-                f"first layer with a non-finite output is {layer!r}; the state is that {left} "
-                "(skip_nonfinite=True skips such steps)",
-                number,
-                layer,
+            raise self._nonfinite(number, parts, result)
+        if result.is_applied and result.nonfinite_gradient is not None and self._options.check_gradients is None:
+            warnings.warn(
+                f"step {number} has applied gradients that are not finite (layer {result.nonfinite_gradient!r}): "
+                "check_gradients=True raises an error before the update, skip_nonfinite=True skips it",
+                stacklevel=3,
             )
         metrics: dict[str, Any] = {
             "loss": result.loss,
@@ -457,6 +460,18 @@ class TrainStep:
         if parts.aux_tree is not None:
             metrics["aux"] = jax.tree.unflatten(parts.aux_tree, result.aux)
         return metrics
+
+    def _nonfinite(self, number: int, parts: Partition, result: StepResult) -> NonFiniteError:
+        """The error for a step whose loss or gradients are not finite."""
+        loss, finite = np.asarray(result.loss), [bool(flag) for flag in result.finite]
+        layer = parts.segments[finite.index(False)].name if False in finite else result.nonfinite_gradient
+        what = f"the loss of step {number} is {loss}; the first layer with a non-finite output is {layer!r}"
+        if np.isfinite(loss) and result.nonfinite_gradient is not None:
+            layer = result.nonfinite_gradient
+            what = f"the loss of step {number} is {loss}, but the gradient of layer {layer!r} is not finite"
+        left = "before the step" if self._options.accumulate == 1 else "after the last update"
+        told = f"{what}; the state is that {left} (skip_nonfinite=True skips such steps)"
+        return NonFiniteError(told, number, layer)
 
 
 def _leaves(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:

@@ -1,5 +1,8 @@
 """A training state in users' hands: printed, copied, and changed between steps."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,3 +169,20 @@ def test_what_no_array_can_hold_is_named(step, args, kwargs, message):
 def test_parameters_with_swapped_bytes_are_named():
     with pytest.raises(jaxferry.InputError, match="parameter 'first/w' has byte-swapped elements"):
         jaxferry.train_step(loss_fn, ADAM).init(jax.tree.map(swapped, params_of()))
+
+
+def test_a_dropped_training_step_and_its_state_are_freed_without_a_garbage_collection():
+    def build():
+        step = jaxferry.train_step(lambda params, batch: loss_fn(params, batch), ADAM)
+        state = step.init(params_of())
+        after(step, state, 2)
+        state.block_until_ready()
+        arrays = [weakref.ref(array) for unit in state.host.units for array in (*unit.masters, *unit.state)]
+        return [weakref.ref(step), weakref.ref(state), *arrays]
+
+    gc.disable()
+    try:
+        left = build()
+        assert len(left) > 10 and all(reference() is None for reference in left)
+    finally:
+        gc.enable()

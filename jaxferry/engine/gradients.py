@@ -11,9 +11,11 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, StepProgram
@@ -191,6 +193,14 @@ class StepGradients:
     def squared_norms(self) -> list[SquaredNorm]:
         """The squared norm of each group's whole gradient, in the order of the groups."""
         return [self._taken_norms[group] for group in sorted(self._taken_norms)]
+
+    def first_nonfinite(self) -> int | None:
+        """The first group whose gradient has a squared norm that is not finite; waits for the norms."""
+        for group in sorted(self._taken_norms):
+            norm = self._taken_norms[group]
+            if not np.isfinite(np.asarray(norm.result() if isinstance(norm, Future) else norm)):
+                return group
+        return None
 
     def recycle(self, unit: UpdateGroup) -> None:
         """Returns the vectors of used gradients to the transport.

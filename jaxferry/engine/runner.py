@@ -10,6 +10,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from jaxferry.engine.executor import execute
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
@@ -218,9 +221,20 @@ def collect_results(step: StepContext) -> StepResult:
         state.forget_accumulated()
     aux = [values[atom] if isinstance(atom, int) else atom.val for atom in partition.aux]
     loss, peak = values[partition.loss], step.runnable.resources.transport.held.peak
-    result = StepResult(loss, aux, norm, is_finite, is_finite and step.is_last, scale.value, step.finite, peak)
+    is_applied, layer = is_finite and step.is_last, _nonfinite_gradient(step, norm)
+    result = StepResult(loss, aux, norm, is_finite, is_applied, scale.value, step.finite, layer, peak)
     step.release()
     return result
+
+
+def _nonfinite_gradient(step: StepContext, norm: jax.Array | None) -> str | None:
+    """The first layer whose gradient is not finite; the norm of all is known by now."""
+    if norm is None or np.isfinite(np.asarray(norm)):
+        return None
+    group = step.gradients.first_nonfinite()
+    # The sum of finite squares may overflow.
+    layers = step.program.partition.layers
+    return ", ".join(layer.name for layer in layers) if group is None else layers[group].name
 
 
 def _accumulated(step: StepContext, is_finite: bool) -> Accumulated:

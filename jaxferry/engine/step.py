@@ -46,6 +46,7 @@ class StepResult:
       is_applied: whether the state was updated.
       loss_scale: the factor on the loss for the backward.
       finite: for each segment, whether its outputs are finite; boolean scalars on the device.
+      nonfinite_gradient: the first layer whose gradient is not finite; None if all are, or before the last micro-batch.
       device_param_bytes_peak: the most bytes of parameters on the device at any time.
     """
 
@@ -56,6 +57,7 @@ class StepResult:
     is_applied: bool
     loss_scale: float
     finite: list[jax.Array]
+    nonfinite_gradient: str | None
     device_param_bytes_peak: int
 
 
@@ -66,7 +68,7 @@ class Rules:
     Attributes:
       clips: whether updates need the global norm.
       skip_nonfinite: whether a nonfinite loss or gradient skips the whole step.
-      checks_gradients: whether a nonfinite gradient skips its update.
+      checks_gradients: whether a nonfinite gradient skips the update, which waits for the global norm.
       accumulate: the number of micro-batches per update, which takes their mean gradient.
     """
 
