@@ -342,17 +342,22 @@ class TrainStep:
         """
         return None if self._shared.recorder is None else self._shared.recorder.run()
 
-    def save(self, state: TrainState, path: str | os.PathLike[str]) -> None:
+    def save(self, state: TrainState, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
         """Saves parameters, optimizer state and step number as an Orbax checkpoint; waits for updates in flight.
 
-        With `accumulate`, this is the state after the last update; later micro-batches are neither saved nor counted.
+        An existing checkpoint is replaced atomically once the new one is on the disk: however the process ends, the
+        path holds the old or the new one. Other files in its folder are kept. With `accumulate`, this is the state
+        after the last update; later micro-batches are neither saved nor counted.
 
         Args:
           state: the training state.
-          path: a folder; an existing checkpoint is replaced.
+          path: a local folder; an existing checkpoint is replaced, a symbolic link is followed.
+          extra: arrays of the user's own, by name, that are saved with the state; `restore` returns them as
+            `state.extra`.
 
         Raises:
-          CheckpointError: if `path` exists and is not a checkpoint, or cannot be written.
+          CheckpointError: if `path` is remote, exists and is not a checkpoint, or cannot be written.
+          InputError: if `extra` is not a mapping from names to arrays of numbers.
         """
         self._check(state)
         state.settle()
@@ -364,6 +369,7 @@ class TrainStep:
             dictionary_paths=checkpoint.dictionary_paths(params),
             optimizer=state.stored_optimizer_state(),
             loss_scale=[state.loss_scale.value, state.loss_scale.num_finite] if state.loss_scale.is_dynamic else None,
+            extra=checkpoint.check_extra(extra or {}),
         )
         checkpoint.save(saved, os.fspath(path))
         state.checkpoint = os.fspath(path)
@@ -377,7 +383,12 @@ class TrainStep:
             if this step has been initialised before, or if the tree consists of dictionaries.
 
         Raises:
-          CheckpointError: if there is no checkpoint, or it does not match the model or the optimizer.
+          CheckpointError: if there is no checkpoint, it is damaged (the message names the leaf and the file), or does
+            not match the model or the optimizer.
+
+        Warns:
+          UserWarning: if the checkpoint is of an older version, without digests, or if an interrupted save left it
+            beside the path.
         """
         saved, known = checkpoint.load(os.fspath(path)), self._compiler
         if params is None:
@@ -388,7 +399,7 @@ class TrainStep:
             # A state in training keeps its model.
             self._compiler = known
             raise
-        state.checkpoint = os.fspath(path)
+        state.checkpoint, state.extra = os.fspath(path), dict(saved.extra)
         return state
 
     def _restored(self, saved: checkpoint.Checkpoint, params: Any) -> TrainState:

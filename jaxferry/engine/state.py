@@ -52,6 +52,7 @@ class TrainState:
       optimizer: the host optimizer.
       damage: the error message if a failed update left the state between two steps, else None.
       checkpoint: the folder of the last save or restore; None if there is none.
+      extra: the user's own arrays in the checkpoint that the state was restored from, by name.
       pending: the last step, while its updates are in flight.
       prefetch: the copies loaded, or in flight, for the next step.
       accumulated: sums of micro-batches since the last update.
@@ -75,6 +76,7 @@ class TrainState:
         self.resident: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
         self.checkpoint: str | None = None
+        self.extra: dict[str, np.ndarray] = {}
         self.pending: PendingStep | None = None
         self.prefetch: Prefetch | None = None
         self.accumulated = Accumulated()

@@ -1,0 +1,179 @@
+"""The arrays of a checkpoint, written and read by Orbax.
+
+A leaf that the state stores in parts (layers of a scan) is written in parts, without a copy, and read whole. Orbax
+knows arrays by number: "params.3" is the fourth parameter, "params.3.0" its first part. Many arrays share one file.
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+
+from jaxferry.engine.host.checkpoint.about import About, Leaf
+from jaxferry.engine.host.checkpoint.digests import digest
+from jaxferry.engine.host.checkpoint.paths import reason
+from jaxferry.engine.host.pieces import Stacked
+from jaxferry.errors import CheckpointError
+
+FOLDER = "arrays"
+"""The folder, relative to the checkpoint."""
+
+Leaves = Mapping[str, Any]
+"""Arrays by path; `Stacked` where they are in parts."""
+
+
+def describe(leaves: Leaves) -> list[Leaf]:
+    """Returns what `about` says of arrays; computes their digests."""
+    return [
+        Leaf(name, tuple(leaf.shape), str(leaf.dtype), leaf.axis if isinstance(leaf, Stacked) else None, digest(leaf))
+        for name, leaf in leaves.items()
+    ]
+
+
+def write_arrays(parts: Mapping[str, Leaves], checkpoint: pathlib.Path) -> None:
+    """Writes the arrays of a checkpoint.
+
+    Args:
+      parts: the leaves of `params`, `optimizer` and `extra`.
+      checkpoint: its folder.
+    """
+    arrays = {part: _filled(_numbered(list(leaves.values()))) for part, leaves in parts.items()}
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(checkpoint / FOLDER, args=ocp.args.StandardSave(arrays))
+
+
+def read_arrays(about: About, checkpoint: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Reads the arrays of a checkpoint into host memory, and compares their digests.
+
+    Returns:
+      The leaves of `params`, `optimizer` and `extra` by path, whole.
+
+    Raises:
+      CheckpointError: if an array is missing or damaged; the message names the leaf and the file.
+    """
+    described = {"params": about.params, "optimizer": about.optimizer, "extra": about.extra}
+    if not about.has_digests:
+        del described["extra"]
+    empty = {part: _empty(leaves) for part, leaves in described.items()}
+    wanted = {part: _filled(arrays) for part, arrays in empty.items()}
+    folder = checkpoint / FOLDER
+    try:
+        if not about.has_digests:
+            _check_stored(folder, described)
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            read = checkpointer.restore(folder, args=ocp.args.StandardRestore(wanted))
+    except Exception as error:
+        raise CheckpointError(_damage(folder, described) or reason(error)) from error
+    whole = {}
+    for part, leaves in described.items():
+        arrays = {**empty[part], **read.pop(part)}
+        whole[part] = {leaf.path: _joined(part, i, leaf, arrays, folder) for i, leaf in enumerate(leaves)}
+    return {"extra": {}, **whole}
+
+
+def _numbered(leaves: Sequence[Any]) -> dict[str, Any]:
+    """Returns the arrays to write, by the number of the leaf, and of the part for a leaf in parts."""
+    arrays: dict[str, Any] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Stacked):
+            arrays |= {f"{i}.{k}": np.asarray(part) for k, part in enumerate(leaf.parts)}
+        else:
+            arrays[str(i)] = leaf
+    return arrays
+
+
+def _names(number: int, leaf: Leaf) -> list[str]:
+    """Returns the names of a leaf's arrays."""
+    return [str(number)] if leaf.axis is None else [f"{number}.{k}" for k in range(leaf.shape[leaf.axis])]
+
+
+def _empty(leaves: Sequence[Leaf]) -> dict[str, np.ndarray]:
+    """Returns arrays of the saved shapes and dtypes that take no memory."""
+    made: dict[str, np.ndarray] = {}
+    for i, leaf in enumerate(leaves):
+        shape = [length for axis, length in enumerate(leaf.shape) if axis != leaf.axis]
+        like = np.broadcast_to(np.empty((), jax.numpy.dtype(leaf.dtype)), shape)
+        made |= dict.fromkeys(_names(i, leaf), like)
+    return made
+
+
+def _filled(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the arrays that have elements; Orbax accepts no others."""
+    return {name: array for name, array in arrays.items() if array.size}
+
+
+def _joined(part: str, number: int, leaf: Leaf, arrays: dict[str, Any], folder: pathlib.Path) -> Any:
+    """Returns a leaf, made from its arrays, which it removes; checks its digest."""
+    names = _names(number, leaf)
+    own = [arrays.pop(name) for name in names]
+    found: Any = own[0] if leaf.axis is None else Stacked(tuple(own), leaf.axis)
+    if leaf.digest is not None and digest(found) != leaf.digest:
+        files = _files(folder, [f"{part}.{name}" for name in names])
+        raise CheckpointError(f"{part} {leaf.path} in {files} is damaged: its digest is another")
+    return found.whole() if isinstance(found, Stacked) else found
+
+
+def _damage(folder: pathlib.Path, described: Mapping[str, Sequence[Leaf]]) -> str | None:
+    """Reads the arrays one by one after an error; returns which leaf cannot be read, where, and why."""
+    for part, leaves in described.items():
+        for number, leaf in enumerate(leaves):
+            if not math.prod(leaf.shape):
+                continue
+            for name in _names(number, leaf):
+                try:
+                    _open_one(folder, f"{part}.{name}").read().result()
+                except Exception as error:  # noqa: BLE001 - as above
+                    return f"{part} {leaf.path} in {_files(folder, [f'{part}.{name}'])}: {reason(error)}"
+    return None
+
+
+def _check_stored(folder: pathlib.Path, described: Mapping[str, Sequence[Leaf]]) -> None:
+    """Compares shapes and dtypes with those of the stored arrays; Orbax would cut, fill and convert them."""
+    for part, leaves in described.items():
+        for name, array in _filled(_empty(leaves)).items():
+            stored = _open_one(folder, f"{part}.{name}")
+            found, declared = (stored.shape, stored.dtype.numpy_dtype), (array.shape, array.dtype)
+            if found != declared:
+                raise ValueError(
+                    f"{part} {leaves[int(name.split('.')[0])].path} is declared as {declared}, not {found}"
+                )
+
+
+def _open_one(folder: pathlib.Path, name: str) -> Any:
+    base = {"driver": "file", "path": f"{folder}/"}
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    return tensorstore.open(spec, open=True).result()
+
+
+def _files(folder: pathlib.Path, names: Sequence[str]) -> str:
+    """Returns the files, relative to the checkpoint, that hold arrays; the folder's name if it cannot be told."""
+    prefixes = tuple(f"{name}/".encode() for name in names)
+    try:
+        store = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+        root = tensorstore.ocdbt.dump(store).result()["versions"][-1]["root"]["location"]
+        files = {_file_of(place) for key, place in _places(store, root) if key.startswith(prefixes)}
+    except Exception:  # noqa: BLE001 - the file that tells is damaged too
+        files = set()
+    return " and ".join(f"{FOLDER}/{file}" for file in sorted(files)) or f"{FOLDER}/"
+
+
+def _places(store: Any, node: str) -> Iterator[tuple[bytes, str]]:
+    """Yields the keys below a node of Orbax's database, and where their values lie."""
+    for entry in tensorstore.ocdbt.dump(store, node).result()["entries"]:
+        if "location" in entry:
+            yield from _places(store, entry["location"])
+        else:
+            yield entry["key"], entry.get("indirect_value", node)
+
+
+def _file_of(place: str) -> str:
+    """Returns the file of a place, which reads "value:FOLDER:FILE:OFFSET:LENGTH"."""
+    _, base, file, _, _ = place.split(":")
+    return base + file
