@@ -5,6 +5,7 @@ state = step.init(params)
 state, metrics = step(state, batch)
 """
 
+from jaxferry.engine.host.checkpoint import SavedCheckpoint, list_checkpoints
 from jaxferry.errors import (
     BudgetError,
     CheckpointError,
@@ -32,6 +33,7 @@ __all__ = [
     "Mode",
     "NonFiniteError",
     "PartitionError",
+    "SavedCheckpoint",
     "StateError",
     "TaskError",
     "TrainState",
@@ -39,6 +41,7 @@ __all__ = [
     "adam",
     "adamw",
     "lion",
+    "list_checkpoints",
     "sgd",
     "train_step",
 ]

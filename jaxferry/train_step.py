@@ -164,6 +164,7 @@ class TrainStep:
         choose_transport(transport, self._placement)
         self._shared = Shared(self._placement, options)
         self._compiler: Compiler | None = None
+        self._saves = checkpoint.BackgroundSaves()
 
     def init(self, params: Any) -> TrainState:
         """Copies parameters into host memory and initialises the optimizer's state there, layer by layer.
@@ -342,7 +343,17 @@ class TrainStep:
         """
         return None if self._shared.recorder is None else self._shared.recorder.run()
 
-    def save(self, state: TrainState, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self,
+        state: TrainState,
+        path: str | os.PathLike[str],
+        *,
+        wait: bool = True,
+        keep_last: int | None = None,
+        keep_best: int = 0,
+        metric: float | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
         """Saves parameters, optimizer state and step number as an Orbax checkpoint; waits for updates in flight.
 
         An existing checkpoint is replaced atomically once the new one is on the disk: however the process ends, the
@@ -352,14 +363,30 @@ class TrainStep:
         Args:
           state: the training state.
           path: a local folder; an existing checkpoint is replaced, a symbolic link is followed.
+          wait: False returns once the state is copied; a thread writes the copy while training goes on. Until it is
+            written, the copy takes as much host memory as the master parameters and the optimizer state. At most one
+            save is in progress: the next one waits for it. `wait_for_saves`, the next save, and the end of the process
+            wait for it too. The first two raise its error; at the end of the process it is printed.
+          keep_last: None writes the checkpoint to `path` itself. A number writes it into `path`, under the number of
+            the step, and keeps the checkpoints that were saved last, this many. `restore(path)` reads the newest one,
+            `jaxferry.list_checkpoints(path)` lists them.
+          keep_best: with `keep_last`, the number of checkpoints with the lowest metric that are kept as well.
+          metric: a number that is saved with the state, the lower the better, such as a validation loss.
           extra: arrays of the user's own, by name, that are saved with the state; `restore` returns them as
             `state.extra`.
 
         Raises:
-          CheckpointError: if `path` is remote, exists and is not a checkpoint, or cannot be written.
-          InputError: if `extra` is not a mapping from names to arrays of numbers.
+          CheckpointError: if `path` is remote, exists and is not a checkpoint, or cannot be written; or if the last
+            save with `wait=False` failed, in which case this one has not begun.
+          InputError: if another argument is invalid.
         """
         self._check(state)
+        self.wait_for_saves()
+        if keep_last is None and keep_best:
+            raise InputError(f"keep_best needs keep_last, the number of checkpoints to keep anyway, got {keep_best}")
+        keep = None if keep_last is None else checkpoint.Keep(keep_last, keep_best)
+        # The working folder may be another one while a thread writes.
+        target = checkpoint.local_path(path)
         state.settle()
         params = self.compiler.model.params
         saved = checkpoint.Checkpoint(
@@ -369,16 +396,35 @@ class TrainStep:
             dictionary_paths=checkpoint.dictionary_paths(params),
             optimizer=state.stored_optimizer_state(),
             loss_scale=[state.loss_scale.value, state.loss_scale.num_finite] if state.loss_scale.is_dynamic else None,
-            extra=checkpoint.check_extra(extra or {}),
+            extra=checkpoint.check_extra({} if extra is None else extra),
+            metric=checkpoint.check_metric(metric),
         )
-        checkpoint.save(saved, os.fspath(path))
-        state.checkpoint = os.fspath(path)
+        if not wait:
+            checkpoint.check_target(target, saved.step, keep)
+            saved = saved.copied()
+
+        def write() -> None:
+            checkpoint.save(saved, target, keep)
+            state.checkpoint = os.fspath(path)
+
+        if wait:
+            write()
+        else:
+            self._saves.start(write)
+
+    def wait_for_saves(self) -> None:
+        """Waits until the last save with `wait=False` is on the disk.
+
+        Raises:
+          CheckpointError: if it failed; what was at its path is unchanged. Later calls do not raise this again.
+        """
+        self._saves.wait()
 
     def restore(self, path: str | os.PathLike[str], params: Any = None) -> TrainState:
-        """Reads a checkpoint; training continues from it bit-identically.
+        """Reads a checkpoint; training continues from it bit-identically. Waits for a save in progress.
 
         Args:
-          path: the folder.
+          path: the folder; of a folder of several checkpoints (`save(..., keep_last=...)`), the newest is read.
           params: a tree of the model's structure (shapes are enough); the checkpoint must match it. It may be omitted
             if this step has been initialised before, or if the tree consists of dictionaries.
 
@@ -390,6 +436,7 @@ class TrainStep:
           UserWarning: if the checkpoint is of an older version, without digests, or if an interrupted save left it
             beside the path.
         """
+        self._saves.settle()
         saved, known = checkpoint.load(os.fspath(path)), self._compiler
         if params is None:
             params = saved.dictionary() if known is None else known.model.params

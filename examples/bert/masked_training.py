@@ -67,6 +67,8 @@ def make_app(example):
         lr: command_line.LearningRate = None,
         metrics: command_line.Metrics = None,
         save: command_line.Save = None,
+        save_every: command_line.SaveEvery = 0,
+        keep_last: command_line.KeepLast = None,
         resume: command_line.Resume = None,
         sample_tokens: command_line.FillTokens = 8,
     ) -> int:
@@ -87,7 +89,7 @@ def make_app(example):
         run.start(init_fn, seed, resume)
         headline = f"{example.name} {size} with {count_parameters(init_fn):,} parameters"
         console.print(f"{headline}, {len(corpus.train):,} training tokens")
-        status = run.finish(steps, metrics, save)
+        status = run.finish(steps, metrics, save, save_every, keep_last)
         if status == 0 and sample_tokens:
             console.rule("masked tokens filled in")
             row = valid_batches(0)

@@ -26,7 +26,11 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of the initial parameters a
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate after the warm-up; default: that of the size.")]
 Metrics = Annotated[Path | None, typer.Option(help="Write one JSON object per step to this file.")]
 Save = Annotated[Path | None, typer.Option(help="Save the state here at the end.")]
-Resume = Annotated[Path | None, typer.Option(help="Continue from a saved state.")]
+SaveEvery = Annotated[
+    int, typer.Option(min=0, help="Also save it after every so many steps, in the background; 0 for not.")
+]
+KeepLast = Annotated[int | None, typer.Option(min=1, help="Keep so many saved states, in folders named by step.")]
+Resume = Annotated[Path | None, typer.Option(help="Continue from a saved state; of several, from the newest.")]
 Weights = Annotated[
     Path | None,
     typer.Option(help="A folder with pretrained weights in .safetensors, and tokenizer.json."),

@@ -9,10 +9,10 @@ they are written with the metrics, and their means are printed with the validati
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,10 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import jaxferry
 from jaxferry.engine.interrupts import Terminated, deferred_interrupts, raising_terminated
-from jaxferry.errors import InputError
+from jaxferry.errors import CheckpointError, InputError
 
 NUM_VALIDATION_BATCHES = 4
-CARRIED_FILE = "carried.npz"
 
 console = Console(highlight=False)
 
@@ -66,18 +65,29 @@ class Run:
             return
         self.state = self.step.restore(resume, jax.eval_shape(init_fn, key))
         if self.carried:
-            self.carried = load_carried(resume, self.state.step, self.carried)
+            self.carried = read_carried(resume, self.state, self.carried)
 
-    def finish(self, steps, metrics_file=None, save=None):
+    def finish(self, steps, metrics_file=None, save=None, save_every=0, keep_last=None):
         """Validates, trains up to a step, saves and validates.
 
-        Returns the exit status: 130 after Ctrl-C, 143 after SIGTERM (a cluster takes the machine away), else 0.
+        Args:
+          steps: the step to train up to.
+          metrics_file: where to write one JSON object per step.
+          save: the folder to save to, at the end, after Ctrl-C and after SIGTERM.
+          save_every: saves after every so many steps as well, while training goes on; 0 does not.
+          keep_last: how many saved states to keep, in folders within `save` named by step; None keeps one, in `save`.
+
+        Returns:
+          The exit status: 130 after Ctrl-C, 143 after SIGTERM (a cluster takes the machine away), else 0.
         """
+        if not save and (save_every or keep_last):
+            raise InputError("--save-every and --keep-last need --save, the folder to save to")
         self.validate()
+        save_one = functools.partial(self.save, save, keep_last)
         with raising_terminated():
-            status = self.train(steps, metrics_file, append=self.is_resumed)
+            status = self.train(steps, metrics_file, self.is_resumed, save_every, save_one)
             if save:
-                self.save(save)
+                save_one()
         if status:
             fate = f"saved, go on with --resume {save}" if save else "nothing was saved (no --save)"
             console.print(f"interrupted after step {self.state.step}: {fate}", soft_wrap=True)
@@ -85,7 +95,7 @@ class Run:
         self.validate()
         return 0
 
-    def train(self, steps, metrics_file, append):
+    def train(self, steps, metrics_file, append, save_every=0, save_one=None):
         """Trains up to a step and shows the progress; returns the exit status as `finish` does."""
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(open(metrics_file, "a" if append else "w")) if metrics_file else None
@@ -101,6 +111,8 @@ class Run:
                     progress.update(task, completed=self.state.step, description=told)
                     if not console.is_terminal and self.state.step % max(1, steps // 10) == 0:
                         console.print(f"{self.state.step}/{steps}  {told}")
+                    if save_every and self.state.step % save_every == 0 and self.state.step < steps:
+                        save_one(wait=False)
             except Terminated as terminated:
                 return terminated.status
             except KeyboardInterrupt:
@@ -148,39 +160,29 @@ class Run:
         others = "".join(f", {name} {mean:.4f}" for name, mean in means.items() if name != "loss")
         console.print(f"validation loss after {self.state.step} steps: {means['loss']:.4f}{others}", soft_wrap=True)
 
-    def save(self, path):
-        self.step.save(self.state, path)
-        if self.carried:
-            save_carried(path, self.state.step, self.carried)
+    def save(self, path, keep_last=None, wait=True):
+        """Saves the state with what is carried; if a save before has failed, training goes on."""
+        try:
+            self.step.wait_for_saves()
+        except CheckpointError as error:
+            console.print(f"warning: {error}", soft_wrap=True)
+        leaves = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(self.carried))}
+        self.step.save(self.state, path, wait=wait, keep_last=keep_last, extra=leaves)
 
 
-def save_carried(path, step, carried):
-    """Writes arrays into a checkpoint's folder, with the step's number to match them with the state."""
-    leaves = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(carried))}
-    np.savez(Path(path) / CARRIED_FILE, step=step, **leaves)
-
-
-def load_carried(path, step, like):
-    """Reads the output of `save_carried` for a step, as a tree like `like`.
+def read_carried(path, state, like):
+    """Returns the arrays that were saved with a state, as a tree like `like`.
 
     Raises:
-      InputError: if the file is missing, or belongs to another step or other shapes.
+      InputError: if there are none, or of other shapes.
     """
-    file = Path(path) / CARRIED_FILE
-    if not file.exists():
-        raise InputError(f"{path} holds no {CARRIED_FILE}: it is incomplete, or saved by another example")
-    with np.load(file) as arrays:
-        saved = [arrays[f"leaf_{i}"] for i in range(len(arrays) - 1)]
-        saved_step = int(arrays["step"])
     wanted, tree = jax.tree.flatten(like)
-    if saved_step != step:
-        raise InputError(f"{file} belongs to step {saved_step}, the state beside it to step {step}: save it again")
-    dtypes = [jax.dtypes.result_type(leaf) for leaf in wanted]
-    # NumPy reads foreign dtypes such as bfloat16 as bytes.
-    saved = [leaf.view(dtype) if leaf.dtype.kind == "V" else leaf for leaf, dtype in zip(saved, dtypes)]
+    saved = [state.extra.get(f"leaf_{i}") for i in range(len(wanted))]
+    if len(state.extra) != len(wanted) or any(leaf is None for leaf in saved):
+        raise InputError(f"{path} holds no arrays that this example carries: it was saved by another one")
     kinds = [[(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves] for leaves in (saved, wanted)]
     if kinds[0] != kinds[1]:
-        raise InputError(f"{file} was saved with another --batch, --size or --compute-dtype: resume with the same ones")
+        raise InputError(f"{path} was saved with another --batch, --size or --compute-dtype: resume with the same ones")
     return jax.tree.unflatten(tree, saved)
 
 

@@ -41,6 +41,8 @@ def train(
     lr: command_line.LearningRate = None,
     metrics: command_line.Metrics = None,
     save: command_line.Save = None,
+    save_every: command_line.SaveEvery = 0,
+    keep_last: command_line.KeepLast = None,
     resume: command_line.Resume = None,
     weights: command_line.Weights = None,
     sample_tokens: command_line.SampleTokens = 96,
@@ -62,7 +64,7 @@ def train(
     run.start(model.make_init(config), seed, resume, params)
     num_parameters = model.count_parameters(config)
     console.print(f"GPT-2 {size} with {num_parameters:,} parameters, {len(corpus.train):,} training tokens")
-    status = run.finish(steps, metrics, save)
+    status = run.finish(steps, metrics, save, save_every, keep_last)
     if status == 0 and sample_tokens:
         prompt = corpus.validation[:PROMPT_TOKENS].tolist()
         print_sample(corpus.tokenizer, prompt, sample.generate(step, run.state, config, prompt, sample_tokens))

@@ -45,6 +45,8 @@ def train(
     lr: command_line.LearningRate = None,
     metrics: command_line.Metrics = None,
     save: command_line.Save = None,
+    save_every: command_line.SaveEvery = 0,
+    keep_last: command_line.KeepLast = None,
     resume: command_line.Resume = None,
     weights: command_line.Weights = None,
     sample_tokens: command_line.SampleTokens = 96,
@@ -69,7 +71,7 @@ def train(
         f"Llama {size} with {count_parameters(init_fn):,} parameters, {count_trained(init_fn, lora_rank):,} of them "
         f"trained, {len(corpus.train):,} training tokens"
     )
-    status = run.finish(steps, metrics, save)
+    status = run.finish(steps, metrics, save, save_every, keep_last)
     if status == 0 and sample_tokens:
         prompt = corpus.validation[:PROMPT_TOKENS].tolist()
         tokens = sample.generate(step, run.state, config, prompt, sample_tokens, cache_dtype=dtype)

@@ -51,6 +51,8 @@ def train(
     lr: command_line.LearningRate = None,
     metrics: command_line.Metrics = None,
     save: command_line.Save = None,
+    save_every: command_line.SaveEvery = 0,
+    keep_last: command_line.KeepLast = None,
     resume: command_line.Resume = None,
     sample_tokens: command_line.SampleTokens = 96,
 ) -> int:
@@ -76,7 +78,7 @@ def train(
     run.start(init_fn, seed, resume)
     headline = f"Transformer-XL {size} with {count_parameters(init_fn):,} parameters"
     console.print(f"{headline}, {len(corpus.train):,} training tokens")
-    status = run.finish(steps, metrics, save)
+    status = run.finish(steps, metrics, save, save_every, keep_last)
     if status == 0 and sample_tokens:
         print_sample(config, run.state.params, corpus, sample_tokens, memory)
     return status

@@ -33,6 +33,8 @@ def train(
     lr: command_line.LearningRate = None,
     metrics: command_line.Metrics = None,
     save: command_line.Save = None,
+    save_every: command_line.SaveEvery = 0,
+    keep_last: command_line.KeepLast = None,
     resume: command_line.Resume = None,
 ) -> int:
     config = command_line.read_choice("--size", model.SIZES, size)
@@ -52,7 +54,7 @@ def train(
     init_fn = model.make_init(config)
     run.start(init_fn, seed, resume)
     console.print(f"ViT {size} with {count_parameters(init_fn):,} parameters, {len(seen.labels):,} training images")
-    status = run.finish(steps, metrics, save)
+    status = run.finish(steps, metrics, save, save_every, keep_last)
     if status == 0:
         predict = model.make_predict(config)
         accuracy = digits.accuracy_of(step, run.state, predict, unseen, config, batch)

@@ -1,5 +1,6 @@
 """`jaxferry train`: trains a user's model."""
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,9 +23,9 @@ from jaxferry.cli.step_options import (
 )
 from jaxferry.compare import plan_counts
 from jaxferry.engine import TrainState
-from jaxferry.engine.host.checkpoint import check_target
+from jaxferry.engine.host.checkpoint import Keep, check_target
 from jaxferry.engine.interrupts import Terminated, raising_terminated
-from jaxferry.errors import InputError
+from jaxferry.errors import CheckpointError, InputError
 from jaxferry.plan.registry import policies
 from jaxferry.records import write_json
 from jaxferry.report.tables import plan_table
@@ -69,9 +70,18 @@ def train(
     offload_activations: OffloadActivations = False,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
+    save_every: Annotated[
+        int, typer.Option(min=0, help="Also save it after every so many steps, in the background; 0 for not.")
+    ] = 0,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, help="Keep so many saved states, in folders within DIR named by step.")
+    ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Continue from a saved state, with its run's options unless given again."),
+        typer.Option(
+            metavar="DIR",
+            help="Continue from a saved state, the newest of several, with its run's options unless given again.",
+        ),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="TRACE.json", help="Write the last steps as a Chrome trace, for Perfetto.")
@@ -79,7 +89,6 @@ def train(
     as_json: AsJson = False,
 ) -> int:
     """Trains the model; its batch is a function of the step's number, or the same for every step."""
-    _check_outputs(save, trace)
     console = Console(stderr=True, highlight=False)
     values = {name: context.params[name] for name in _KEPT}
     given = {name for name in _KEPT if _is_given(context, name)}
@@ -89,17 +98,18 @@ def train(
         if resumed:
             console.print(f"as the saved run: {as_arguments(resumed)}", soft_wrap=True, markup=False)
         given |= resumed.keys()
+    saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in given})
+    _check_outputs(saves, trace)
     with user_code(model):
         user = call_model(model)
         user.check_is_whole()
         step = _step_of(user, values, record_steps=0 if trace is None else _STEPS_IN_TRACE)
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
-        run = _Run(user, step, state, console)
+        run = _Run(user, step, state, console, saves)
     with raising_terminated():
         with user_code(model):
             status = run.train(steps)
-        if save is not None:
-            run.save(save, {name: values[name] for name in _KEPT if name in given})
+        run.save_at_end()
         if status:
             fate = "nothing is saved (no --save)" if save is None else f"saved, continue with --resume {save}"
             console.print(f"ended after step {run.state.step}: {fate}", soft_wrap=True, markup=False)
@@ -121,10 +131,36 @@ def _step_of(user: UserModel, values: Mapping[str, Any], record_steps: int) -> T
     return train_step(user.loss_fn, optimizer, record_steps=record_steps, **own)
 
 
-def _check_outputs(save: Path | None, trace: Path | None) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Saves:
+    """Where and when to save.
+
+    Attributes:
+      path: the checkpoint, or the folder of several; None saves nothing.
+      every: number of steps from one save to the next; 0 saves only at the end.
+      keep_last: how many checkpoints to keep in `path`; None if it is a checkpoint itself.
+      options: the run's options, kept with what is saved.
+    """
+
+    path: Path | None
+    every: int
+    keep_last: int | None
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.path is None and (self.every or self.keep_last is not None):
+            option = "--save-every" if self.every else "--keep-last"
+            raise InputError(f"{option} needs --save, the folder to save to")
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save after so many steps."""
+        return self.every > 0 and step % self.every == 0
+
+
+def _check_outputs(saves: _Saves, trace: Path | None) -> None:
     """Checks output paths, before training."""
-    if save is not None:
-        check_target(save)
+    if saves.path is not None:
+        check_target(saves.path, keep=None if saves.keep_last is None else Keep(saves.keep_last))
     if trace is not None and not trace.absolute().parent.is_dir():
         raise InputError(f"cannot write {trace}: {trace.parent} is not a folder")
 
@@ -132,8 +168,8 @@ def _check_outputs(save: Path | None, trace: Path | None) -> None:
 class _Run:
     """A training run; its `state` can be saved at any time."""
 
-    def __init__(self, user: UserModel, step: TrainStep, state: TrainState, console: Console) -> None:
-        self._user, self._step, self.state, self._console = user, step, state, console
+    def __init__(self, user: UserModel, step: TrainStep, state: TrainState, console: Console, saves: _Saves) -> None:
+        self._user, self._step, self.state, self._console, self._saves = user, step, state, console, saves
         self._losses: list[float] = []
         self._step_s: list[float] = []
         self._peak = 0
@@ -146,6 +182,8 @@ class _Run:
                 if self.state.step % max(1, steps // _LINES) == 0:
                     status = f"loss {self._losses[-1]:.4f}  {format_seconds(self._step_s[-1])} per step"
                     self._console.print(f"{self.state.step}/{steps}  {status}")
+                if self._saves.is_due(self.state.step) and self.state.step < steps:
+                    self._save(wait=False)
         except Terminated as terminated:
             return terminated.status
         except KeyboardInterrupt:
@@ -159,6 +197,18 @@ class _Run:
         self._step_s.append(time.perf_counter() - start_s)
         self._peak = int(metrics["device_param_bytes_peak"])
 
+    def _save(self, wait: bool) -> None:
+        """Saves the state; training goes on if a save before has failed."""
+        path = self._saves.path
+        assert path is not None
+        try:
+            self._step.wait_for_saves()
+        except CheckpointError as error:
+            self._console.print(f"warning: {error}", soft_wrap=True)
+        # The folder of the first save must exist before the options can lie in it.
+        self._step.save(self.state, path, wait=wait or not path.exists(), keep_last=self._saves.keep_last)
+        save_options(path, self._saves.options)
+
     def recorded(self) -> Any:
         """Returns the recording of the last steps.
 
@@ -171,10 +221,10 @@ class _Run:
             raise InputError("--trace needs at least one step, but none was run: raise --steps")
         return run
 
-    def save(self, folder: Path, options: Mapping[str, Any]) -> None:
-        """Saves the state, with the options of this run."""
-        self._step.save(self.state, folder)
-        save_options(folder, options)
+    def save_at_end(self) -> None:
+        """Saves the state where asked."""
+        if self._saves.path is not None:
+            self._save(wait=True)
 
     def report(self, trace: Path | None, as_json: bool) -> None:
         """Writes the trace where asked, and prints the results."""

@@ -2,7 +2,6 @@
 
 import random
 import shutil
-import time
 import warnings
 
 import pytest
@@ -68,9 +67,7 @@ class Campaign:
 def test_a_save_killed_at_any_moment_leaves_the_old_or_the_new_checkpoint(saves, tmp_path, no_exchange, num_kills):
     rng = random.Random(num_kills)
     campaign = Campaign(saves, tmp_path, no_exchange=no_exchange)
-    start_s = time.perf_counter()
-    campaign.save()
-    save_s = time.perf_counter() - start_s
+    save_s = campaign.save()["save_s"]
     for _ in range(num_kills):
         campaign.save(kill_after_s=rng.uniform(0, save_s))
     print(f"{num_kills} kills at random: {campaign.outcomes}")
@@ -124,7 +121,7 @@ def test_a_checkpoint_that_two_processes_replace_is_read_as_that_of_one_of_them(
         found = load_quietly(path)
         assert found in allowed
         num_reads, is_new = num_reads + 1, is_new or found != allowed[0]
-    assert saves.answer() == [{}, {}]
+    assert [answer.get("error") for answer in saves.answer()] == [None, None]
     assert load_quietly(path) in allowed[1:]
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 

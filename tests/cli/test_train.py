@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxferry as package
@@ -137,6 +138,33 @@ def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkey
     assert step.restore(tmp_path / "state").step == 2
 
 
+def test_a_run_saves_every_few_steps_in_the_background_and_goes_on_from_the_newest(jaxferry, user_model, tmp_path):
+    model, folder = user_model("functions"), tmp_path / "runs" / "one"
+    whole = jaxferry("train", "--model", model, "--steps", 7, "--json")
+    first = jaxferry("train", "--model", model, "--steps", 5, "--save", folder, "--save-every", 2, "--keep-last", 2)
+    assert first.status == 0, first.err
+    assert [saved.step for saved in package.list_checkpoints(folder)] == [4, 5]
+    rest = jaxferry("train", "--model", model, "--steps", 7, "--resume", folder, "--json")
+    assert json.loads(rest.out)["losses"] == json.loads(whole.out)["losses"][5:]
+
+
+def test_a_save_that_fails_in_between_is_told_and_training_goes_on(jaxferry, user_model, tmp_path, monkeypatch):
+    save, calls = ocp.Checkpointer.save, []
+
+    def once(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise ValueError("no space")
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", once)
+    model, folder = user_model("functions"), tmp_path / "state"
+    result = jaxferry("train", "--model", model, "--steps", 5, "--save", folder, "--save-every", 2, "--json")
+    assert result.status == 0 and json.loads(result.out)["steps"] == 5
+    assert "warning: cannot write to" in result.err and len(calls) == 3
+    assert package.train_step(call_model(model).loss_fn, optax.adamw(1e-3)).restore(folder).step == 5
+
+
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
@@ -148,6 +176,9 @@ def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkey
         ("arrays", ("--policy", "best"), "unknown policy 'best'"),
         ("arrays", ("--plan", "none.json"), "cannot read none.json"),
         ("arrays", ("--resume", "nowhere"), "nowhere is not a JaxFerry checkpoint"),
+        ("arrays", ("--save-every", 2), "--save-every needs --save"),
+        ("arrays", ("--keep-last", 2), "--keep-last needs --save"),
+        ("arrays", ("--save", "gs://bucket/run"), "is remote storage"),
         ("arrays", ("--memory-budget", "1KiB"), "memory"),
         ("arrays", ("--learning-rate", -1), "--learning-rate must be a number above 0, got -1"),
         ("arrays", ("--learning-rate", "nan"), "--learning-rate must be a number above 0, got nan"),

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxferry
 from examples.common import text
-from examples.common.training import Run, load_carried, save_carried
+from examples.common.training import Run, read_carried
 from jaxferry.errors import InputError
 
 
@@ -65,17 +66,47 @@ def test_what_is_carried_is_saved_with_the_state(tmp_path):
     assert again.state.step == 3
     assert again.carried["past"]["count"] == 3
     np.testing.assert_array_equal(again.carried["past"]["sum"], run.carried["past"]["sum"])
+    run.finish(5)
+    again.finish(5)
+    np.testing.assert_array_equal(again.state.params["w"], run.state.params["w"])
 
 
-def test_what_is_carried_must_belong_to_the_state(tmp_path):
-    with pytest.raises(InputError, match=r"holds no carried\.npz"):
-        load_carried(tmp_path, 7, FIRST)
-    save_carried(tmp_path, 7, FIRST)
-    assert load_carried(tmp_path, 7, FIRST)["past"]["sum"].shape == (4,)
-    with pytest.raises(InputError, match="belongs to step 7, the state beside it to step 8"):
-        load_carried(tmp_path, 8, FIRST)
+def test_what_is_carried_must_fit_the_batch(tmp_path):
+    run = started()
+    run.save(tmp_path / "saved")
     with pytest.raises(InputError, match="another --batch"):
-        load_carried(tmp_path, 7, {"past": {"count": np.int32(0), "sum": np.zeros(5, np.float32)}})
+        read_carried("saved", run.step.restore(tmp_path / "saved"), {"past": {"count": 0, "sum": np.zeros(5)}})
+    run.step.save(run.state, tmp_path / "saved")
+    with pytest.raises(InputError, match="saved holds no arrays that this example carries"):
+        started(tmp_path / "saved")
+
+
+def test_a_run_saves_every_few_steps_and_keeps_the_last_with_what_is_carried(tmp_path):
+    run = started()
+    assert run.finish(7, save=tmp_path / "saved", save_every=2, keep_last=3) == 0
+    steps = [saved.step for saved in jaxferry.list_checkpoints(tmp_path / "saved")]
+    assert steps == [4, 6, 7]
+    again = started(tmp_path / "saved" / "00000004")
+    assert again.state.step == again.carried["past"]["count"] == 4
+    again.finish(7)
+    np.testing.assert_array_equal(again.state.params["w"], run.state.params["w"])
+    with pytest.raises(InputError, match="--save-every and --keep-last need --save"):
+        run.finish(8, save_every=2)
+
+
+def test_a_run_goes_on_if_a_save_in_between_fails(tmp_path, monkeypatch, capsys):
+    run, save, calls = started(), ocp.Checkpointer.save, []
+
+    def once(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise ValueError("no space")
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", once)
+    assert run.finish(5, save=tmp_path / "saved", save_every=2) == 0
+    assert "warning: cannot write to" in capsys.readouterr().out and len(calls) == 3
+    assert started(tmp_path / "saved").state.step == 5
 
 
 def test_a_separator_follows_each_text():

@@ -162,8 +162,10 @@ def _fork(job, seed, checkpoints, checkpoint, renames):
         os.write(writer, b"begin\n")
         if "kill_at_call" in job:
             ctypes.CDLL(None).kill_at(ctypes.c_long(job["kill_at_call"]))
+        start_s = time.perf_counter()
         for _ in range(job.get("repeat", 1)):
             checkpoint.save(content, job["path"])
+        answer["save_s"] = time.perf_counter() - start_s
         if "kill_at_call" in job:
             answer["calls"] = job["kill_at_call"] - ctypes.CDLL(None).calls_left()
     except BaseException as error:  # noqa: BLE001 - the answer tells it

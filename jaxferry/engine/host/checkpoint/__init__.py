@@ -5,7 +5,8 @@ A checkpoint is a folder. It records no modes, layers or devices, so a run may c
     NAME/about/metadata   what the arrays are, and their digests (`about`, `digests`)
     NAME/arrays/          the arrays (`arrays`)
 
-`scratch` and `replacement` put a new checkpoint in the place of an old one.
+`scratch` and `replacement` put a new checkpoint in the place of an old one, `series` keeps several in one folder,
+`background` saves while training goes on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -22,54 +24,105 @@ import numpy as np
 
 from jaxferry.engine.host.checkpoint.about import FILE, WITHOUT_DIGESTS, About, read_about, write_about
 from jaxferry.engine.host.checkpoint.arrays import describe, read_arrays, write_arrays
+from jaxferry.engine.host.checkpoint.background import BackgroundSaves
 from jaxferry.engine.host.checkpoint.content import Checkpoint, check_extra, check_matches, dictionary_paths, is_key
 from jaxferry.engine.host.checkpoint.paths import local_path, reason
 from jaxferry.engine.host.checkpoint.replacement import check_replaceable, find, identity, publish, sweep
-from jaxferry.engine.host.checkpoint.scratch import leftovers, scratch_beside
+from jaxferry.engine.host.checkpoint.scratch import is_scratch, leftovers, scratch_beside
+from jaxferry.engine.host.checkpoint.series import (
+    Keep,
+    SavedCheckpoint,
+    check_metric,
+    list_in,
+    newest_in,
+    path_in,
+    prune,
+)
 from jaxferry.engine.host.pieces import Stacked
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.errors import CheckpointError, InputError
 
-__all__ = ["Checkpoint", "check_extra", "check_matches", "check_target", "dictionary_paths", "load", "save"]
+__all__ = [
+    "BackgroundSaves",
+    "Checkpoint",
+    "Keep",
+    "SavedCheckpoint",
+    "check_extra",
+    "check_matches",
+    "check_metric",
+    "check_target",
+    "dictionary_paths",
+    "list_checkpoints",
+    "load",
+    "local_path",
+    "save",
+]
 
 Path = str | os.PathLike[str]
 
 _ATTEMPTS = 100
 
 
-def save(checkpoint: Checkpoint, path: Path) -> None:
+def save(checkpoint: Checkpoint, path: Path, keep: Keep | None = None) -> None:
     """Writes a checkpoint; an existing one is replaced once the new one is complete and on the disk.
+
+    Args:
+      checkpoint: the content.
+      path: the checkpoint's folder; with `keep`, the folder above it, in which it is named by its step.
+      keep: which other checkpoints of that folder to keep.
 
     Raises:
       CheckpointError: if the path is not a local one, exists and is not a checkpoint, or cannot be written. What was
         there stays as it was.
     """
-    target = local_path(path)
+    target = _target(path, checkpoint.step, keep)
     # Interrupts are deferred: Orbax's own threads cannot be stopped and would continue to write.
-    with deferred_interrupts(), _told(path):
+    with deferred_interrupts(), _told(target):
         check_replaceable(target)
         with scratch_beside(target) as scratch:
             scratch.writing.mkdir()
             _write(checkpoint, scratch.writing)
             publish(scratch, target)
         sweep(target)
+        if keep is not None:
+            prune(target.parent, keep)
 
 
-def check_target(path: Path) -> None:
-    """Checks that a checkpoint can be written to a path, and makes its parent folders.
+def check_target(path: Path, step: int = 0, keep: Keep | None = None) -> None:
+    """Checks that a step's checkpoint can be written to a path, and makes its parent folders.
 
     Raises:
       CheckpointError: if the path is not a local one, exists and is not a checkpoint, or cannot be written.
     """
-    target = local_path(path)
-    with _told(path):
+    target = _target(path, step, keep)
+    with _told(target):
         check_replaceable(target)
         with scratch_beside(target):
             pass
 
 
+def _target(path: Path, step: int, keep: Keep | None) -> pathlib.Path:
+    """Returns the absolute path of a step's checkpoint."""
+    target = local_path(path)
+    if keep is None:
+        return target
+    if (target / FILE).exists() or (target.exists() and not target.is_dir()):
+        what = "is one checkpoint" if target.is_dir() else "is a file"
+        raise CheckpointError(f"{path} {what}, not a folder for several: choose another path, or omit keep_last")
+    return path_in(target, step)
+
+
+def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
+    """Returns the checkpoints that `step.save(..., keep_last=...)` has left in a folder, oldest first.
+
+    Warns:
+      UserWarning: if one cannot be read; it is left out.
+    """
+    return list_in(local_path(folder))
+
+
 def load(path: Path) -> Checkpoint:
-    """Reads a checkpoint into host memory.
+    """Reads a checkpoint into host memory; from a folder of several, the one that was saved last.
 
     While another process replaces the checkpoint, this reads the old or the new one.
 
@@ -78,21 +131,26 @@ def load(path: Path) -> Checkpoint:
     """
     target = local_path(path)
     for _ in range(_ATTEMPTS):
-        folder = find(target)
+        folder = _current(target)
         before = identity(folder)
         try:
             loaded, error = _load(folder, path), None
         except CheckpointError as failure:
             loaded, error = None, failure
         # The files of a checkpoint that is replaced while it is read may belong to both.
-        if find(target) == folder and identity(folder) == before:
+        if _current(target) == folder and identity(folder) == before:
             break
     if error is not None:
         raise error
     assert loaded is not None
-    if folder != target:
+    if is_scratch(folder.parent):
         warnings.warn(f"{path} is missing; an interrupted save left {folder}, which was read instead", stacklevel=2)
     return loaded
+
+
+def _current(target: pathlib.Path) -> pathlib.Path:
+    """Returns the folder to read for a path."""
+    return find(target) if (target / FILE).exists() else find(newest_in(target) or target)
 
 
 def _write(checkpoint: Checkpoint, folder: pathlib.Path) -> None:
@@ -110,6 +168,8 @@ def _write(checkpoint: Checkpoint, folder: pathlib.Path) -> None:
         loss_scale=checkpoint.loss_scale,
         optimizer_keys={name: str(jax.random.key_impl(key)) for name, key in keys.items()},
         extra=describe(extra),
+        metric=checkpoint.metric,
+        saved_at_s=time.time(),
     )
     write_arrays({"params": params, "optimizer": optimizer, "extra": extra}, folder)
     write_about(about, folder)
@@ -142,6 +202,7 @@ def _load(folder: pathlib.Path, path: Path) -> Checkpoint:
         optimizer=arrays["optimizer"],
         loss_scale=about.loss_scale,
         extra=arrays["extra"],
+        metric=about.metric,
     )
 
 

@@ -4,10 +4,10 @@
      "params": [{"path": "['a']['w']", "shape": [4, 4], "dtype": "float32", "digest": "99aa06d3014798d8..."}, ...],
      "dtypes": ["float32", ...], "dictionary_paths": [["a", "w"], ...],
      "optimizer": [...], "loss_scale": null, "optimizer_keys": {}, "extra": [...],
-     "digest": "..."}
+     "metric": 0.25, "saved_at_s": 1800000000.0, "digest": "..."}
 
 A leaf with an `axis` is stored in parts along it. The last `digest` is that of all other fields, as JSON with sorted
-keys and without spaces. Format 1 has no digests and no `extra`.
+keys and without spaces. Format 1 has no digests, no `extra`, no `metric` and no `saved_at_s`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax
 
 from jaxferry.engine.host.checkpoint.digests import digest_of_bytes
 from jaxferry.errors import InputError
-from jaxferry.records import check_keys, check_text, read_json, required
+from jaxferry.records import check_keys, check_seconds, check_text, read_json, required
 from jaxferry.units import MAX_BYTES
 
 FORMAT = "jaxferry.checkpoint/2"
@@ -42,7 +42,7 @@ _OF_FIRST = (
     "loss_scale",
     "optimizer_keys",
 )
-_OF_SECOND = (*_OF_FIRST, "extra", "digest")
+_OF_SECOND = (*_OF_FIRST, "extra", "metric", "saved_at_s", "digest")
 _OF_LEAF = ("path", "shape", "dtype", "axis")
 _MAX_DIMENSIONS = 32
 _MAX_COUNT = 2**63 - 1
@@ -81,6 +81,7 @@ class About:
 
     Attributes:
       optimizer_keys: the implementations of those leaves of `optimizer` that are PRNG keys, by path.
+      saved_at_s: when it was saved, in seconds since 1970; 0 in format 1.
       has_digests: whether each leaf has one.
     """
 
@@ -92,6 +93,8 @@ class About:
     loss_scale: Sequence[float] | None
     optimizer_keys: Mapping[str, str]
     extra: Sequence[Leaf]
+    metric: float | None = None
+    saved_at_s: float = 0.0
     has_digests: bool = True
 
     def to_json(self) -> dict[str, Any]:
@@ -106,6 +109,8 @@ class About:
             "loss_scale": self.loss_scale,
             "optimizer_keys": dict(self.optimizer_keys),
             "extra": [leaf.to_json() for leaf in self.extra],
+            "metric": self.metric,
+            "saved_at_s": self.saved_at_s,
         }
         return {**document, "digest": _digest(document)}
 
@@ -183,6 +188,8 @@ def _from_json(document: Mapping[str, Any], has_digests: bool) -> About:
         loss_scale=_loss_scale(document["loss_scale"]),
         optimizer_keys=keys,
         extra=_leaves(document["extra"], "extra", has_digests) if has_digests else (),
+        metric=_metric(document.get("metric")),
+        saved_at_s=check_seconds(document.get("saved_at_s", 0.0), "saved_at_s", FILE),
         has_digests=has_digests,
     )
 
@@ -255,6 +262,13 @@ def _loss_scale(value: Any) -> list[float] | None:
     if not is_number or not 0 < scale[0] < math.inf:
         raise InputError(f"{FILE}: loss_scale must be a positive number and a count, got {_show(value)}")
     return [float(scale[0]), _count(scale[1], "loss_scale[1]")]
+
+
+def _metric(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    if value is not None and not is_number:
+        raise InputError(f"{FILE}: metric must be a finite number or null, got {_show(value)}")
+    return None if value is None else float(value)
 
 
 def _count(value: Any, key: str) -> int:

@@ -27,6 +27,7 @@ class Checkpoint:
       optimizer: leaves of the optimizer's state by path.
       loss_scale: value and number of finite updates of a dynamic loss scale; None without one.
       extra: the user's own arrays, by name.
+      metric: the lower, the better the state; None if it is unknown.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Checkpoint:
     optimizer: Mapping[str, Any]
     loss_scale: Sequence[float] | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metric: float | None = None
 
     def dictionary(self) -> Any:
         """Returns shapes and dtypes of the model's parameters as nested dictionaries.

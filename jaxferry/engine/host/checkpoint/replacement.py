@@ -85,7 +85,7 @@ def publish(scratch: Scratch, target: pathlib.Path) -> None:
       OSError: if the file system refuses; the old checkpoint stays.
     """
     sync_tree(scratch.writing)
-    _complete(target)
+    complete(target)
     scratch.writing.rename(scratch.fresh)
     _sync(scratch.folder)
     try:
@@ -133,7 +133,7 @@ def _sync(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def _complete(target: pathlib.Path) -> None:
+def complete(target: pathlib.Path) -> None:
     """Completes a replacement that a dead process left between its two renames."""
     if os.path.lexists(target):
         return
@@ -194,11 +194,16 @@ def _move_in_two(scratch: Scratch, target: pathlib.Path) -> None:
     scratch.is_kept = False
 
 
+def foreign(checkpoint: pathlib.Path) -> list[pathlib.Path]:
+    """Returns what users have put into the folder of a checkpoint."""
+    return [entry for entry in checkpoint.iterdir() if entry.name not in _OWN]
+
+
 def _carry(old: pathlib.Path, new: pathlib.Path) -> None:
     """Links what is not the checkpoint's own from one folder into another; copies where links cannot be made."""
-    for entry in list(old.iterdir()):
+    for entry in foreign(old):
         other = new / entry.name
-        if entry.name in _OWN or os.path.lexists(other):
+        if os.path.lexists(other):
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.copytree(entry, other, symlinks=True, copy_function=_link)

@@ -23,7 +23,8 @@ from collections.abc import Iterator
 
 from jaxferry.engine.host.checkpoint.about import FILE
 
-_MARK = ".jaxferry-save-"
+MARK = ".jaxferry-save-"
+"""Between the names of a checkpoint and of its scratch folder."""
 _REMOVALS = 50
 _BETWEEN_REMOVALS_S = 0.1
 
@@ -60,7 +61,7 @@ def scratch_beside(target: pathlib.Path) -> Iterator[Scratch]:
         target.parent.mkdir(parents=True, exist_ok=True)
         while lock is None:
             # Another process may take it for a leftover before it is locked.
-            folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}{_MARK}", dir=target.parent))
+            folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}{MARK}", dir=target.parent))
             try:
                 lock = _lock(folder, is_needed=False)
             except OSError:
@@ -83,9 +84,14 @@ def scratch_beside(target: pathlib.Path) -> Iterator[Scratch]:
 def leftovers(target: pathlib.Path) -> list[pathlib.Path]:
     """Returns the scratch folders beside a checkpoint, whether their processes are alive or not."""
     try:
-        return sorted(path for path in target.parent.iterdir() if path.name.startswith(f".{target.name}{_MARK}"))
+        return sorted(path for path in target.parent.iterdir() if path.name.startswith(f".{target.name}{MARK}"))
     except OSError:
         return []
+
+
+def is_scratch(folder: pathlib.Path) -> bool:
+    """Whether a folder is a scratch folder."""
+    return folder.name.startswith(".") and MARK in folder.name
 
 
 @contextlib.contextmanager

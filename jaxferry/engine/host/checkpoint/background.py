@@ -1,0 +1,61 @@
+"""Saves in the background: a thread writes a copy of the state while training goes on."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from jaxferry.engine.interrupts import deferred_interrupts
+
+_untold: set[Future[None]] = set()
+
+
+class BackgroundSaves:
+    """The saves of a training step: at most one is in progress."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Starts a save; call `wait` before."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._last = self._thread.submit(write)
+        _untold.add(self._last)
+
+    def settle(self) -> None:
+        """Waits for the save in progress, if any; its error is raised by `wait`."""
+        if self._last is not None:
+            concurrent.futures.wait([self._last])
+
+    def wait(self) -> None:
+        """Waits for the save in progress, if any.
+
+        Raises:
+          CheckpointError: if it failed; later calls do not raise it again.
+        """
+        self.settle()
+        last, self._last = self._last, None
+        if last is not None:
+            _untold.discard(last)
+            last.result()
+
+
+def _finish() -> None:
+    """Waits for all saves in progress at the end of the process; prints the errors that nobody has asked for."""
+    # A second interrupt must not lose what the first one waits for.
+    with contextlib.suppress(KeyboardInterrupt), deferred_interrupts():
+        for save in list(_untold):
+            error = save.exception()
+            if error is not None:
+                print(f"error: {error}", file=sys.stderr)
+
+
+# Python ends the threads of `concurrent.futures`, which Orbax uses, before it waits for other threads and before
+# `atexit`. Functions registered here are called in reverse order, so this one before that of `concurrent.futures`.
+threading._register_atexit(_finish)  # type: ignore[attr-defined]

@@ -1,0 +1,192 @@
+"""Saves while training goes on: what they save, their errors, and how a process ends."""
+
+import signal
+import subprocess
+import sys
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jaxferry
+from checkpoints import content, plain
+from jaxferry.engine import checkpoint
+from planned import assert_same_bits
+
+X = jnp.ones((2, 4))
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["a"]["w"] @ params["b"]["w"]) ** 2)
+
+
+def make(optimizer):
+    step = jaxferry.train_step(loss_fn, optimizer)
+    return step, step.init({name: {"w": np.eye(4, dtype=np.float32)} for name in "ab"})
+
+
+class Gate:
+    """Holds the writing of arrays until it is opened."""
+
+    def __init__(self):
+        self.began, self.opened, self.num_saves = threading.Event(), threading.Event(), 0
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    made, original = Gate(), ocp.Checkpointer.save
+
+    def save(self, *args, **kwargs):
+        made.num_saves += 1
+        made.began.set()
+        assert made.opened.wait(300)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", save)
+    yield made
+    made.opened.set()
+
+
+def full(self, folder, *args, **kwargs):
+    raise ValueError("RESOURCE_EXHAUSTED: no space left")
+
+
+# The native update of `jaxferry.adamw` writes parameters and optimizer state in place.
+@pytest.mark.parametrize("make_optimizer", [jaxferry.adamw, optax.adamw])
+def test_training_goes_on_and_the_state_saved_is_that_of_the_call(tmp_path, gate, make_optimizer):
+    step, state = make(make_optimizer(0.1))
+    state, _ = step(state, X)
+    memory = np.ones(3)
+    params, moments = state.params, state.opt_state
+    step.save(state, tmp_path / "saved", wait=False, extra={"memory": memory})
+    for _ in range(3):
+        state, _ = step(state, X)
+    state.block_until_ready()
+    memory += 1
+    assert gate.began.wait(300) and not (tmp_path / "saved").exists()
+    assert state.checkpoint is None
+    gate.opened.set()
+    step.wait_for_saves()
+    restored = step.restore(tmp_path / "saved")
+    assert restored.step == 1 and state.step == 4 and state.checkpoint == str(tmp_path / "saved")
+    assert_same_bits(restored.params, params)
+    assert_same_bits(restored.opt_state, moments)
+    np.testing.assert_array_equal(restored.extra["memory"], np.ones(3))
+
+
+def test_one_save_is_in_progress_and_the_next_waits_for_it(tmp_path, gate):
+    step, state = make(optax.sgd(0.1))
+    step.save(state, tmp_path / "one", wait=False)
+    assert gate.began.wait(300)
+    other = threading.Thread(target=step.save, args=(state, tmp_path / "two"))
+    other.start()
+    other.join(0.3)
+    assert other.is_alive() and gate.num_saves == 1
+    gate.opened.set()
+    other.join()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_a_restore_waits_for_the_save_in_progress(tmp_path, gate):
+    step, state = make(optax.sgd(0.1))
+    step.save(state, tmp_path / "saved", wait=False)
+    assert gate.began.wait(300)
+    threading.Timer(0.2, gate.opened.set).start()
+    assert_same_bits(step.restore(tmp_path / "saved").params, state.params)
+
+
+@pytest.mark.parametrize("asks", ["wait_for_saves", "save", "save_in_background"])
+def test_the_error_of_a_save_is_raised_once_and_the_old_checkpoint_stays(tmp_path, monkeypatch, asks):
+    step, state = make(optax.sgd(0.1))
+    step.save(state, tmp_path / "saved")
+    first = state.params
+    state, _ = step(state, X)
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.Checkpointer, "save", full)
+        step.save(state, tmp_path / "saved", wait=False)
+        state, _ = step(state, X)
+        # A restore waits for the save too, and leaves its error to the next save.
+        assert_same_bits(step.restore(tmp_path / "saved").params, first)
+    ask = step.wait_for_saves
+    if asks != "wait_for_saves":
+
+        def ask():
+            step.save(state, tmp_path / "saved", wait=asks == "save")
+
+    with pytest.raises(jaxferry.CheckpointError, match=f"cannot write to {tmp_path}/saved: .*RESOURCE_EXHAUSTED"):
+        ask()
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    ask()
+    step.wait_for_saves()
+    assert_same_bits(step.restore(tmp_path / "saved").params, first if asks == "wait_for_saves" else state.params)
+
+
+def test_a_path_that_cannot_be_written_is_told_by_the_call_itself(tmp_path):
+    step, state = make(optax.sgd(0.1))
+    (tmp_path / "mine").mkdir()
+    for path in (tmp_path / "mine", "gs://bucket/saved"):
+        with pytest.raises(jaxferry.CheckpointError):
+            step.save(state, path, wait=False)
+    step.wait_for_saves()
+
+
+def test_the_copy_of_a_state_has_memory_of_its_own():
+    first = content(3)
+    copy, before = first.copied(), plain(content(3))
+    for leaves in (first.params, first.optimizer, first.extra):
+        for leaf in leaves.values():
+            for part in getattr(leaf, "parts", (leaf,)):
+                if isinstance(part, np.ndarray):
+                    part[...] = 0
+    assert plain(copy) == before
+
+
+ENDING = """
+import os, signal, sys, time
+sys.path[:0] = {path!r}
+import orbax.checkpoint as ocp
+from checkpoints import content
+from jaxferry.engine import checkpoint
+from jaxferry.errors import CheckpointError
+
+folder = sys.argv[1]
+save = ocp.Checkpointer.save
+
+def slow(self, *args, **kwargs):
+    began.append(None)
+    time.sleep(1)
+    return save(self, *args, **kwargs)
+
+def broken():
+    time.sleep(1)
+    raise CheckpointError("no such luck")
+
+ocp.Checkpointer.save, began = slow, []
+saves = [checkpoint.BackgroundSaves() for _ in range(2)]
+saves[0].start(lambda: checkpoint.save(content(1), os.path.join(folder, "saved")))
+saves[1].start(broken)
+saves.clear()
+while not began:
+    time.sleep(0.01)
+signal.raise_signal(signal.SIGINT)
+"""
+
+
+def test_the_end_of_a_process_waits_for_its_saves_and_tells_their_errors(tmp_path):
+    script = tmp_path / "ending.py"
+    script.write_text(ENDING.format(path=sys.path))
+    (tmp_path / "folder").mkdir()
+    command = [sys.executable, script, tmp_path / "folder"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "KeyboardInterrupt" in line:
+                # A second Ctrl-C, while the process waits for its saves.
+                process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt\n" in lines and "error: no such luck\n" in lines
+    assert plain(checkpoint.load(tmp_path / "folder" / "saved")) == plain(content(1))
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["saved"]
