@@ -91,6 +91,31 @@ def test_a_save_killed_at_a_call_that_touches_a_file_leaves_the_old_or_the_new_c
     campaign.finish()
 
 
+def test_of_a_save_killed_between_the_two_renames_the_new_checkpoint_is_found_and_the_replacement_completed(
+    saves, tmp_path
+):
+    saved = tmp_path / "saved"
+    checkpoint.save(content(0), saved)
+    (saved / "NOTES.txt").write_text("mine")
+    assert saves.ask(path=saved, seeds=[1], no_exchange=True, kill_between_renames=True) == [None]
+    assert not saved.exists()
+    with pytest.warns(
+        UserWarning, match=r"saved is missing; an interrupted save left .*/fresh, which was read instead"
+    ):
+        assert plain(checkpoint.load(saved)) == plain(content(1))
+    # The next one dies too, and then one that has only the old checkpoint of the first.
+    assert saves.ask(path=saved, seeds=[2], no_exchange=True, kill_between_renames=True) == [None]
+    for fresh in tmp_path.glob(".*/fresh"):
+        shutil.rmtree(fresh)
+    found = load_quietly(saved)
+    assert found in (plain(content(0)), plain(content(1)))
+    with pytest.warns(UserWarning, match="removed what interrupted saves"):
+        checkpoint.save(content(3), saved)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert (saved / "NOTES.txt").read_text() == "mine"
+    assert load_quietly(saved) == plain(content(3))
+
+
 @WAYS
 @NEEDS_COMPILER
 def test_a_first_save_killed_leaves_nothing_or_a_whole_checkpoint(saves, tmp_path, no_exchange):

@@ -12,7 +12,7 @@ import pytest
 import jaxferry
 from checkpoints import content, plain
 from jaxferry.engine import checkpoint
-from jaxferry.engine.host.checkpoint import renames
+from jaxferry.engine.host.checkpoint import renames, replacement
 
 WAYS = pytest.mark.parametrize("way", ["exchange", "two_renames"], indirect=True)
 
@@ -323,3 +323,19 @@ def test_the_folder_of_a_save_in_progress_is_not_removed_by_another(saved, monke
     checkpoint.save(content(1), saved)
     assert seen and plain(checkpoint.load(saved)) == plain(content(1))
     assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+
+
+def test_a_checkpoint_that_another_process_replaces_while_it_is_looked_at_is_still_one(saved, tmp_path, monkeypatch):
+    read_format, calls = replacement.read_format, []
+
+    def late(folder):
+        calls.append(folder)
+        if len(calls) == 1:
+            saved.rename(tmp_path / "aside")
+            shutil.copytree(tmp_path / "aside", saved)
+            return None
+        return read_format(folder)
+
+    monkeypatch.setattr(replacement, "read_format", late)
+    checkpoint.save(content(1), saved)
+    assert plain(checkpoint.load(saved)) == plain(content(1))

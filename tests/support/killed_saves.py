@@ -155,6 +155,8 @@ def _fork(job, seed, checkpoints, checkpoint, renames):
         os.close(reader)
         content = checkpoints.content(seed)
         checkpoints.plain(content)
+        if job.get("kill_between_renames"):
+            renames.rename_new = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
         if job.get("no_exchange"):
             renames.exchange = lambda first, second: False
         if "max_file_bytes" in job:
