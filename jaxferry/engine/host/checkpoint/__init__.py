@@ -143,7 +143,7 @@ def load(path: Path) -> Checkpoint:
     if error is not None:
         raise error
     assert loaded is not None
-    if is_scratch(folder.parent):
+    if folder != target and is_scratch(folder.parent):
         warnings.warn(f"{path} is missing; an interrupted save left {folder}, which was read instead", stacklevel=2)
     return loaded
 

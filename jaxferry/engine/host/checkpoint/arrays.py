@@ -6,6 +6,7 @@ knows arrays by number: "params.3" is the fourth parameter, "params.3.0" its fir
 
 from __future__ import annotations
 
+import inspect
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ from jaxferry.errors import CheckpointError
 
 FOLDER = "arrays"
 """The folder, relative to the checkpoint."""
+
+_FILE_BYTES = 64 * 2**20
+"""Orbax collects as many compressed bytes in memory before it writes them to a file; by default 2 GiB."""
 
 Leaves = Mapping[str, Any]
 """Arrays by path; `Stacked` where they are in parts."""
@@ -45,8 +49,20 @@ def write_arrays(parts: Mapping[str, Leaves], checkpoint: pathlib.Path) -> None:
       checkpoint: its folder.
     """
     arrays = {part: _filled(_numbered(list(leaves.values()))) for part, leaves in parts.items()}
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-        checkpointer.save(checkpoint / FOLDER, args=ocp.args.StandardSave(arrays))
+    saved = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_without_copies())) as checkpointer:
+        checkpointer.save(checkpoint / FOLDER, args=saved)
+
+
+def _without_copies() -> Any:
+    """Returns Orbax's handlers of arrays; by default it copies all NumPy arrays first, which doubles host memory."""
+    handlers = ocp.type_handlers
+    if "deepcopy_host_arrays" not in inspect.signature(handlers.NumpyHandler).parameters:
+        return None  # an Orbax without the choice
+    return handlers.create_type_handler_registry(
+        (jax.Array, handlers.ArrayHandler()),
+        (np.ndarray, handlers.NumpyHandler(deepcopy_host_arrays=False)),
+    )
 
 
 def read_arrays(about: About, checkpoint: pathlib.Path) -> dict[str, dict[str, Any]]:
