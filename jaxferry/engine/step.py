@@ -22,7 +22,6 @@ from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.lanes import Lanes, StepRun
 from jaxferry.engine.norms import Norms
-from jaxferry.engine.pending import LateFailure
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
 from jaxferry.engine.programs import Programs
