@@ -1,5 +1,7 @@
 """The emulated accelerator is strict, and the thread that issues for it never waits."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,3 +139,20 @@ def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(acceler
         state, _ = step(state, *batch)
     state.block_until_ready()
     assert not accelerator.waits, accelerator.waits[0]
+
+
+@pytest.mark.parametrize("mode", [Mode.RESIDENT, Mode.DHA])
+def test_a_state_may_be_forgotten_while_the_device_reads_its_parameters(accelerator, gpt, mode):
+    emulator = library("cpu")
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, [mode]))
+    emulator.set_delay(0.01, 5)
+    try:
+        for _ in range(3):
+            state, _ = step(step.init(gpt.params), gpt.batch)
+            value = step.evaluate(state, gpt.batch)
+            del state
+            gc.collect()
+            assert np.isfinite(float(value))
+            accelerator.check()
+    finally:
+        emulator.set_delay(0.0, 0)

@@ -439,12 +439,12 @@ def test_a_move_that_fails_costs_no_step_and_no_bit(kind, threads, monkeypatch):
 
 
 @pytest.mark.slow
-def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(monkeypatch):
-    draw = random.Random(0)
+def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit():
+    draw, patch = random.Random(0), pytest.MonkeyPatch()
     plain, params = make(Fault(), offload_activations=False, remat="full")
     step, _ = make(Fault(), remat="full")
     state, num_interrupts = state_after(step, params, BATCH, 1), 0
-    delay(monkeypatch, draw, 2e-3)
+    delay(patch, draw, 2e-3)
     while state.step < 20:
         try:
             timer = threading.Timer(draw.random() * 0.1, signal.raise_signal, [signal.SIGINT])
@@ -455,6 +455,6 @@ def test_interrupts_at_any_moment_lose_no_step_no_buffer_and_no_bit(monkeypatch)
         except KeyboardInterrupt:
             num_interrupts += 1
     timer.join()
-    monkeypatch.undo()
+    patch.undo()
     assert num_interrupts > 3
     assert_same_bits(state.params, state_after(plain, params, BATCH, state.step).params)

@@ -14,6 +14,7 @@ from jaxferry.engine.host.pinned import on_cpu, to_pinned
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import Vectors
+from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
 from jaxferry.partition import Layer, Leaf, Part
 
 Parts = dict[Part | None, jax.Array]
@@ -33,7 +34,6 @@ class HostArrays:
     Attributes:
       layers: the parameter groups in which the arrays are arranged.
       units: the update groups, with masters and optimizer state.
-      vectors: for each group its flat vectors in pinned memory, in the compute dtype (once `fill` has made them).
     """
 
     def __init__(
@@ -45,8 +45,10 @@ class HostArrays:
         state: dict[str, jax.Array] | None,
     ) -> None:
         self.layers: tuple[Layer, ...] = tuple(layers)
-        self.vectors: list[Vectors] = []
         self._optimizer, self._placement = optimizer, placement
+        # What holds the vectors outlives this object until the device has read them.
+        self._held: list[list[Vectors]] = [[]]
+        ORPHANED_COPIES.keep(self, placement, self._held)
         self._frozen: dict[Key, jax.Array] = {}
         pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
         known = None if state is None else self._pieces({name: {None: leaf} for name, leaf in state.items()})
@@ -55,6 +57,11 @@ class HostArrays:
         if state is not None:
             state.clear()
         self.units = self._make_units(pieces, known)
+
+    @property
+    def vectors(self) -> list[Vectors]:
+        """For each group its flat vectors in pinned memory, in the compute dtype (once `fill` has made them)."""
+        return self._held[0]
 
     def masters(self) -> dict[int, Parts]:
         """Returns the stored parameters by leaf and part; frozen ones may exist only in the compute copy."""
@@ -85,7 +92,8 @@ class HostArrays:
         masters, state = self._pieces(self.masters()), self._pieces(self.optimizer_state())
         before = self.layers
         # Only the pieces hold the arrays now, so that arrays that are cut do not exist twice.
-        self.layers, self.units, self.vectors, self._frozen = tuple(layers), [], [], {}
+        self.layers, self.units, self._frozen = tuple(layers), [], {}
+        self._drop_vectors()
         try:
             self.units = self._make_units(masters, state)
         except BaseException:
@@ -105,7 +113,8 @@ class HostArrays:
         made = [[pieces.take(key) for key in unit.keys] for unit in self.units]
         for unit, own in zip(self.units, made, strict=True):
             unit.masters = own
-        self._frozen, self.vectors = frozen, []
+        self._frozen = frozen
+        self._drop_vectors()
 
     def replace_state(self, leaves: Mapping[str, jax.Array]) -> None:
         """Replaces leaves of the optimizer's state.
@@ -131,6 +140,10 @@ class HostArrays:
             for leaf in layer.leaves:
                 if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
                     del self._frozen[leaf.source, leaf.part]
+
+    def _drop_vectors(self) -> None:
+        ORPHANED_COPIES.drop(self._placement, self._held[0])
+        self._held[0] = []
 
     def _trained(self) -> dict[int, Parts]:
         """Returns the stored masters of trained parameters, by leaf and part."""
