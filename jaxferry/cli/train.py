@@ -183,7 +183,7 @@ class _Run:
                     status = f"loss {self._losses[-1]:.4f}  {format_seconds(self._step_s[-1])} per step"
                     self._console.print(f"{self.state.step}/{steps}  {status}")
                 if self._saves.is_due(self.state.step) and self.state.step < steps:
-                    self._save(wait=False)
+                    self._save_between()
         except Terminated as terminated:
             return terminated.status
         except KeyboardInterrupt:
@@ -197,17 +197,32 @@ class _Run:
         self._step_s.append(time.perf_counter() - start_s)
         self._peak = int(metrics["device_param_bytes_peak"])
 
-    def _save(self, wait: bool) -> None:
-        """Saves the state; training goes on if a save before has failed."""
+    def _save_between(self) -> None:
+        """Saves the state in the background; training goes on if that fails, or if the save before has failed."""
         path = self._saves.path
         assert path is not None
         try:
+            # The folder of the first save must exist before the options can lie in it.
+            self._save(path, wait=not path.exists())
+        except CheckpointError as error:
+            self._warn(error)
+
+    def save_at_end(self) -> None:
+        """Saves the state where asked."""
+        if self._saves.path is None:
+            return
+        try:
             self._step.wait_for_saves()
         except CheckpointError as error:
-            self._console.print(f"warning: {error}", soft_wrap=True)
-        # The folder of the first save must exist before the options can lie in it.
-        self._step.save(self.state, path, wait=wait or not path.exists(), keep_last=self._saves.keep_last)
+            self._warn(error)
+        self._save(self._saves.path, wait=True)
+
+    def _save(self, path: Path, wait: bool) -> None:
+        self._step.save(self.state, path, wait=wait, keep_last=self._saves.keep_last)
         save_options(path, self._saves.options)
+
+    def _warn(self, error: CheckpointError) -> None:
+        self._console.print(f"warning: {error}", soft_wrap=True)
 
     def recorded(self) -> Any:
         """Returns the recording of the last steps.
@@ -220,11 +235,6 @@ class _Run:
         if run is None:
             raise InputError("--trace needs at least one step, but none was run: raise --steps")
         return run
-
-    def save_at_end(self) -> None:
-        """Saves the state where asked."""
-        if self._saves.path is not None:
-            self._save(wait=True)
 
     def report(self, trace: Path | None, as_json: bool) -> None:
         """Writes the trace where asked, and prints the results."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import jaxferry as package
+from faults import first_save_fails
 from jaxferry.cli.model import call_model
 from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
 from jaxferry.errors import InputError
@@ -120,10 +120,10 @@ def test_an_interrupt_saves_what_there_is(jaxferry, user_model, tmp_path, monkey
             signal.raise_signal(number)
         return take(self, state, *args, **kwargs)
 
-    def saved(self, *args):
+    def saved(self, *args, **options):
         if number == signal.SIGTERM:
             signal.raise_signal(number)  # a scheduler may insist
-        save(self, *args)
+        save(self, *args, **options)
 
     monkeypatch.setattr(TrainStep, "__call__", interrupted)
     monkeypatch.setattr(TrainStep, "save", saved)
@@ -149,15 +149,7 @@ def test_a_run_saves_every_few_steps_in_the_background_and_goes_on_from_the_newe
 
 
 def test_a_save_that_fails_in_between_is_told_and_training_goes_on(jaxferry, user_model, tmp_path, monkeypatch):
-    save, calls = ocp.Checkpointer.save, []
-
-    def once(self, *args, **kwargs):
-        calls.append(args)
-        if len(calls) == 1:
-            raise ValueError("no space")
-        return save(self, *args, **kwargs)
-
-    monkeypatch.setattr(ocp.Checkpointer, "save", once)
+    calls = first_save_fails(monkeypatch)
     model, folder = user_model("functions"), tmp_path / "state"
     result = jaxferry("train", "--model", model, "--steps", 5, "--save", folder, "--save-every", 2, "--json")
     assert result.status == 0 and json.loads(result.out)["steps"] == 5

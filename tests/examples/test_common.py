@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import jaxferry
 from examples.common import text
 from examples.common.training import Run, read_carried
+from faults import first_save_fails
 from jaxferry.errors import InputError
 
 
@@ -95,15 +95,7 @@ def test_a_run_saves_every_few_steps_and_keeps_the_last_with_what_is_carried(tmp
 
 
 def test_a_run_goes_on_if_a_save_in_between_fails(tmp_path, monkeypatch, capsys):
-    run, save, calls = started(), ocp.Checkpointer.save, []
-
-    def once(self, *args, **kwargs):
-        calls.append(args)
-        if len(calls) == 1:
-            raise ValueError("no space")
-        return save(self, *args, **kwargs)
-
-    monkeypatch.setattr(ocp.Checkpointer, "save", once)
+    run, calls = started(), first_save_fails(monkeypatch)
     assert run.finish(5, save=tmp_path / "saved", save_every=2) == 0
     assert "warning: cannot write to" in capsys.readouterr().out and len(calls) == 3
     assert started(tmp_path / "saved").state.step == 5

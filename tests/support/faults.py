@@ -1,9 +1,10 @@
-"""Models that fail on purpose: a callback raises in the middle of a program."""
+"""What fails on purpose: models whose callback raises in the middle of a program, and saves."""
 
 import time
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 
 class Fault:
@@ -37,3 +38,17 @@ def identity_that_calls(fault):
     identity = jax.custom_vjp(call)
     identity.defvjp(lambda x: (call(x), None), lambda _, g: (call(g),))
     return identity
+
+
+def first_save_fails(monkeypatch):
+    """Makes Orbax's next save raise; returns the list of the calls."""
+    save, calls = ocp.Checkpointer.save, []
+
+    def once(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise ValueError("no space")
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", once)
+    return calls

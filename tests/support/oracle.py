@@ -4,12 +4,24 @@ Updates come in backward order, and there is room for all gradients. Shares no c
 `jaxferry.simulate` or `jaxferry.plan.recurrences`.
 """
 
+import contextlib
 import functools
 import sys
 
 from jaxferry.modes import GradientPlace, Mode
 
-sys.setrecursionlimit(100_000)
+DEPTH = 100_000
+
+
+@contextlib.contextmanager
+def deep_recursion():
+    """Allows deep recursion here alone: with such a limit, a parser of nested JSON overflows the stack."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(DEPTH)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 class Oracle:
@@ -21,7 +33,7 @@ class Oracle:
         self.on_host = [layer.gradient is GradientPlace.HOST for layer in plan.layers]
         self.recomputes = [layer.remat == "full" for layer in plan.layers]
         self.bulk, self.after_all = plan.loads == "bulk", plan.updates == "after-all"
-        self.end = functools.cache(self._end)
+        self._cached = functools.cache(self._end)
         names = [layer.parameters for layer in self.layers]
         self.same = [
             [other for other in range(self.size) if names[other] == names[layer]] for layer in range(self.size)
@@ -37,6 +49,10 @@ class Oracle:
         self.first_loads, self.link_order = order, order + between
         self.updaters = [layer for layer in reversed(range(self.size)) if self.same[layer][0] == layer]
         self.movers = [layer for layer in reversed(range(self.size)) if not self.on_host[layer]]
+
+    def end(self, what, layer, step):
+        with deep_recursion():
+            return self._cached(what, layer, step)
 
     def forward_s(self, step=0):
         return self.end("forward", self.size - 1, step) + self.layers[-1].inter_forward_s
@@ -63,35 +79,38 @@ class Oracle:
 
     def _queued(self, what, order, layer, step):
         place = order.index(layer)
-        return self.end(what, order[place - 1], step) if place else self.end(what, order[-1], step - 1)
+        return self._cached(what, order[place - 1], step) if place else self._cached(what, order[-1], step - 1)
 
     def _load(self, layer, step):
-        ready = self.end("update", self.same[layer][0], step - 1)
+        ready = self._cached("update", self.same[layer][0], step - 1)
         if layer not in self.first_loads:
-            ready = self.end("forward", layer, step)
+            ready = self._cached("forward", layer, step)
         return max(ready, self._queued("load", self.link_order, layer, step)) + self.layers[layer].load_s
 
     def _forward(self, layer, step):
         profile = self.layers[layer]
         if layer:
-            free = self.end("forward", layer - 1, step) + self.layers[layer - 1].inter_forward_s
+            free = self._cached("forward", layer - 1, step) + self.layers[layer - 1].inter_forward_s
         else:
-            free = self.end("backward", 0, step - 1)
+            free = self._cached("backward", 0, step - 1)
         if self.bulk and self.first_loads:
-            free = max(free, self.end("load", self.first_loads[-1], step))
+            free = max(free, self._cached("load", self.first_loads[-1], step))
         if self.mode[layer] is Mode.GFGB:
-            return max(free, self.end("load", self.loader[profile.parameters], step)) + profile.forward_s
-        return max(free, self.end("update", self.same[layer][0], step - 1)) + profile.forward_dha_s
+            return max(free, self._cached("load", self.loader[profile.parameters], step)) + profile.forward_s
+        return max(free, self._cached("update", self.same[layer][0], step - 1)) + profile.forward_dha_s
 
     def _backward(self, layer, step):
         profile = self.layers[layer]
         above = layer + 1
-        free = self.end("backward", above, step) if above < self.size else self.forward_s(step)
+        free = self._cached("backward", above, step) if above < self.size else self.forward_s(step)
         start = free + profile.inter_backward_s
         if self.mode[layer] is not Mode.DHA:
-            start = max(start, self.end("load", self.loader[profile.parameters], step))
+            start = max(start, self._cached("load", self.loader[profile.parameters], step))
         duration = profile.backward_dha_s if self.mode[layer] is Mode.DHA else profile.backward_s
         if self.on_host[layer]:
+            # It adds to the gradient of the group's later layers, once that has arrived.
+            later = [other for other in self.same[layer] if other > layer and not self.on_host[other]]
+            start = max([start, *(self._cached("offload", other, step) for other in later)])
             duration = max(duration + profile.backward_go_s - profile.backward_s, 0.0)
         if self.recomputes[layer]:
             duration += profile.recompute_s
@@ -100,11 +119,11 @@ class Oracle:
         return start + duration
 
     def _offload(self, layer, step):
-        ready = max(self.end("backward", layer, step), self._queued("offload", self.movers, layer, step))
+        ready = max(self._cached("backward", layer, step), self._queued("offload", self.movers, layer, step))
         return ready + self.layers[layer].offload_s
 
     def _arrival(self, layer, step):
-        return self.end("backward" if self.on_host[layer] else "offload", layer, step)
+        return self._cached("backward" if self.on_host[layer] else "offload", layer, step)
 
     def _update(self, layer, step):
         waits = range(self.size) if self.after_all else self.same[layer]
