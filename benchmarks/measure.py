@@ -1,8 +1,6 @@
 """Shared by the benchmarks: facts about the machine, interleaved timing, and JSON output."""
 
 import json
-import os
-import platform
 import statistics
 import threading
 import time
@@ -10,22 +8,14 @@ from pathlib import Path
 
 import jax
 
+from benchmarks.machine import facts
+
 RESULTS = Path(__file__).parent / "results"
 
 
 def machine():
     """Returns the facts about the machine that results depend on."""
-    model = "unknown"
-    if Path("/proc/cpuinfo").exists():
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        model = names[0].split(":", 1)[1].strip() if names else model
-    return {
-        "cpu": model,
-        "num_cpus": os.cpu_count(),
-        "device": str(jax.devices()[0].device_kind),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-    }
+    return facts(jax.devices()[0].device_kind, jax=jax.__version__)
 
 
 def thread_cpu_s(prefix):

@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import pathlib
-import resource
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" 
 import jaxferry
 import model
 from benchmarks import measure
-from benchmarks.gpu import settings
+from benchmarks.gpu import inputs, settings, timing
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane
@@ -32,27 +31,18 @@ from jaxferry.simulate import machine
 COMPUTE_DTYPE = jnp.bfloat16
 THREADS = {"issuing": "jaxferry H2D", "host": "jaxferry host"}
 """Beginnings of the names of JaxFerry's threads."""
-NUM_DRAWN = 1_000_003
-"""How many random numbers are drawn. Larger arrays repeat them: drawing a billion takes longer than the steps."""
 
 
 def make_params(config):
     """Returns the parameters as NumPy arrays, so that they do not count in the device's peak."""
-    drawn = np.random.default_rng(0).standard_normal(NUM_DRAWN, dtype=np.float32) * np.float32(0.02)
+    drawn = inputs.draw()
     shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
 
-    def leaf(path, like):
-        name = path[-1].key
-        if name in ("scale", "bias"):
-            return np.full(like.shape, name == "scale", np.float32)
-        return np.resize(drawn, like.shape)
-
-    return jax.tree_util.tree_map_with_path(leaf, shapes)
+    return jax.tree_util.tree_map_with_path(lambda path, like: inputs.leaf(drawn, path[-1].key, like.shape), shapes)
 
 
 def make_batch(arguments, config):
-    shape = (arguments.batch, arguments.seq + 1)
-    return {"tokens": np.random.default_rng(1).integers(0, config.vocab_size, shape, dtype=np.int32)}
+    return {"tokens": inputs.tokens(arguments.batch, arguments.seq, config.vocab_size)}
 
 
 class OneJit:
@@ -178,25 +168,9 @@ def mean_of_kind_s(run):
     return {kind: [statistics.mean(column) for column in zip(*pairs)] for kind, pairs in seconds.items()}
 
 
-def timed_steps(contender, num_steps, end_s):
-    """Times steps after the warm-up.
-
-    Returns the losses, the seconds between them, the mean including the final updates, and the mean CPU seconds of the
-    threads that issue work for the device and that update on the host.
-    """
-    losses = [contender() for _ in range(settings.WARM_UP)]
-    before_s = {name: measure.thread_cpu_s(prefix) for name, prefix in THREADS.items()}
-    seconds, begin_s = [], time.perf_counter()
-    last_s = begin_s
-    while len(seconds) < num_steps and (len(seconds) < settings.MIN_STEPS or time.monotonic() < end_s):
-        losses.append(contender())
-        now_s = time.perf_counter()
-        seconds.append(now_s - last_s)
-        last_s = now_s
-    contender.finish()
-    mean_s = (time.perf_counter() - begin_s) / len(seconds)
-    cpu_s = {name: (measure.thread_cpu_s(THREADS[name]) - known) / len(seconds) for name, known in before_s.items()}
-    return losses, seconds, mean_s, cpu_s
+def thread_cpu_s():
+    """CPU seconds so far of the threads that issue work for the device and that update on the host."""
+    return {name: measure.thread_cpu_s(prefix) for name, prefix in THREADS.items()}
 
 
 def profile_path(arguments):
@@ -232,22 +206,20 @@ def run(arguments):
     if arguments.contender == settings.PROFILE:
         return measure_profile(arguments, config)
     contender = make(arguments, config)
-    losses, seconds, mean_s, cpu_s = timed_steps(contender, arguments.steps, end_s)
-    step_s = statistics.median(seconds)
+    losses, before_s = timing.warm_up(contender), thread_cpu_s()
+    more, seconds, mean_s = timing.timed_steps(contender, arguments.steps, end_s)
+    cpu_s = {name: (now - before_s[name]) / len(seconds) for name, now in thread_cpu_s().items()}
+    times = timing.summary(seconds, mean_s, arguments.batch * arguments.seq)
     stats = jax.devices()[0].memory_stats() or {}
     return {
-        "step_s": step_s,
-        "mean_s": mean_s,
+        **times,
         "thread_cpu_s": cpu_s,
-        "tokens_per_s": arguments.batch * arguments.seq / step_s,
-        "seconds_of_steps": seconds,
         "peak_device_bytes": stats.get("peak_bytes_in_use"),
-        "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "compile_s": contender.compile_s,
         "memory_budget_bytes": arguments.memory_budget,
-        "losses": losses,
+        "losses": losses + more,
         "machine": measure.machine() | {"host_threads": os.environ.get("JAXFERRY_HOST_THREADS", "default")},
-        **contender.facts(step_s),
+        **contender.facts(times["step_s"]),
     }
 
 
