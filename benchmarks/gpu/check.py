@@ -1,11 +1,17 @@
 """Ten minutes on a machine with a GPU: does everything work, how fast, and if not, why?
 
-    benchmarks/gpu/check.sh OUT [--seconds 570] [--only STAGE ...] [--resume] [--tuned]
+    benchmarks/gpu/check.sh OUT [--seconds 570] [--only STAGE ...] [--resume] [--tuned] [--rivals-python PATH]
 
 Needs no network. The order is that of what must be known first: facts about the machine, the libraries, three steps of
-a small GPT-2 under every policy, the operations' tests, training steps from small to large, rates of single operations.
-A stage is a process with a limit; one that hangs or crashes stops no other. OUT/check.tar.gz holds what is known so far
-(benchmarks/gpu/stages.py). Stages that failed run again with CUDA_LAUNCH_BLOCKING=1 if time is left.
+a small GPT-2 under every policy, the operations' tests, training steps from small to large, rates of single operations,
+and last, where their packages are, other systems on the same models (benchmarks/gpu/rivals.py): DeepSpeed ZeRO-Offload
+and PyTorch's FSDP2 with CPU offload. A stage is a process with a limit; one that hangs or crashes stops no other.
+OUT/check.tar.gz holds what is known so far (benchmarks/gpu/stages.py). Stages that failed run again with
+CUDA_LAUNCH_BLOCKING=1 if time is left.
+
+Rivals need PyTorch, and DeepSpeed for its own two contenders, in this Python or in the one that --rivals-python or
+JAXFERRY_RIVALS_PYTHON names. Without them their stages are left out, which is no failure. Their ratios to our steps are
+in OUT/steps/rivals_SIZE.json. A call of their own has time for both: --only steps_124m rivals_build rivals_124m.
 
 XLA's autotuning is off, since it takes minutes; a second call with --tuned has it on.
 
@@ -19,11 +25,13 @@ import ast
 import functools
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+from benchmarks.gpu.rival_stages import run_rivals
 from benchmarks.gpu.settings import PLAIN, POLICIES, PROFILE, RECIPE
 from benchmarks.gpu.stages import Check, Stage, main_with
 
@@ -64,8 +72,8 @@ def test_groups(path):
     return [*groups, ("functions", [f"{path}::{name}" for name in functions])] if functions else groups
 
 
-def run(check, device, out, library_folder):
-    """Runs all stages in order."""
+def run(check, device, out, library_folder, rivals):
+    """Runs all stages in order; `rivals(check, device, out)` runs the last ones."""
     env = {} if library_folder is None else {"JAXFERRY_NATIVE_DIR": str(library_folder)}
     check.run(Stage("machine", ("bash", "-c", MACHINE), 20))
     check.run(Stage("facts", python(HERE / "facts.py", 1 if device == "cpu" else 512), 60, env=env))
@@ -108,6 +116,7 @@ def run(check, device, out, library_folder):
         command = python("-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests" / "gpu" / "test_link_rates.py")
         check.run(Stage("criteria", command, 90, built, {**env, "JAXFERRY_CHECK_LIBRARY": str(path)}))
     check.run_failed_again()
+    rivals(check, device, out)
 
 
 def steps(out, size, device, limit_s, contenders, needs, env, suffix=""):
@@ -133,7 +142,11 @@ def main():
     parser.add_argument("--resume", action="store_true", help="leave out stages that have passed")
     parser.add_argument("--tuned", action="store_true", help="with XLA's autotuning")
     parser.add_argument("--device", choices=SIZES, default="gpu")
+    known = os.environ.get("JAXFERRY_RIVALS_PYTHON") or sys.executable
+    parser.add_argument("--rivals-python", default=known, metavar="PATH", help="a Python with PyTorch and DeepSpeed")
     arguments = parser.parse_args()
+    if shutil.which(arguments.rivals_python) is None:
+        parser.error(f"--rivals-python: there is no program {arguments.rivals_python}; name a Python with PyTorch")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if arguments.device == "gpu" and not arguments.tuned:
@@ -153,7 +166,10 @@ def main():
         "JAXFERRY_CACHE_DIR": str(work / "measured"),
     }
     check = Check(out, arguments.seconds, env, arguments.only, arguments.resume)
-    return main_with(check, functools.partial(run, device=arguments.device, out=out, library_folder=library_folder))
+    compared = functools.partial(run_rivals, python=arguments.rivals_python, folder=work / "torch_extensions")
+    return main_with(
+        check, functools.partial(run, device=arguments.device, out=out, library_folder=library_folder, rivals=compared)
+    )
 
 
 if __name__ == "__main__":

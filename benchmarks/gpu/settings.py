@@ -19,3 +19,16 @@ BATCHES = {"tiny": (2, 32), "124m": (8, 1024), "medium": (8, 1024), "xl": (4, 10
 WARM_UP = 3
 MIN_STEPS = 3
 LEARNING_RATE = 1e-4
+# Layers, heads, channels, positions and tokens of `examples/gpt2` for each size, for Pythons without JAX.
+SHAPES = {
+    "tiny": (4, 4, 128, 256, 1024),
+    "124m": (12, 12, 768, 1024, 50257),
+    "medium": (24, 16, 1024, 1024, 50257),
+    "xl": (48, 25, 1600, 1024, 50257),
+}
+WEIGHT_DECAY = 1e-4
+"""The default of `optax.adamw`; that of PyTorch is another."""
+
+DEEPSPEED_2, DEEPSPEED_3, FSDP2 = "deepspeed-zero2", "deepspeed-zero3", "torch-fsdp2"
+RIVALS = {FSDP2: ("torch",), DEEPSPEED_2: ("torch", "deepspeed"), DEEPSPEED_3: ("torch", "deepspeed")}
+"""The other systems that offload to host memory, with the packages that each one needs."""

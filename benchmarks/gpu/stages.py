@@ -121,6 +121,15 @@ class Check:
                 name = f"{stage.name}_again"
                 self.run(dataclasses.replace(stage, name=name, env={**stage.env, **stage.again}, again=None, needs=()))
 
+    def wants(self, name: str) -> bool:
+        """Whether a stage of this name is to be run: it is among those chosen, and has not passed before."""
+        return name not in self._known and (not self._only or name.startswith(self._only))
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Reports that a stage which is wanted is not run, and why; this is no failure."""
+        if self.wants(name):
+            self._conclude(Stage(name, (), 0.0), {"outcome": LEFT_OUT, "seconds": 0.0, "last": [why]}, [])
+
     def cut_off(self) -> None:
         """Ends the stages under way."""
         self._is_cut_off = True
@@ -129,13 +138,13 @@ class Check:
                 _signal(process, signal.SIGKILL)
 
     def _run(self, stage: Stage) -> None:
-        if stage.name in self._known or (self._only and not stage.name.startswith(self._only)):
+        if not self.wants(stage.name):
             return
         missing = [name for name in stage.needs if self.outcomes.get(name, PASSED) != PASSED]
         limit_s = min(stage.limit_s, self.left_s)
         if missing or limit_s < LEAST_S or self._is_cut_off:
             why = f"needs {', '.join(missing)}" if missing else "no time"
-            self._conclude(stage, {"outcome": LEFT_OUT, "seconds": 0.0, "last": [why]}, [])
+            self.leave_out(stage.name, why)
             return
         start_s = time.monotonic()
         log = self._logs / f"{stage.name}.log"

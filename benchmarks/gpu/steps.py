@@ -237,11 +237,15 @@ def parse():
     return arguments
 
 
+def end_with_sigterm():
+    """Lets SIGTERM also end the running contender."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def main():
     arguments = parse()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    # SIGTERM also ends the running contender.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    end_with_sigterm()
     names = [name for name in CONTENDERS if name in arguments.only]
     rows = run_all(arguments, names, arguments.output / f"steps_{arguments.size}.json")
     print(f"GPT-2 {arguments.size}, batch {arguments.batch}, sequence {arguments.seq}, bfloat16")
