@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import model
-from benchmarks.gpu import rival_stages, rivals, settings, stages, steps
+from benchmarks.gpu import check, rival_stages, rivals, settings, stages, steps
 
 ROOT = pathlib.Path(__file__).parents[1]
 DRIVER_RESULT = {"losses": [2.0, 1.0], "machine": {"cpu": "a", "device": "b", "torch": "9.9"}}
@@ -126,6 +126,21 @@ def test_without_time_a_size_is_left_out_and_with_little_its_limit_is_what_is_le
     assert float(stage.command[stage.command.index("--limit") + 1]) < stage.limit_s
 
 
+def test_the_rivals_come_last(tmp_path):
+    done = []
+
+    class Recorded:
+        def run(self, *made, workers=1):
+            done.extend(stage.name for stage in made)
+
+        def run_failed_again(self):
+            done.append("again")
+
+    check.run(Recorded(), "cpu", tmp_path, None, lambda made, device, out: done.append(f"rivals on {device}"))
+    assert done[-2:] == ["again", "rivals on cpu"]
+    assert "steps_tiny" in done
+
+
 def driver_arguments(output, python, **options):
     defaults = {"size": "tiny", "device": "cpu", "batch": 1, "seq": 8, "steps": 3, "compile": False, "limit": 100.0}
     return argparse.Namespace(output=output, python=python, only=list(settings.RIVALS), **defaults | options)
@@ -178,7 +193,10 @@ def test_results_stand_beside_ours_as_ratios(ours):
     found = rivals.document(arguments, [row])
     assert found["ratios"] == {"torch-fsdp2": {"exact": 2.0}}
     assert found["losses_differ_by"] == {"torch-fsdp2": pytest.approx(0.2)}
-    assert rivals.ratio_lines(found) == ["torch-fsdp2: its step takes 2.00 of exact"]
+    compared, off = rivals.ratio_lines(found)
+    assert compared == "torch-fsdp2: its step takes 2.00 of exact"
+    assert "losses of torch-fsdp2 differ by 20.00%" in off
+    assert rivals.ratio_lines(found | {"losses_differ_by": {"torch-fsdp2": 1e-4}}) == [compared]
 
 
 @pytest.mark.parametrize(
@@ -240,10 +258,17 @@ def by_path(tree):
     return {"/".join(part.key for part in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def test_the_model_in_pytorch_has_the_loss_and_gradients_of_ours(tmp_path):
+def python_of_rivals(*rivals):
+    """The Python that has the packages of some rivals; skips the test where there is none."""
     python = os.environ.get("JAXFERRY_RIVALS_PYTHON") or sys.executable
-    if why := rival_stages.reasons(python)[settings.FSDP2]:
-        pytest.skip(f"{why}; JAXFERRY_RIVALS_PYTHON names another Python")
+    why = rival_stages.reasons(python)
+    if missing := next(filter(None, (why[rival] for rival in rivals)), None):
+        pytest.skip(f"{missing}; JAXFERRY_RIVALS_PYTHON names another Python")
+    return python
+
+
+def test_the_model_in_pytorch_has_the_loss_and_gradients_of_ours(tmp_path):
+    python = python_of_rivals(settings.FSDP2)
     shape = (2, 4, 32, 16, 64)
     config = model.Config(*shape)
     generator = np.random.default_rng(0)
@@ -264,3 +289,17 @@ def test_the_model_in_pytorch_has_the_loss_and_gradients_of_ours(tmp_path):
     assert set(found) == set(wanted)
     for name, leaf in wanted.items():
         np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_rivals_train_as_plain_jax_does(tmp_path):
+    python = python_of_rivals(*settings.RIVALS)
+    small = ["--size", "tiny", "--device", "cpu", "--batch", "1", "--seq", "8", "--steps", "3"]
+    for script, options in (("steps.py", ["--only", "plain"]), ("rivals.py", ["--python", python, "--limit", "500"])):
+        command = [sys.executable, str(ROOT / "benchmarks/gpu" / script), str(tmp_path), *small, *options]
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=550)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+    found = json.loads((tmp_path / "rivals_tiny.json").read_text())
+    assert set(found["ratios"]) == set(settings.RIVALS)
+    # Six steps of AdamW: with other gradients, other decay or clipping, the losses part.
+    assert all(off < rivals.MOST_OFF for off in found["losses_differ_by"].values())

@@ -6,7 +6,7 @@ missing package leaves its contenders out.
 
 Writes OUTPUT_DIR/rivals_SIZE.json in the form of steps_SIZE.json. Where the latter is there too, of the same shapes and
 machine, `ratios` has each rival's step time relative to each contender's of ours (above 1: the rival is slower), and
-`losses_differ_by` the largest relative difference of its losses, which bfloat16's rounding explains.
+`losses_differ_by` how far its loss at the last common step is from ours, relative, at most.
 
 `peak_device_bytes` of a rival is that of its steps, without its setup: `setup_peak_device_bytes`.
 """
@@ -26,6 +26,8 @@ from benchmarks.gpu.settings import BATCHES, RIVALS
 from benchmarks.gpu.stages import emit
 
 CONTENDER = pathlib.Path(__file__).resolve().parent / "torch_contenders.py"
+MOST_OFF = 2.0**-8
+"""The relative difference of a last loss that bfloat16 explains; a larger one tells that a rival trains otherwise."""
 LEAST_S = 10.0
 """With less time left, no contender is started."""
 
@@ -75,8 +77,9 @@ def of_ours(path, model, machine):
 
 
 def differ_by(losses, others):
-    """The largest relative difference of two lists of losses over their common steps."""
-    return max(abs(loss / other - 1) for loss, other in zip(losses, others, strict=False))
+    """The relative difference of two lists of losses at their last common step."""
+    last = min(len(losses), len(others)) - 1
+    return abs(losses[last] / others[last] - 1)
 
 
 def document(arguments, rows):
@@ -104,12 +107,13 @@ def document(arguments, rows):
 
 
 def ratio_lines(found):
-    """Returns one line for each rival that stands beside measured steps of ours."""
+    """Returns one line for each rival that stands beside measured steps of ours, and what is not as expected."""
     lines = []
     for rival, ratios in found["ratios"].items():
         said = ", ".join(f"{ratio:.2f} of {name}" for name, ratio in ratios.items())
         lines.append(f"{rival}: its step takes {said}" if said else f"{rival}: no steps of ours to compare with")
-    return lines
+    off = {rival: off for rival, off in found["losses_differ_by"].items() if off is not None and off > MOST_OFF}
+    return lines + [f"not as expected: losses of {rival} differ by {off:.2%}" for rival, off in off.items()]
 
 
 def status_of(rows):

@@ -92,6 +92,7 @@ def deepspeed_config(stage, rows):
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,  # the default is 1
         "optimizer": {"type": "AdamW", "params": adamw},
         "zero_optimization": zero,
         "steps_per_print": 1_000_000,
