@@ -281,7 +281,9 @@ def test_the_model_in_pytorch_has_the_loss_and_gradients_of_ours(tmp_path):
     path = tmp_path / "arrays.npz"
     np.savez(path, tokens=tokens, **by_path(params))
     command = [python, "-c", IN_TORCH, str(path), json.dumps(shape)]
-    finished = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    # So small a model needs no second thread, and on a busy machine one of OpenMP would wait for the other.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert finished.returncode == 0, finished.stderr
     found = dict(np.load(path))
     assert found.pop("loss") == pytest.approx(float(loss), rel=1e-5)
