@@ -43,7 +43,10 @@ def made(modes=(Mode.DHA,) * (DEPTH // 2) + (Mode.GFGB,) * (DEPTH // 2), gradien
     return step, params
 
 
-@pytest.fixture(params=[False, True], ids=["a thread a lane", "one for the device"])
+# CI runs the engine's tests once more on the emulated accelerator, where one thread issues for the device.
+@pytest.fixture(
+    params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["a thread a lane", "one for the device"]
+)
 def threads(request, monkeypatch):
     if request.param:
         emulate(monkeypatch)

@@ -19,7 +19,8 @@ DEPTH = 3
 BATCH = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 
 
-@pytest.fixture(params=["lanes", "one for the device"])
+# CI runs the engine's tests once more on the emulated accelerator, where one thread issues for the device.
+@pytest.fixture(params=["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
 def threads(request, monkeypatch):
     if request.param != "lanes":
         emulate(monkeypatch)

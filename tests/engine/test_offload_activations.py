@@ -388,7 +388,7 @@ def make(fault, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
+@pytest.mark.parametrize("threads", ["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
 def test_a_callback_that_raises_before_any_update_costs_no_bit(threads, remat, monkeypatch):
     plain, params = make(Fault(), offload_activations=False, remat=remat, clip_norm=1e3)
     expected = [state_after(plain, params, BATCH, n).params for n in range(5)]

@@ -89,6 +89,7 @@ LESS_OFTEN = (
     "adaptive clipping",
     "schedule",
     "muon",
+    "ema of parameters",
 )
 JOINT = {
     "global norm": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),

@@ -59,9 +59,9 @@ def random_plan(draw, loss_fn, params, batch, modes):
 def test_random_plans_sizes_and_delays_have_the_bits_of_the_serial_order(seed, monkeypatch):
     """Every second network clips and has Optax's updates, one thread for the device, or plain copies.
 
-    The first one takes 200 steps.
+    The first one takes 80 steps.
     """
-    num_steps = 25 if seed else 200
+    num_steps = 25 if seed else 80
     draw = random.Random(seed)
     loss_fn, params, batch = network(draw)
     clip_norm, adam = [(None, jaxferry.adam), (0.1, optax.adam)][seed % 2]
@@ -186,7 +186,7 @@ def test_memory_is_flat_over_many_steps(make, transport, threads, accumulate, mo
 
 
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("threads", ["lanes", "one for the device"])
+@pytest.mark.parametrize("threads", ["lanes", pytest.param("one for the device", marks=pytest.mark.slow)])
 def test_the_last_steps_are_recorded_task_by_task(threads, transport, monkeypatch):
     if threads != "lanes":
         emulate(monkeypatch)

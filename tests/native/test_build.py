@@ -15,6 +15,7 @@ from jaxferry.native.library import ffi_version, inspect_library
 from jaxferry.native.paths import DIRECTORY_VARIABLE
 
 
+@pytest.mark.slow  # each installation builds the same sources by CMake
 def test_the_command_builds_into_a_clean_directory_and_says_with_what(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "new"))
     with pytest.raises(SystemExit) as caught:

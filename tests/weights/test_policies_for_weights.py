@@ -46,7 +46,7 @@ def instances(draw: st.DrawFn, max_layers: int = 7) -> Instance:
     return dataclasses.replace(instance, memory_bytes=draw(st.integers(smallest, max(smallest, roomiest))))
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(instances())
 def test_every_schedule_keeps_to_the_model_and_takes_at_least_the_computation(instance: Instance) -> None:
     for policy in SCHEDULED:
