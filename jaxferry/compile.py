@@ -33,6 +33,7 @@ from jaxferry.engine import (
     StepRunner,
     TaskList,
     Transport,
+    beside_rows,
     fit,
     loads_ahead,
     lower,
@@ -140,8 +141,9 @@ class _Cut:
 
     def forget(self) -> None:
         """Makes later steps cut and compile anew."""
-        if (jaxpr := self._jaxpr()) is not None:
-            _CUTS.get(jaxpr, {}).pop(self._key, None)
+        cuts = {} if (jaxpr := self._jaxpr()) is None else _CUTS.get(jaxpr, {})
+        if cuts.get(self._key) is self:
+            del cuts[self._key]
 
 
 _CUTS: weakref.WeakKeyDictionary[core.ClosedJaxpr, dict[Any, _Cut]] = weakref.WeakKeyDictionary()
@@ -217,9 +219,9 @@ class Compiler:
         if not self._has_dropped:
             self._has_dropped = True
             warnings.warn(
-                f"more than {self._options.cached_shapes} shapes of batches so far: each is planned and compiled anew, "
-                "and what was compiled for the oldest is freed; pad batches to a few fixed shapes, or raise "
-                "cached_shapes=",
+                f"more than {self._options.cached_shapes} shapes of batches (or functions of `apply`) so far: each is "
+                "planned and compiled anew, and what was compiled for the oldest is freed; pad batches to a few fixed "
+                "shapes, or raise cached_shapes=",
                 stacklevel=7,
             )
 
@@ -431,7 +433,10 @@ class _StepCompiler:
         return lower(parts, self._variants.derivatives, plan, self._profile, is_offloaded)
 
     def _keys(self, program: StepProgram) -> list[Any]:
-        return with_sums(program.keys) if self._options.accumulate > 1 else program.keys
+        keys = with_sums(program.keys) if self._options.accumulate > 1 else program.keys
+        if self._resources.placement.is_cpu:
+            return keys
+        return [*keys, *beside_rows(program.partition, program.derivatives, program.keys)]
 
     def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
         """The most device memory that a step needs; compiles programs to learn the size of their temporaries."""

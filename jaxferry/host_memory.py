@@ -6,6 +6,7 @@ into a run. Sources: proc_meminfo(5), proc_pid_statm(5), getrlimit(2), and Linux
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -42,7 +43,10 @@ def limits(root: pathlib.Path = _ROOT) -> list[Limit]:
     Args:
       root: the folder that holds `proc` and `sys`.
     """
-    found = [*_of_machine(root), *_of_control_groups(root), *_of_process(root)]
+    found: list[Limit] = []
+    for source in (_of_machine, _of_control_groups, _of_process):
+        with contextlib.suppress(ValueError, IndexError):  # a file in another form says nothing
+            found.extend(source(root))
     return sorted(found, key=lambda limit: limit.num_bytes)
 
 
@@ -88,7 +92,10 @@ def _of_process(root: pathlib.Path) -> Iterator[Limit]:
 
 def _of_control_groups(root: pathlib.Path) -> Iterator[Limit]:
     for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
+        fields = line.split(":", 2)
+        if len(fields) < 3:
+            continue
+        _, controllers, path = fields
         if controllers == "":
             mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
@@ -104,16 +111,18 @@ def _of_control_groups(root: pathlib.Path) -> Iterator[Limit]:
 
 def _of_group(folder: pathlib.Path, most: str, taken: str, cached: str) -> Iterator[Limit]:
     limit, usage = _lines(folder / most), _lines(folder / taken)
-    if not limit or not usage or not limit[0].isdigit() or int(limit[0]) >= _UNLIMITED:
+    is_known = limit and usage and limit[0].isdigit() and usage[0].isdigit()
+    if not is_known or int(limit[0]) >= _UNLIMITED:
         return
     # The kernel gives files' pages back before it refuses memory.
-    counts = dict(line.split()[:2] for line in _lines(folder / "memory.stat"))
-    left = int(limit[0]) - int(usage[0]) + int(counts.get(cached, 0))
+    counts = [line.split() for line in _lines(folder / "memory.stat")]
+    reclaimable = sum(int(count[1]) for count in counts if len(count) == 2 and count[0] == cached)
+    left = int(limit[0]) - int(usage[0]) + reclaimable
     yield Limit(max(left, 0), f"{most} of the control group")
 
 
 def _lines(path: pathlib.Path) -> list[str]:
     try:
-        return path.read_text().splitlines()
+        return path.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return []

@@ -452,6 +452,7 @@ class TrainStep:
     def _restored(self, saved: checkpoint.Checkpoint, params: Any) -> TrainState:
         compiler = self._adopt(params)
         model = compiler.model
+        model.check_host_memory()  # beside the arrays that have been read
         names = path_names(model.params)
         expected = dict(zip(names, jax.tree.leaves(model.params), strict=True))
         checkpoint.check_matches("model", saved.params, expected)

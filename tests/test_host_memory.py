@@ -52,6 +52,29 @@ def test_the_smallest_limit_of_machine_and_control_groups_counts(files, expected
     assert host_memory.limits(tmp_path)[0].num_bytes == expected
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"proc/meminfo": "MemAvailable:\n"},
+        {"proc/meminfo": "MemAvailable: lots kB\n"},
+        {"proc/self/cgroup": "\n0::/a\n\n", **group("sys/fs/cgroup/a", 4 * GIB, "")},
+        {"proc/self/cgroup": "0::/a\n", **group("sys/fs/cgroup/a", "much", 1)},
+    ],
+)
+def test_files_in_another_form_say_nothing(files, tmp_path):
+    write(tmp_path, files)
+    assert host_memory.limits(tmp_path) == []
+
+
+def test_odd_lines_and_names_of_control_groups_are_skipped(tmp_path):
+    write(tmp_path, {"proc/meminfo": MEMINFO, **group("sys/fs/cgroup/a", 4 * GIB, GIB, GIB)})
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_bytes(b"\n0::/a/\xff\nodd\n")
+    with (tmp_path / "sys/fs/cgroup/a/memory.stat").open("a") as file:
+        file.write("\nodd\n")
+    assert host_memory.limits(tmp_path)[0].num_bytes == 4 * GIB
+
+
 def test_a_system_without_such_files_has_no_limits(tmp_path, monkeypatch):
     assert host_memory.limits(tmp_path) == []
     monkeypatch.delenv(host_memory.VARIABLE, raising=False)
@@ -95,6 +118,14 @@ def test_too_little_is_an_error_with_the_number_before_anything_is_allocated(way
             step.init(params)
         else:
             step.init_from(lambda rng: {"a": jax.random.normal(rng, (1000, 1000))}, jax.random.key(0))
+
+
+def test_a_restore_checks_too(monkeypatch, tmp_path):
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    step.save(step.init(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), PARAMS)), tmp_path / "saved")
+    monkeypatch.setenv(host_memory.VARIABLE, "1KiB")
+    with pytest.raises(jaxferry.HostMemoryError):
+        step.restore(tmp_path / "saved")
 
 
 def test_frozen_parameters_need_only_the_compute_copy(monkeypatch):

@@ -1,5 +1,6 @@
 """Models that scan over their layers train like plain Optax, layer by layer, under every plan."""
 
+import gc
 import warnings
 
 import jax
@@ -236,3 +237,24 @@ def test_frozen_stacked_parameters_beside_trained_ones_are_kept_to_the_bit(lax, 
             np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-6)
         by_label = jaxferry.train_step(loss_fn, plain)
         assert train(by_label, task, 4)[1] == pytest.approx(losses, rel=LOSS_RTOL)
+
+
+def test_host_memory_holds_stacked_parameters_once():
+    """They are cut at the first step; nothing keeps the whole ones."""
+    shape = (5, 12, 12)
+
+    def loss_fn(params, x):
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ params["e"], params["l"])[0] ** 2)
+
+    def whole():
+        return sum(array.shape == shape and not array.is_deleted() for array in jax.live_arrays())
+
+    gc.collect()
+    before = whole()
+    step = jaxferry.train_step(loss_fn, optax.adamw(1e-3))
+    state = step.init({"e": np.ones((12, 12), np.float32), "l": np.full(shape, 0.01, np.float32)})
+    for _ in range(2):
+        state, _ = step(state, jnp.ones((2, 12)))
+    state.block_until_ready()
+    gc.collect()
+    assert whole() == before

@@ -41,12 +41,14 @@ def resumed_options(folder: Path, known: Collection[str], given: Collection[str]
     Raises:
       InputError: if the file is damaged.
     """
-    if not (folder / _FILE).is_file():
+    # One of several saved states, named by its step, has its options beside it.
+    file = folder.parent / _FILE if folder.name.isdigit() and not (folder / _FILE).is_file() else folder / _FILE
+    if not file.is_file():
         return {}
-    options = load_record(folder / _FILE, _read)
+    options = load_record(file, _read)
     unknown = [name for name in options if name not in known]
     if unknown:
-        raise InputError(f"{folder / _FILE}: unknown option {unknown[0]!r}; known are {', '.join(known)}")
+        raise InputError(f"{file}: unknown option {unknown[0]!r}; known are {', '.join(known)}")
     replaced = {*given, *(_EXCLUDING[name] for name in given if name in _EXCLUDING)}
     return {name: value for name, value in options.items() if name not in replaced}
 

@@ -172,7 +172,7 @@ class _Run:
         self._user, self._step, self.state, self._console, self._saves = user, step, state, console, saves
         self._losses: list[float] = []
         self._step_s: list[float] = []
-        self._peak = 0
+        self._peak, self._has_saved = 0, False
 
     def train(self, steps: int) -> int:
         """Trains up to a step; returns the exit status: 0, 130 after Ctrl-C, 143 after SIGTERM."""
@@ -199,11 +199,10 @@ class _Run:
 
     def _save_between(self) -> None:
         """Saves the state in the background; training goes on if that fails, or if the save before has failed."""
-        path = self._saves.path
-        assert path is not None
+        assert self._saves.path is not None
         try:
-            # The folder of the first save must exist before the options can lie in it.
-            self._save(path, wait=not path.exists())
+            # Options lie beside what is saved: the first save must have ended before they are written.
+            self._save(self._saves.path, wait=not self._has_saved)
         except CheckpointError as error:
             self._warn(error)
 
@@ -219,7 +218,9 @@ class _Run:
 
     def _save(self, path: Path, wait: bool) -> None:
         self._step.save(self.state, path, wait=wait, keep_last=self._saves.keep_last)
-        save_options(path, self._saves.options)
+        if not self._has_saved:  # later saves keep the file
+            save_options(path, self._saves.options)
+            self._has_saved = True
 
     def _warn(self, error: CheckpointError) -> None:
         self._console.print(f"warning: {error}", soft_wrap=True)

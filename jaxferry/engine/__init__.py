@@ -21,7 +21,15 @@ from jaxferry.engine.norms import Norms
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.prefetch import PrefetchSlot
 from jaxferry.engine.process import Process
-from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target, program_keys, with_sums
+from jaxferry.engine.program_keys import (
+    ProgramKey,
+    ProgramKind,
+    Source,
+    Target,
+    beside_rows,
+    program_keys,
+    with_sums,
+)
 from jaxferry.engine.programs import Programs, derivatives_of, lower_traced, trace_program
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.remat_variants import RematVariants
@@ -62,6 +70,7 @@ __all__ = [
     "TaskList",
     "TrainState",
     "Transport",
+    "beside_rows",
     "checkpoint",
     "choose_transport",
     "derivatives_of",

@@ -103,7 +103,9 @@ class StepGradients:
         if not self._may_add(instruction.group, commit):
             return None
         known = self.on_host.get(instruction.group)
-        return key if known is None or self._transport.is_summed_on_host(known) else key.onto_sum
+        if known is None:
+            return key
+        return key.alone if self._transport.is_summed_on_host(known) else key.onto_sum
 
     def destinations(self, key: ProgramKey, group: int) -> list[list[jax.Array]]:
         """The vectors that a program writes its gradient into, as one argument or none."""

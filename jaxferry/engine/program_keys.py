@@ -64,6 +64,11 @@ class ProgramKey:
     writes: Target = Target.DEVICE
 
     @property
+    def alone(self) -> ProgramKey:
+        """The program that writes this one's gradient to host memory instead of adding it."""
+        return dataclasses.replace(self, writes=Target.HOST) if self.writes is Target.HOST_SUM else self
+
+    @property
     def onto_sum(self) -> ProgramKey:
         """The program that adds this one's gradient to host memory instead of writing it."""
         return dataclasses.replace(self, writes=Target.HOST_SUM) if self.writes is Target.HOST else self
@@ -101,6 +106,19 @@ def program_keys(partition: Partition, derivatives: Mapping[int, Derivative], pl
             written.add(segment.group)
         keys.append(ProgramKey(kind, segment.program, reads, writes))
     return keys
+
+
+def beside_rows(
+    partition: Partition, derivatives: Mapping[int, Derivative], keys: Sequence[ProgramKey]
+) -> list[ProgramKey]:
+    """The programs of places that add to a group's gradient in host memory, as such that write it.
+
+    An accelerator needs them where an earlier gradient of the group is rows of a lookup: these are summed on the host.
+    """
+    of_rows = {segment.group for segment in partition.segments if derivatives[segment.program].has_rows}
+    groups = [partition.segments[number].group for _, number in places(partition)]
+    found = (key.alone for key, group in zip(keys, groups, strict=True) if group in of_rows)
+    return [key for key in dict.fromkeys(found) if key.writes is Target.HOST]
 
 
 def with_sums(keys: Sequence[ProgramKey]) -> list[ProgramKey]:

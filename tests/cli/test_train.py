@@ -148,6 +148,17 @@ def test_a_run_saves_every_few_steps_in_the_background_and_goes_on_from_the_newe
     assert json.loads(rest.out)["losses"] == json.loads(whole.out)["losses"][5:]
 
 
+def test_one_of_several_saved_states_is_resumed_with_its_run_s_options(jaxferry, user_model, tmp_path):
+    model, folder = user_model("functions"), tmp_path / "run"
+    own = ("--learning-rate", 0.05, "--save", folder, "--save-every", 2, "--keep-last", 2)
+    assert jaxferry("train", "--model", model, "--steps", 4, *own).status == 0
+    told = [
+        jaxferry("train", "--model", model, "--steps", 4, "--resume", saved).err
+        for saved in (folder, folder / "00000004")
+    ]
+    assert all("--learning-rate 0.05" in text for text in told), told
+
+
 def test_a_save_that_fails_in_between_is_told_and_training_goes_on(jaxferry, user_model, tmp_path, monkeypatch):
     calls = first_save_fails(monkeypatch)
     model, folder = user_model("functions"), tmp_path / "state"

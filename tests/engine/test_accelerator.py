@@ -13,7 +13,9 @@ import models
 from accelerator import CLIENT_BYTES_PER_S, Misuse, emulate
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
-from planned import plan_of, with_gradients
+from jaxferry.partition import partition
+from jaxferry.plan.records import LayerPlan, Plan
+from planned import assert_same_bits, plan_of, with_gradients
 
 NUM_PRODUCTS, MATRIX = 300, np.full((128, 128), 0.01, np.float32)
 SIZE = 1 << 16
@@ -98,11 +100,15 @@ def gpt():
     return models.gpt(depth=3)
 
 
-def tied_lookup(params, tokens, x):
-    """A table that is read densely behind its lookup, so rows come after a dense gradient; and the other way round."""
-    rows, more = params["table"][tokens], params["other"][tokens]
-    h = jnp.tanh((rows + x @ params["other"]) @ params["w"])
-    return jnp.mean((h @ params["table"].T @ params["table"] + more) ** 2)
+def rows_last(params, tokens, x):
+    """The gradient of rows comes first in the backward, before a dense one of the same table."""
+    h = jnp.tanh(x @ params["table"].T @ params["table"])
+    return jnp.mean((jnp.tanh(h @ params["w"]) * params["table"][tokens]) ** 2)
+
+
+def rows_first(params, tokens, x):
+    h = jnp.tanh(params["table"][tokens] @ params["w"])
+    return jnp.mean((h @ params["table"].T @ params["table"] + x) ** 2)
 
 
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
@@ -127,17 +133,30 @@ def test_the_issuing_thread_never_waits(accelerator, gpt, transport, modes, grad
     assert not accelerator.waits, accelerator.waits[0]
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("gradient", GradientPlace)
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
-def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(accelerator, transport, gradient):
-    params = {"table": np.full((64, 16), 0.1), "other": np.full((16, 16), 0.2), "w": np.full((16, 16), 0.3)}
-    params = jax.tree.map(lambda x: x.astype(np.float32), params)
-    batch = (np.arange(4, dtype=np.int32), np.ones((4, 16), np.float32))
-    step = jaxferry.train_step(tied_lookup, jaxferry.adamw(1e-3), transport=transport, accumulate=3)
-    state = step.init(params)
-    for _ in range(6):
-        state, _ = step(state, *batch)
-    state.block_until_ready()
+@pytest.mark.parametrize("loss_fn", [rows_first, rows_last])
+def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
+    monkeypatch, loss_fn, transport, gradient, accumulate
+):
+    """The bits are those of a CPU."""
+    draw = np.random.default_rng(0)
+    params = {name: draw.normal(size=(rows, 16)).astype(np.float32) for name, rows in (("table", 64), ("w", 16))}
+    batch = (np.arange(4, dtype=np.int32), draw.normal(size=(4, 16)).astype(np.float32))
+    names = [segment.name for segment in partition(loss_fn, params, batch).segments]
+    plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.GFGB, gradient) for name in names))
+
+    def train():
+        step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-3), plan=plan, transport=transport, accumulate=accumulate)
+        state = step.init(params)
+        for _ in range(6):
+            state, _ = step(state, *batch)
+        return state.params
+
+    expected = train()
+    accelerator = emulate(monkeypatch)
+    assert_same_bits(train(), expected)
     assert not accelerator.waits, accelerator.waits[0]
 
 

@@ -45,11 +45,12 @@ class UpdatePrograms:
 
     def init_state(self, unit: UpdateGroup, masters: Sequence[jax.Array]) -> list[jax.Array]:
         """The initial Optax state of a unit, in host memory."""
-        leaves, held = unit.leaves, unit.keys
+        # The function is kept, and so is what it refers to: not the unit, which holds arrays.
+        leaves, held, is_by_part = unit.leaves, unit.keys, bool(unit.parts)
 
         def init(masters: Any) -> list[jax.Array]:
             masters = jax.device_put(masters, jax.memory.Space.Device)
-            if unit.parts:
+            if is_by_part:
                 return self._tree.by_part.init(held, masters)
             return jax.tree.leaves(
                 self._tree.optimizer.init(self._tree.subtree(dict(zip(leaves, masters, strict=True))))
