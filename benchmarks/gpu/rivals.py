@@ -11,7 +11,6 @@ machine, `ratios` has each rival's step time relative to each contender's of our
 `peak_device_bytes` of a rival is that of its steps, without its setup: `setup_peak_device_bytes`.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -22,7 +21,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu import steps
 from benchmarks.gpu.rival_stages import TORCH_DEVICES, reasons
-from benchmarks.gpu.settings import BATCHES, RIVALS
+from benchmarks.gpu.settings import RIVALS
 from benchmarks.gpu.stages import emit
 
 CONTENDER = pathlib.Path(__file__).resolve().parent / "torch_contenders.py"
@@ -125,21 +124,12 @@ def status_of(rows):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=pathlib.Path, help="folder for rivals_SIZE.json")
+    parser = steps.make_parser(__doc__, TORCH_DEVICES, "rivals_SIZE.json")
     parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch and DeepSpeed")
-    parser.add_argument("--size", default="medium", choices=BATCHES)
-    parser.add_argument("--device", default="gpu", choices=TORCH_DEVICES)
-    parser.add_argument("--batch", type=int, help="rows; default that of steps.py")
-    parser.add_argument("--seq", type=int, help="tokens per row; default that of steps.py")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps")
     parser.add_argument("--limit", type=float, default=300, help="seconds for all contenders")
     parser.add_argument("--only", nargs="+", choices=RIVALS, default=list(RIVALS), help="contenders to run")
     parser.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
-    arguments = parser.parse_args()
-    rows, length = BATCHES[arguments.size]
-    arguments.batch, arguments.seq = arguments.batch or rows, arguments.seq or length
-    return arguments
+    return steps.parse_shape(parser)
 
 
 def main():

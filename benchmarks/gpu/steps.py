@@ -219,22 +219,32 @@ def run_all(arguments, names, path):
     return rows
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=pathlib.Path, help="folder for steps_SIZE.json")
+def make_parser(description, devices, results):
+    """The options that say what is timed; `parse_shape` fills in the shapes that are not given."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=pathlib.Path, help=f"folder for {results}")
     parser.add_argument("--size", default="medium", choices=BATCHES)
-    parser.add_argument("--device", default="gpu", choices=PLATFORMS)
+    parser.add_argument("--device", default="gpu", choices=devices)
     parser.add_argument("--batch", type=int, help="rows; default 8, or 4 for xl")
     parser.add_argument("--seq", type=int, help="tokens per row; default 1024")
     parser.add_argument("--steps", type=int, default=12, help="timed steps")
-    parser.add_argument("--limit", type=float, default=420, help="seconds for all contenders")
-    parser.add_argument("--each", type=float, default=90, help="seconds for each contender")
-    parser.add_argument("--least", type=float, default=5, help="start no contender with fewer seconds left")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="contenders to run")
+    return parser
+
+
+def parse_shape(parser):
     arguments = parser.parse_args()
     rows, length = BATCHES[arguments.size]
     arguments.batch, arguments.seq = arguments.batch or rows, arguments.seq or length
     return arguments
+
+
+def parse():
+    parser = make_parser(__doc__, PLATFORMS, "steps_SIZE.json")
+    parser.add_argument("--limit", type=float, default=420, help="seconds for all contenders")
+    parser.add_argument("--each", type=float, default=90, help="seconds for each contender")
+    parser.add_argument("--least", type=float, default=5, help="start no contender with fewer seconds left")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="contenders to run")
+    return parse_shape(parser)
 
 
 def end_with_sigterm():
