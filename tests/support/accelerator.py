@@ -33,7 +33,7 @@ CLIENT_BYTES_PER_S = 2.5e9
 """The rate of a copy between two clients: DESIGN.md, section 5.3, measured 2 to 3 GB/s."""
 
 _WIDTH, _PRODUCTS = 128, 16
-_ISSUING = "jaxferry H2D"
+_ISSUING = "jaxferry H2D+"
 _PUT, _JIT, _BLOCK = jax.device_put, jax.jit, jax.block_until_ready
 _DELETE, _BLOCK_ONE, _CALL = ArrayImpl.delete, ArrayImpl.block_until_ready, jax.stages.Compiled.__call__
 _WAIT_FOR, _SYNCHRONIZE = NativeLibrary.wait_for, NativeLibrary.synchronize
