@@ -50,8 +50,8 @@ RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # The simulator and the engine run the same task list and never know of each other.
 STRANGERS = {("engine", "simulate"), ("simulate", "engine")}
 
-# Heavy and optional: the only packages that a function may import.
-OPTIONAL = {"matplotlib", "safetensors"}
+# Optional, or needed by checkpoints alone: the only packages that a function may import.
+OPTIONAL = {"matplotlib", "safetensors", "xxhash"}
 
 
 def find_modules(root):

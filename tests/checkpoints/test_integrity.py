@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import sys
 import warnings
 
 import jax
@@ -287,3 +288,9 @@ def test_extra_that_are_no_arrays_of_numbers_are_refused(tmp_path, extra):
     with pytest.raises(jaxferry.InputError, match="extra"):
         step.save(step.init({"w": np.ones((3,), np.float32)}), tmp_path / "saved", extra=extra)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_for_digests_is_named(saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(jaxferry.CheckpointError, match="pip install xxhash"):
+        checkpoint.load(saved)
