@@ -87,20 +87,10 @@ def as_numpy(array: jax.Array) -> np.ndarray:
     return _bytes_of(jax.block_until_ready(array)).view(array.dtype).reshape(array.shape)
 
 
-def to_pinned(vectors: Sequence[jax.Array], placement: Placement, into: Vectors = ()) -> Vectors:
-    """Copies vectors of the CPU backend into pinned memory, unless they are there already.
-
-    Args:
-      vectors: the vectors.
-      placement: where arrays live.
-      into: vectors in pinned memory that nothing uses, to be overwritten; empty for new ones.
-    """
+def to_pinned(vectors: Sequence[jax.Array], placement: Placement) -> Vectors:
+    """Copies vectors of the CPU backend into pinned memory, unless they are there already."""
     if placement.is_cpu:
         return tuple(vectors)
-    if into and can_view(placement):
-        for target, vector in zip(into, vectors, strict=True):
-            np.copyto(as_numpy(target), np.asarray(vector))
-        return into
     # From NumPy: another client's array would pass through a literal. JAX may keep the NumPy array that it is given.
     return tuple(jax.device_put(np.array(vector), placement.pinned) for vector in vectors)
 
