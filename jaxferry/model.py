@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from jaxferry import host_memory
 from jaxferry.engine import UNSCALED, HostOptimizer, Placement, TrainState, choose_transport, masters_from_arrays
 from jaxferry.options import Options
 from jaxferry.partition import Layer, frozen_leaves, layers_by_path
+from jaxferry.partition.graph import aval_bytes
 
 
 class Model:
@@ -76,8 +76,8 @@ class Model:
         state = self.optimizer.state_shapes().values()
         host_memory.check(
             {
-                "master parameters": sum(math.prod(leaf.shape) * leaf.master_dtype.itemsize for leaf in own),
-                "optimizer state": sum(leaf.size * leaf.dtype.itemsize for leaf in state),
+                "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
+                "optimizer state": sum(map(aval_bytes, state)),
                 "compute copy": sum(layer.num_bytes for layer in self.layers),
                 "gradients": sum(layer.trained.num_bytes for layer in self.layers),
             }
