@@ -4,12 +4,16 @@ A chain of tiny layers on the CPU, forced onto the path of accelerators: one thr
 and waits for none of them, another runs the updates. The programs do almost no work, so the time is what Python, JAX's
 dispatch and the engine take. The unit is one call of a cached `jax.jit` function of as many arguments, in the same run.
 
-    python benchmarks/issue.py [--segments 17 33 65] [--transports ferry device_put] [--steps 30]
+The layers are so small that a step takes longer to issue than to run, so an H200 would merge neighbours. Both are
+measured: each layer a segment of its own, and merged as on an H200.
 
-Goal: at most 0.15 ms for each segment and step on the issuing thread, and linear in the number of segments.
+    python benchmarks/issue.py [--layers 17 33 65] [--transports ferry device_put] [--steps 30]
+
+Goal: at most 0.15 ms for each layer and step on the issuing thread, and linear in the number of segments.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -68,11 +72,13 @@ def jit_call_s(repetitions=2000):
     return (end_s - start_s) / repetitions
 
 
-def measure_one(num_layers, transport, steps):
+def measure_one(num_layers, transport, merges, steps):
     """CPU seconds of each thread for one step, the median of several groups of steps."""
     params, loss_fn = make_model(num_layers)
     batch = jnp.asarray(np.random.default_rng(0).normal(size=(2, WIDTH)), jnp.float32)
-    step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-3), policy="native-overlapped", transport=transport)
+    step = jaxferry.train_step(
+        loss_fn, jaxferry.adamw(1e-3), policy="native-overlapped", transport=transport, merge_small=merges
+    )
     state = step.init(params)
     for _ in range(3):
         state, _ = step(state, batch)
@@ -93,6 +99,8 @@ def measure_one(num_layers, transport, steps):
     num_segments = len(step.prepare(batch).partition.segments)
     return {
         "transport": transport,
+        "merges": merges,
+        "num_layers": num_layers,
         "num_segments": num_segments,
         "step_s": {name: statistics.median(samples) for name, samples in found.items()},
         "samples_s": found,
@@ -102,16 +110,19 @@ def measure_one(num_layers, transport, steps):
 
 def run(sizes, transports, steps):
     Placement.is_cpu = property(lambda placement: False)
+    Placement.device_kind = "NVIDIA H200"
     call_s = jit_call_s()
-    points = [measure_one(size, transport, steps) for transport in transports for size in sizes]
+    cases = itertools.product(transports, (False, True), sizes)
+    points = [measure_one(size, transport, merges, steps) for transport, merges, size in cases]
     for point in points:
         for name in THREADS:
             a_segment_s = point["step_s"][name] / point["num_segments"]
             point[f"{name}_s_a_segment"], point[f"{name}_calls_a_segment"] = a_segment_s, a_segment_s / call_s
+            point[f"{name}_s_a_layer"] = point["step_s"][name] / point["num_layers"]
     return {
         "benchmark": "issue",
         "machine": measure.machine(),
-        "expected": {"issuing_s_a_segment": GOAL_S},
+        "expected": {"issuing_s_a_layer": GOAL_S},
         "jit_call_s": call_s,
         "points": points,
     }
@@ -119,22 +130,27 @@ def run(sizes, transports, steps):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--segments", type=int, nargs="+", default=[17, 33, 65])
+    parser.add_argument("--layers", type=int, nargs="+", default=[17, 33, 65])
     parser.add_argument("--transports", nargs="+", default=["ferry", "device_put"])
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
-    result = run(arguments.segments, arguments.transports, arguments.steps)
+    result = run(arguments.layers, arguments.transports, arguments.steps)
     table = Table(
-        "transport", "segments", "issuing, ms a segment", "in jit calls", "host, ms a segment", "in jit calls",
+        "transport", "layers", "segments", "issuing, ms a layer", "a segment", "in jit calls", "host, ms a layer",
+        "a segment", "in jit calls",
         title=f"one cached jit call: {1e6 * result['jit_call_s']:.1f} us",
     )  # fmt: skip
     for point in result["points"]:
         cells = [
             cell
             for name in THREADS
-            for cell in (f"{1e3 * point[f'{name}_s_a_segment']:.3f}", f"{point[f'{name}_calls_a_segment']:.1f}")
+            for cell in (
+                f"{1e3 * point[f'{name}_s_a_layer']:.3f}",
+                f"{1e3 * point[f'{name}_s_a_segment']:.3f}",
+                f"{point[f'{name}_calls_a_segment']:.1f}",
+            )
         ]
-        table.add_row(point["transport"], str(point["num_segments"]), *cells)
+        table.add_row(point["transport"], str(point["num_layers"]), str(point["num_segments"]), *cells)
     Console().print(table)
     measure.write("issue", result)
 

@@ -15,7 +15,7 @@ from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
 from jaxferry.planning import as_run, plan_for, with_update_order
 from jaxferry.profiling.estimate import estimate_profile
-from jaxferry.profiling.machines import MACHINES
+from jaxferry.profiling.machines import MACHINES, Machine
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
 
@@ -58,8 +58,7 @@ def planning_profile(
         _check_names("profile", given, parts)
         profile = given
     elif options.plan is None and _policy_of(options) is not None:
-        machine = MACHINES[_machine_of(device_kind)]
-        profile = estimate_profile(partition_costs(parts, None), machine, {"device": device_kind})
+        profile = estimate_profile(partition_costs(parts, None), _machine_of(device_kind), {"device": device_kind})
     else:
         profile = without_times(parts)
     is_offloaded = options.offload_activations
@@ -128,17 +127,21 @@ def _as_run(plan: Plan, profile: Profile) -> Plan:
     return with_update_order(profile, changed) if changed != plan and profile.has_times else changed
 
 
-def _machine_of(device_kind: str) -> str:
+def known_machine(device_kind: str) -> Machine | None:
+    """The built-in machine with this device, or None."""
     words = device_kind.lower().replace("geforce", "").replace(" ", "")
-    for name in MACHINES:
-        if name.split("-")[0] in words:
-            return name
-    if "nvidia" in words:
+    return next((machine for name, machine in MACHINES.items() if name.split("-")[0] in words), None)
+
+
+def _machine_of(device_kind: str) -> Machine:
+    if (machine := known_machine(device_kind)) is not None:
+        return machine
+    if "nvidia" in device_kind.lower():
         warnings.warn(
             f"no performance figures for {device_kind!r}: planning with those of {DEFAULT_MACHINE}; profile= overrides",
             stacklevel=6,
         )
-    return DEFAULT_MACHINE
+    return MACHINES[DEFAULT_MACHINE]
 
 
 def _check_names(what: str, given: Plan | Profile, parts: Partition) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jaxferry.choice import choose_plan, leanest_plan, needs_times, planning_profile
+from jaxferry.choice import choose_plan, known_machine, leanest_plan, needs_times, planning_profile
 from jaxferry.engine import (
     Evaluator,
     Norms,
@@ -45,6 +45,7 @@ from jaxferry.engine import (
 )
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.measure.profile import measure_profile
+from jaxferry.merging import merge_rule
 from jaxferry.model import Model
 from jaxferry.modes import Mode, Remat
 from jaxferry.options import MEASURE, Options
@@ -60,6 +61,7 @@ from jaxferry.partition import (
 )
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.planning import with_update_order
+from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.recent import Recent
@@ -169,7 +171,7 @@ class Compiler:
         self._known_layers: tuple[Layer, ...] | None = None
         self._prepared: Recent[tuple[Prepared, _Cut]] = Recent(options.cached_shapes, self._drop)
         self._evaluators: Recent[tuple[Evaluator, _Cut | None]] = Recent(options.cached_shapes, self._drop)
-        self._has_dropped = False
+        self._has_dropped, self._merges_small = False, options.merge_small
         self._transports: dict[tuple[Layer, ...], Transport] = {}
 
     @property
@@ -187,11 +189,14 @@ class Compiler:
 
         def make() -> tuple[Prepared, _Cut]:
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
-            cut = self._cut(args, kwargs)
-            variants, programs = self._variants(cut)
-            profile = self._profile(variants, programs)
-            resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
-            return _StepCompiler(variants, programs, profile, resources, self._options).compile_best(), cut
+            is_first = self._known_layers is None
+            try:
+                return self._compiled(self._cut(args, kwargs))
+            except BudgetError:
+                if not (is_first and self._merges_small):
+                    raise
+                self._merges_small, self._known_layers = False, None
+                return self._compiled(self._cut(args, kwargs))
 
         return self._prepared.get(structure_of(args, kwargs), make)[0]
 
@@ -210,6 +215,12 @@ class Compiler:
             return Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget), cut
 
         return self._evaluators.get((function, structure_of(args, kwargs)), make)[0]
+
+    def _compiled(self, cut: _Cut) -> tuple[Prepared, _Cut]:
+        variants, programs = self._variants(cut)
+        profile = self._profile(variants, programs)
+        resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
+        return _StepCompiler(variants, programs, profile, resources, self._options).compile_best(), cut
 
     def _drop(self, dropped: tuple[Any, _Cut | None]) -> None:
         """Frees what was compiled for a structure; warns the first time."""
@@ -233,15 +244,28 @@ class Compiler:
         dtype, frozen = model.compute_dtype, model.optimizer.frozen
         jaxpr = traced_jaxpr(*given, dtype, frozen)
         cuts = _CUTS.setdefault(jaxpr, {})
-        key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen)
+        names, machine = self._merging(known)
+        rule = names or (machine and machine.name)
+        key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen, rule)
         if key not in cuts:
-            cuts[key] = _Cut(partition(*given, compute_dtype=dtype, layers=known, frozen=frozen), jaxpr, key)
+            merge = merge_rule(names, machine)
+            parts = partition(*given, compute_dtype=dtype, layers=known, frozen=frozen, merge=merge)
+            cuts[key] = _Cut(parts, jaxpr, key)
         cut = cuts[key]
         if known is None:
             # Evaluators made earlier have other groups. New ones use these, so the state is not rearranged.
             self._known_layers = cut.parts.layers
             self._evaluators.clear()
         return cut
+
+    def _merging(self, known: tuple[Layer, ...] | None) -> tuple[tuple[str, ...], Machine | None]:
+        """What decides the merges of small layers: the names of a given plan or profile, or the machine."""
+        placement, remat = self._shared.placement, self._options.remat
+        if known is not None:
+            return (), None
+        # A mapping of `remat` names layers as they are.
+        may_merge = self._merges_small and not placement.is_cpu and not isinstance(remat, Mapping)
+        return self._options.given_names, known_machine(placement.device_kind) if may_merge else None
 
     def _forward_partition(
         self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]

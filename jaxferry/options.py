@@ -47,6 +47,13 @@ class Options:
     trainable: Trainable | None = None
     offload_activations: bool = False
     cached_shapes: int = CACHED_SHAPES
+    merge_small: bool = True
+
+    @property
+    def given_names(self) -> tuple[str, ...]:
+        """The names of the layers of the given plan or profile; empty without any."""
+        given = self.plan if self.plan is not None else self.profile
+        return () if given is None or isinstance(given, str) else tuple(layer.name for layer in given.layers)
 
 
 def read_options(
@@ -67,6 +74,7 @@ def read_options(
     trainable: Any = None,
     offload_activations: Any = False,
     cached_shapes: Any = CACHED_SHAPES,
+    merge_small: Any = True,
 ) -> Options:
     """Checks the arguments of `train_step`; reads plan and profile if they are files.
 
@@ -94,6 +102,7 @@ def read_options(
         trainable=trainable,
         offload_activations=_read_flag(offload_activations, "offload_activations"),
         cached_shapes=_read_count(cached_shapes, 1, "cached_shapes must be a number of shapes"),
+        merge_small=_read_flag(merge_small, "merge_small"),
     )
 
 

@@ -61,6 +61,7 @@ def train_step(
     transport: str | None = None,
     record_steps: int = 0,
     cached_shapes: int = CACHED_SHAPES,
+    merge_small: bool = True,
 ) -> TrainStep:
     """Makes a training step whose parameters and optimizer state live in host memory.
 
@@ -119,6 +120,9 @@ def train_step(
       cached_shapes: number of batch structures (shapes, dtypes, flags) whose plans and programs are kept. A further one
         frees those of the structure that was used longest ago, and warns once: a batch of a freed structure is planned
         and compiled again. Evaluations count apart.
+      merge_small: whether neighbouring layers become one where a step would take longer to issue than to run, by a
+        roofline model of a known GPU. No merged layer holds more than an eighth of the parameters, and layers stay
+        apart if the memory budget asks for it. Layers of a given plan or profile are merged as named there: `a+b`.
 
     Raises:
       InputError: if an argument is invalid.
@@ -144,6 +148,7 @@ def train_step(
         loss_scale=loss_scale,
         trainable=trainable,
         cached_shapes=cached_shapes,
+        merge_small=merge_small,
     )
     return TrainStep(loss_fn, optimizer, options, device, transport)
 

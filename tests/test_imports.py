@@ -22,6 +22,7 @@ LAYERS = (
     ("partition",),
     ("pretrained",),
     ("profiling",),
+    ("merging",),
     ("plan.records",),
     ("holdings",),
     ("room",),

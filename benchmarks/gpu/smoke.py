@@ -73,6 +73,7 @@ def smoke(policy, transport, dtype, expected):
         profile="estimate",
         transport=transport,
         compute_dtype=jnp.dtype(dtype),
+        merge_small=False,
     )
     state, losses = step.init(params), []
     for _ in range(NUM_STEPS):

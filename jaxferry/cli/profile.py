@@ -1,6 +1,7 @@
 """`jaxferry profile`: measures or estimates the costs of a model's layers on a machine."""
 
 import dataclasses
+import functools
 import pathlib
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from jaxferry.cli.step_options import ComputeDtype
 from jaxferry.engine import TRANSPORTS, derivatives_of
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import InputError
+from jaxferry.merging import merges_of_small
 from jaxferry.partition import AUTO, REMAT, partition
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES, find_machine
@@ -86,7 +88,9 @@ def estimate_model(model: str, machine: str, compute_dtype: str | None = None, r
     dtype = read_dtype(compute_dtype)
     with user_code(model):
         known = call_model(model)
-        parts = partition(known.loss_fn, known.shapes(), (known.batch_of(0),), compute_dtype=dtype)
+        given = (known.loss_fn, known.shapes(), (known.batch_of(0),))
+        merge = functools.partial(merges_of_small, machine=figures)
+        parts = partition(*given, compute_dtype=dtype, merge=merge)
     profile = estimate_profile(partition_costs(parts, remat), figures, {"model": model, "remat": remat})
     return with_program_facts(profile, parts, derivatives_of(parts, "none" if remat == AUTO else remat))
 

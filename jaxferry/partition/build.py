@@ -42,6 +42,7 @@ def partition(
     compute_dtype: Any = None,
     layers: Sequence[Layer] | None = None,
     frozen: Collection[int] = (),
+    merge: Callable[[Partition], Sequence[cuts.Merge]] | None = None,
 ) -> Partition:
     """Cuts a loss function into segments without computing anything.
 
@@ -54,6 +55,7 @@ def partition(
       layers: the layers of an earlier partition of the same parameters, which are kept where possible; None finds them.
       frozen: indices of the leaves of `params` that are not trained; values that depend on them alone have no
         derivative.
+      merge: returns the layers of the partition to merge, which lie side by side; None merges no more than necessary.
 
     Raises:
       InputError: if a trained parameter is not real floating point, if there is no parameter, or if the loss depends
@@ -71,7 +73,9 @@ def partition(
         raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
     if not any(loss in segment.outputs for segment in parts.segments):
         raise InputError("the loss depends on frozen parameters alone: let the optimizer, or trainable=, train others")
-    return Partition(**vars(parts), loss=loss, aux=traced.graph.outputs[1:], aux_tree=aux_tree)
+    made = Partition(**vars(parts), loss=loss, aux=traced.graph.outputs[1:], aux_tree=aux_tree)
+    merges = () if merge is None else tuple(merge(made))
+    return _merged(traced, made, merges) if merges else made
 
 
 def partition_forward(
@@ -104,6 +108,17 @@ def partition_forward(
     if not parts.segments:
         raise PartitionError("the function reads no parameter: does it use its first argument?")
     return parts
+
+
+def _merged(traced: _Traced, parts: Partition, merges: Sequence[cuts.Merge]) -> Partition:
+    """The partition with some of its layers merged."""
+    new_name = {name: "+".join(merge.layers) for merge in merges for name in merge.layers}
+    leaves: dict[str, list[int]] = {}
+    for layer in parts.layers:
+        leaves.setdefault(new_name.get(layer.name, layer.name), []).extend(leaf.index for leaf in layer.leaves)
+    groups = [Group(name, tuple(sorted(indices))) for name, indices in leaves.items()]
+    again = _cut_into_segments(traced, None, groups=groups)
+    return dataclasses.replace(parts, **vars(again) | {"merges": (*parts.merges, *merges)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,19 +181,23 @@ def _copying_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cut_into_segments(
-    traced: _Traced, layers: Sequence[Layer] | None, is_differentiated: bool = True
+    traced: _Traced,
+    layers: Sequence[Layer] | None,
+    is_differentiated: bool = True,
+    groups: Sequence[Group] | None = None,
 ) -> ForwardPartition:
-    """Finds layers, or uses the given ones, and cuts between them."""
+    """Finds layers, or uses the given ones or those of the given groups, and cuts between them."""
     graph, stored = traced.graph, traced.stored
-    if layers is None:
+    may_join = layers is None and groups is None
+    if layers is not None:
+        groups = [Group(layer.name, tuple(leaf.index for leaf in layer.leaves)) for layer in layers]
+    elif groups is None:
         groups = group_leaves([leaf.keys for leaf in stored], tables=_tables(graph))
-    else:
-        groups = tuple(Group(layer.name, tuple(leaf.index for leaf in layer.leaves)) for layer in layers)
     first_group = [0] * len(stored)
     for number, group in enumerate(groups):
         for leaf in group.leaves:
             first_group[leaf] = number
-    flow, stretches, group_of_leaf, joins = _cut(graph, first_group, may_join=layers is None)
+    flow, stretches, group_of_leaf, joins = _cut(graph, first_group, may_join)
     trained = [value for leaf, value in enumerate(graph.parameters) if leaf not in traced.frozen]
     derived = depending_on(graph, trained)
     names = [groups[group].name for group in first_group]

@@ -32,6 +32,7 @@ MACHINE_FORMAT = "jaxferry.machine/1"
 _EFFICIENCY = 0.5
 _LAUNCH_S = 2.9e-6
 _LINK_LATENCY_S = 6e-6
+_ISSUE_S = 0.45e-3
 
 _COMMON_SOURCES = {
     "efficiency": "Narayanan et al., arXiv:2104.04473: 52 % of the A100's peak when training a GPT model; down to 44 % "
@@ -39,6 +40,7 @@ _COMMON_SOURCES = {
     "launch_s": "Gray, Getting Started with CUDA Graphs, NVIDIA blog, 2019: a short kernel takes 2.9 us on a V100 "
     "(unconfirmed)",
     "link_latency_s": "Wu et al., arXiv:2602.21548, section 5.2: 5 to 7 us for each cudaMemcpyAsync",
+    "issue_s": "benchmarks/issue.py on a core of an AMD EPYC, with a CPU in place of the GPU",
 }
 
 _REQUIRED = (
@@ -49,7 +51,7 @@ _REQUIRED = (
     "link_bytes_per_s",
     "host_bytes_per_s",
 )
-_OPTIONAL = ("efficiency", "launch_s", "link_latency_s")
+_OPTIONAL = ("efficiency", "launch_s", "link_latency_s", "issue_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class Machine:
       efficiency: the share of the peak that products reach.
       launch_s: the minimum duration of a kernel.
       link_latency_s: fixed time per transfer.
+      issue_s: time of the host's thread to issue the programs and transfers of a segment for one step.
       sources: source of each figure, by field.
 
     Raises:
@@ -83,6 +86,7 @@ class Machine:
     efficiency: float = _EFFICIENCY
     launch_s: float = _LAUNCH_S
     link_latency_s: float = _LINK_LATENCY_S
+    issue_s: float = _ISSUE_S
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,7 +96,7 @@ class Machine:
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InputError(f"{where}: {key} must be a number, got {value!r}")
-            if not 0 <= value <= 1e30 or (value < 1e-30 and key not in ("launch_s", "link_latency_s")):
+            if not 0 <= value <= 1e30 or (value < 1e-30 and key not in ("launch_s", "link_latency_s", "issue_s")):
                 raise InputError(f"{where}: {key} must be positive and finite, got {str(value)[:40]}")
         if self.efficiency > 1:
             raise InputError(f"{where}: efficiency must lie in (0, 1], got {self.efficiency}")
