@@ -6,6 +6,7 @@ A **place** is a program's position in the step: layer l's forward has place l, 
 """
 
 import dataclasses
+from collections.abc import Collection
 
 import numpy as np
 
@@ -67,6 +68,43 @@ def effective(profile: Profile, plan: Plan) -> Plan:
     )
     updates = Updates.AFTER_ALL if profile.updates_after_all else plan.updates
     return dataclasses.replace(plan, layers=layers, updates=updates)
+
+
+def updated_on_device(profile: Profile, plan: Plan) -> frozenset[int]:
+    """The groups that a plan updates on the device."""
+    updates = plan.updates_on_device
+    groups = enumerate(profile.groups)
+    return frozenset(g for g, members in groups if updates[members[0]] and profile.layers[members[0]].has_gradient)
+
+
+def as_updated(profile: Profile, groups: Collection[int], after_all: bool) -> Profile:
+    """The profile as the host and the links see it if these groups are updated on the device.
+
+    Their layers have no gradient that leaves. Optimizer state stays on the device beside the parameters. The group's
+    last backward includes the update; until then the gradient is part of its workspace, or stays all the time if the
+    group has other gradients or updates wait for all gradients.
+
+    Args:
+      profile: the layers.
+      groups: the groups.
+      after_all: whether updates wait for all gradients.
+    """
+    layers = list(profile.layers)
+    for group in groups:
+        members = profile.groups[group]
+        sizes = [layers[member].device_gradient_bytes for member in members]
+        stays = sum(sizes) if after_all else sum(sizes[1:])
+        more_bytes = max(layers[member].state_bytes for member in members) + stays
+        for member in members:
+            layer, is_last = layers[member], member == members[0] and not after_all
+            layers[member] = dataclasses.replace(
+                layer,
+                has_gradient=False,
+                param_bytes=layer.param_bytes + more_bytes,
+                backward_s=layer.backward_s + (layer.update_gpu_s or 0.0) * is_last,
+                backward_workspace_bytes=layer.backward_workspace_bytes + sizes[0] * is_last,
+            )
+    return dataclasses.replace(profile, layers=tuple(layers)) if groups else profile
 
 
 class Holdings:

@@ -27,6 +27,15 @@ class GradientPlace(enum.StrEnum):
     """Host memory, directly: gradient offloading (GO-MemFerry)."""
 
 
+class UpdatePlace(enum.StrEnum):
+    """Where a parameter group is updated."""
+
+    HOST = "host"
+    """In host memory, where its master parameters and optimizer state live."""
+    RESIDENT = "resident"
+    """On the device, where master parameters, optimizer state and compute copy stay; nothing of the group moves."""
+
+
 class Remat(enum.StrEnum):
     """What a layer keeps on the device from its forward to its backward under a plan."""
 

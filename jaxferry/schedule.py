@@ -25,6 +25,8 @@ Rules (the machine model; MemFerry, section IV-B):
 - **RELOAD** layers share two slots on the device, so one computes while the next one loads. A load of a RELOAD layer
   starts once the use before the previous one has ended. The uses are the forwards, then the backwards.
 - **RESIDENT** layers are on the device before the first step. A load refreshes each of them in place after its update.
+- **Updates on the device** (`update: "resident"`): master parameters and optimizer state stay there as well. The update
+  follows the group's last backward on the GPU, or waits for all gradients if the others do. Nothing of the group moves.
 - **Parameter groups**: a group has one update, in the place of its last backward. It is due when the group's last
   gradient is on the host. GFGB and DFGB hold a copy from the load to the backward, RELOAD during the forward and during
   the backward, RESIDENT always. While a group's copy is held, every layer of the group uses it and loads no other. The
@@ -58,7 +60,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxferry.holdings import Holdings, effective, gradient_flags, mode_codes
+from jaxferry.holdings import Holdings, as_updated, effective, gradient_flags, mode_codes, updated_on_device
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.profiling.records import Profile, backward_variant
@@ -102,6 +104,7 @@ def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
 def step_demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
     """The layers' copies, and each program's need on the device; arrays of one plan, see `jaxferry.room`."""
     plan = effective(profile, plan)
+    profile = as_updated(profile, updated_on_device(profile, plan), plan.updates is Updates.AFTER_ALL)
     recomputes = np.array(plan.recomputes)[:, None]
     held = Holdings(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None], recomputes)
     return held, demand(held, recomputes, plan.loads is Loads.BULK, plan.updates is Updates.AFTER_ALL)
@@ -256,6 +259,7 @@ class _StepBuilder:
         self.profile, self.plan = profile, plan
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
         self.recomputes = plan.recomputes
+        self.on_device = updated_on_device(profile, plan)
         held, needs = step_demand(profile, plan)
         self.room = [int(layer) for layer in waits(held, needs, plan.memory_bytes or 0)[:, 0]]
         self.save_s_a_byte, self.fetch_s_a_byte = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
@@ -285,13 +289,17 @@ class _StepBuilder:
         if self.plan.updates is Updates.AFTER_ALL:
             everything = self.last_arrivals()
             for layer in reversed(order):
-                self.update(layer, everything)
+                if self.profile.group_of[layer] in self.on_device:
+                    self.update_on_device(layer, everything)
+                else:
+                    self.update(layer, everything)
         for group in self.updates:
             self.refresh(group)
         self.copies.free()
         self.wait_for_previous()
         groups = self.profile.groups
         resident_bytes = sum(self.layers[groups[group][0]].param_bytes for group in self.copies.resident)
+        resident_bytes += sum(self.layers[groups[group][0]].state_bytes for group in self.on_device)
         by_need = self.plan.update_order is UpdateOrder.NEED
         return Schedule(tuple(self.list.tasks), resident_bytes, updates_by_need=by_need)
 
@@ -366,7 +374,11 @@ class _StepBuilder:
         self.list.add_bytes(task, end_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
         if copy is not None:
             self.copies.note_use(copy, layer, task)
-        if profile.has_gradient:
+        if self.profile.group_of[layer] in self.on_device:
+            self.list.add_bytes(task, start_bytes=profile.device_gradient_bytes)
+            if self.plan.updates is Updates.OVERLAPPED:
+                self.update_on_device(layer, ())
+        elif profile.has_gradient:
             self.gradient(layer, task, grad_on_host)
 
     def backward_waits(self, layer: int, copy: _Copy | None) -> tuple[int, ...]:
@@ -411,8 +423,19 @@ class _StepBuilder:
         self.list.add_bytes(task, host_end_bytes=sum(self.layers[other].grad_bytes for other in members))
         self.updates[group] = task
 
+    def update_on_device(self, layer: int, after: tuple[int, ...]) -> None:
+        """Likewise for a group that is updated on the device, where its gradient stays."""
+        group = self.profile.group_of[layer]
+        members = self.profile.groups[group]
+        if layer != members[0]:
+            return
+        duration = ("update_gpu_s", self.layers[layer].update_gpu_s or 0.0)
+        task = self.list.emit(Kind.UPDATE, Lane.GPU, layer, duration, after)
+        self.list.add_bytes(task, end_bytes=sum(self.layers[other].device_gradient_bytes for other in members))
+        self.updates[group] = self.refreshes[group] = self.last_program = task
+
     def refresh(self, group: int) -> None:
-        if group in self.copies.resident:
+        if group in self.copies.resident and group not in self.on_device:
             layer = self.profile.groups[group][0]
             duration = ("load_s", self.layers[layer].load_s)
             self.refreshes[group] = self.list.emit(Kind.REFRESH, Lane.H2D, layer, duration, (self.updates[group],))

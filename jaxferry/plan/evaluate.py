@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, gradient_flags, mode_codes
+from jaxferry.holdings import DFGB, as_updated, gradient_flags, mode_codes, updated_on_device
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.plan.recurrences import Batch, Chain, Step
 from jaxferry.profiling.records import Profile
@@ -90,7 +90,9 @@ class PlanEvaluator:
 
     def plan(self, plan: Plan) -> Outcomes:
         """Evaluates one plan; arrays of one element."""
-        return self(
+        after_all = self.profile.updates_after_all or plan.updates is Updates.AFTER_ALL
+        updated = as_updated(self.profile, updated_on_device(self.profile, plan), after_all)
+        return PlanEvaluator(updated)(
             mode_codes(plan),
             gradient_flags(plan),
             np.array(plan.recomputes),

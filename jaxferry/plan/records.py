@@ -7,10 +7,11 @@
      "layers": [{"name": "wte", "mode": "DHA", "gradient": "device"}, ...],
      "predicted": {"forward_s": 0.1, "step_s": 0.5, "steady_step_s": 0.45, "peak_device_bytes": 1000}}
 
-A layer may have the key `remat`: `"full"` if its backward runs its forward again; the default is `"none"`. A plan may
-have the key `update_order`: `"need"` if the host picks the update that the next forward needs first; the default is
-`"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill. All further top-level keys,
-such as `lower_bound_s` and `gap` of `exact`, are the plan's `details`.
+A layer may have the key `remat`: `"full"` if its backward runs its forward again; the default is `"none"`. It may have
+the key `update`: `"resident"` if its parameters are updated on the device, where their optimizer state stays; the
+default is `"host"`. A plan may have the key `update_order`: `"need"` if the host picks the update that the next forward
+needs first; the default is `"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill.
+All further top-level keys, such as `lower_bound_s` and `gap` of `exact`, are the plan's `details`.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
-from jaxferry.modes import GradientPlace, Mode, Remat
+from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
 from jaxferry.profiling.records import Profile
 from jaxferry.records import (
     check_bytes,
@@ -79,6 +80,7 @@ class LayerPlan:
       mode: where its forward and backward read the parameters.
       gradient: where its backward writes the gradient.
       remat: what it keeps on the device between forward and backward.
+      update: where its parameters are updated. `"resident"` needs mode RESIDENT and a gradient on the device.
 
     Raises:
       InputError: if a field is not acceptable; the message names layer and field.
@@ -88,6 +90,7 @@ class LayerPlan:
     mode: Mode
     gradient: GradientPlace = GradientPlace.DEVICE
     remat: Remat = Remat.NONE
+    update: UpdatePlace = UpdatePlace.HOST
 
     def __post_init__(self) -> None:
         where = f'layer "{check_text(self.name, "name", "layer")}"'
@@ -95,19 +98,25 @@ class LayerPlan:
         gradient = check_choice(self.gradient, "gradient", tuple(GradientPlace), where)
         object.__setattr__(self, "gradient", GradientPlace(gradient))
         object.__setattr__(self, "remat", Remat(check_choice(self.remat, "remat", tuple(Remat), where)))
+        update = UpdatePlace(check_choice(self.update, "update", tuple(UpdatePlace), where))
+        object.__setattr__(self, "update", update)
+        stays = self.mode is Mode.RESIDENT and self.gradient is GradientPlace.DEVICE
+        if update is UpdatePlace.RESIDENT and not stays:
+            raise InputError(f'{where}: update "resident" needs mode "RESIDENT" and gradient "device"')
 
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
         """Reads one element of `layers`; `index` is its position, for errors about its name."""
         name, where = name_of_element(document, index)
         check_keys(document, tuple(field.name for field in dataclasses.fields(cls)), where)
-        remat = document.get("remat", Remat.NONE)
-        return cls(name, required(document, "mode", where), required(document, "gradient", where), remat)
+        modes = required(document, "mode", where), required(document, "gradient", where)
+        return cls(name, *modes, document.get("remat", Remat.NONE), document.get("update", UpdatePlace.HOST))
 
     def to_json(self) -> dict[str, str]:
-        """The layer as an element of `layers`; `remat` only if it is not the default."""
+        """The layer as an element of `layers`; `remat` and `update` only if they are not the defaults."""
         document = {"name": self.name, "mode": self.mode.value, "gradient": self.gradient.value}
-        return document if self.remat is Remat.NONE else {**document, "remat": self.remat.value}
+        document |= {} if self.remat is Remat.NONE else {"remat": self.remat.value}
+        return document | ({} if self.update is UpdatePlace.HOST else {"update": self.update.value})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,8 +231,15 @@ class Plan:
         """Whether the backward of each layer runs its forward again."""
         return tuple(layer.remat is Remat.FULL for layer in self.layers)
 
+    @property
+    def updates_on_device(self) -> tuple[bool, ...]:
+        """Whether the parameters of each layer are updated on the device."""
+        return tuple(layer.update is UpdatePlace.RESIDENT for layer in self.layers)
+
     def check_profile(self, profile: Profile) -> None:
         """Checks that the plan has this profile's layers in the same order, and recomputes only layers that can be.
+
+        Layers of one parameter group must agree on `update`.
 
         Raises:
           InputError: if it is not; the message names the first layer that differs.
@@ -243,6 +259,14 @@ class Plan:
                     f'layer "{mine.name}": remat "full" needs the keys recompute_s and recompute_activation_bytes in '
                     "the profile"
                 )
+        for members in profile.groups:
+            first, *others = (self.layers[member] for member in members)
+            for other in others:
+                if other.update is not first.update:
+                    raise InputError(
+                        f'layer "{other.name}": update must be "{first.update}" as in layer "{first.name}", which '
+                        "has the same parameters"
+                    )
 
     @classmethod
     def from_json(cls, document: Any) -> Self:

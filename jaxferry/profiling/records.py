@@ -69,9 +69,14 @@ _FLAGS = {
     "fused_backward": False,
 }
 _FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0)}
-_OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", "temporary_bytes", *_FACTS)
+_ON_DEVICE = ("update_gpu_s", "state_bytes")
+_OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", "temporary_bytes", *_ON_DEVICE, *_FACTS)
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
-_OF_GRADIENT = {"grad_bytes": 0, "row_gradient_bytes": 0, "offload_s": 0.0, "update_s": 0.0}
+_OF_GRADIENT = {
+    **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "state_bytes"), 0),
+    **dict.fromkeys(("offload_s", "update_s"), 0.0),
+    "update_gpu_s": None,
+}
 _OF_BACKWARD = {
     **dict.fromkeys(("activation_bytes", "fetch_bytes", "backward_workspace_bytes"), 0),
     **dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s", "inter_backward_s"), 0.0),
@@ -130,6 +135,9 @@ class LayerProfile:
       forward_workspace_bytes: device memory in use while the forward runs, besides parameters, kept activations and the
         program's temporaries.
       backward_workspace_bytes: likewise for the backward, without its gradient.
+      update_gpu_s: the optimizer step on the device, with master parameters and optimizer state there; None if no plan
+        may choose that.
+      state_bytes: bytes of master parameters and optimizer state.
       temporary_bytes: device memory that each compiled program needs besides its arguments and results, by variant
         (`forward_variant`, `backward_variant`); a missing variant needs 0. If forward and backward are one program,
         its temporaries count as the backward's.
@@ -165,6 +173,8 @@ class LayerProfile:
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     row_gradient_bytes: int = 0
+    update_gpu_s: float | None = None
+    state_bytes: int = 0
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -175,6 +185,9 @@ class LayerProfile:
             object.__setattr__(self, key, check_bytes(getattr(self, key), key, where))
         for key in _SECONDS:
             object.__setattr__(self, key, check_seconds(getattr(self, key), key, where))
+        object.__setattr__(self, "state_bytes", check_bytes(self.state_bytes, "state_bytes", where))
+        if self.update_gpu_s is not None:
+            object.__setattr__(self, "update_gpu_s", check_seconds(self.update_gpu_s, "update_gpu_s", where))
         if self.parameters == "":
             object.__setattr__(self, "parameters", self.name)
         check_text(self.parameters, "parameters", where)
@@ -236,6 +249,7 @@ class LayerProfile:
         if self.parameters == self.name:
             del document["parameters"]
         absent: dict[str, Any] = {**_FACTS, **dict.fromkeys(_RECOMPUTATION), "temporary_bytes": {}}
+        absent |= {"update_gpu_s": None, "state_bytes": 0}
         return {key: value for key, value in document.items() if key not in absent or value != absent[key]}
 
     @property
@@ -327,8 +341,6 @@ class Profile:
                     )
             if layer.fused_backward and layer is not self.layers[-1]:
                 raise InputError(f'layer "{layer.name}": only the last layer can have fused_backward')
-        if not any(layer.has_gradient for layer in self.layers):
-            raise InputError("layers: at least one must have a gradient (has_gradient)")
         if not self.layers[-1].has_backward:
             raise InputError(f'layer "{self.layers[-1].name}": the last layer must have a backward (has_backward)')
         self._check_crossings()
@@ -392,6 +404,8 @@ class Profile:
         machine = fields.get("machine", {})
         layers = check_list(required(fields, "layers", "profile"), "layers")
         records = tuple(LayerProfile.from_json(layer, index) for index, layer in enumerate(layers))
+        if not any(layer.has_gradient for layer in records):
+            raise InputError("layers: at least one must have a gradient (has_gradient)")
         return cls(machine, records, fields.get("updates_after_all", False))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""Updates on the device: what they move, when they run, how much memory they need."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.plan.evaluate import PlanEvaluator
+from jaxferry.plan.records import LayerPlan, Plan, Updates
+from jaxferry.profiling.records import Profile
+from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
+from jaxferry.simulate.report import simulate
+from profiles import deterministic, profiles, transformer
+
+
+def with_state(profile):
+    """The profile with an update on the device that takes an eighth of that on the host."""
+    layers = [
+        dataclasses.replace(layer, update_gpu_s=layer.update_s / 8, state_bytes=6 * layer.param_bytes)
+        for layer in profile.layers
+    ]
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def plan_with(profile, on_device, mode=Mode.GFGB, updates=Updates.OVERLAPPED, gradient=GradientPlace.DEVICE):
+    """A plan that updates these groups, by index, on the device."""
+    layers = [
+        LayerPlan(layer.name, Mode.RESIDENT, update=UpdatePlace.RESIDENT)
+        if profile.group_of[index] in on_device
+        else LayerPlan(layer.name, mode, gradient)
+        for index, layer in enumerate(profile.layers)
+    ]
+    return Plan("test", 1.0, tuple(layers), updates=updates)
+
+
+@pytest.mark.parametrize("updates", list(Updates))
+def test_with_all_on_the_device_a_step_is_plain_training(updates):
+    profile = with_state(transformer(6))
+    plan = plan_with(profile, range(len(profile.groups)), updates=updates)
+    computing_s = sum(x.forward_s + x.backward_s + x.inter_forward_s + x.inter_backward_s for x in profile.layers)
+    updating_s = sum(profile.layers[members[0]].update_gpu_s for members in profile.groups)
+    found = simulate(profile, plan)
+    assert found.step_s == found.steady_step_s == pytest.approx(computing_s + updating_s)
+    assert found.link_bytes == 0
+    assert {task.lane for task in schedule_step(profile, plan).tasks} == {Lane.GPU}
+
+
+@deterministic
+@given(st.data())
+def test_nothing_of_such_a_group_moves_and_its_update_follows_its_last_backward(data):
+    profile = with_state(data.draw(profiles(max_layers=4)))
+    on_device = data.draw(st.sets(st.sampled_from(range(len(profile.groups)))))
+    updates = data.draw(st.sampled_from(list(Updates)))
+    tasks = schedule_step(profile, plan_with(profile, on_device, updates=updates)).tasks
+    for group, members in enumerate(profile.groups):
+        own = [task for task in tasks if task.segment in members]
+        places = {task.kind: task.lane for task in own}
+        (update,) = (task for task in own if task.kind is Kind.UPDATE)
+        assert (update.lane is Lane.GPU) == (group in on_device)
+        assert (places.keys() & {Kind.LOAD, Kind.OFFLOAD, Kind.REFRESH} == set()) == (group in on_device)
+        if group in on_device and updates is Updates.OVERLAPPED:
+            before = tasks[tasks.index(update) - 1]
+            assert (before.kind, before.segment) == (Kind.BACKWARD, members[0])
+    assert sum(task.start_bytes - task.end_bytes for task in tasks) == 0
+
+
+@deterministic
+@given(st.data())
+def test_the_need_of_memory_is_never_below_what_a_chain_holds(data):
+    profile = with_state(data.draw(profiles(max_layers=4)))
+    on_device = data.draw(st.sets(st.sampled_from(range(len(profile.groups))), min_size=1))
+    mode, gradient = data.draw(st.sampled_from(list(Mode))), data.draw(st.sampled_from(list(GradientPlace)))
+    updates = data.draw(st.sampled_from(list(Updates)))
+    plan = plan_with(profile, on_device, mode, updates, gradient)
+    assert simulate(profile, plan).peak_device_bytes <= needed_bytes(profile, plan)
+
+
+@deterministic
+@given(st.data())
+def test_the_evaluator_of_many_plans_agrees_with_the_simulator(data):
+    profile = with_state(data.draw(profiles(max_layers=4, min_layers=2)))
+    num_groups = len(profile.groups)
+    on_device = data.draw(st.sets(st.sampled_from(range(num_groups)), max_size=num_groups - 1))
+    plan = plan_with(profile, on_device, data.draw(st.sampled_from([Mode.GFGB, Mode.DHA, Mode.RELOAD])))
+    found, expected = PlanEvaluator(profile).plan(plan), simulate(profile, plan)
+    assert found.forward_s[0] == pytest.approx(expected.forward_s)
+    assert found.steady_step_s[0] == pytest.approx(expected.steady_step_s)
+    assert found.needed_bytes[0] == needed_bytes(profile, plan)
+
+
+def test_plans_and_profiles_keep_it_in_their_files():
+    profile = with_state(transformer(2))
+    plan = plan_with(profile, {1})
+    assert Profile.from_json(profile.to_json()) == profile and Plan.from_json(plan.to_json()) == plan
+    assert [layer.get("update") for layer in plan.to_json()["layers"]].count("resident") == len(profile.groups[1])
+
+
+def test_it_needs_a_resident_copy_and_a_gradient_on_the_device():
+    for fields in ({"mode": "GFGB"}, {"mode": "RESIDENT", "gradient": "host"}):
+        with pytest.raises(InputError, match='update "resident" needs mode "RESIDENT" and gradient "device"'):
+            LayerPlan("a", **{"gradient": "device", **fields}, update="resident")
+    with pytest.raises(InputError, match="update must be one of host, resident"):
+        LayerPlan("a", Mode.RESIDENT, update="gpu")
+
+
+def test_layers_of_one_group_agree():
+    profile = with_state(transformer(2, tied=True))
+    layers = [LayerPlan(layer.name, Mode.RESIDENT) for layer in profile.layers]
+    layers[-1] = dataclasses.replace(layers[-1], update=UpdatePlace.RESIDENT)
+    with pytest.raises(InputError, match="update must be"):
+        schedule_step(profile, Plan("test", 1.0, tuple(layers)))
