@@ -17,6 +17,7 @@ from jax.extend import core
 
 from jaxferry.choice import choose_plan, known_machine, leanest_plan, needs_times, planning_profile
 from jaxferry.engine import (
+    DeviceUpdates,
     Evaluator,
     Norms,
     Peak,
@@ -59,6 +60,7 @@ from jaxferry.partition import (
     traced_jaxpr,
     with_flags,
 )
+from jaxferry.partition.graph import aval_bytes
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.planning import with_update_order
 from jaxferry.profiling.machines import Machine
@@ -381,6 +383,8 @@ class _StepCompiler:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
         self._resources, self._options = resources, options
+        groups, placement = variants.base.layers, resources.placement
+        self._device_updates = DeviceUpdates(resources.optimizer.updates, groups, placement)
 
     def compile_best(self) -> Prepared:
         """Prepares the chosen plan, or the leanest one if that does not fit into the memory budget.
@@ -402,6 +406,7 @@ class _StepCompiler:
 
     def compile(self, plan: Plan) -> Prepared:
         """Prepares the plan that fits into the memory budget."""
+        self._check_updates(plan)
         program = self._fitted(plan)
         if program.plan != plan:
             # The budget has changed the plan, so the other order of updates may be faster now.
@@ -440,6 +445,8 @@ class _StepCompiler:
         summed: list[int] = []
         if self._options.accumulate > 1:
             summed = summable_groups(parts, self._variants.derivatives, plan.gradients)
+            on_device = self._lower(plan).updated_on_device
+            summed = [group for group in summed if group not in on_device]
 
         def program_of(plan: Plan) -> StepProgram:
             return self._lower(plan).with_sums_of(frozenset(summed))
@@ -467,15 +474,36 @@ class _StepCompiler:
         self._programs.require(self._keys(program))
         groups = program.partition.layers
         sums = sum(groups[group].trained.num_bytes for group in program.summed)
-        other_bytes = self._resources.transport.staging_bytes + sums
+        other_bytes = self._resources.transport.staging_bytes + sums + self._state_bytes(program)
         return peak_bytes(program, self._programs.temporary_bytes, other_bytes, ahead)
+
+    def _state_bytes(self, program: StepProgram) -> int:
+        """Device memory for updates there: masters, optimizer state, sums of micro-batches, and temporaries."""
+        groups, on_device = program.partition.layers, program.updated_on_device
+        units = [unit for unit in self._resources.optimizer.units_of(groups) if on_device.issuperset(unit.layers)]
+        state = sum(aval_bytes(aval) for unit in units for aval in (*unit.masters, *unit.state))
+        sums = 4 * sum(groups[group].trained.num_parameters for group in on_device) * (self._options.accumulate > 1)
+        return state + sums + max(map(self._device_updates.temporary_bytes, units), default=0)
+
+    def _check_updates(self, plan: Plan) -> None:
+        """Raises InputError if layers with one joint update are not all updated on the device, or none of them."""
+        groups, on_device = self._variants.base.layers, self._lower(plan).updated_on_device
+        for unit in self._resources.optimizer.units_of(groups):
+            inside = on_device.intersection(unit.layers)
+            if inside and not on_device.issuperset(unit.layers):
+                names = groups[min(inside)].name, groups[min(set(unit.layers) - inside)].name
+                raise InputError(
+                    f"the optimizer updates {names[0]!r} and {names[1]!r} together, but the plan updates only "
+                    f"{names[0]!r} on the device"
+                )
 
     def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
         device = self._resources.placement.device
         constants = {n: jax.device_put(c, device) for n, c in program.partition.graph.constants.items()}
         tasks, rules = TaskList(program.schedule), rules_of(self._options)
         norms = Norms(self._resources.placement, on_host=rules.clips)
-        return RunnableStep(program, tasks, self._programs, self._resources, rules, norms, constants, ahead)
+        given = (program, tasks, self._programs, self._resources, rules, norms, self._device_updates, constants)
+        return RunnableStep(*given, ahead)
 
 
 def _check_fixed_remat(parts: Partition, plan: Plan | None) -> None:

@@ -376,6 +376,7 @@ class _StepBuilder:
             self.copies.note_use(copy, layer, task)
         if self.profile.group_of[layer] in self.on_device:
             self.list.add_bytes(task, start_bytes=profile.device_gradient_bytes)
+            self.arrivals[layer] = task
             if self.plan.updates is Updates.OVERLAPPED:
                 self.update_on_device(layer, ())
         elif profile.has_gradient:
@@ -401,7 +402,7 @@ class _StepBuilder:
             self.update(layer, tuple(self.arrivals[other] for other in members if other in self.arrivals))
 
     def last_arrivals(self) -> tuple[int, ...]:
-        """The last offload and the last backward that writes to the host; all other gradients arrive earlier."""
+        """The last offload, and the last backward whose gradient no offload takes; all others arrive earlier."""
         last = {self.list.tasks[task].kind: task for task in self.arrivals.values()}
         return tuple(sorted(last.values()))
 

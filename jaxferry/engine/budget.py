@@ -23,6 +23,8 @@ def fit(
 ) -> Plan:
     """Switches as few segments as possible to RELOAD. If that is not enough, as few as possible also recompute.
 
+    A plan that does not fit is updated on the host first.
+
     Args:
       plan: the plan to fit.
       budget_bytes: device memory; None for no limit.
@@ -35,6 +37,8 @@ def fit(
     """
     if budget_bytes is None or peak_of(plan).total <= budget_bytes:
         return plan
+    if any(plan.updates_on_device):
+        return fit(plan.updated_on_host(), budget_bytes, peak_of, may_recompute, layers)
     plan = _with_less_room(plan, peak_of(plan).total - budget_bytes, budget_bytes, peak_of)
     if peak_of(plan).total <= budget_bytes:
         return plan
@@ -94,7 +98,7 @@ def _fewest_reloads(plan: Plan, fallback: Plan, budget_bytes: int, peak_of: Peak
 
 def _with_modes(plan: Plan, modes: Sequence[Mode]) -> Plan:
     layers = zip(plan.layers, modes, strict=True)
-    return _with_layers(plan, {i: dataclasses.replace(layer, mode=mode) for i, (layer, mode) in enumerate(layers)})
+    return _with_layers(plan, {i: layer.with_mode(mode) for i, (layer, mode) in enumerate(layers)})
 
 
 def _with_layers(plan: Plan, changed: dict[int, LayerPlan]) -> Plan:

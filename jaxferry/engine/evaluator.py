@@ -71,6 +71,7 @@ class Evaluator:
           BudgetError: if the state holds too much device memory.
         """
         self._make_room(state, other_bytes)
+        state.host.refresh()
         partition = self.partition
         leaves = [jax.device_put(leaf, self._placement.device) for leaf in batch]
         values = {**partition.graph.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
@@ -103,7 +104,13 @@ class Evaluator:
             return
         sums = [array for arrays in state.accumulated.on_device.values() for array in arrays]
         needed = self.peak.total + other_bytes + sum(array.nbytes for array in sums)
-        if needed + sum(copy.num_bytes for copy in state.resident.values()) > self._budget_bytes:
+        if needed + state.host.device_bytes > self._budget_bytes:
+            # The next training step moves it there again.
+            state.host.bring_home()
+        if (
+            needed + state.host.device_bytes + sum(copy.num_bytes for copy in state.resident.values())
+            > self._budget_bytes
+        ):
             # The next training step loads them again.
             while state.resident:
                 self.transport.drop(state.resident.popitem()[1])

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
@@ -23,7 +24,7 @@ from jaxferry.engine.lanes import Wait
 from jaxferry.engine.prefetch import wait_for_copy
 from jaxferry.engine.program_keys import ProgramKey, Source, Target
 from jaxferry.engine.step import StepContext
-from jaxferry.engine.transport.base import Vectors
+from jaxferry.engine.transport.base import Vectors, delete_all
 
 _add = jax.jit(jnp.add)
 
@@ -123,6 +124,33 @@ def update(step: StepContext, instruction: Instruction) -> None:
         step.num_updates += 1
 
 
+def update_on_device(step: StepContext, instruction: Instruction) -> Wait | None:
+    """Updates the unit of a group whose masters and optimizer state are on the device.
+
+    Where the update needs the norm of all gradients, a thread that may wait issues it. Otherwise it is issued here, and
+    the device decides whether the loss is finite.
+    """
+    if not step.is_last:
+        return None
+    runnable, loss = step.runnable, step.values[step.program.partition.loss]
+    if not runnable.rules.need_all_gradients and not runnable.is_first:
+        _update_on_device(step, instruction, np.float32(0), loss)
+        return _update_unread(step)
+
+    def judged() -> None:
+        is_finite, norm = step.judged()
+        if is_finite:
+            _update_on_device(step, instruction, np.float32(0 if norm is None else norm), np.float32(0))
+            wait = _update_unread(step)
+            if wait is not None:
+                wait()
+
+    if not step.does_what_it_issues:
+        return judged
+    judged()
+    return None
+
+
 def save(step: StepContext, instruction: Instruction) -> Wait | None:
     """Moves values to pinned host memory. Programs that need their memory wait for the end of this task."""
     arrays = _move(step, instruction, step.values, step.offloaded, step.runnable.resources.placement.pinned)
@@ -151,6 +179,7 @@ OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], Wait | None]] =
     Operation.BACKWARD: backward,
     Operation.OFFLOAD: offload,
     Operation.UPDATE: update,
+    Operation.UPDATE_ON_DEVICE: update_on_device,
     Operation.SAVE: save,
     Operation.FETCH: fetch,
     Operation.NOTHING: nothing,
@@ -233,11 +262,55 @@ def _move(
 
 
 def _units_to_update(step: StepContext, instruction: Instruction) -> list[UpdateGroup]:
-    """The units of an update task that still need an update."""
+    """The units of an update task of the host that still need an update."""
     units = [unit for unit in step.state.host.units if instruction.group in unit.layers or step.is_last_update]
-    units = [unit for unit in units if id(unit) not in step.updated]
+    units = [unit for unit in units if id(unit) not in step.updated and not unit.is_on_device]
     step.updated |= {id(unit) for unit in units}
     return units
+
+
+def _update_on_device(step: StepContext, instruction: Instruction, norm: np.floating, loss: Any) -> None:
+    """Issues the update of the group's unit, unless another group of the unit has done so."""
+    (unit,) = (unit for unit in step.state.host.units if instruction.group in unit.layers)
+    if id(unit) in step.updated or not step.work.commit():
+        return
+    step.updated.add(id(unit))
+    step.is_updating = True
+    host, resident = step.state.host, [step.state.resident[group] for group in unit.layers]
+    trained = [[i for i, leaf in enumerate(host.layers[group].leaves) if leaf.is_trained] for group in unit.layers]
+    arrays = [held.parameters() for held in resident]
+    copies = [[own[i] for i in chosen] for own, chosen in zip(arrays, trained, strict=True)]
+    gradients = step.gradients.take_kept(unit)
+    made = step.runnable.device_updates.update(unit, copies, gradients, norm, step.scale, loss)
+    unit.masters, unit.state, new = step.ran(made)
+    for held, own, chosen, updated in zip(resident, arrays, trained, new, strict=True):
+        given = dict(zip(chosen, updated, strict=True))
+        held.arrays = [given.get(i, array) for i, array in enumerate(own)]
+    host.note_update(unit)
+    delete_all(jax.tree.leaves(gradients))
+
+
+def _update_unread(step: StepContext) -> Wait | None:
+    """Counts an update on the device. After the last one, if the host has none, it updates what no segment reads."""
+    if any(instruction.operation is Operation.UPDATE for instruction in step.program.instructions):
+        return None
+    is_last = step.is_last_update
+    step.num_updates += 1
+    units = [unit for unit in step.state.host.units if id(unit) not in step.updated and not unit.is_on_device]
+    if not is_last or not units:
+        return None
+
+    def wait() -> None:
+        is_finite, norm = step.judged()
+        if is_finite and step.work.commit():
+            step.updated |= {id(unit) for unit in units}
+            for unit in units:
+                _update_unit(step, unit, step.gradients.gathered(unit), norm)
+
+    if not step.does_what_it_issues:
+        return wait
+    wait()
+    return None
 
 
 def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:

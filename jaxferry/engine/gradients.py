@@ -3,6 +3,8 @@
 program --> pending (device) --offload--> in flight --> on_host --gather--> update
 |--> sums (device), over micro-batches                ^
 `--GO: the program writes host memory itself ---------'
+
+A gradient whose update runs on the device stays in `kept`; over micro-batches its fp32 sum stays in `sums`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, StepProgram
 from jaxferry.engine.norms import Norms, SquaredNorm
@@ -68,17 +71,27 @@ class StepGradients:
       norms: computes their norms.
       accumulated: the sums of earlier micro-batches.
       is_last: whether the update follows this micro-batch.
+      updates: the updates on the device.
 
     Attributes:
       sums: by group, the gradients summed on the device.
+      kept: by group that is updated on the device, the gradients of this micro-batch, one for each use.
       on_host: by group, the gradients in host memory or in flight.
       in_flight: offloads that the device has not waited for.
       has_added: whether a sum of earlier micro-batches may have changed, which is irreversible.
     """
 
     def __init__(
-        self, program: StepProgram, transport: Transport, norms: Norms, accumulated: Accumulated, is_last: bool
+        self,
+        program: StepProgram,
+        transport: Transport,
+        norms: Norms,
+        accumulated: Accumulated,
+        is_last: bool,
+        updates: DeviceUpdates,
     ) -> None:
+        self._updates = updates
+        self.kept: dict[int, list[Any]] = {}
         self._program, self._transport, self._norms, self._is_last = program, transport, norms, is_last
         self._earlier = frozenset((*accumulated.on_host, *accumulated.on_device))
         self._pending: dict[int, Any] = {}
@@ -127,6 +140,10 @@ class StepGradients:
         if not self._program.partition.segments[instruction.segment].trained:
             return
         self._device_norms[group] = norm
+        if group in self._program.updated_on_device:
+            self.kept.setdefault(group, []).append(gradients)
+            self._note_kept(group, commit)
+            return
         if key.writes is not Target.DEVICE:
             stored = self._transport.written(gradients)
             if key.writes is not Target.HOST_SUM and group in self.on_host:
@@ -136,6 +153,27 @@ class StepGradients:
         if group in self.sums and self._may_add(group, commit):
             gradients = _add_onto(self.sums.pop(group), gradients)
         self._pending[instruction.segment] = gradients
+
+    def _note_kept(self, group: int, commit: Callable[[], bool]) -> None:
+        """Adds the gradient of a group to the sum of earlier micro-batches, or starts its norm, once it is whole."""
+        uses = self.kept[group]
+        if len(uses) < self._num_uses[group]:
+            return
+        is_sum = self._earlier or not self._is_last
+        if is_sum:
+            if not self._may_add(group, commit):
+                return
+            earlier = [self.sums.pop(group)] if group in self.sums else []
+            uses = self.kept[group] = [self._updates.fold(group, [*earlier, *uses])]
+        if not self._is_last:
+            self.sums[group] = self.kept.pop(group)[0]
+            return
+        known = None if is_sum or self._num_uses[group] > 1 else self._device_norms[group]
+        self._taken_norms[group] = self._updates.squared_norm(group, uses) if known is None else known
+
+    def take_kept(self, unit: UpdateGroup) -> list[list[Any]]:
+        """The gradients for an update on the device: for each of its groups one list for each use."""
+        return [self.kept.pop(group, []) for group in unit.layers]
 
     def offload(self, instruction: Instruction, mark: Any, commit: Callable[[], bool], waits: bool) -> None:
         """Offloads a gradient, or keeps it in the sums on the device.

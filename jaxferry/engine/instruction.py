@@ -37,6 +37,7 @@ class Operation(enum.Enum):
     OFFLOAD = "offload"
     """Copies a gradient to the host."""
     UPDATE = "update"
+    UPDATE_ON_DEVICE = "update on the device"
     SAVE = "save"
     """Moves values that cross segments to host memory."""
     FETCH = "fetch"
@@ -125,6 +126,12 @@ class StepProgram:
         """Groups whose device copy outlives the step."""
         segments = zip(self.partition.segments, self.plan.modes, strict=True)
         return frozenset(segment.group for segment, mode in segments if mode is Mode.RESIDENT)
+
+    @functools.cached_property
+    def updated_on_device(self) -> frozenset[int]:
+        """Groups whose optimizer state stays on the device, where they are updated."""
+        places = zip(self.partition.segments, self.plan.updates_on_device, strict=True)
+        return frozenset(segment.group for segment, on_device in places if on_device and segment.trained)
 
     def with_sums_of(self, groups: frozenset[int]) -> StepProgram:
         """The same step, with the gradients of these groups summed on the device."""

@@ -87,6 +87,8 @@ class _Lowering:
     def _instruction(self, index: int, task: Task) -> Instruction:
         group = self._partition.segments[task.segment].group
         made = Instruction(_OPERATIONS[task.kind], index, task, task.segment, group)
+        if task.kind is Kind.UPDATE and task.lane is Lane.GPU:
+            return dataclasses.replace(made, operation=Operation.UPDATE_ON_DEVICE)
         if index in self._places:
             return self._program(made)
         if task.kind is Kind.BACKWARD:  # the last segment's backward is part of the LOSS program

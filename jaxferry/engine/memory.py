@@ -218,6 +218,10 @@ def _by_shape(avals: Iterable[Any]) -> collections.Counter[Any]:
     return collections.Counter((aval.shape, aval.dtype) for aval in avals)
 
 
+def _updates_on_device(instruction: Instruction) -> bool:
+    return instruction.operation is Operation.UPDATE_ON_DEVICE
+
+
 class _Transfers:
     """The most bytes that transfers hold on the device at each place.
 
@@ -243,16 +247,20 @@ class _Transfers:
         self._gradients_at: list[dict[int, int]] = [{} for _ in range(self._num_places)]
         self.copies = self._copies()
         self.offloaded = self._offloaded()
+        self._add_kept_gradients()
         self.gradients = [sum(found.values()) for found in self._gradients_at]
         self.copies_ahead, self.more_ahead = self._ahead(ahead)
 
     def _walk(self) -> None:
         """Finds the last program that each instruction waits for, directly or through its lane."""
-        loss_place = len(self._program.partition.segments) - 1
+        loss_place, place = len(self._program.partition.segments) - 1, -1
         for instruction in self._program.instructions:
             task = instruction.task
             waits = [*task.after, *([self._last_on_lane[task.lane]] if task.lane in self._last_on_lane else [])]
             self._last_on_lane[task.lane] = instruction.index
+            if instruction.operation is Operation.UPDATE_ON_DEVICE:
+                self._last_program.append(place)
+                continue
             if task.lane is not Lane.GPU:
                 self._last_program.append(max((self._last_program[earlier] for earlier in waits), default=-1))
                 continue
@@ -296,6 +304,16 @@ class _Transfers:
                 for place in range(gone_from[value], self._last_program[instruction.index] + 1):
                     offloaded[place] += partition.graph.num_bytes(value)
         return offloaded
+
+    def _add_kept_gradients(self) -> None:
+        """Adds gradients that stay on the device until their group's update there, from their backward on."""
+        until = {i.group: self._last_program[i.index] for i in self._program.instructions if _updates_on_device(i)}
+        for instruction in self._program.programs:
+            is_trained = self._program.partition.segments[instruction.segment].trained
+            if _key(instruction).kind is ProgramKind.FORWARD or instruction.group not in until or not is_trained:
+                continue
+            for place in range(instruction.place, until[instruction.group] + 1):
+                self._gradients_at[place][instruction.index] = self._gradient_bytes(instruction)
 
     def _ahead(self, ahead: Sequence[int]) -> tuple[list[int], list[int]]:
         """The copies of the next step: all that may be there, and what they take beyond the gradients that left."""

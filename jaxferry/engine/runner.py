@@ -103,20 +103,30 @@ class StepRunner:
         pending = state.pending
         if pending is None or pending.work.is_over():
             return None
-        if pending.work.list is runnable.tasks and state.resident.keys() == runnable.program.resident:
+        is_placed = state.host.on_device == runnable.program.updated_on_device
+        if pending.work.list is runnable.tasks and state.resident.keys() == runnable.program.resident and is_placed:
             return pending.work
         state.settle()
         return None
 
     def _arrange_copies(self, state: TrainState, runnable: RunnableStep) -> None:
-        """Loads the RESIDENT copies that this program reads, and offloads sums that it does not keep on the device."""
-        transport = self._resources.transport
+        """Loads the RESIDENT copies that this program reads, and moves optimizer state to where it updates.
+
+        Sums of micro-batches that it does not keep on the device are offloaded.
+        """
+        transport, on_device = self._resources.transport, runnable.program.updated_on_device
+        for unit in state.host.units:
+            if unit.is_on_device and not on_device.issuperset(unit.layers):
+                state.host.move(unit, to_device=False)
         for group in state.resident.keys() ^ runnable.program.resident:
             if group in state.resident:
                 transport.drop(state.resident.pop(group))
             else:
                 state.resident[group] = transport.load(group, state.host.vectors[group])
-        for group in sorted(state.accumulated.on_device.keys() - runnable.program.summed):
+        for unit in state.host.units:
+            if not unit.is_on_device and on_device.issuperset(unit.layers):
+                state.host.move(unit, to_device=True)
+        for group in sorted(state.accumulated.on_device.keys() - runnable.program.summed - on_device):
             try:
                 state.accumulated = state.accumulated.offloaded(group, transport)
             except Exception as error:

@@ -7,6 +7,7 @@ begin --instructions--> committed      the state is that after the step
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import threading
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.gradients import StepGradients
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
@@ -117,6 +119,7 @@ class RunnableStep:
       resources: what all steps share.
       rules: when updates may run.
       norms: computes norms of gradients.
+      device_updates: the updates that run on the device.
       constants: the model's constants, on the device.
       loads_ahead: the first loads that may run before the step is called.
       is_first: whether no update starts before every gradient is on the host: see `StepRunner`.
@@ -128,6 +131,7 @@ class RunnableStep:
     resources: Resources
     rules: Rules
     norms: Norms
+    device_updates: DeviceUpdates
     constants: dict[int, jax.Array]
     loads_ahead: tuple[int, ...] = ()
     is_first: bool = False
@@ -153,7 +157,7 @@ class StepContext:
       seed: the factor on the loss, on the device; empty without loss scaling.
       finite: for each segment, whether its outputs are finite.
       num_programs: number of programs issued.
-      num_updates: number of update tasks done.
+      num_updates: number of update tasks done, on the host, or on the device if that does all.
       updated: units already updated.
       is_updating: whether an update may have changed the state.
     """
@@ -170,7 +174,8 @@ class StepContext:
         self.cotangents: dict[int, jax.Array] = {}
         self.is_last = accumulated.num_batches == rules.accumulate - 1
         transport = runnable.resources.transport
-        self.gradients = StepGradients(self.program, transport, runnable.norms, accumulated, self.is_last)
+        given = (self.program, transport, runnable.norms, accumulated, self.is_last)
+        self.gradients = StepGradients(*given, runnable.device_updates)
         scale = state.loss_scale.value
         self.scale = np.float32(scale * rules.accumulate)
         is_scaled = runnable.programs.is_scaled
@@ -207,7 +212,7 @@ class StepContext:
 
     @property
     def is_last_update(self) -> bool:
-        """Whether the current update task is the last one."""
+        """Whether the current update task is the last one; the host's, if it has any."""
         return self.num_updates == self._num_left - 1
 
     def ran(self, made: Any) -> Any:
@@ -279,4 +284,6 @@ class StepContext:
 
 
 def _num_updates(program: StepProgram) -> int:
-    return sum(instruction.operation is Operation.UPDATE for instruction in program.instructions)
+    """The number of updates on the host, or on the device if that does all."""
+    num = collections.Counter(instruction.operation for instruction in program.instructions)
+    return num[Operation.UPDATE] or num[Operation.UPDATE_ON_DEVICE]

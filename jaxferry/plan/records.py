@@ -104,6 +104,10 @@ class LayerPlan:
         if update is UpdatePlace.RESIDENT and not stays:
             raise InputError(f'{where}: update "resident" needs mode "RESIDENT" and gradient "device"')
 
+    def with_mode(self, mode: Mode) -> Self:
+        """The same layer in another mode; it is updated on the host unless the mode is RESIDENT."""
+        return dataclasses.replace(self, mode=mode, update=self.update if mode is Mode.RESIDENT else UpdatePlace.HOST)
+
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
         """Reads one element of `layers`; `index` is its position, for errors about its name."""
@@ -230,6 +234,11 @@ class Plan:
     def recomputes(self) -> tuple[bool, ...]:
         """Whether the backward of each layer runs its forward again."""
         return tuple(layer.remat is Remat.FULL for layer in self.layers)
+
+    def updated_on_host(self) -> Self:
+        """The same plan with all parameters updated on the host."""
+        layers = tuple(dataclasses.replace(layer, update=UpdatePlace.HOST) for layer in self.layers)
+        return dataclasses.replace(self, layers=layers)
 
     @property
     def updates_on_device(self) -> tuple[bool, ...]:

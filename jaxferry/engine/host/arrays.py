@@ -16,6 +16,7 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import Vectors
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
 from jaxferry.partition import Layer, Leaf, Part
+from jaxferry.partition.graph import aval_bytes
 
 Parts = dict[Part | None, jax.Array]
 """A whole array under None, or its parts."""
@@ -50,6 +51,7 @@ class HostArrays:
         self._held: list[list[Vectors]] = [[]]
         ORPHANED_COPIES.keep(self, placement, self._held)
         self._frozen: dict[Key, jax.Array] = {}
+        self._stale: set[int] = set()
         pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
         known = None if state is None else self._pieces({name: {None: leaf} for name, leaf in state.items()})
         # The caller's references are removed, so that arrays that are cut do not exist twice.
@@ -62,6 +64,62 @@ class HostArrays:
     def vectors(self) -> list[Vectors]:
         """For each group its flat vectors in pinned memory, in the compute dtype (once `fill` has made them)."""
         return self._held[0]
+
+    @property
+    def on_device(self) -> frozenset[int]:
+        """The groups whose masters and optimizer state are on the device."""
+        return frozenset(group for unit in self.units if unit.is_on_device for group in unit.layers)
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes of masters and optimizer state on the device."""
+        units = (unit for unit in self.units if unit.is_on_device)
+        return sum(aval_bytes(array) for unit in units for array in (*unit.masters, *unit.state))
+
+    def move(self, unit: UpdateGroup, to_device: bool) -> None:
+        """Moves the masters and the optimizer state of a unit to the device, or back to host memory."""
+        unit.masters, unit.state = (
+            [self._moved(a, to_device) for a in arrays] for arrays in (unit.masters, unit.state)
+        )
+        unit.is_on_device = to_device
+        if not to_device:
+            self.refresh()
+
+    def bring_home(self) -> None:
+        """Moves everything that is on the device to host memory."""
+        for unit in self.units:
+            if unit.is_on_device:
+                self.move(unit, to_device=False)
+
+    def note_update(self, unit: UpdateGroup) -> None:
+        """Notes that a unit was updated on the device: its `vectors` are older than its masters."""
+        self._stale |= set(unit.layers)
+
+    def refresh(self) -> None:
+        """Makes the `vectors` anew of groups that were updated on the device."""
+        if not self._stale:
+            return
+        trained = self._trained()
+        for group in sorted(self._stale):
+            layer, old = self.layers[group], self.vectors[group]
+            own = layer.trained
+            made = to_pinned(
+                self._packing(own)([self._master_of(leaf, trained) for leaf in own.leaves]), self._placement
+            )
+            self.vectors[group] = (*made, *old[len(made) :])
+            ORPHANED_COPIES.drop(self._placement, old)
+        self._stale = set()
+
+    def _moved(self, array: jax.Array, to_device: bool) -> jax.Array:
+        where = self._placement.device if to_device else self._placement.host
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return jax.device_put(array, where, may_alias=False)
+        # From NumPy: another client's array would pass through a literal.
+        return jax.device_put(np.array(array), where)
+
+    def _at_home(self, unit: UpdateGroup, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Arrays of a unit in host memory: copies if they are on the device."""
+        return [self._moved(array, to_device=False) for array in arrays] if unit.is_on_device else arrays
 
     def masters(self) -> dict[int, Parts]:
         """Returns the stored parameters by leaf and part; frozen ones may exist only in the compute copy."""
@@ -81,7 +139,7 @@ class HostArrays:
         """Returns the stored leaves of the optimizer's state, by path and part."""
         found: dict[str, Parts] = {}
         for unit in self.units:
-            _add(found, zip(unit.state_keys, unit.state, strict=True))
+            _add(found, zip(unit.state_keys, self._at_home(unit, unit.state), strict=True))
         return found
 
     def arrange(self, layers: Sequence[Layer]) -> None:
@@ -107,6 +165,7 @@ class HostArrays:
         Args:
           masters: in the order of the flattened tree; emptied.
         """
+        self.bring_home()
         pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
         masters.clear()
         frozen = self._take_frozen(pieces)
@@ -128,7 +187,8 @@ class HostArrays:
             for u in self.units
         ]
         for unit, own in zip(self.units, made, strict=True):
-            unit.state = own
+            is_new = [key[0] in leaves and unit.is_on_device for key in unit.state_keys]
+            unit.state = [self._moved(a, to_device=True) if new else a for a, new in zip(own, is_new, strict=True)]
 
     def fill(self) -> None:
         """Makes the `vectors` that do not exist."""
@@ -143,13 +203,13 @@ class HostArrays:
 
     def _drop_vectors(self) -> None:
         ORPHANED_COPIES.drop(self._placement, self._held[0])
-        self._held[0] = []
+        self._held[0], self._stale = [], set()
 
     def _trained(self) -> dict[int, Parts]:
         """Returns the stored masters of trained parameters, by leaf and part."""
         found: dict[int, Parts] = {}
         for unit in self.units:
-            _add(found, zip(unit.keys, unit.masters, strict=True))
+            _add(found, zip(unit.keys, self._at_home(unit, unit.masters), strict=True))
         return found
 
     def _master_of(self, leaf: Leaf, trained: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:

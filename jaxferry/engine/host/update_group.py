@@ -25,6 +25,7 @@ class UpdateGroup:
       state_keys: their paths, and which part of a stacked parameter they belong to.
       programs: compiled updates, by which of the layers any segment reads.
       parts: for each master its part of the leaf; empty if all are whole.
+      is_on_device: whether masters and state are on the device instead.
     """
 
     layers: tuple[int, ...]
@@ -34,6 +35,7 @@ class UpdateGroup:
     state_keys: list[Key]
     programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
     parts: tuple[Part | None, ...] = ()
+    is_on_device: bool = False
 
     @property
     def keys(self) -> list[tuple[int, Part | None]]:

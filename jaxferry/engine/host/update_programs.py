@@ -10,7 +10,7 @@ flat vectors.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,33 @@ class UpdatePrograms:
         self._updates |= compile_shared(contents, lambda key: self._lower(missing[key][0], layers, missing[key][1]))
         for unit, reads, key in wanted:
             unit.programs[reads] = self._updates[key]
+
+    def plain(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
+        """The update of a unit by Optax, for a jitted function on any device.
+
+        It maps `(masters, state, gradients, norm)` to `(masters, state, masters by leaf)`. `gradients` are in the
+        master dtypes, by index of the leaf.
+
+        Args:
+          unit: the unit.
+          layers: its layers' trained parameters.
+        """
+        # What is returned keeps no reference to the unit, which holds arrays.
+        leaves, held, is_by_part = unit.leaves, unit.keys, bool(unit.parts)
+        structure = None if is_by_part else jax.tree.structure(self._tree.state(leaves))
+
+        def update(masters: Any, state: Any, gradients: dict[int, jax.Array], norm: jax.Array) -> Any:
+            found = self._clipped(gradients, norm)
+            if is_by_part:
+                masters, state = self._tree.by_part.update(held, [found[i] for i in sorted(found)], masters, state)
+                return masters, state, dict(zip(sorted(found), masters, strict=True))
+            params = self._tree.subtree(dict(zip(leaves, masters, strict=True)))
+            whole, before = put_together(layers, found), jax.tree.unflatten(structure, state)
+            updates, after = self._tree.optimizer.update(self._tree.subtree(whole), before, params)
+            new = jax.tree.leaves(optax.apply_updates(params, updates))
+            return new, jax.tree.leaves(after), taken_apart(layers, dict(zip(sorted(whole), new, strict=True)))
+
+        return update
 
     def key(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
         """Returns everything that the update of a unit depends on: units with equal keys share a program."""

@@ -1,0 +1,241 @@
+"""Groups whose optimizer state stays on the device and that are updated there."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from accelerator import emulate
+from jaxferry.errors import InputError
+from jaxferry.modes import Mode, UpdatePlace
+from jaxferry.partition import partition
+from jaxferry.plan.records import LayerPlan, Plan
+
+WIDTH, WORDS = 8, 12
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "embed": {"table": RNG.normal(size=(WORDS, WIDTH)).astype(np.float32)},
+    **{
+        f"layer_{i}": {"w": (RNG.normal(size=(WIDTH, WIDTH)) / 3).astype(np.float32), "b": np.zeros(WIDTH, np.float32)}
+        for i in range(3)
+    },
+}
+
+
+def loss_fn(params, words):
+    x = params["embed"]["table"][words]
+    for i in range(3):
+        layer = params[f"layer_{i}"]
+        x = x + jnp.tanh(x @ layer["w"] + layer["b"])
+    return jnp.mean(jnp.square(x @ params["embed"]["table"].T))
+
+
+def batch(number):
+    return jnp.asarray(np.random.default_rng(number).integers(0, WORDS, (2, 5)))
+
+
+NAMES = [segment.name for segment in partition(loss_fn, PARAMS, (batch(0),)).segments]
+GROUPS = {name: name.partition("#")[0] for name in NAMES}
+PLACES = {
+    "none": [],
+    "one layer": ["layer_1"],
+    "tied table": ["embed"],
+    "all": ["embed", "layer_0", "layer_1", "layer_2"],
+}
+
+
+def plan_with(groups, mode=Mode.GFGB):
+    layers = [
+        LayerPlan(name, Mode.RESIDENT, update=UpdatePlace.RESIDENT) if GROUPS[name] in groups else LayerPlan(name, mode)
+        for name in NAMES
+    ]
+    return Plan("test", 1.0, tuple(layers))
+
+
+def make(groups, optimizer=None, **options):
+    return jaxferry.train_step(loss_fn, optimizer or jaxferry.adamw(1e-2), plan=plan_with(groups), **options)
+
+
+def train(step, state, num_steps=4, first=0):
+    losses = []
+    for number in range(first, first + num_steps):
+        state, metrics = step(state, batch(number))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def assert_close(tree, other, rtol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), tree, other)
+
+
+def on_device(state):
+    return {state.host.layers[group].name for group in state.host.on_device}
+
+
+OPTIONS = {
+    "plain": {},
+    "clipped": {"clip_norm": 0.5},
+    "accumulated": {"accumulate": 2},
+    "scaled": {"loss_scale": 64.0},
+    "skipping": {"skip_nonfinite": True},
+    "bfloat16": {"compute_dtype": jnp.bfloat16},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("groups", [PLACES[name] for name in ("one layer", "tied table", "all")], ids=str)
+def test_losses_and_states_are_those_of_updates_on_the_host(groups, options):
+    expected_step, step = make([], **options), make(groups, **options)
+    expected, expected_losses = train(expected_step, expected_step.init(PARAMS))
+    state, losses = train(step, step.init(PARAMS))
+    assert on_device(state) == set(groups) and not on_device(expected)
+    np.testing.assert_allclose(losses, expected_losses, rtol=2e-2 if options.get("compute_dtype") else 1e-5)
+    if "compute_dtype" not in options:
+        assert_close(state.params, expected.params)
+        assert_close(state.opt_state, expected.opt_state, rtol=1e-4)
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"accumulate": 2}], ids=str)
+def test_the_way_of_accelerators_computes_the_same(options, transport, monkeypatch):
+    expected_step = make([], **options)
+    _, expected = train(expected_step, expected_step.init(PARAMS))
+    accelerator = emulate(monkeypatch)
+    for groups in (["layer_1"], PLACES["all"]):
+        step = make(groups, transport=transport, compute_dtype=jnp.float32, **options)
+        state, losses = train(step, step.init(PARAMS))
+        state.block_until_ready()
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert not accelerator.waits
+    accelerator.check()
+
+
+def test_one_plan_has_the_same_bits_run_after_run():
+    step = make(["embed", "layer_1"])
+    (one, losses), (other, same) = (train(step, step.init(PARAMS)) for _ in range(2))
+    assert losses == same
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+
+
+@pytest.mark.parametrize("optimizer", [optax.lion(1e-3), optax.adafactor(1e-2), optax.sgd(1e-2, momentum=0.9)])
+def test_any_optax_transformation_runs_there(optimizer):
+    expected_step, step = make([], optimizer), make(["layer_0", "layer_2"], optimizer)
+    _, expected = train(expected_step, expected_step.init(PARAMS))
+    _, losses = train(step, step.init(PARAMS))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+
+
+JOINT = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters at once")
+def test_a_joint_optimizer_runs_there_with_all_layers_or_none():
+    expected_step, step = make([], JOINT), make(PLACES["all"], JOINT)
+    _, expected = train(expected_step, expected_step.init(PARAMS))
+    state, losses = train(step, step.init(PARAMS))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert on_device(state) == set(PLACES["all"])
+    with pytest.raises(InputError, match=r"updates 'layer_1' and 'embed' together"):
+        step = make(["layer_1"], JOINT)
+        train(step, step.init(PARAMS))
+
+
+def test_frozen_parameters_stay_as_they_are():
+    step = make(["embed", "layer_1"], trainable=lambda path: "b" not in path.split("/")[-1])
+    state, _ = train(step, step.init(PARAMS))
+    for i in range(3):
+        np.testing.assert_array_equal(state.params[f"layer_{i}"]["b"], PARAMS[f"layer_{i}"]["b"])
+    assert np.any(state.params["layer_1"]["w"] != PARAMS["layer_1"]["w"])
+
+
+def test_a_parameter_that_no_segment_reads_is_updated_on_the_host():
+    params = {**PARAMS, "unread": {"w": np.ones(3, np.float32)}}
+    step = make(PLACES["all"], optax.adamw(1e-2, weight_decay=0.5))
+    with pytest.warns(UserWarning, match="the loss never reads"):
+        state, _ = train(step, step.init(params))
+    np.testing.assert_allclose(state.params["unread"]["w"], (1 - 0.005) ** 4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}], ids=str)
+def test_a_loss_that_is_not_finite_changes_nothing(options):
+    def broken(params, words):
+        return loss_fn(params, jnp.abs(words)) + jnp.where(words[0, 0] < 0, jnp.nan, 0.0)
+
+    step = jaxferry.train_step(broken, jaxferry.adamw(1e-2), plan=plan_with(["embed", "layer_1"]), **options)
+    state, _ = train(step, step.init(PARAMS), 2)
+    before = state.params
+    bad = batch(0).at[0, 0].set(-1)
+    if options:
+        state, _ = step(state, bad)
+    else:
+        with pytest.raises(jaxferry.NonFiniteError):
+            step(state, bad)
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    train(step, state, 1)
+
+
+def test_checkpoints_move_between_places(tmp_path):
+    for here, there in (([], PLACES["all"]), (PLACES["all"], ["layer_2"]), (["embed"], [])):
+        step, other = make(here), make(there)
+        state, _ = train(step, step.init(PARAMS), 2)
+        step.save(state, tmp_path / "saved")
+        _, expected = train(step, state, 2, first=2)
+        restored = other.restore(tmp_path / "saved", PARAMS)
+        _, losses = train(other, restored, 2, first=2)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_a_state_may_be_read_copied_changed_and_evaluated_between_steps():
+    expected_step, step = make([]), make(["embed", "layer_1"])
+    results = []
+    for each in (expected_step, step):
+        state, _ = train(each, each.init(PARAMS), 2)
+        copy = state.copy()
+        found = [float(each.evaluate(state, batch(7)))]
+        found += train(each, copy, 1, first=2)[1]
+        state.params = jax.tree.map(lambda x: x * 0.5, state.params)
+        found += train(each, state, 2, first=2)[1]
+        state.opt_state = jax.tree.map(np.zeros_like, state.opt_state)
+        found += train(each, state, 1, first=4)[1]
+        results.append((found, state.params))
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
+    assert_close(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_that_needs_the_memory_moves_updates_to_the_host_and_the_next_one_back(accumulate):
+    probe = make(PLACES["all"], accumulate=accumulate)
+    train(probe, probe.init(PARAMS), accumulate)
+    wide = jnp.tile(batch(0), (1, 2))
+    budget = probe.prepare(wide).peak.total - 1
+    step, expected_step = (
+        make(PLACES["all"], accumulate=accumulate, memory_budget=budget),
+        make([], accumulate=accumulate),
+    )
+    state, expected, seen = step.init(PARAMS), expected_step.init(PARAMS), []
+    for number in range(8):
+        words = batch(number) if number % 4 < 2 else jnp.tile(batch(number), (1, 2))
+        state, metrics = step(state, words)
+        expected, same = expected_step(expected, words)
+        seen.append(bool(on_device(state)))
+        np.testing.assert_allclose(float(metrics["loss"]), float(same["loss"]), rtol=1e-5)
+    assert seen == [True, True, False, False] * 2
+    assert_close(state.params, expected.params)
+
+
+def test_memory_counts_state_and_gradients_and_a_budget_below_moves_updates_to_the_host():
+    step, host = make(PLACES["all"]), make([])
+    on, off = (each.prepare(batch(0)) if train(each, each.init(PARAMS), 1) else None for each in (step, host))
+    num = sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
+    assert on.peak.total > off.peak.total + 12 * num - 2 * 4 * num
+    tight = make(PLACES["all"], memory_budget=on.peak.total - 1)
+    state, _ = train(tight, tight.init(PARAMS), 1)
+    assert not on_device(state) and tight.prepare(batch(0)).peak.total < on.peak.total
+    roomy = make(PLACES["all"], memory_budget=on.peak.total)
+    state, _ = train(roomy, roomy.init(PARAMS), 1)
+    assert on_device(state) == set(PLACES["all"])
+    assert dataclasses.asdict(roomy.prepare(batch(0)).peak) == dataclasses.asdict(on.peak)
