@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 
 from jaxferry.engine import RematVariants
 from jaxferry.engine.facts import with_program_facts, without_times
@@ -14,7 +15,7 @@ from jaxferry.partition import AUTO, Partition
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
 from jaxferry.planning import as_run, plan_for, with_update_order
-from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.estimate import estimate_profile, update_on_device_s
 from jaxferry.profiling.machines import MACHINES, Machine
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
@@ -37,6 +38,7 @@ def planning_profile(
     device_kind: str,
     updates_after_all: bool = False,
     staging_bytes: int = 0,
+    state_bytes: Mapping[str, int] | None = None,
 ) -> Profile:
     """The profile that a step is planned and lowered with, with the facts of its programs.
 
@@ -49,6 +51,8 @@ def planning_profile(
       device_kind: the device's own name, such as `"NVIDIA H200"`.
       updates_after_all: whether updates wait for all gradients under any plan.
       staging_bytes: device memory that transfers need besides the moved bytes.
+      state_bytes: bytes of masters and optimizer state of each parameter group, by name, if a policy may choose to
+        update groups on the device; else None.
 
     Raises:
       InputError: if the given profile is for another model.
@@ -63,7 +67,23 @@ def planning_profile(
         profile = without_times(parts)
     is_offloaded = options.offload_activations
     profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
-    return dataclasses.replace(profile, updates_after_all=updates_after_all)
+    profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
+    return _with_updates_on_device(profile, parts, device_kind, state_bytes)
+
+
+def _with_updates_on_device(
+    profile: Profile, parts: Partition, device_kind: str, state_bytes: Mapping[str, int] | None
+) -> Profile:
+    """The profile with the costs of updates on the device: its own, or estimated for a known GPU."""
+    machine, layers = known_machine(device_kind), []
+    for layer, segment in zip(profile.layers, parts.segments, strict=True):
+        seconds, group = layer.update_gpu_s, parts.layers[segment.group]
+        if seconds is None and machine is not None and profile.has_times:
+            seconds = update_on_device_s(group.trained.num_parameters, machine)
+        may_update = state_bytes is not None and group.name in state_bytes
+        size = 0 if state_bytes is None else state_bytes.get(group.name, 0)
+        layers.append(dataclasses.replace(layer, update_gpu_s=seconds if may_update else None, state_bytes=size))
+    return dataclasses.replace(profile, layers=tuple(layers))
 
 
 def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan:

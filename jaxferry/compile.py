@@ -318,7 +318,23 @@ class Compiler:
             self._shared.placement.device_kind,
             self._needs_all_gradients(variants.base),
             self._transport_of(variants.base.layers).staging_bytes,
+            self._state_bytes(variants.base),
         )
+
+    def _state_bytes(self, parts: Partition) -> dict[str, int] | None:
+        """Bytes of masters and optimizer state of each group that the segments read; None if none may leave the host.
+
+        A CPU's device memory is host memory. Layers with a joint update stay together, which no policy plans for.
+        """
+        optimizer = self.model.optimizer
+        if self._shared.placement.is_cpu or not optimizer.is_by_layer(parts.layers):
+            return None
+        read = {segment.group for segment in parts.segments}
+        return {
+            parts.layers[unit.layers[0]].name: sum(map(aval_bytes, (*unit.masters, *unit.state)))
+            for unit in optimizer.units_of(parts.layers)
+            if read.issuperset(unit.layers)
+        }
 
     def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
         remat = self._options.remat

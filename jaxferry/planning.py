@@ -143,7 +143,7 @@ def compare(profile: Profile, request: Request) -> Compared:
     Raises:
       BudgetError: if no policy has a plan that fits; it names the smallest feasible budget of all.
     """
-    bound_s = any_plan_lower_bound_s(profile)
+    bound_s = any_plan_lower_bound_s(profile, request.memory_budget_bytes)
     rows = tuple(_compared(profile, request, name, bound_s) for name in policies())
     if all(row.plan is None for row in rows):
         leanest = min(rows, key=lambda row: row.smallest_bytes)

@@ -14,6 +14,9 @@ A plan with all layers DHA and all gradients GO holds only activations. With GO 
 budget. No budget means unlimited memory: the search takes the fastest plan of the pool, and copies and gradients may
 stay on the device. To plan for a device, pass its memory.
 
+Where a profile states `update_gpu_s`, groups may also be updated on the device, where their optimizer state then stays
+(`plan/device_updates.py`). If everything fits, the step is plain training.
+
 A given reserve factor below 1 is an upper bound: fewer gradients may stay if that saves memory or time. With 1 no
 gradient is GO.
 """
@@ -26,13 +29,15 @@ import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
+from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed, updatable_groups
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gradients_to_host
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
 from jaxferry.profiling.records import Profile
-from jaxferry.schedule import schedule_step
+from jaxferry.schedule import Lane, schedule_step
+from jaxferry.simulate.report import simulate
 
 MOST_ENUMERATED = 4
 """The most layers for which all plans are tried."""
@@ -72,6 +77,7 @@ class AutoSearch:
         self.recomputing = Pool(profile, by_need_on_frontier=True)
         self.of_exact: list[Pool] = []
         self.recomputes = False
+        self._placed: DeviceUpdateSearch | None = None
         self.saved_bytes = np.array([x.activation_bytes - x.kept_bytes(x.can_recompute) for x in profile.layers])
         self.gains = np.array([layer.backward_go_s - layer.backward_s for layer in profile.layers])
         self.sizes = [layer.grad_bytes for layer in profile.layers]
@@ -88,6 +94,11 @@ class AutoSearch:
         best = self._best(_UNLIMITED_BYTES if budget_bytes is None else budget_bytes)
         unlimited = self._best(_UNLIMITED_BYTES)
         assert unlimited is not None
+        placed, most = self._on_device(budget_bytes), self._on_device(None)
+        if best is not None and placed is not None and most is not None and placed.objective_s < best.objective_s:
+            return self._with_details(placed, most, budget_bytes)
+        if most is not None and most.objective_s < unlimited.objective_s:
+            unlimited = dataclasses.replace(unlimited, objective_s=most.objective_s, needed_bytes=most.needed_bytes)
         if best is None:
             leanest = self._frontier()[-1]
             check_budget(Auto.name, budget_bytes or 0, leanest.needed_bytes, int(leanest.recomputes.sum()))
@@ -102,6 +113,32 @@ class AutoSearch:
             "unlimited_needed_bytes": unlimited.needed_bytes,
         }
         plan = dataclasses.replace(plan, details=details)
+        return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
+
+    def _on_device(self, budget_bytes: int | None) -> Placed | None:
+        """The fastest plan with updates on the device that fits.
+
+        A reserve factor below 1 asks for gradients that leave, so then there are none.
+        """
+        factor = self.request.reserve_factor
+        if not updatable_groups(self.profile) or (factor is not None and factor < 1):
+            return None
+        if self._placed is None:
+            self.request.report("updates on the device")
+            self._placed = DeviceUpdateSearch(Auto.name, self.profile, self._frontier())
+        return self._placed.best(budget_bytes)
+
+    def _with_details(self, placed: Placed, unlimited: Placed, budget_bytes: int | None) -> Plan:
+        simulated = simulate(self.profile, placed.plan)
+        limited = placed.objective_s > unlimited.objective_s * (1 + _ROUNDING)
+        details = {
+            "objective": Objective.STEADY.value,
+            **({} if budget_bytes is None else {"memory_budget_bytes": budget_bytes}),
+            "binding": "memory" if limited else max(Lane, key=lambda lane: simulated.lanes[lane].busy_s).value,
+            "unlimited_steady_step_s": unlimited.objective_s,
+            "unlimited_needed_bytes": unlimited.needed_bytes,
+        }
+        plan = dataclasses.replace(placed.plan, details=details)
         return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
 
     def _best(self, budget_bytes: int | None) -> Best | None:

@@ -18,6 +18,9 @@ UPDATE_BYTES_PER_PARAMETER = 30
 """Host memory traffic of a one-pass AdamW step: it reads a 16-bit gradient, writes a 16-bit parameter, and reads and
 writes the master parameter and two moments: 2 + 2 + 3 * 8 bytes, rounded up."""
 
+STATE_BYTES_PER_PARAMETER = 12
+"""AdamW's master parameter and two moments."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recomputation:
@@ -112,9 +115,16 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         inter_forward_s=_inter_s(machine, layer, layer.inter_forward_flops, layer.inter_forward_bytes),
         inter_backward_s=_inter_s(machine, layer, layer.inter_backward_flops, layer.inter_backward_bytes),
         update_s=UPDATE_BYTES_PER_PARAMETER * layer.num_parameters / machine.host_bytes_per_s,
+        update_gpu_s=update_on_device_s(layer.num_parameters, machine),
+        state_bytes=STATE_BYTES_PER_PARAMETER * layer.num_parameters,
         recompute_s=None if layer.recomputation is None else _recompute_s(machine, layer, backward_s),
         recompute_activation_bytes=None if layer.recomputation is None else layer.recomputation.activation_bytes,
     )
+
+
+def update_on_device_s(num_parameters: int, machine: Machine) -> float:
+    """Seconds of an AdamW step on the device, as many bytes as on the host."""
+    return max(UPDATE_BYTES_PER_PARAMETER * num_parameters / machine.memory_bytes_per_s, machine.launch_s)
 
 
 def _recompute_s(machine: Machine, layer: LayerCosts, backward_s: float) -> float:

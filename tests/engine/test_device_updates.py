@@ -10,10 +10,14 @@ import pytest
 
 import jaxferry
 from accelerator import emulate
+from jaxferry.engine import Placement
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.machines import MACHINES
+from jaxferry.profiling.segment_costs import partition_costs
 
 WIDTH, WORDS = 8, 12
 RNG = np.random.default_rng(0)
@@ -239,3 +243,25 @@ def test_memory_counts_state_and_gradients_and_a_budget_below_moves_updates_to_t
     state, _ = train(roomy, roomy.init(PARAMS), 1)
     assert on_device(state) == set(PLACES["all"])
     assert dataclasses.asdict(roomy.prepare(batch(0)).peak) == dataclasses.asdict(on.peak)
+
+
+def test_auto_on_a_known_gpu_is_plain_training_if_everything_fits_and_less_of_it_in_less_memory(monkeypatch):
+    expected_step = make([])
+    _, expected = train(expected_step, expected_step.init(PARAMS), 2)
+    emulate(monkeypatch)
+    monkeypatch.setattr(Placement, "device_kind", "NVIDIA H200")
+    slow_host = dataclasses.replace(MACHINES["h200-pcie5"], host_bytes_per_s=1e6)
+    costs = partition_costs(partition(loss_fn, PARAMS, (batch(0),)))
+    options = {"policy": "auto", "profile": estimate_profile(costs, slow_host), "compute_dtype": jnp.float32}
+
+    def train_within(budget):
+        step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), memory_budget=budget, **options)
+        state, losses = train(step, step.init(PARAMS), 2)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        return on_device(state), step.prepare(batch(0))
+
+    everything, prepared = train_within(None)
+    assert everything == set(PLACES["all"]) and {task.lane.value for task in prepared.schedule.tasks} == {"GPU"}
+    assert train_within(prepared.peak.total)[0] == everything
+    some, tight = train_within(int(0.8 * prepared.peak.total))
+    assert some < everything and tight.peak.total <= 0.8 * prepared.peak.total

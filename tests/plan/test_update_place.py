@@ -8,12 +8,16 @@ from hypothesis import strategies as st
 
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
+from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.base import Request
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.records import LayerPlan, Plan, Updates
+from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
 from jaxferry.simulate.report import simulate
-from profiles import deterministic, profiles, transformer
+from profiles import deterministic, examples, profiles, transformer
 
 
 def with_state(profile):
@@ -112,3 +116,46 @@ def test_layers_of_one_group_agree():
     layers[-1] = dataclasses.replace(layers[-1], update=UpdatePlace.RESIDENT)
     with pytest.raises(InputError, match="update must be"):
         schedule_step(profile, Plan("test", 1.0, tuple(layers)))
+
+
+def without_state(profile):
+    layers = [dataclasses.replace(layer, update_gpu_s=None, state_bytes=0) for layer in profile.layers]
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("after_all", [False, True])
+def test_auto_is_one_knob_from_everything_offloaded_to_plain_training(after_all):
+    """Each budget is asked for on its own. The host is the bottleneck: it takes twice the GPU's time."""
+    layers = [dataclasses.replace(x, update_s=2.5 * (x.forward_s + x.backward_s)) for x in transformer(6).layers]
+    profile = with_state(dataclasses.replace(transformer(6), layers=tuple(layers), updates_after_all=after_all))
+    everything = needed_bytes(profile, plan_with(profile, range(len(profile.groups))))
+    smallest = AutoSearch(profile, Request()).pool.smallest_needed_bytes()
+    before_s, seen = float("inf"), set()
+    for budget in [int(smallest + (everything - smallest) * share) for share in (0, 0.2, 0.4, 0.6, 0.8, 1)]:
+        plan = make_plan(profile, "auto", memory_budget_bytes=budget)
+        host_s = make_plan(without_state(profile), "auto", memory_budget_bytes=budget).predicted.steady_step_s
+        step_s = plan.predicted.steady_step_s
+        assert plan.predicted.peak_device_bytes <= needed_bytes(profile, plan) <= budget
+        assert any_plan_lower_bound_s(profile, budget) * (1 - 1e-9) <= step_s
+        assert step_s <= host_s * (1 + 1e-9) and step_s <= before_s * (1 + 1e-9)
+        before_s = step_s
+        seen.add(sum(plan.updates_on_device))
+    assert min(seen) == 0 and max(seen) == len(profile.layers) and len(seen) >= 3
+    assert plan.details["binding"] == "GPU"
+    assert make_plan(profile, "auto").layers == plan.layers
+
+
+def test_a_reserve_factor_below_one_keeps_updates_on_the_host():
+    plan = make_plan(with_state(transformer(3)), "auto", reserve_factor=0.5)
+    assert not any(plan.updates_on_device)
+
+
+@examples(20)
+@given(st.data())
+def test_no_plan_within_a_budget_is_below_the_bound(data):
+    profile = with_state(data.draw(profiles(max_layers=4)))
+    on_device = data.draw(st.sets(st.sampled_from(range(len(profile.groups)))))
+    mode, gradient = data.draw(st.sampled_from(list(Mode))), data.draw(st.sampled_from(list(GradientPlace)))
+    plan = plan_with(profile, on_device, mode, gradient=gradient)
+    bound_s = any_plan_lower_bound_s(profile, needed_bytes(profile, plan))
+    assert bound_s <= simulate(profile, plan).steady_step_s * (1 + 1e-9)

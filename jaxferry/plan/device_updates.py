@@ -1,0 +1,126 @@
+"""Plans that keep the optimizer state of some groups on the device and update them there.
+
+Which groups: the first k of several orders, from none to all. For each choice the other layers take the modes and
+gradients of plans that the search without such updates found, or one mode for all. Neither depends on the budget, which
+only picks the fastest plan that fits; so more memory is never slower.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT, as_updated
+from jaxferry.modes import UpdatePlace
+from jaxferry.plan.base import Objective
+from jaxferry.plan.records import Loads, Plan, Updates
+from jaxferry.plan.search import Best, Pool, plan_of
+from jaxferry.profiling.records import Profile
+from jaxferry.schedule import needed_bytes
+from jaxferry.simulate.report import simulate
+
+_POINTS = 12
+_STARTS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A plan with updates on the device.
+
+    Attributes:
+      plan: the plan.
+      objective_s: its steady step in seconds; an upper bound if updates wait for all gradients.
+      needed_bytes: the least budget within which it runs.
+    """
+
+    plan: Plan
+    objective_s: float
+    needed_bytes: int
+
+
+def updatable_groups(profile: Profile) -> list[int]:
+    """The groups that a plan may update on the device: those whose layers state `update_gpu_s`."""
+    layers = ((group, profile.layers[members[0]]) for group, members in enumerate(profile.groups))
+    return [group for group, layer in layers if layer.has_gradient and layer.update_gpu_s is not None]
+
+
+class DeviceUpdateSearch:
+    """The plans of one profile; answers any number of budgets.
+
+    Args:
+      policy: the name that the plans carry.
+      profile: the layers.
+      starts: plans without such updates, fastest first.
+    """
+
+    def __init__(self, policy: str, profile: Profile, starts: Sequence[Best]):
+        self.policy, self.profile = policy, profile
+        chosen = np.unique(np.linspace(0, max(len(starts) - 1, 0), _STARTS).astype(int))
+        self.starts = [starts[number] for number in chosen] if starts else []
+        self.choices = self._choices()
+
+    def best(self, budget_bytes: int | None) -> Placed | None:
+        """The fastest plan that fits; ties go to the leanest. None if none fits."""
+        found = [placed for groups in self.choices if (placed := self._best_of(groups, budget_bytes)) is not None]
+        return min(found, key=lambda placed: (placed.objective_s, placed.needed_bytes), default=None)
+
+    def _choices(self) -> list[frozenset[int]]:
+        groups, layers = updatable_groups(self.profile), self.profile.layers
+        first = {group: layers[self.profile.groups[group][0]] for group in groups}
+        size = {group: max(first[group].state_bytes + first[group].param_bytes, 1) for group in groups}
+        orders = [
+            sorted(groups, key=lambda g: (-self.profile.group_update_s[g] / size[g], g)),
+            sorted(groups, key=lambda g: (-(first[g].load_s + first[g].offload_s) / size[g], g)),
+            groups,
+            groups[::-1],
+        ]
+        points = np.unique(np.linspace(1, len(groups), min(_POINTS, len(groups))).astype(int))
+        return list(dict.fromkeys(frozenset(order[:count]) for order in orders for count in points))
+
+    def _best_of(self, groups: frozenset[int], budget_bytes: int | None) -> Placed | None:
+        if groups == frozenset(range(len(self.profile.groups))):
+            fits = budget_bytes is None or self._all_on_device.needed_bytes <= budget_bytes
+            return self._all_on_device if fits else None
+        best = self._pool(groups).best(Objective.STEADY, budget_bytes, leanest=True)
+        if best is None:
+            return None
+        plan = self._with_updates(plan_of(self.policy, 1.0, self.profile, best), groups)
+        # Updates that wait for all gradients follow the last of them on the GPU.
+        more_s = sum(self._gpu_s(group) for group in groups) if self.profile.updates_after_all else 0.0
+        return Placed(plan, best.objective_s + more_s, best.needed_bytes)
+
+    @functools.cached_property
+    def _all_on_device(self) -> Placed:
+        """Plain training."""
+        size = len(self.profile.layers)
+        modes, stay = np.full(size, RESIDENT, dtype=np.int8), np.zeros(size, dtype=bool)
+        best = Best(modes, stay, stay, Loads.LAYERWISE, Updates.OVERLAPPED, objective_s=1.0, needed_bytes=0)
+        plan = self._with_updates(plan_of(self.policy, 1.0, self.profile, best), range(len(self.profile.groups)))
+        return Placed(plan, simulate(self.profile, plan).steady_step_s, needed_bytes(self.profile, plan))
+
+    @functools.cache  # noqa: B019 - as long as the search lives
+    def _pool(self, groups: frozenset[int]) -> Pool:
+        pool = Pool(as_updated(self.profile, groups, self.profile.updates_after_all), by_need_on_frontier=True)
+        members = [member for group in groups for member in self.profile.groups[group]]
+        starts = [(best.modes, best.grad_on_host, best.recomputes) for best in self.starts]
+        none = np.zeros(len(self.profile.layers), dtype=bool)
+        uniform = [np.full(len(none), mode, dtype=np.int8) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
+        starts += [(modes, grad_on_host, none) for modes in uniform for grad_on_host in (none, ~none)]
+        for modes, grad_on_host, recomputes in starts:
+            own, on_host = modes.copy(), grad_on_host.copy()
+            own[members], on_host[members] = RESIDENT, False
+            pool.add(own, on_host, recomputes=recomputes)
+        pool.run()
+        return pool
+
+    def _with_updates(self, plan: Plan, groups: Sequence[int] | frozenset[int] | range) -> Plan:
+        chosen = {member for group in groups for member in self.profile.groups[group]}
+        layers = tuple(
+            dataclasses.replace(layer, update=UpdatePlace.RESIDENT) if index in chosen else layer
+            for index, layer in enumerate(plan.layers)
+        )
+        return dataclasses.replace(plan, layers=layers)
+
+    def _gpu_s(self, group: int) -> float:
+        return self.profile.layers[self.profile.groups[group][0]].update_gpu_s or 0.0
