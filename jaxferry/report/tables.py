@@ -14,8 +14,10 @@ from jaxferry.units import format_bytes, format_seconds
 
 
 def plan_table(plan: Plan) -> Table:
-    """Returns modes and gradient places, plus remat if any layer recomputes; one row per run of equal layers."""
-    shown = ("mode", "gradient", "remat") if any(plan.recomputes) else ("mode", "gradient")
+    """Returns modes and gradient places, also remat and update if any layer has them; a row per run of equal layers."""
+    shown = ["mode", "gradient"]
+    shown += ["remat"] if any(plan.recomputes) else []
+    shown += ["update"] if any(plan.updates_on_device) else []
     table = _table("layers", "", *shown, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
     for values, run in itertools.groupby(plan.layers, key=lambda layer: [getattr(layer, key).value for key in shown]):
         names = [layer.name for layer in run]
@@ -49,12 +51,14 @@ def prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
 
 def comparison_table(compared: Compared) -> Table:
     """Returns all policies side by side."""
-    heads = ("reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap")
+    heads = ["reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
+    places = any(row.plan is not None and any(row.plan.updates_on_device) for row in compared.rows)
+    heads += ["updates on device"] if places else []
     table = _table("policy", *heads, title="policies")
     for row in compared.rows:
         if row.plan is None or row.plan.predicted is None:
             need = f"needs {format_bytes(row.smallest_bytes)}"
-            table.add_row(row.policy, "-", "-", "-", "-", need, "-", "-")
+            table.add_row(row.policy, "-", "-", "-", "-", need, "-", "-", *["-"][:places])
             continue
         predicted = row.plan.predicted
         table.add_row(
@@ -66,6 +70,7 @@ def comparison_table(compared: Compared) -> Table:
             format_bytes(predicted.peak_device_bytes),
             format_bytes(row.link_bytes),
             f"{row.gap:.2%}",
+            *[f"{sum(row.plan.updates_on_device)} of {len(row.plan.layers)}"][:places],
         )
     return table
 

@@ -1,0 +1,162 @@
+"""Simulates what updates on the device gain: `auto` with and without them, and a sweep from everything offloaded on.
+
+GPT-like models train on estimated machines, each within its device memory. A profile without `update_gpu_s` keeps
+updates on the host, so the two plans differ in nothing else. The ratio is the host-only step over the other.
+
+The sweep gives the 7B model on the H100 node budgets from the smallest to that of plain training. Step time must never
+increase with the budget.
+
+    python benchmarks/update_placement.py [--batch 8] [--length 1024]
+
+Expected by arithmetic (28 bytes of host memory a parameter on the host, PCIe's two directions at once): nothing where
+compute takes longer than the updates, up to twice as fast where the host is slow or everything fits.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import benchmark_paths  # noqa: F401 - makes the others importable
+import jax
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import measure
+from examples.gpt2 import model
+from jaxferry.engine import derivatives_of
+from jaxferry.engine.facts import with_program_facts
+from jaxferry.errors import BudgetError
+from jaxferry.partition import AUTO, partition
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
+from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.base import Request
+from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.machines import MACHINES
+from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.simulate.report import predict
+
+MODELS = {
+    "1.5B": model.Config(num_layers=48, num_heads=25, channels=1600),
+    "7B": model.Config(num_layers=32, num_heads=32, channels=4096),
+    "13B": model.Config(num_layers=40, num_heads=40, channels=5120),
+    "70B": model.Config(num_layers=80, num_heads=64, channels=8192),
+}
+SYSTEMS = ("rtx4090-pcie4", "a100-pcie4", "h100-pcie5")
+SWEPT = ("7B", "h100-pcie5")
+POINTS = 16
+
+
+def partition_of(config, batch, length):
+    shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
+    tokens = {"tokens": jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)}
+    return partition(model.make_loss(config), shapes, (tokens,), compute_dtype=jnp.bfloat16)
+
+
+def profile_of(parts, costs, derivatives, machine):
+    return with_program_facts(estimate_profile(costs, machine), parts, derivatives)
+
+
+def on_host(profile):
+    """The profile of a machine that updates on the host alone."""
+    layers = [dataclasses.replace(layer, update_gpu_s=None, state_bytes=0) for layer in profile.layers]
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def compare(profile, budget_bytes):
+    """Steady steps of `auto` within a budget with updates on the host alone and anywhere, and the bound on both."""
+    found = {"budget_bytes": budget_bytes, "bound_s": any_plan_lower_bound_s(profile, budget_bytes)}
+    for name, own in (("host", on_host(profile)), ("anywhere", profile)):
+        try:
+            plan = predict(own, AutoSearch(own, Request()).plan(budget_bytes))
+        except BudgetError as error:
+            return found | {"smallest_budget_bytes": error.smallest_bytes}
+        found[name] = {
+            "steady_step_s": plan.predicted.steady_step_s,
+            "peak_device_bytes": plan.predicted.peak_device_bytes,
+            "binding": plan.details["binding"],
+            "layers_updated_on_device": sum(plan.updates_on_device),
+        }
+    return found | {"ratio": found["host"]["steady_step_s"] / found["anywhere"]["steady_step_s"]}
+
+
+def sweep(profile):
+    """Steady step and memory for budgets from the smallest to that of plain training."""
+    search = AutoSearch(profile, Request())
+    smallest = search.pool.smallest_needed_bytes()
+    most = search.plan(None).details["unlimited_needed_bytes"]
+    points = []
+    for number in range(POINTS + 1):
+        budget = smallest + (most - smallest) * number // POINTS
+        plan = predict(profile, search.plan(budget))
+        points.append(
+            {
+                "budget_bytes": budget,
+                "steady_step_s": plan.predicted.steady_step_s,
+                "layers_updated_on_device": sum(plan.updates_on_device),
+                "num_layers": len(plan.layers),
+            }
+        )
+    times = [point["steady_step_s"] for point in points]
+    return {"points": points, "is_monotone": all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(times))}
+
+
+def draw(swept, path):
+    figure = Figure(figsize=(7, 4))
+    axes = figure.add_subplot()
+    points = swept["points"]
+    axes.step(
+        [point["budget_bytes"] / 2**30 for point in points], [point["steady_step_s"] for point in points],
+        where="post", marker="o", markersize=4,
+    )  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("memory budget / GiB")
+    axes.set_ylabel("steady step / s")
+    axes.set_title(f"{SWEPT[0]} on {SWEPT[1]}: from everything offloaded to plain training (estimated)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def run(batch, length):
+    rows, swept = [], None
+    for name, config in track(MODELS.items(), console=Console(stderr=True)):
+        parts = partition_of(config, batch, length)
+        costs, derivatives = partition_costs(parts, AUTO), derivatives_of(parts, "none")
+        for system in SYSTEMS:
+            machine = MACHINES[system]
+            profile = profile_of(parts, costs, derivatives, machine)
+            rows.append({"model": name, "machine": system, **compare(profile, int(machine.memory_bytes))})
+            if (name, system) == SWEPT:
+                swept = sweep(profile)
+    facts = {"batch": batch, "length": length, "num_devices": 1, "estimated": True}
+    return {"benchmark": "update_placement", "machine": measure.machine(), **facts, "rows": rows, "sweep": swept}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1024)
+    arguments = parser.parse_args()
+    result = run(arguments.batch, arguments.length)
+    table = Table("model", "machine", "host only", "anywhere", "ratio", "bound", "on the device", title="steady step")
+    for row in result["rows"]:
+        if "ratio" not in row:
+            table.add_row(row["model"], row["machine"], "does not fit", "-", "-", "-", "-")
+            continue
+        host, anywhere = row["host"], row["anywhere"]
+        table.add_row(
+            row["model"], row["machine"], f"{host['steady_step_s']:.3f} s", f"{anywhere['steady_step_s']:.3f} s",
+            f"{row['ratio']:.2f}", f"{row['bound_s']:.3f} s", str(anywhere["layers_updated_on_device"]),
+        )  # fmt: skip
+    Console().print(table)
+    measure.write("update_placement", result)
+    draw(result["sweep"], measure.RESULTS / "update_placement.png")
+
+
+if __name__ == "__main__":
+    main()
