@@ -10,7 +10,7 @@ import pytest
 
 import jaxferry
 from accelerator import emulate
-from jaxferry.engine import Placement
+from jaxferry.engine import Operation, Placement
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
@@ -18,6 +18,7 @@ from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.segment_costs import partition_costs
+from steps import wrap
 
 WIDTH, WORDS = 8, 12
 RNG = np.random.default_rng(0)
@@ -90,8 +91,19 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("groups", [PLACES[name] for name in ("one layer", "tied table", "all")], ids=str)
+CASES = [
+    pytest.param(
+        PLACES[place],
+        options,
+        id=f"{place}-{name}",
+        marks=[pytest.mark.slow] if place == "one layer" and name not in ("plain", "skipping") else [],
+    )
+    for place in ("one layer", "tied table", "all")
+    for name, options in OPTIONS.items()
+]
+
+
+@pytest.mark.parametrize(("groups", "options"), CASES)
 def test_losses_and_states_are_those_of_updates_on_the_host(groups, options):
     expected_step, step = make([], **options), make(groups, **options)
     expected, expected_losses = train(expected_step, expected_step.init(PARAMS))
@@ -265,3 +277,28 @@ def test_auto_on_a_known_gpu_is_plain_training_if_everything_fits_and_less_of_it
     assert train_within(prepared.peak.total)[0] == everything
     some, tight = train_within(int(0.8 * prepared.peak.total))
     assert some < everything and tight.peak.total <= 0.8 * prepared.peak.total
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_failing_update_is_rolled_back_if_it_was_the_first_and_damages_the_state_otherwise(number, monkeypatch):
+    step = make(PLACES["all"])
+    state, _ = train(step, step.init(PARAMS), 2)
+    before, calls = state.params, []
+
+    def broken(function, *args):
+        calls.append(args)
+        if len(calls) == number + 1:
+            raise RuntimeError("no memory")
+        return function(*args)
+
+    with monkeypatch.context() as patch:
+        wrap(patch, Operation.UPDATE_ON_DEVICE, broken)
+        with pytest.raises(jaxferry.JaxFerryError, match=r"the update of layer '.*' failed: no memory"):
+            step(state, batch(2))
+            state.settle()
+    if number == 0:
+        jax.tree.map(np.testing.assert_array_equal, state.params, before)
+        train(step, state, 1)
+    else:
+        with pytest.raises(jaxferry.StateError, match="two steps"):
+            step(state, batch(2))
