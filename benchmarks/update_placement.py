@@ -1,4 +1,4 @@
-"""Simulates what updates on the device gain: `auto` with and without them, and a sweep from everything offloaded on.
+"""Measures what updates on the device gain: simulated for estimated machines, and really trained on this one.
 
 GPT-like models train on estimated machines, each within its device memory. A profile without `update_gpu_s` keeps
 updates on the host, so the two plans differ in nothing else. The ratio is the host-only step over the other.
@@ -6,15 +6,21 @@ updates on the host, so the two plans differ in nothing else. The ratio is the h
 The sweep gives the 7B model on the H100 node budgets from the smallest to that of plain training. Step time must never
 increase with the budget.
 
-    python benchmarks/update_placement.py [--batch 8] [--length 1024]
+With everything on the device, a step is plain training. So a GPT-2 trains here with all groups updated on the device (a
+CPU), in turns with one jitted Optax step of the same model. Expected: at most 1.03 times its time.
 
-Expected by arithmetic (28 bytes of host memory a parameter on the host, PCIe's two directions at once): nothing where
-compute takes longer than the updates, up to twice as fast where the host is slow or everything fits.
+    python benchmarks/update_placement.py [--batch 8] [--length 1024] [--only simulated|trained]
+
+All activations are recomputed in the backward. Expected of the simulation by arithmetic (28 bytes of host memory a
+parameter on the host): nothing where compute takes longer than the updates, up to twice as fast where the host is slow
+or everything fits.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
+import json
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,20 +28,24 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import benchmark_paths  # noqa: F401 - makes the others importable
 import jax
 import jax.numpy as jnp
+import optax
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+import jaxferry
 import measure
 from examples.gpt2 import model
 from jaxferry.engine import derivatives_of
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import BudgetError
-from jaxferry.partition import AUTO, partition
+from jaxferry.modes import Mode, UpdatePlace
+from jaxferry.partition import partition
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Request
+from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.segment_costs import partition_costs
@@ -50,6 +60,7 @@ MODELS = {
 SYSTEMS = ("rtx4090-pcie4", "a100-pcie4", "h100-pcie5")
 SWEPT = ("7B", "h100-pcie5")
 POINTS = 16
+TRAINED_STEPS = 12
 
 
 def partition_of(config, batch, length):
@@ -122,29 +133,57 @@ def draw(swept, path):
     figure.savefig(path, dpi=120)
 
 
-def run(batch, length):
+def train():
+    """The seconds of steps of plain JAX and of a plan that updates everything on the device, in turns."""
+    config = dataclasses.replace(model.SIZES["tiny"], num_layers=6, channels=256, vocab_size=4096)
+    loss_fn, params = model.make_loss(config), jax.jit(model.make_init(config))(jax.random.key(0))
+    batch = {"tokens": jax.random.randint(jax.random.key(1), (8, 129), 0, config.vocab_size)}
+    optimizer = optax.adamw(1e-3)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def plain_step(params, state):
+        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    segments = partition(loss_fn, params, (batch,)).segments
+    layers = [LayerPlan(segment.name, Mode.RESIDENT, update=UpdatePlace.RESIDENT) for segment in segments]
+    step = jaxferry.train_step(loss_fn, optimizer, plan=Plan("plain", 1.0, tuple(layers)))
+    ours, plain, losses = [step.init(params)], [jax.tree.map(jnp.copy, params)], {}
+    plain.append(optimizer.init(plain[0]))
+
+    def run_ours():
+        ours[0], metrics = step(ours[0], batch)
+        losses["ours"] = float(metrics["loss"])
+        ours[0].block_until_ready()
+
+    def run_plain():
+        plain[0], plain[1], loss = plain_step(*plain)
+        losses["plain"] = float(loss)
+        jax.block_until_ready(plain)
+
+    seconds = measure.interleaved({"ours": run_ours, "plain": run_plain}, TRAINED_STEPS)
+    ratio = measure.median_ratio(seconds["ours"], seconds["plain"])
+    return {"seconds": seconds, "ratio": ratio, "losses": losses, "expected_ratio": 1.03}
+
+
+def simulate(batch, length):
     rows, swept = [], None
     for name, config in track(MODELS.items(), console=Console(stderr=True)):
         parts = partition_of(config, batch, length)
-        costs, derivatives = partition_costs(parts, AUTO), derivatives_of(parts, "none")
+        costs, derivatives = partition_costs(parts, "full"), derivatives_of(parts, "full")
         for system in SYSTEMS:
             machine = MACHINES[system]
             profile = profile_of(parts, costs, derivatives, machine)
             rows.append({"model": name, "machine": system, **compare(profile, int(machine.memory_bytes))})
             if (name, system) == SWEPT:
                 swept = sweep(profile)
-    facts = {"batch": batch, "length": length, "num_devices": 1, "estimated": True}
-    return {"benchmark": "update_placement", "machine": measure.machine(), **facts, "rows": rows, "sweep": swept}
+    return {"batch": batch, "length": length, "num_devices": 1, "estimated": True, "rows": rows, "sweep": swept}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=1024)
-    arguments = parser.parse_args()
-    result = run(arguments.batch, arguments.length)
+def print_rows(rows):
     table = Table("model", "machine", "host only", "anywhere", "ratio", "bound", "on the device", title="steady step")
-    for row in result["rows"]:
+    for row in rows:
         if "ratio" not in row:
             table.add_row(row["model"], row["machine"], "does not fit", "-", "-", "-", "-")
             continue
@@ -154,8 +193,25 @@ def main():
             f"{row['ratio']:.2f}", f"{row['bound_s']:.3f} s", str(anywhere["layers_updated_on_device"]),
         )  # fmt: skip
     Console().print(table)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--only", choices=("simulated", "trained"))
+    arguments = parser.parse_args()
+    path = measure.RESULTS / "update_placement.json"
+    result = json.loads(path.read_text()) if path.exists() else {}
+    result |= {"benchmark": "update_placement", "machine": measure.machine()}
+    if arguments.only != "trained":
+        result["simulated"] = simulate(arguments.batch, arguments.length)
+        print_rows(result["simulated"]["rows"])
+        draw(result["simulated"]["sweep"], path.with_suffix(".png"))
+    if arguments.only != "simulated":
+        result["trained"] = train()
+        print(f"all on the device over one jitted step: {result['trained']['ratio']:.3f}")
     measure.write("update_placement", result)
-    draw(result["sweep"], measure.RESULTS / "update_placement.png")
 
 
 if __name__ == "__main__":
