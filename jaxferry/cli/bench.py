@@ -10,7 +10,7 @@ import optax
 import typer
 
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, read_budget
-from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype, user_code
+from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
 from jaxferry.cli.step_options import (
     ComputeDtype,
     MemoryBudget,
@@ -20,6 +20,7 @@ from jaxferry.cli.step_options import (
     ReserveFactor,
     Seed,
 )
+from jaxferry.cli.user_code import user_code
 from jaxferry.compare import Comparison, compare_policies
 from jaxferry.dry_run import DryRun, dry_run
 from jaxferry.errors import InputError

@@ -1,17 +1,9 @@
-"""Loads a user's model, given on the command line as `MODULE:FUNCTION`, and its optimizer."""
+"""Loads the model that the command line names, and its optimizer."""
 
-import contextlib
 import dataclasses
 import functools
-import importlib
 import math
-import os
-import pathlib
-import sys
-import sysconfig
-import traceback
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import jax
@@ -19,16 +11,17 @@ import jax.numpy as jnp
 import optax
 import typer
 
+from jaxferry.cli.user_code import FORMS, find_function
 from jaxferry.engine import TrainState
-from jaxferry.errors import InputError, JaxFerryError
+from jaxferry.errors import InputError
 from jaxferry.train_step import TrainStep
 
 ModelName = Annotated[
     str,
     typer.Option(
         "--model",
-        metavar="MODULE:FUNCTION",
-        help="A function without arguments that returns (loss_fn, params, batch).",
+        metavar="WORKLOAD",
+        help=f"A function that returns (loss_fn, params, batch): {FORMS}.",
         show_default=False,
     ),
 ]
@@ -49,7 +42,7 @@ class UserModel:
     """The return value of the user's function.
 
     Attributes:
-      name: `MODULE:FUNCTION`.
+      name: as given on the command line.
       loss_fn: `loss_fn(params, batch)`.
       params: a tree of arrays or shapes; or a function from a PRNG key to the tree, evaluated layer by layer.
       batch: a tree of arrays or shapes; or a function from a step's number to the tree.
@@ -82,7 +75,7 @@ class UserModel:
 
 
 def call_model(name: str) -> UserModel:
-    """Calls `module:function`.
+    """Calls the function of that name, see `find_function`.
 
     Raises:
       InputError: if there is no such function, or it returns something else.
@@ -104,58 +97,6 @@ def make_optimizer(name: str, learning_rate: float = 1e-3) -> optax.GradientTran
     if name not in OPTIMIZERS:
         raise InputError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
     return OPTIMIZERS[name](learning_rate)
-
-
-def find_function(name: str) -> Callable[[], Any]:
-    """Finds the function `module:function`, also in modules of the current directory.
-
-    Raises:
-      InputError: if there is none.
-    """
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise InputError(f'--model must be given as "module:function", got {name!r}')
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    with user_code(name):
-        module = _import(name, module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise InputError(f"--model {name}: module {module_name} has no function {function_name!r}")
-    return function
-
-
-def _import(name: str, module_name: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists; one of its imports does not
-        raise InputError(f"--model {name}: no module named {error.name!r} here or on the Python path") from error
-
-
-@contextlib.contextmanager
-def user_code(model: str) -> Iterator[None]:
-    """Turns errors of the user's own code into one line with their location; this package's errors pass unchanged."""
-    try:
-        yield
-    except JaxFerryError:
-        raise
-    except (Exception, SystemExit) as error:
-        what = next(iter(str(error).strip().splitlines()), "")
-        location = _location_in_user_code(error)
-        where = f"{location[0]}, line {location[1]}: " if location else ""
-        raise InputError(f"--model {model}: {where}{type(error).__name__}: {what}".removesuffix(": ")) from error
-
-
-def _location_in_user_code(error: BaseException) -> tuple[str, int] | None:
-    """Returns file and line of the innermost frame that is neither installed code nor this package's."""
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return error.filename, error.lineno or 1
-    installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
-    others = (*installed, str(pathlib.Path(__file__).parents[1]), "<")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
-    return (frames[-1].filename, frames[-1].lineno or 1) if frames else None
 
 
 def read_dtype(name: str | None) -> Any:

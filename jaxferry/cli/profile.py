@@ -10,8 +10,9 @@ import rich.table
 import typer
 
 from jaxferry.cli.common import AsJson, print_json, print_report
-from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, make_optimizer, read_dtype, user_code
+from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, make_optimizer, read_dtype
 from jaxferry.cli.step_options import ComputeDtype
+from jaxferry.cli.user_code import user_code
 from jaxferry.engine import TRANSPORTS, derivatives_of
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import InputError

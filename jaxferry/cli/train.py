@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
-from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype, user_code
+from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
 from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
 from jaxferry.cli.step_options import (
     ComputeDtype,
@@ -21,6 +21,7 @@ from jaxferry.cli.step_options import (
     ReserveFactor,
     Seed,
 )
+from jaxferry.cli.user_code import user_code
 from jaxferry.compare import plan_counts
 from jaxferry.engine import TrainState
 from jaxferry.engine.host.checkpoint import Keep, check_target
