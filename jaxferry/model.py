@@ -64,24 +64,26 @@ class Model:
         """Whether programs access host memory through the native library."""
         return self.transport == "ferry"
 
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes of host memory that a training step keeps, by what they are for."""
+        leaves = [leaf for layer in self.layers for leaf in layer.leaves]
+        # The compute copy of a frozen parameter is its only copy if the dtypes agree.
+        own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
+        state = self.optimizer.state_shapes().values()
+        return {
+            "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
+            "optimizer state": sum(map(aval_bytes, state)),
+            "compute copy": sum(layer.num_bytes for layer in self.layers),
+            "gradients": sum(layer.trained.num_bytes for layer in self.layers),
+        }
+
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there.
 
         Raises:
           HostMemoryError: if it cannot.
         """
-        leaves = [leaf for layer in self.layers for leaf in layer.leaves]
-        # The compute copy of a frozen parameter is its only copy if the dtypes agree.
-        own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
-        state = self.optimizer.state_shapes().values()
-        host_memory.check(
-            {
-                "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
-                "optimizer state": sum(map(aval_bytes, state)),
-                "compute copy": sum(layer.num_bytes for layer in self.layers),
-                "gradients": sum(layer.trained.num_bytes for layer in self.layers),
-            }
-        )
+        host_memory.check(self.host_bytes())
 
     def masters(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Copies parameters to host memory in the masters' dtypes."""

@@ -92,7 +92,8 @@ def estimate_model(model: str, machine: str, compute_dtype: str | None = None, r
         given = (known.loss_fn, known.shapes(), (known.batch_of(0),))
         merge = functools.partial(merges_of_small, machine=figures)
         parts = partition(*given, compute_dtype=dtype, merge=merge)
-    profile = estimate_profile(partition_costs(parts, remat), figures, {"model": model, "remat": remat})
+    costs = partition_costs(parts, remat, temporaries=True)
+    profile = estimate_profile(costs, figures, {"model": model, "remat": remat})
     return with_program_facts(profile, parts, derivatives_of(parts, "none" if remat == AUTO else remat))
 
 

@@ -71,7 +71,7 @@ def jaxpr_costs(closed_jaxpr: core.ClosedJaxpr) -> Costs:
     arguments = [v for v in (*jaxpr.invars, *jaxpr.constvars) if id(v) not in heavy_reads and _is_read(jaxpr, v)]
     made = {id(variable) for eqn in jaxpr.eqns for variable in eqn.outvars}
     results = [v for v in jaxpr.outvars if id(v) in made and id(v) not in heavy_writes]
-    light = Costs(0.0, sum(map(_bytes, arguments)), sum(map(_bytes, results)), float(bool(results)))
+    light = Costs(0.0, sum(map(atom_bytes, arguments)), sum(map(atom_bytes, results)), float(bool(results)))
     return total + light
 
 
@@ -99,23 +99,23 @@ def _touched(jaxpr: core.Jaxpr, sources: dict[int, float]) -> float:
             continue
         name = eqn.primitive.name
         scale = sources[id(eqn.invars[read[0]])]
-        if name in _VIEWS or name == "convert_element_type":
-            before, after = _bytes(eqn.invars[0]), _bytes(eqn.outvars[0])
+        if name in VIEWS or name == "convert_element_type":
+            before, after = atom_bytes(eqn.invars[0]), atom_bytes(eqn.outvars[0])
             sources[id(eqn.outvars[0])] = scale * before / after if after else scale
         elif name in ("gather", "dynamic_slice", "slice"):
-            total += scale * _bytes(eqn.outvars[0])
+            total += scale * atom_bytes(eqn.outvars[0])
         elif name == "dot_general":
-            total += sum(sources[id(eqn.invars[p])] * _bytes(eqn.invars[p]) * _tiles(eqn, p) for p in read)
-        elif _inner_jaxprs(eqn) and name != "while":
+            total += sum(sources[id(eqn.invars[p])] * atom_bytes(eqn.invars[p]) * _tiles(eqn, p) for p in read)
+        elif inner_jaxprs(eqn) and name != "while":
             total += _touched_inside(eqn, sources, read)
         else:
-            total += sum(sources[id(eqn.invars[p])] * _bytes(eqn.invars[p]) for p in read)
+            total += sum(sources[id(eqn.invars[p])] * atom_bytes(eqn.invars[p]) for p in read)
     return total
 
 
 def _touched_inside(eqn: core.JaxprEqn, sources: dict[int, float], read: list[int]) -> float:
     per_jaxpr = []
-    for jaxpr in _inner_jaxprs(eqn):
+    for jaxpr in inner_jaxprs(eqn):
         # Operands that the nested program does not receive (the index of a cond) come first.
         shift = len(eqn.invars) - len(jaxpr.invars)
         inside = {id(jaxpr.invars[p - shift]): sources[id(eqn.invars[p])] for p in read if p >= shift}
@@ -143,7 +143,7 @@ def _body_costs(jaxpr: core.Jaxpr) -> Costs:
 
 def _equation_costs(eqn: core.JaxprEqn) -> Costs:
     name = eqn.primitive.name
-    inner = _inner_jaxprs(eqn)
+    inner = inner_jaxprs(eqn)
     if name == "cond":
         return max((_body_costs(jaxpr) for jaxpr in inner), key=lambda costs: (costs.flops, costs.bytes))
     if inner and name not in _REDUCERS:
@@ -160,18 +160,18 @@ def _equation_costs(eqn: core.JaxprEqn) -> Costs:
 
 def _traffic(eqn: core.JaxprEqn) -> tuple[float, float]:
     """Returns the bytes that a heavy operation reads and writes."""
-    name, made = eqn.primitive.name, sum(map(_bytes, eqn.outvars))
+    name, made = eqn.primitive.name, sum(map(atom_bytes, eqn.outvars))
     if name in ("gather", "dynamic_slice"):
-        return made + sum(map(_bytes, eqn.invars[1:])), made
+        return made + sum(map(atom_bytes, eqn.invars[1:])), made
     if name == "dynamic_update_slice":
-        update = _bytes(eqn.invars[1])
+        update = atom_bytes(eqn.invars[1])
         return update, update
     if name.startswith("scatter"):
-        return sum(map(_bytes, eqn.invars[1:])), made
-    return sum(map(_bytes, eqn.invars)), made
+        return sum(map(atom_bytes, eqn.invars[1:])), made
+    return sum(map(atom_bytes, eqn.invars)), made
 
 
-def _inner_jaxprs(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+def inner_jaxprs(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
     """Returns the nested programs that an equation runs."""
     return [] if eqn.primitive.name in _REDUCERS else list(_jaxprs_in(_run_params(eqn)))
 
@@ -191,15 +191,21 @@ def _jaxprs_in(value: Any) -> Iterator[core.Jaxpr]:
             yield from _jaxprs_in(element)
 
 
+def is_heavy(eqn: core.JaxprEqn) -> bool:
+    """Whether an operation reads operands from memory and writes results to memory."""
+    return eqn.primitive.name in _HEAVY
+
+
 def _heavy(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
-    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _HEAVY or _inner_jaxprs(eqn)]
+    return [eqn for eqn in jaxpr.eqns if is_heavy(eqn) or inner_jaxprs(eqn)]
 
 
 def _is_read(jaxpr: core.Jaxpr, variable: core.Var) -> bool:
     return any(atom is variable for eqn in jaxpr.eqns for atom in eqn.invars)
 
 
-def _bytes(atom: Any) -> int:
+def atom_bytes(atom: Any) -> int:
+    """Returns the bytes of a variable or literal of a jaxpr."""
     aval = atom.aval
     if not hasattr(aval, "shape"):
         return 0
@@ -248,8 +254,8 @@ def _sort_flops(eqn: core.JaxprEqn) -> float:
     return _size(eqn.invars[0]) * max(1.0, math.log2(max(2, _shape(eqn.invars[0])[eqn.params["dimension"]])))
 
 
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier", "stop_gradient"})
-_FREE = _VIEWS | {
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "optimization_barrier", "stop_gradient"})
+_FREE = VIEWS | {
     "bitcast_convert_type",
     "broadcast_in_dim",
     "concatenate",

@@ -7,7 +7,7 @@ The profile is marked as estimated; measured profiles replace it.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxferry.errors import InputError
@@ -54,6 +54,7 @@ class LayerCosts:
         after this layer's forward and right before its backward.
       itemsize: bytes per element in the layer's products: 2 for 16 bits, 4 for 32.
       recomputation: costs of recomputation; None if a plan cannot choose it.
+      temporary_bytes: as in a profile.
     """
 
     name: str
@@ -76,6 +77,7 @@ class LayerCosts:
     inter_backward_bytes: float = 0.0
     itemsize: int = 2
     recomputation: Recomputation | None = None
+    temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 def estimate_profile(layers: Iterable[LayerCosts], machine: Machine, facts: dict[str, Any] | None = None) -> Profile:
@@ -119,6 +121,7 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         state_bytes=STATE_BYTES_PER_PARAMETER * layer.num_parameters,
         recompute_s=None if layer.recomputation is None else _recompute_s(machine, layer, backward_s),
         recompute_activation_bytes=None if layer.recomputation is None else layer.recomputation.activation_bytes,
+        temporary_bytes=layer.temporary_bytes,
     )
 
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.partition import AUTO, Derivative, Partition, Segment, differentiate
 from jaxferry.partition.graph import Graph
 from jaxferry.profiling.costs import Costs, jaxpr_costs, touched_bytes
 from jaxferry.profiling.estimate import LayerCosts, Recomputation
+from jaxferry.profiling.records import backward_variant, forward_variant
+from jaxferry.profiling.temporaries import temporary_bytes
 
 
-def partition_costs(partition: Partition, remat: Any = None) -> tuple[LayerCosts, ...]:
+def partition_costs(partition: Partition, remat: Any = None, temporaries: bool = False) -> tuple[LayerCosts, ...]:
     """Counts forward and backward of each segment; segments that share programs are counted once.
 
     Also counts full recomputation where a plan may choose it (`AUTO`) and it would keep fewer bytes. The last segment
@@ -24,6 +28,8 @@ def partition_costs(partition: Partition, remat: Any = None) -> tuple[LayerCosts
       partition: the model.
       remat: what all segments keep between forward and backward, as in `jaxferry.partition.differentiate`; None for
         each segment's own choice.
+      temporaries: whether to estimate `temporary_bytes` as well. The last segment then keeps nothing for its backward,
+        which is part of the same program.
     """
     counted: dict[tuple[int, str], _ProgramCosts] = {}
 
@@ -40,8 +46,14 @@ def partition_costs(partition: Partition, remat: Any = None) -> tuple[LayerCosts
         before, own = set(held), program.kept_values(segment)
         held |= own
         kept_bytes = program.derivative.saved_bytes + sum(map(partition.graph.num_bytes, own - before))
+        is_last = number == len(partition.segments) - 1
         costs = program.of(partition, segment, kept_bytes)
-        if (segment.remat if remat is None else remat) == AUTO and number < len(partition.segments) - 1:
+        if temporaries:
+            of_program = program.temporary_bytes(is_last)
+            costs = dataclasses.replace(
+                costs, activation_bytes=0 if is_last else kept_bytes, temporary_bytes=_by_variant(of_program)
+            )
+        if (segment.remat if remat is None else remat) == AUTO and not is_last:
             again = program_costs(segment, "full", "again")
             # Later segments may recompute too; they then need this segment's outputs, which it keeps for them.
             shared = {v for later in partition.segments[number + 1 :] for v in later.inputs}
@@ -49,6 +61,9 @@ def partition_costs(partition: Partition, remat: Any = None) -> tuple[LayerCosts
             again_bytes = again.derivative.saved_bytes + sum(map(partition.graph.num_bytes, kept - before))
             if again_bytes < kept_bytes:
                 costs = dataclasses.replace(costs, recomputation=program.recomputation(again, again_bytes))
+                if temporaries:
+                    more = _by_variant(again.temporary_bytes(is_last), recomputes=True)
+                    costs = dataclasses.replace(costs, temporary_bytes={**costs.temporary_bytes, **more})
         result.append(costs)
     return tuple(result)
 
@@ -58,12 +73,22 @@ class _ProgramCosts:
 
     def __init__(self, graph: Graph, segment: Segment, remat: Any):
         self.derivative = derivative = differentiate(graph, segment, remat)
+        self._temporary_bytes: tuple[int, int] | None = None
         forward, backward = _forward_jaxpr(graph, derivative), _backward_jaxpr(graph, derivative)
+        self._graph, self._jaxprs = graph, (forward, backward)
         weights = range(len(segment.weights))
         self.forward: Costs = jaxpr_costs(forward)
         self.backward: Costs = jaxpr_costs(backward)
         self.touched_forward = touched_bytes(forward, weights)
         self.touched_backward = touched_bytes(backward, weights)
+
+    def temporary_bytes(self, is_last: bool) -> tuple[int, int]:
+        """Returns the temporaries of forward and backward; those of the last segment's one program for both."""
+        if self._temporary_bytes is None:
+            forward, backward = self._jaxprs
+            whole = [_loss_jaxpr(self._graph, self.derivative)] * 2 if is_last else [forward, backward]
+            self._temporary_bytes = temporary_bytes(whole[0]), temporary_bytes(whole[1])
+        return self._temporary_bytes
 
     def kept_values(self, segment: Segment) -> set[int]:
         """Returns the segment's inputs and outputs that its backward reads."""
@@ -108,6 +133,32 @@ def _forward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
 
 def _backward_jaxpr(graph: Graph, derivative: Derivative) -> Any:
     return jax.make_jaxpr(derivative.backward)(*derivative.backward_arguments(graph))
+
+
+def _loss_jaxpr(graph: Graph, derivative: Derivative) -> Any:
+    """The program of the last segment: its forward and, for cotangents of 1, its backward."""
+
+    def run(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:
+        outputs, nondiff_outputs, saved = derivative.forward(weights, inputs, nondiff_inputs)
+        read = (
+            [inputs[i] for i in derivative.inputs_read],
+            [nondiff_inputs[i] for i in derivative.nondiff_inputs_read],
+            [outputs[i] for i in derivative.outputs_read],
+        )
+        cotangents = [jnp.ones_like(output) for output in outputs]
+        return derivative.backward(weights, *read, saved, cotangents), outputs, nondiff_outputs
+
+    segment = derivative.segment
+    shapes = [_shapes(graph, values) for values in (segment.weights, segment.inputs, segment.nondiff_inputs)]
+    return jax.make_jaxpr(run)(*shapes)
+
+
+def _by_variant(num_bytes: tuple[int, int], recomputes: bool = False) -> dict[str, int]:
+    """The temporaries of forward and backward as those of all their variants, which differ little in them."""
+    forward_bytes, backward_bytes = num_bytes
+    forwards = {forward_variant(by_dha, recomputes): forward_bytes for by_dha in (False, True)}
+    flags = itertools.product((False, True), repeat=2)
+    return forwards | {backward_variant(*each, recomputes): backward_bytes for each in flags}
 
 
 def _shapes(graph: Graph, values: Any) -> list[jax.ShapeDtypeStruct]:
