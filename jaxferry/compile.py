@@ -350,7 +350,8 @@ class Compiler:
                 offload_activations=self._options.offload_activations,
                 progress=progress,
             )
-        return dataclasses.replace(profile, updates_after_all=self._needs_all_gradients(variants.base))
+        facts = {**profile.machine, "host_bytes": self.model.host_bytes(), **self._shared.placement.memory_facts()}
+        return dataclasses.replace(profile, machine=facts, updates_after_all=self._needs_all_gradients(variants.base))
 
 
 class Shared:

@@ -1,9 +1,10 @@
 """Options, output and progress shared by the commands."""
 
 import contextlib
+import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,8 @@ import typer
 from rich.console import Console, RenderableType
 
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.units import parse_bytes
+from jaxferry.profiling.machines import JAX_SHARE, default_budget_bytes
+from jaxferry.units import format_bytes, parse_bytes
 
 ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -51,6 +53,40 @@ def naming(*paths: Path) -> Iterator[None]:
         raise BudgetError(f"{names}: {error}", error.smallest_bytes) from error
     except InputError as error:
         raise InputError(f"{names}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """A memory budget: its bytes, or None for no limit, and a note on where it comes from unless it was given."""
+
+    num_bytes: int | None
+    note: str = ""
+
+    def tell(self, as_json: bool) -> None:
+        """Prints the note; on standard error where standard output holds JSON."""
+        if self.note:
+            print(self.note, file=sys.stderr if as_json else sys.stdout)
+
+
+def read_budget_on(machine: Mapping[str, Any], size: str | None) -> Budget:
+    """Reads a memory budget; by default it is what a machine's device has, see `default_budget_bytes`.
+
+    Args:
+      machine: the machine's facts, as in a profile.
+      size: such as "8GiB", `none` for no limit, or None for the default.
+
+    Raises:
+      InputError: if it is not a size.
+    """
+    if size is not None:
+        return Budget(None if size == "none" else read_budget(size))
+    num_bytes = default_budget_bytes(machine)
+    if num_bytes is None:
+        return Budget(None)
+    share = "" if "memory_limit_bytes" in machine else f"{JAX_SHARE:.0%} of "
+    where = f"{share}the device memory of {machine.get('name', 'the machine')}"
+    why = " (JAX's own limit, XLA_PYTHON_CLIENT_MEM_FRACTION)" if share else ""
+    return Budget(num_bytes, f"memory budget {format_bytes(num_bytes)}: {where}{why}; --memory-budget overrides it")
 
 
 def read_budget(size: str | None) -> int | None:

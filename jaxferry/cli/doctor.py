@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import typer
 
+from jaxferry import host_memory
 from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import run_self_test, status
@@ -34,7 +35,7 @@ def doctor(
     ] = "64MiB",
     as_json: AsJson = False,
 ) -> None:
-    """Prints versions, devices and their memories, native libraries, link speed and the limit of pinned memory.
+    """Prints versions, devices and their memories, native libraries, link speed, and the limits of host memory.
 
     Runs the native library's self-test on the first device, and prints each result and rate.
     """
@@ -72,6 +73,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
         "link": _measure_link(devices[0], link_bytes),
         "self_test": _self_test(devices[0], link_bytes),
         "pinned_limit": _pinned_limit(),
+        "host_memory": [dataclasses.asdict(limit) for limit in host_memory.limits()],
     }
 
 
@@ -159,6 +161,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f" (device_put of {format_bytes(link['bytes'])}, device 0)",
         *(f"self-test  {line}" for line in _self_test_lines(found["self_test"])),
         f"pinned     up to {format_bytes(limit['bytes'])} on a GPU ({limit['source']}; set {PINNED_LIMIT_VARIABLE})",
+        *(f"host       {format_bytes(each['num_bytes'])} left: {each['source']}" for each in found["host_memory"]),
     ]
 
 

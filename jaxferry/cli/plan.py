@@ -6,13 +6,19 @@ from typing import Annotated
 
 import typer
 
-from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget
+from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget_on
 from jaxferry.plan.base import Request, read_objective
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.planning import Compared, compare, plan_for
 from jaxferry.profiling.records import Profile
-from jaxferry.report.tables import comparison_lines, comparison_table, plan_table, prediction_lines
+from jaxferry.report.tables import (
+    comparison_lines,
+    comparison_table,
+    host_memory_lines,
+    plan_table,
+    prediction_lines,
+)
 from jaxferry.schedule import needed_bytes
 
 
@@ -33,7 +39,10 @@ def plan(
         ),
     ] = None,
     memory_budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help='Limit on device memory, such as "8GiB".')
+        str | None,
+        typer.Option(
+            metavar="SIZE", help='Limit on device memory, such as "8GiB", or none. [default: what the machine has]'
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan.")] = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="Print all policies side by side.")] = False,
@@ -42,7 +51,8 @@ def plan(
     """Makes and prints one plan, or those of all policies."""
     make_policy(policy)
     known = Profile.load(profile)
-    request = Request(reserve_factor, read_budget(memory_budget), read_objective(objective))
+    budget = read_budget_on(known.machine, memory_budget)
+    request = Request(reserve_factor, budget.num_bytes, read_objective(objective))
     with progress("planning") as report, naming(profile):
         request = dataclasses.replace(request, progress=report)
         if compare_all:
@@ -52,6 +62,7 @@ def plan(
             made = plan_for(known, policy, request)
     if made is not None and output is not None:
         made.save(output)
+    budget.tell(as_json)
     if compare_all:
         _print_comparison(compared, as_json)
     elif made is not None:
@@ -69,4 +80,5 @@ def _print_plan(made: Plan, profile: Profile, as_json: bool) -> None:
     if as_json:
         print_json(made.to_json())
     else:
-        print_report(plan_table(made), *prediction_lines(made, needed_bytes(profile, made)))
+        lines = prediction_lines(made, needed_bytes(profile, made))
+        print_report(plan_table(made), *lines, *host_memory_lines(profile.machine))

@@ -13,10 +13,12 @@ from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, make_optimizer, read_dtype
 from jaxferry.cli.step_options import ComputeDtype
 from jaxferry.cli.user_code import user_code
-from jaxferry.engine import TRANSPORTS, derivatives_of
+from jaxferry.engine import TRANSPORTS, derivatives_of, make_placement
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import InputError
 from jaxferry.merging import merges_of_small
+from jaxferry.model import Model
+from jaxferry.options import Options
 from jaxferry.partition import AUTO, REMAT, partition
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES, find_machine
@@ -92,8 +94,9 @@ def estimate_model(model: str, machine: str, compute_dtype: str | None = None, r
         given = (known.loss_fn, known.shapes(), (known.batch_of(0),))
         merge = functools.partial(merges_of_small, machine=figures)
         parts = partition(*given, compute_dtype=dtype, merge=merge)
-    costs = partition_costs(parts, remat, temporaries=True)
-    profile = estimate_profile(costs, figures, {"model": model, "remat": remat})
+    sizes = Model(known.shapes(), OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
+    facts = {"model": model, "remat": remat, "host_bytes": sizes.host_bytes()}
+    profile = estimate_profile(partition_costs(parts, remat, temporaries=True), figures, facts)
     return with_program_facts(profile, parts, derivatives_of(parts, "none" if remat == AUTO else remat))
 
 

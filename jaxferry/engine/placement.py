@@ -46,6 +46,12 @@ class Placement:
         device: Any = next(iter(self.device.device_set))
         return str(device.device_kind)
 
+    def memory_facts(self) -> dict[str, int]:
+        """The limit of the device's allocator in bytes, as a fact of measured profiles; nothing where there is none."""
+        device: Any = next(iter(self.device.device_set))
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        return {} if limit is None else {"memory_limit_bytes": int(limit)}
+
     @property
     def update_output(self) -> NamedSharding:
         """Where the host update writes the compute copy: pinned memory if the CPU backend reaches it, else `host`."""

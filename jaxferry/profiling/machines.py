@@ -5,7 +5,8 @@ reach. Link figures are measured copies between pinned host memory and the devic
 `jaxferry.machine/1` is the JSON format of a user's own machine:
 
     {"format": "jaxferry.machine/1", "name": "my box", "flops_per_s": 1e14, "float32_flops_per_s": 2e13,
-     "memory_bytes": 24e9, "memory_bytes_per_s": 9e11, "link_bytes_per_s": 2.5e10, "host_bytes_per_s": 6e10}
+     "memory_bytes": 24e9, "memory_bytes_per_s": 9e11, "link_bytes_per_s": 2.5e10, "host_bytes_per_s": 6e10,
+     "host_memory_bytes": 128e9}
 
 The figures were checked in November 2026 against pages that quote the named sources, since the vendors' own files were
 not available. Figures that no page quotes are marked "unconfirmed". The pages:
@@ -51,7 +52,12 @@ _REQUIRED = (
     "link_bytes_per_s",
     "host_bytes_per_s",
 )
-_OPTIONAL = ("efficiency", "launch_s", "link_latency_s", "issue_s")
+_OPTIONAL = ("efficiency", "launch_s", "link_latency_s", "issue_s", "host_memory_bytes")
+_MAY_BE_ZERO = ("launch_s", "link_latency_s", "issue_s")
+
+JAX_SHARE = 0.75
+"""The share of device memory that a JAX process takes unless `XLA_PYTHON_CLIENT_MEM_FRACTION` states another one (JAX's
+documentation, GPU memory allocation). The rest is for the CUDA context and libraries' own workspaces."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +76,7 @@ class Machine:
       launch_s: the minimum duration of a kernel.
       link_latency_s: fixed time per transfer.
       issue_s: time of the host's thread to issue the programs and transfers of a segment for one step.
+      host_memory_bytes: size of host memory; None if it is not known.
       sources: source of each figure, by field.
 
     Raises:
@@ -87,6 +94,7 @@ class Machine:
     launch_s: float = _LAUNCH_S
     link_latency_s: float = _LINK_LATENCY_S
     issue_s: float = _ISSUE_S
+    host_memory_bytes: float | None = None
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,9 +102,11 @@ class Machine:
         where = f'machine "{self.name}"'
         for key in _REQUIRED + _OPTIONAL:
             value = getattr(self, key)
+            if key == "host_memory_bytes" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InputError(f"{where}: {key} must be a number, got {value!r}")
-            if not 0 <= value <= 1e30 or (value < 1e-30 and key not in ("launch_s", "link_latency_s", "issue_s")):
+            if not 0 <= value <= 1e30 or (value < 1e-30 and key not in _MAY_BE_ZERO):
                 raise InputError(f"{where}: {key} must be positive and finite, got {str(value)[:40]}")
         if self.efficiency > 1:
             raise InputError(f"{where}: efficiency must lie in (0, 1], got {self.efficiency}")
@@ -121,7 +131,8 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the machine as `jaxferry.machine/1`."""
-        return {"format": MACHINE_FORMAT, **dataclasses.asdict(self), "sources": dict(self.sources)}
+        fields = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        return {"format": MACHINE_FORMAT, **fields, "sources": dict(self.sources)}
 
 
 def _host(channels: int, megatransfers: int, source: str) -> tuple[float, str]:
@@ -173,6 +184,20 @@ MACHINES: Mapping[str, Machine] = {
     )
 }
 """The built-in machines, by name."""
+
+
+def default_budget_bytes(machine: Mapping[str, Any]) -> int | None:
+    """Returns the device memory that training may take on the machine of a profile; None if its size is not known.
+
+    Args:
+      machine: the profile's facts. `memory_limit_bytes` is the limit of the measured device's allocator; an estimated
+        machine has `memory_bytes`, of which JAX takes `JAX_SHARE`.
+    """
+    for key, share in (("memory_limit_bytes", 1.0), ("memory_bytes", JAX_SHARE)):
+        size = machine.get(key)
+        if isinstance(size, int | float) and not isinstance(size, bool) and size > 0:
+            return int(share * size)
+    return None
 
 
 def find_machine(name_or_path: str | os.PathLike[str]) -> Machine:

@@ -158,7 +158,7 @@ def _by_variant(num_bytes: tuple[int, int], recomputes: bool = False) -> dict[st
     forward_bytes, backward_bytes = num_bytes
     forwards = {forward_variant(by_dha, recomputes): forward_bytes for by_dha in (False, True)}
     flags = itertools.product((False, True), repeat=2)
-    return forwards | {backward_variant(*each, recomputes): backward_bytes for each in flags}
+    return forwards | {backward_variant(dha, host, recomputes): backward_bytes for dha, host in flags}
 
 
 def _shapes(graph: Graph, values: Any) -> list[jax.ShapeDtypeStruct]:

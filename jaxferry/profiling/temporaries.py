@@ -3,8 +3,9 @@
 XLA fuses element-wise operations into the operation that reads them, so that only some values exist in memory: what
 heavy operations write (products, lookups, reductions and the like) and what products read. Such a value exists until
 the last operation has read it, or has read what is computed from it. The estimate is the most that exists at once, in
-the order of the jaxpr. A value may take the memory of one of the same size that is read for the last time. For GPT-2 and
-Llama this is 0.74 to 1.16 times what XLA reports for an H200 (`benchmarks/compiled_for_gpu.py`).
+the order of the jaxpr. A value may take the memory of one of the same size that is read for the last time.
+
+For GPT-2 and Llama this is 0.74 to 1.16 times what XLA reports for an H200 (`benchmarks/compiled_for_gpu.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Tables and lines for human readers."""
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import rich.markup
 from rich.table import Table
@@ -47,6 +49,15 @@ def prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
     if "binding" in plan.details:
         lines.append(f"binding constraint: {plan.details['binding']}")
     return lines
+
+
+def host_memory_lines(machine: Mapping[str, Any]) -> list[str]:
+    """Returns the host memory that training needs under any plan, if the profile's machine states it."""
+    parts = machine.get("host_bytes")
+    if not isinstance(parts, Mapping) or not all(isinstance(size, int) for size in parts.values()):
+        return []
+    kinds = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    return [f"host memory {format_bytes(sum(parts.values()))}: {kinds}"]
 
 
 def comparison_table(compared: Compared) -> Table:

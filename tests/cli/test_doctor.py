@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from broken_library import break_operations
+from jaxferry import host_memory
 from jaxferry.errors import NativeError
 from jaxferry.native import self_test
 
@@ -25,6 +26,8 @@ def test_the_document_says_what_there_is(jaxferry):
     assert found["link"]["bytes"] == 2**20
     assert found["link"]["load_bytes_per_s"] > 0
     assert found["link"]["store_bytes_per_s"] > 0
+    assert [each["source"] for each in found["host_memory"]] == [limit.source for limit in host_memory.limits()]
+    assert all(each["num_bytes"] > 0 for each in found["host_memory"])
 
 
 def test_a_library_is_named_with_what_it_was_built_with(jaxferry):
@@ -54,6 +57,7 @@ def test_the_report_has_a_line_for_each_thing(jaxferry):
         "link",
         *["self-test"] * 5,
         "pinned",
+        *["host"] * len(host_memory.limits()),
     ]
     assert sum(line.startswith("device") for line in lines) == len(jax.devices())
 

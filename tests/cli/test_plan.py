@@ -37,6 +37,29 @@ def test_the_table_names_modes_prediction_and_gap(jaxferry, profile):
         assert text in result.out
 
 
+def _on_a_machine(path, **facts):
+    known = Profile.load(path)
+    dataclasses.replace(known, machine={"name": "a card", **facts}).save(path)
+    return known
+
+
+def test_the_machines_memory_is_the_default_budget(jaxferry, refused, profile):
+    known = _on_a_machine(profile, memory_bytes=160_000_000)
+    shown = jaxferry("plan", profile, "--policy", "auto")
+    assert "memory budget 114.4 MiB: 75% of the device memory of a card (JAX's own limit" in shown.out
+    by_json = jaxferry("plan", profile, "--policy", "auto", "--json")
+    assert "--memory-budget overrides it" in by_json.err
+    assert Plan.from_json(json.loads(by_json.out)) == make_plan(known, "auto", memory_budget_bytes=120_000_000)
+    assert "memory budget 114.4 MiB" in refused("plan", profile, "--policy", "zero-offload")
+    free = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", "none", "--json")
+    assert (Plan.from_json(json.loads(free.out)), free.err) == (make_plan(known, "auto"), "")
+
+
+def test_the_plan_states_the_host_memory_that_training_needs(jaxferry, profile):
+    _on_a_machine(profile, host_bytes={"master parameters": 3 * 2**30, "gradients": 2**29})
+    assert "host memory 3.50 GiB: master parameters 3.00 GiB, gradients 512.0 MiB" in jaxferry("plan", profile).out
+
+
 def test_auto_says_what_binds(jaxferry, profile):
     result = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", "113MB")
     assert "binding constraint: memory" in result.out

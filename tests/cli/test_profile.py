@@ -60,6 +60,13 @@ def test_the_profile_is_marked_as_an_estimate_and_round_trips(model: str, tmp_pa
     assert Profile.from_json(json.loads(printed)) == written
     assert written.machine["estimated"] is True
     assert written.machine["model"] == model
+    num_parameters = 50 * 8 + 8 * 50 + 50
+    assert written.machine["host_bytes"] == {
+        "master parameters": 4 * num_parameters,
+        "optimizer state": 8 * num_parameters + 4,
+        "compute copy": 4 * num_parameters,
+        "gradients": 4 * num_parameters,
+    }
     assert [layer.param_bytes for layer in written.layers] == [50 * 8 * 4, (8 * 50 + 50) * 4]
 
 

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from jaxferry.errors import InputError
-from jaxferry.profiling.machines import MACHINES, Machine, find_machine
+from jaxferry.profiling.machines import MACHINES, Machine, default_budget_bytes, find_machine
 
 DOCUMENT = {
     "format": "jaxferry.machine/1",
@@ -23,7 +23,8 @@ DOCUMENT = {
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 def test_every_figure_has_a_source(machine: Machine) -> None:
-    figures = {field.name for field in dataclasses.fields(machine)} - {"name", "sources"}
+    fields = {field.name for field in dataclasses.fields(machine)} - {"name", "sources"}
+    figures = {field for field in fields if getattr(machine, field) is not None}
     assert set(machine.sources) == figures
     assert all(machine.sources.values())
 
@@ -87,3 +88,20 @@ def test_no_latency_is_a_latency() -> None:
 def test_an_unknown_machine_is_answered_with_the_known_ones() -> None:
     with pytest.raises(InputError, match=r"v100-pcie3, .*rtx4090-pcie4 or a JSON file, got 'cray'"):
         find_machine("cray")
+
+
+def test_the_default_budget_is_the_share_of_device_memory_that_jax_takes() -> None:
+    facts = dict(find_machine("rtx4090-pcie4").to_json())
+    assert default_budget_bytes(facts) == 18 * 10**9
+    assert default_budget_bytes({**facts, "memory_limit_bytes": 20 * 10**9}) == 20 * 10**9
+    assert [default_budget_bytes({"memory_bytes": size}) for size in (None, "24", True, 0)] == [None] * 4
+
+
+def test_a_machine_may_state_its_host_memory(tmp_path: pathlib.Path) -> None:
+    known = dataclasses.replace(find_machine("a100-pcie4"), host_memory_bytes=256e9)
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(known.to_json()))
+    assert find_machine(path) == known
+    assert "host_memory_bytes" not in find_machine("a100-pcie4").to_json()
+    with pytest.raises(InputError, match="host_memory_bytes must be a number, got '64GiB'"):
+        dataclasses.replace(known, host_memory_bytes="64GiB")  # type: ignore[arg-type]
