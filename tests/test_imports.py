@@ -41,6 +41,7 @@ LAYERS = (
     ("train_step",),
     ("compare",),
     ("dry_run",),
+    ("fitting",),
     ("report",),
     ("cli",),
     ("__main__",),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from jaxferry.cli import bench, build_native, doctor, plan, profile, report, simulate, train, tune, weights
+from jaxferry.cli import bench, build_native, doctor, fit, plan, profile, report, simulate, train, tune, weights
 from jaxferry.errors import JaxFerryError
 
 app = typer.Typer(
@@ -16,7 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_COMMANDS = (profile, plan, simulate, weights, tune, train, bench, report, doctor, build_native)
+_COMMANDS = (fit, profile, plan, simulate, weights, tune, train, bench, report, doctor, build_native)
 for _command in _COMMANDS:
     _command.register(app)
 

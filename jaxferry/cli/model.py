@@ -80,9 +80,17 @@ def call_model(name: str) -> UserModel:
     Raises:
       InputError: if there is no such function, or it returns something else.
     """
-    made = find_function(name)()
+    return read_workload(name, find_function(name)())
+
+
+def read_workload(name: str, made: Any, option: str = "--model") -> UserModel:
+    """Checks what the user's function has returned; `option` gave the name.
+
+    Raises:
+      InputError: if it is not `(loss_fn, params, batch)`.
+    """
     if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
-        raise InputError(f"--model {name} must return (loss_fn, params, batch), got {type(made).__name__}")
+        raise InputError(f"{option} {name} must return (loss_fn, params, batch), got {type(made).__name__}")
     return UserModel(name, *made)
 
 

@@ -1,0 +1,205 @@
+"""Searches the largest batch that fits into device memory, and plans for it.
+
+own batch --trace--> smallest budget --secant--> another size --trace--> ... --> largest batch --auto--> forecast
+
+The device memory of the leanest plan is close to linear in the batch size, so a few traces find the largest batch: its
+size was traced, and the next one, which does not fit. Larger batches may fit if layers are read in host memory. That is
+no answer: products of many rows read a layer again and again, so such steps are slower for each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxferry.fitting.records import BatchForecast, Fit
+from jaxferry.fitting.traced import Traced
+from jaxferry.plan.base import Request
+from jaxferry.planning import plan_for
+from jaxferry.schedule import Lane
+from jaxferry.simulate.report import simulate
+from jaxferry.units import format_bytes, format_seconds
+
+MOST_TRACES = 30
+"""Traces of a search; a memory that is linear in the batch size needs four."""
+
+_MOST_GUESSES = 6
+"""Traces at sizes where a line meets the budget; the search then halves."""
+
+_MOST_SAMPLES = 1 << 24
+_LIMITS = {
+    Lane.GPU: ("GPU", "the GPU computes"),
+    Lane.H2D: ("link", "the link to the device is busy"),
+    Lane.D2H: ("link", "the link from the device is busy"),
+    Lane.HOST: ("host", "the host updates parameters"),
+}
+
+
+def find_fit(
+    trace: Callable[[int], Traced],
+    batch_size: int,
+    *,
+    model: str,
+    machine: str,
+    budget_bytes: int,
+    host_bytes: Mapping[str, int],
+    host_memory_bytes: int | None = None,
+    report: Callable[[str], None] = lambda part: None,
+) -> Fit:
+    """Answers whether a model trains on a machine, with which batches, and how fast.
+
+    Args:
+      trace: traces the model for batches of a size.
+      batch_size: the workload's own batch size, at least 1.
+      model: its name.
+      machine: its name.
+      budget_bytes: device memory that training may take.
+      host_bytes: host memory that training keeps, by what it is for.
+      host_memory_bytes: host memory that training may take; None if it is not known.
+      report: called with a short description as each part starts.
+    """
+
+    def traced(size: int) -> Traced:
+        report(f"tracing batches of {size}")
+        return trace(size)
+
+    sizes = Sizes(traced, budget_bytes)
+    own = sizes.of(batch_size)
+    smallest = own if own.smallest_bytes <= budget_bytes or batch_size == 1 else sizes.of(1)
+    wanted = {own.batch_size: own} if own.smallest_bytes <= budget_bytes else {}
+    if smallest.smallest_bytes <= budget_bytes:
+        largest = sizes.largest(loading=smallest.loading_bytes <= budget_bytes)
+        wanted[largest.batch_size] = largest
+    rows = []
+    for size, each in wanted.items():
+        report(f"planning for batches of {size}")
+        rows.append(forecast(each, budget_bytes))
+    return Fit(
+        model,
+        machine,
+        budget_bytes,
+        host_bytes,
+        host_memory_bytes,
+        smallest.smallest_bytes,
+        smallest.batch_size,
+        max(wanted, default=0),
+        tuple(rows),
+        _problem(smallest, budget_bytes, host_bytes, host_memory_bytes),
+    )
+
+
+class Sizes:
+    """The batch sizes that have been traced."""
+
+    def __init__(self, trace: Callable[[int], Traced], budget_bytes: int) -> None:
+        self._trace, self._budget_bytes = trace, budget_bytes
+        self._known: dict[int, Traced] = {}
+        self._need: Callable[[Traced], int] = _loading_bytes
+
+    def of(self, batch_size: int) -> Traced:
+        """The model for batches of a size."""
+        if batch_size not in self._known:
+            self._known[batch_size] = self._trace(batch_size)
+        return self._known[batch_size]
+
+    def largest(self, loading: bool) -> Traced:
+        """The largest size that fits, with all layers loaded or not; one that fits so must be known."""
+        self._need = _loading_bytes if loading else _smallest_bytes
+        while len(self._known) < MOST_TRACES:
+            size = self._next()
+            if size is None:
+                break
+            self.of(size)
+        return self._known[max(size for size, traced in self._known.items() if self._fits(traced))]
+
+    def _fits(self, traced: Traced) -> bool:
+        return self._need(traced) <= self._budget_bytes
+
+    def _next(self) -> int | None:
+        """The size to trace next; None if the largest is known."""
+        needs = sorted((size, self._need(traced)) for size, traced in self._known.items())
+        fitting = [each for each in needs if each[1] <= self._budget_bytes]
+        others = [each for each in needs if each[1] > self._budget_bytes]
+        first, last = fitting[-1][0] + 1, (others[0][0] if others else _MOST_SAMPLES) - 1
+        if first > last:
+            return None
+        if len(needs) > _MOST_GUESSES:
+            return (first + last) // 2 if others else min(2 * first, last)
+        return min(max(self._where_the_budget_ends([*fitting[-2:], *others[:1]][-2:]), first), last)
+
+    def _where_the_budget_ends(self, needs: list[tuple[int, int]]) -> int:
+        """The size at which the line through one or two sizes with their needs meets the budget."""
+        (one, bytes_of_one), (two, bytes_of_two) = [(0, 0), *needs][-2:]
+        slope = (bytes_of_two - bytes_of_one) / (two - one)
+        return int(one + (self._budget_bytes - bytes_of_one) / slope) if slope > 0 else 2 * two
+
+
+def _loading_bytes(traced: Traced) -> int:
+    return traced.loading_bytes
+
+
+def _smallest_bytes(traced: Traced) -> int:
+    return traced.smallest_bytes
+
+
+def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
+    """Plans by `auto` for a budget.
+
+    Raises:
+      BudgetError: if no plan fits.
+    """
+    plan = plan_for(traced.profile, "auto", Request(None, budget_bytes))
+    simulation = simulate(traced.profile, plan)
+    step_s = simulation.steady_step_s
+    busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}
+    limit, reason = _limit(busy, plan.details, step_s)
+    tokens = _tokens(traced.batch)
+    return BatchForecast(
+        batch_size=traced.batch_size,
+        step_s=step_s,
+        samples_per_s=traced.batch_size / step_s,
+        tokens_per_s=None if tokens is None else tokens / step_s,
+        device_bytes=traced.device_bytes(plan, budget_bytes),
+        busy_share={lane.value: share for lane, share in busy.items()},
+        limit=limit,
+        reason=reason,
+        plan=plan,
+    )
+
+
+def _limit(busy: Mapping[Lane, float], details: Mapping[str, Any], step_s: float) -> tuple[str, str]:
+    lane = max(busy, key=lambda each: busy[each])
+    name, does = _LIMITS[lane]
+    most = f"{does} {min(busy[lane], 1.0):.0%} of the time"
+    if details.get("binding") != "memory":
+        return name, most
+    free_s, free = details["unlimited_steady_step_s"], format_bytes(details["unlimited_needed_bytes"])
+    faster = f"with {free} of device memory a step would take {format_seconds(free_s)}, not {format_seconds(step_s)}"
+    return ("device memory" if free_s < 0.95 * step_s else name), f"{most}; {faster}"
+
+
+def _tokens(batch: Any) -> int | None:
+    """The number of integers in the largest integer array whose rows have several."""
+    leaves = [leaf for leaf in jax.tree.leaves(batch) if hasattr(leaf, "shape") and len(leaf.shape) >= 2]
+    sizes = [int(np.prod(leaf.shape)) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.integer)]
+    return max(sizes, default=None)
+
+
+def _problem(smallest: Traced, budget_bytes: int, host_bytes: Mapping[str, int], host_memory_bytes: int | None) -> str:
+    problems = []
+    if smallest.smallest_bytes > budget_bytes:
+        problems.append(
+            f"batches of {smallest.batch_size} need {format_bytes(smallest.smallest_bytes)} of device memory, and the "
+            f"budget is {format_bytes(budget_bytes)}: take a larger device or shorter samples"
+        )
+    total = sum(host_bytes.values())
+    if host_memory_bytes is not None and total > host_memory_bytes:
+        problems.append(
+            f"training needs {format_bytes(total)} of host memory, and there are {format_bytes(host_memory_bytes)}: "
+            "add memory, freeze parameters, or take an optimizer with less state"
+        )
+    return "; ".join(problems)

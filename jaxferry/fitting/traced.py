@@ -1,0 +1,105 @@
+"""A model traced for batches of one size, with its estimated profile on a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxferry.engine import ProgramKey, ProgramKind, RematVariants, Source, StepProgram, Target, loads_ahead, lower
+from jaxferry.engine.facts import with_program_facts
+from jaxferry.engine.memory import footprints, peak_bytes
+from jaxferry.holdings import DHA, RELOAD
+from jaxferry.partition import AUTO, partition
+from jaxferry.plan.base import make_plan
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.machines import Machine
+from jaxferry.profiling.records import Profile, backward_variant, forward_variant
+from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.schedule import needed_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A model for batches of one size.
+
+    Attributes:
+      batch_size: the size.
+      batch: shapes of the batch.
+      variants: the segments.
+      profile: their estimated costs.
+    """
+
+    batch_size: int
+    batch: Any
+    variants: RematVariants
+    profile: Profile
+
+    @functools.cached_property
+    def loading_bytes(self) -> int:
+        """The device memory of the leanest plan that loads all layers: RELOAD, gradients GO, with recomputation."""
+        return self._leanest_bytes(RELOAD)
+
+    @functools.cached_property
+    def smallest_bytes(self) -> int:
+        """The device memory of the leanest plan, which may read all layers in host memory: DHA."""
+        return min(self.loading_bytes, self._leanest_bytes(DHA))
+
+    def _leanest_bytes(self, mode: int) -> int:
+        layers = self.profile.layers
+        modes, on_host = np.full(len(layers), mode, dtype=np.int8), np.ones(len(layers), dtype=bool)
+        can = np.array([layer.can_recompute for layer in layers])
+        plans = [
+            make_plan("auto", 0.0, self.profile, modes, on_host, recomputes=again)
+            for again in (np.zeros_like(can), can)
+        ]
+        return min(needed_bytes(self.profile, plan) for plan in plans)
+
+    def device_bytes(self, plan: Plan, budget_bytes: int) -> dict[str, int]:
+        """Device memory by kind, in the program of a plan's step that needs the most."""
+        parts = self.variants.of(plan.recomputes)
+        program = lower(parts, self.variants.derivatives, plan, self.profile)
+        temporaries = self._temporary_bytes(program)
+        ahead = loads_ahead(program, lambda loads: peak_bytes(program, temporaries, ahead=loads), budget_bytes)
+        most = max(footprints(program, temporaries, ahead=ahead), key=lambda footprint: footprint.total)
+        return {
+            "parameters": most.copies + most.more_ahead,
+            "gradients": most.gradients,
+            "activations": most.values,
+            "temporaries": most.temporaries,
+        }
+
+    def _temporary_bytes(self, program: StepProgram) -> dict[ProgramKey, int]:
+        found = {}
+        for instruction in program.programs:
+            key, recomputes = instruction.key, program.plan.recomputes[instruction.segment]
+            assert key is not None
+            by_dha, is_go = key.reads is Source.HOST, key.writes is not Target.DEVICE
+            is_forward = key.kind is ProgramKind.FORWARD
+            name = forward_variant(by_dha, recomputes) if is_forward else backward_variant(by_dha, is_go, recomputes)
+            found[key] = self.profile.layers[instruction.segment].temporary_bytes.get(name, 0)
+        return found
+
+
+def trace(
+    batch_size: int, loss_fn: Callable[..., Any], params: Any, batch: Any, machine: Machine, compute_dtype: Any
+) -> Traced:
+    """Traces a loss function and estimates its profile.
+
+    Args:
+      batch_size: samples of the batch.
+      loss_fn: `loss_fn(params, batch)`.
+      params: shapes of the parameters.
+      batch: shapes of the batch.
+      machine: the machine.
+      compute_dtype: dtype of the parameters on the device; None for their own.
+    """
+    parts = partition(loss_fn, params, (batch,), compute_dtype=compute_dtype)
+    variants = RematVariants(parts, AUTO)
+    profile = estimate_profile(partition_costs(parts, AUTO, temporaries=True), machine)
+    profile = with_program_facts(profile, variants.base, variants.derivatives)
+    return Traced(batch_size, batch, variants, profile)

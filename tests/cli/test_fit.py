@@ -1,0 +1,119 @@
+"""`jaxferry fit` from outside."""
+
+import json
+
+import pytest
+
+from jaxferry.plan.records import Plan
+from jaxferry.units import format_bytes
+
+A100 = ("--machine", "a100-pcie4")
+
+SIZED = """
+
+def sized(batch_size=8):
+    import jax
+    return loss_fn, init, jax.tree.map(lambda leaf: leaf[:1].repeat(batch_size, 0), batch(0))
+"""
+
+
+WORDS = """
+import jax
+import jax.numpy as jnp
+
+def make(batch_size=8, length=16):
+    params = {"embed": jax.ShapeDtypeStruct((50, 8), jnp.float32), "head": jax.ShapeDtypeStruct((8, 50), jnp.float32)}
+    ids = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
+    return (lambda p, ids: jnp.mean((jnp.tanh(p["embed"][ids]) @ p["head"]) ** 2)), params, ids
+"""
+
+
+def fit(jaxferry, *arguments):
+    result = jaxferry("fit", *arguments, "--json")
+    assert result.status == 0
+    return json.loads(result.out)
+
+
+def test_the_document_answers(jaxferry, tmp_path):
+    (tmp_path / "words.py").write_text(WORDS)
+    limits = ("--host-memory", "64GiB", "--memory-budget", "4MiB")
+    found = fit(jaxferry, f"{tmp_path / 'words.py'}:make", *A100, *limits, "--seq", 20)
+    assert (found["format"], found["fits"], found["problem"]) == ("jaxferry.fit/1", True, "")
+    assert found["budget_bytes"] == 2**22 and found["host_memory_bytes"] == 2**36
+    own, largest = found["rows"]
+    assert own["batch_size"] == 8 < largest["batch_size"] == found["largest_batch_size"]
+    assert own["tokens_per_s"] == pytest.approx(8 * 20 / own["step_s"])
+    assert sum(largest["device_bytes"].values()) <= 2**22
+    assert Plan.from_json(own["plan"]).policy == "auto"
+    masters = found["host_bytes"]["master parameters"]
+    assert found["host_bytes"]["compute copy"] == masters / 2
+    assert 2 * masters <= found["host_bytes"]["optimizer state"] <= 2 * masters + 8
+
+
+def test_the_report_states_the_answer_memory_speed_and_plan(jaxferry, user_model, tmp_path):
+    path, name = tmp_path / "plan.json", user_model("shapes")
+    shown = jaxferry("fit", name, *A100, "--batch", 2, "-o", path).out
+    assert "memory budget 55.9 GiB: 75% of the device memory of a100-pcie4" in shown
+    assert f"{name} on a100-pcie4: fits, with batches of up to" in shown
+    for text in ("host memory", "(of an unknown size: --host-memory)", "samples a second", "limited by"):
+        assert text in shown
+    assert "batches of 2 are limited by the" in shown
+    assert Plan.load(path).layers[0].name == "layer_0"
+
+
+def test_a_machine_states_its_host_memory(jaxferry, user_model, tmp_path):
+    machine = {"format": "jaxferry.machine/1", "name": "small box", "host_memory_bytes": 2**16, "memory_bytes": 1e5}
+    speeds = ("flops_per_s", "float32_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
+    (tmp_path / "box.json").write_text(json.dumps(machine | dict.fromkeys(speeds, 1e10)))
+    result = jaxferry("fit", user_model("shapes"), "--machine", tmp_path / "box.json")
+    num_parameters = 6 * 32 * 32
+    needed = format_bytes((12 + 2 + 2) * num_parameters + 4)
+    assert f"does not fit: training needs {needed} of host memory, and there are 64.0 KiB: add memory" in result.out
+
+
+def test_too_little_device_memory_is_an_answer_with_the_need(jaxferry, user_model):
+    name = user_model("shapes")
+    found = fit(jaxferry, name, *A100, "--memory-budget", "1KiB")
+    assert (found["fits"], found["rows"], found["largest_batch_size"]) == (False, [], 0)
+    assert fit(jaxferry, name, *A100, "--batch", 1, "--memory-budget", found["smallest_bytes"])["fits"]
+
+
+def test_arrays_of_a_batch_change_their_leading_axis(jaxferry, user_model, tmp_path):
+    name = user_model("functions").split(":")[0]
+    with (tmp_path / f"{name}.py").open("a") as file:
+        file.write(SIZED)
+    options = (*A100, "--memory-budget", "100KiB")
+    by_axis = fit(jaxferry, f"{name}:functions", *options)
+    by_parameter = fit(jaxferry, f"{name}:sized", *options)
+    assert by_axis["largest_batch_size"] == by_parameter["largest_batch_size"] > 8
+    assert by_axis["rows"] == by_parameter["rows"]
+    assert by_axis["rows"][0]["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gpt2:tiny",), "--machine"),
+        (("gpt2:tiny", "--machine", "z80"), "machine must be one of"),
+        (("gpt2:big", *A100), "WORKLOAD gpt2:big: sizes of gpt2 are tiny"),
+        (("gpt2:tiny", *A100, "--memory-budget", "none"), "fit answers for a size of memory"),
+        (("gpt2:tiny", *A100, "--host-memory", "much"), "--host-memory must be a number of bytes or a size"),
+        (("gpt2:tiny", *A100, "--batch", "0"), "--batch"),
+        (("vit:tiny", *A100, "--seq", "4"), "--seq needs a workload whose function has a parameter `length`"),
+        (
+            ("gpt2:tiny", *A100, "--batch", "1", "--memory-budget", "1KiB", "-o", "plan.json"),
+            "there is no plan to write",
+        ),
+        (("scalar.py:make", *A100), "without an axis of samples"),
+        (("scalar.py:other", *A100), "WORKLOAD scalar.py:other must return (loss_fn, params, batch), got int"),
+        (("scalar.py:broken", *A100), "ZeroDivisionError"),
+    ],
+)
+def test_bad_input_is_one_line(refused, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scalar.py").write_text(
+        "import jax.numpy as jnp\ndef make(): return (lambda p, x: p['w'] * x), {'w': jnp.ones(())}, jnp.ones(())\n"
+        "def other(): return 3\ndef broken(): return 1 / 0\n"
+        "def rows(): return (lambda p, x: (p['w'] * x).sum()), {'w': jnp.ones(4)}, jnp.ones((1, 4))\n"
+    )
+    assert message in refused("fit", *arguments)

@@ -1,0 +1,104 @@
+"""The largest batch against brute force, and the memory that a fit states."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxferry.fitting.search import Sizes, find_fit
+from jaxferry.fitting.traced import trace
+from jaxferry.profiling.machines import find_machine
+from jaxferry.schedule import needed_bytes
+
+MACHINE = find_machine("a100-pcie4")
+WIDTH, DEPTH = 64, 3
+
+
+def loss_fn(params, batch):
+    x = batch["x"]
+    for kernel in params:
+        x = jnp.tanh(x @ kernel)
+    return (x**2).mean()
+
+
+def traced(size):
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * DEPTH
+    return trace(size, loss_fn, params, {"x": jax.ShapeDtypeStruct((size, WIDTH), jnp.float32)}, MACHINE, None)
+
+
+def find(own, budget, host_memory_bytes=None):
+    sizes = {"model": "m", "machine": "a100", "host_bytes": {"master parameters": 600, "gradients": 400}}
+    return find_fit(traced, own, budget_bytes=budget, host_memory_bytes=host_memory_bytes, **sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fake:
+    batch_size: int
+    loading_bytes: int
+    smallest_bytes: int
+
+
+@pytest.mark.parametrize("own", [1, 7, 50, 999])
+@pytest.mark.parametrize(
+    "need",
+    [lambda n: 100 + 10 * n, lambda n: 10 * n, lambda n: 1000 + max(20 * n, 3 * n + 5000), lambda n: n * n + 50],
+)
+@pytest.mark.parametrize("budget", [6_003, 10_000, 123_456])
+def test_the_largest_batch_is_that_of_trying_all(own, need, budget):
+    sizes = Sizes(lambda size: Fake(size, need(size), 0), budget)
+    sizes.of(own)
+    sizes.of(1)
+    found = sizes.largest(loading=True).batch_size
+    assert need(found) <= budget < need(found + 1)
+
+
+def test_memory_that_does_not_grow_with_the_batch_ends_the_search():
+    sizes = Sizes(lambda size: Fake(size, 10, 10), 100)
+    sizes.of(4)
+    assert sizes.largest(loading=True).batch_size > 4
+
+
+@pytest.mark.parametrize("own", [1, 100])
+def test_the_largest_batch_of_a_model_fits_and_the_next_one_does_not(own):
+    budget = traced(23).loading_bytes + 1
+    fit = find(own, budget)
+    largest = fit.largest_batch_size
+    assert fit.fits and traced(largest).loading_bytes <= budget < traced(largest + 1).loading_bytes
+    assert [row.batch_size for row in fit.rows] == [*[own] * (own < largest), largest]
+
+
+def test_the_stated_memory_is_that_of_the_plan_and_within_the_budget():
+    budget = traced(64).loading_bytes * 2
+    for row in find(16, budget).rows:
+        made = traced(row.batch_size)
+        assert needed_bytes(made.profile, row.plan) <= budget
+        assert sum(row.device_bytes.values()) <= budget
+        activations = 4 * row.batch_size * WIDTH
+        assert row.device_bytes["activations"] >= activations
+        assert row.samples_per_s == row.batch_size / row.plan.predicted.steady_step_s
+        assert row.tokens_per_s is None
+
+
+def test_the_smallest_budget_is_the_edge():
+    least = traced(1).smallest_bytes
+    assert find(1, least).fits
+    fit = find(3, least - 1)
+    assert (fit.fits, fit.rows, fit.largest_batch_size) == (False, (), 0)
+    assert (fit.smallest_bytes, fit.smallest_batch_size) == (least, 1)
+    assert "batches of 1 need" in fit.problem and "of device memory" in fit.problem
+
+
+def test_too_little_host_memory_does_not_fit_and_is_named():
+    budget = traced(8).loading_bytes
+    assert find(8, budget, host_memory_bytes=1000).fits
+    fit = find(8, budget, host_memory_bytes=999)
+    assert not fit.fits and fit.largest_batch_size >= 8
+    assert "training needs 1000 B of host memory, and there are 999 B" in fit.problem
+
+
+def test_what_limits_is_the_busiest_lane_or_memory():
+    row = find(8, 10**9).rows[0]
+    lanes = {"gpu": "GPU", "h2d": "link", "d2h": "link", "host": "host"}
+    busiest = max(row.busy_share, key=row.busy_share.__getitem__)
+    assert row.limit == lanes[busiest.lower()]
