@@ -3,9 +3,15 @@
 step = jaxferry.train_step(loss_fn, optax.adamw(3e-4), memory_budget="8GiB")
 state = step.init(params)
 state, metrics = step(state, batch)
+
+Attributes that need JAX are imported on first use, so that the planning commands start without it.
 """
 
-from jaxferry.engine.host.checkpoint import SavedCheckpoint, list_checkpoints
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
 from jaxferry.errors import (
     BudgetError,
     CheckpointError,
@@ -18,8 +24,11 @@ from jaxferry.errors import (
     TaskError,
 )
 from jaxferry.modes import GradientPlace, Mode
-from jaxferry.optimizers import adam, adamw, lion, sgd
-from jaxferry.train_step import TrainState, TrainStep, train_step
+
+if TYPE_CHECKING:
+    from jaxferry.engine.host.checkpoint import SavedCheckpoint, list_checkpoints
+    from jaxferry.optimizers import adam, adamw, lion, sgd
+    from jaxferry.train_step import TrainState, TrainStep, train_step
 
 __version__ = "0.1.0"
 
@@ -45,3 +54,37 @@ __all__ = [
     "sgd",
     "train_step",
 ]
+
+_MODULES = {
+    **dict.fromkeys(("SavedCheckpoint", "list_checkpoints"), "jaxferry.engine.host.checkpoint"),
+    **dict.fromkeys(("adam", "adamw", "lion", "sgd"), "jaxferry.optimizers"),
+    **dict.fromkeys(("TrainState", "TrainStep"), "jaxferry.train_step"),
+}
+
+
+class _Package(types.ModuleType):
+    """The package; its attribute `train_step` is the function also where the module of that name was imported."""
+
+    @property
+    def train_step(self) -> Any:
+        """See `jaxferry.train_step.train_step`."""
+        return self.__dict__.get("train_step") or importlib.import_module("jaxferry.train_step").train_step
+
+    @train_step.setter
+    def train_step(self, value: Any) -> None:
+        if not isinstance(value, types.ModuleType):  # the import of a module binds it in its package
+            self.__dict__["train_step"] = value
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,12 +1,13 @@
 """Trains one model under several policies in turn and compares measured with predicted steps."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxferry.engine import TrainState
 from jaxferry.errors import InputError
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.progress import Report
@@ -14,7 +15,10 @@ from jaxferry.profiling.records import Profile
 from jaxferry.records import check_format, required
 from jaxferry.schedule import Lane, Run, Schedule
 from jaxferry.simulate import machine
-from jaxferry.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from jaxferry.engine import TrainState
+    from jaxferry.train_step import TrainStep
 
 FORMAT = "jaxferry.bench/1"
 _SHOWN_STEPS = 2
@@ -98,7 +102,7 @@ class Comparison(SideBySide):
         return {"format": FORMAT, "work_s": dict(self.work_s), "bound_s": self.bound_s, "rows": rows}
 
     @classmethod
-    def from_json(cls, document: Any) -> "Comparison":
+    def from_json(cls, document: Any) -> Comparison:
         """Reads the output of `to_json`.
 
         Raises:

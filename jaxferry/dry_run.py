@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxferry.compare import SideBySide, own_bound_s, plan_counts, works_s
 from jaxferry.errors import BudgetError
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.progress import Report
 from jaxferry.profiling.records import Profile
-from jaxferry.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from jaxferry.train_step import TrainStep
 
 FORMAT = "jaxferry.dry-run/1"
 

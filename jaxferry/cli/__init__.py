@@ -1,5 +1,9 @@
-"""The command line: `jaxferry COMMAND`; each command is a module with `register(app)`."""
+"""The command line: `jaxferry COMMAND`; each command is a module with `register(app)`.
 
+Only the module of the command that runs is imported: most need JAX, which takes seconds.
+"""
+
+import importlib
 import importlib.metadata
 import io
 import sys
@@ -7,18 +11,43 @@ from typing import Annotated
 
 import typer
 
-from jaxferry.cli import bench, build_native, doctor, fit, plan, profile, report, simulate, train, tune, weights
 from jaxferry.errors import JaxFerryError
 
-app = typer.Typer(
-    name="jaxferry",
-    help="Trains Flax models too big for their GPU, with a provably good plan for what is where.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-_COMMANDS = (fit, profile, plan, simulate, weights, tune, train, bench, report, doctor, build_native)
-for _command in _COMMANDS:
-    _command.register(app)
+COMMANDS = {
+    "fit": "Say whether a model trains on a machine, with which batches, and how fast.",
+    "profile": "Measure or estimate the costs of a model's layers, for plan and simulate.",
+    "plan": "Make a plan for a profile: the mode of each layer.",
+    "simulate": "Run a plan on the machine model.",
+    "weights": "Choose the weights to offload under a memory limit (Weight Offloading Strategies).",
+    "tune": "Sweep reserve factors and memory budgets; find the knee.",
+    "train": "Train a model with its parameters and optimizer state in host memory.",
+    "bench": "Train a model under several policies; compare measured and predicted steps.",
+    "report": "Show the results of a bench: its table, and a figure of the lanes over time.",
+    "doctor": "Print devices, memories, libraries, the link's speed and a self-test.",
+    "build-native": "Build the native libraries for the installed jaxlib.",
+}
+"""The commands with their summaries."""
+
+
+def _make_app(command: str | None) -> typer.Typer:
+    """Makes the application; all commands but the given one are a name and a summary."""
+    app = typer.Typer(
+        name="jaxferry",
+        help="Trains Flax models too big for their GPU, with a provably good plan for what is where.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for name, summary in COMMANDS.items():
+        if name == command:
+            importlib.import_module(f"jaxferry.cli.{name.replace('-', '_')}").register(app)
+        else:
+            app.command(name, help=summary)(_not_loaded)
+    return app
+
+
+def _not_loaded() -> None:
+    raise AssertionError("main loads the command that runs")
 
 
 def _print_version(is_asked: bool) -> None:
@@ -27,7 +56,6 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
@@ -52,7 +80,9 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # letters that the terminal cannot encode must not fail
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
+        app = _make_app(command)
         status = app(arguments or ["--help"], prog_name="jaxferry", standalone_mode=False)
     except JaxFerryError as error:
         _fail(str(error))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import optax
 import typer
 
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, read_budget
 from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
 from jaxferry.cli.step_options import (
@@ -38,7 +39,7 @@ _DEFAULT_POLICIES = ("zero-offload", "native-overlapped", "memferry", "exact", "
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("bench", help="Train a model under several policies; compare measured and predicted steps.")(bench)
+    app.command("bench", help=COMMANDS["bench"])(bench)
 
 
 def bench(

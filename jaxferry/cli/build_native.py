@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report, progress
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native.build import Build, build_library
@@ -14,7 +15,7 @@ _PLATFORMS = {"cpu": ("cpu",), "cuda": ("cuda",), "all": ("cpu", "cuda")}
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("build-native", help="Build the native libraries for the installed jaxlib.")(build_native)
+    app.command("build-native", help=COMMANDS["build-native"])(build_native)
 
 
 def build_native(

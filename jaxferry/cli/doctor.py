@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import typer
 
 from jaxferry import host_memory
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native import run_self_test, status
@@ -26,7 +27,7 @@ _PACKAGES = ("jaxferry", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("doctor", help="Print devices, memories, libraries, the link's speed and a self-test.")(doctor)
+    app.command("doctor", help=COMMANDS["doctor"])(doctor)
 
 
 def doctor(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report, progress, read_budget_on
 from jaxferry.cli.model import UserModel, make_optimizer, read_dtype, read_workload
 from jaxferry.cli.step_options import ComputeDtype, MemoryBudget, Optimizer
@@ -32,7 +33,7 @@ _WORKLOAD = "WORKLOAD"
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("fit", help="Say whether a model trains on a machine, with which batches, and how fast.")(fit)
+    app.command("fit", help=COMMANDS["fit"])(fit)
 
 
 def fit(

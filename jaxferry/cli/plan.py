@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget_on
 from jaxferry.plan.base import Request, read_objective
 from jaxferry.plan.records import Plan
@@ -24,12 +25,12 @@ from jaxferry.schedule import needed_bytes
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("plan", help=f"Make a plan for a profile. Policies: {', '.join(policies())}.")(plan)
+    app.command("plan", help=COMMANDS["plan"])(plan)
 
 
 def plan(
     profile: ProfilePath,
-    policy: Annotated[str, typer.Option(help="The policy.")] = "exact",
+    policy: Annotated[str, typer.Option(help=f"One of {', '.join(policies())}.")] = "exact",
     objective: Annotated[str, typer.Option(help="The time that exact minimizes: forward, step or steady.")] = "steady",
     reserve_factor: Annotated[
         float | None,

@@ -9,6 +9,7 @@ import rich.markup
 import rich.table
 import typer
 
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, make_optimizer, read_dtype
 from jaxferry.cli.step_options import ComputeDtype
@@ -29,7 +30,7 @@ from jaxferry.train_step import train_step
 
 def register(app: typer.Typer) -> None:
     """Adds the command to the application."""
-    app.command("profile")(profile)
+    app.command("profile", short_help=COMMANDS["profile"])(profile)
 
 
 def profile(

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.compare import Comparison
 from jaxferry.records import load_record
@@ -15,7 +16,7 @@ from jaxferry.report.timelines import plot_timelines
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("report", help="Show the results of a bench: its table, and a figure of the lanes over time.")(report)
+    app.command("report", help=COMMANDS["report"])(report)
 
 
 def report(

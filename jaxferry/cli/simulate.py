@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
@@ -18,7 +19,7 @@ from jaxferry.simulate.trace import chrome_trace
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("simulate", help="Run a plan on the machine model.")(simulate)
+    app.command("simulate", help=COMMANDS["simulate"])(simulate)
 
 
 def simulate(

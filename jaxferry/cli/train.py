@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report, read_budget
 from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
 from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
@@ -41,7 +42,7 @@ _STEPS_IN_TRACE = 8
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("train", help="Train a model with its parameters and optimizer state in host memory.")(train)
+    app.command("train", help=COMMANDS["train"])(train)
 
 
 _KEPT = (

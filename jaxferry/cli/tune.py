@@ -7,6 +7,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress
 from jaxferry.errors import InputError
 from jaxferry.plan.auto import Auto
@@ -26,7 +27,7 @@ Number = TypeVar("Number", int, decimal.Decimal)
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("tune", help="Sweep reserve factors and memory budgets; find the knee.")(tune)
+    app.command("tune", help=COMMANDS["tune"])(tune)
 
 
 def tune(

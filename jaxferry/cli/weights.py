@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import rich.table
 import typer
 
+from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, naming, print_json, print_report, progress, read_budget
 from jaxferry.errors import InputError
 from jaxferry.profiling.records import PROFILE_FORMAT, Profile
@@ -25,7 +26,7 @@ _MAX_ROWS = 60
 
 def register(app: typer.Typer) -> None:
     """Adds the command to the application."""
-    app.command("weights")(weights)
+    app.command("weights", short_help=COMMANDS["weights"])(weights)
 
 
 def weights(

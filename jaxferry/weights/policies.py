@@ -1,21 +1,28 @@
 """The weight policies by name, for the command line and the tests."""
 
+import importlib
 from collections.abc import Callable, Mapping
 
 from jaxferry.errors import InputError
 from jaxferry.weights.best import greedy_best
-from jaxferry.weights.bound import bound
 from jaxferry.weights.greedy import greedy
 from jaxferry.weights.instance import Instance
 from jaxferry.weights.l2l import l2l
 from jaxferry.weights.records import Outcome
+
+
+def _bound(instance: Instance) -> Outcome:
+    """See `jaxferry.weights.bound`, whose solver is imported only here: SciPy takes long to import."""
+    outcome: Outcome = importlib.import_module("jaxferry.weights.bound").bound(instance)
+    return outcome
+
 
 POLICIES: Mapping[str, Callable[[Instance], Outcome]] = {
     "greedy": greedy,
     "greedy-no-discount": lambda instance: greedy(instance, discount=False),
     "greedy-best": greedy_best,
     "l2l": l2l,
-    "bound": bound,
+    "bound": _bound,
 }
 
 

@@ -1,0 +1,81 @@
+"""Which packages a command imports: planning starts without those that take seconds."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxferry.cli import COMMANDS, main
+from profiles import transformer
+
+HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "scipy", "matplotlib")
+
+
+def imported(folder, code):
+    """The heavy packages that are imported once the code has run in a new process."""
+    told = f"\nimport json, sys; print(json.dumps(sorted(set({HEAVY}) & set(sys.modules))), file=sys.stderr)"
+    command = [sys.executable, "-c", code + told]
+    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return json.loads(found.stderr.splitlines()[-1])
+
+
+def run(*arguments):
+    """Code that runs a command, which must succeed."""
+    return f"""
+from jaxferry.cli import main
+try:
+    main({list(arguments)})
+except SystemExit as end:
+    assert not end.code
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+    profile = tmp_path / "profile.json"
+    transformer(3).save(profile)
+    for arguments in (["plan", profile, "-o", tmp_path / "plan.json"],):
+        with pytest.raises(SystemExit):
+            main([str(argument) for argument in arguments])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        ("plan", "profile.json", "--policy", "auto"),
+        ("plan", "profile.json", "--compare"),
+        ("simulate", "profile.json", "plan.json"),
+        ("tune", "profile.json", "--policy", "memferry"),
+        ("weights", "profile.json", "--memory-budget", "1GiB"),
+        ("report", "--help"),
+    ],
+)
+def test_planning_imports_neither_jax_nor_scipy(files, arguments):
+    assert imported(files, run(*arguments)) == []
+
+
+def test_train_step_is_the_function_though_the_module_of_that_name_was_imported(tmp_path):
+    light = "import jaxferry; jaxferry.Mode.DHA, jaxferry.InputError, jaxferry.__version__"
+    assert imported(tmp_path, light) == []
+    code = "import jaxferry.train_step\nassert callable(jaxferry.train_step)\n"
+    code += "from jaxferry import *\nassert train_step is jaxferry.train_step and callable(list_checkpoints)"
+    assert "jax" in imported(tmp_path, code)
+
+
+def test_all_public_names_are_there():
+    import jaxferry
+
+    assert set(jaxferry.__all__) <= set(dir(jaxferry))
+    assert all(getattr(jaxferry, name) is not None for name in jaxferry.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trainstep'"):
+        jaxferry.trainstep  # noqa: B018
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_is_listed_and_loads(jaxferry, command):
+    assert command in jaxferry("--help").out
+    assert jaxferry(command, "--help").status == 0
