@@ -35,6 +35,9 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Timings in tests are not measurements and must not enter the user's cache.
 os.environ["JAXFERRY_CACHE_DIR"] = os.path.join(_CACHE, f"jaxferry-{os.getpid()}")
 
+# Lines of progress appear on a busy machine, and tests read standard error.
+os.environ["JAXFERRY_PROGRESS"] = "off"
+
 # One CPU device is the host, the other one an emulated accelerator (tests/support/accelerator.py).
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
 

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.profiling.machines import JAX_SHARE, default_budget_bytes
+from jaxferry.profiling.progress import Lines, shown
 from jaxferry.units import format_bytes, parse_bytes
 
 ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]
@@ -37,9 +38,13 @@ def print_report(*parts: RenderableType) -> None:
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows the state of a long search on standard error, if that is a terminal."""
+    """Shows the state of a long search on standard error: at once on a terminal, elsewhere by a line now and then."""
     console = Console(stderr=True)
-    with console.status(what) as status:
+    if not console.is_terminal:
+        lines = Lines()
+        yield lambda part: lines.tell(f"{what}: {part}")
+        return
+    with console.status(what) as status, shown(what):
         yield lambda part: status.update(f"{what}: {part}")
 
 

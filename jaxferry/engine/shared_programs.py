@@ -7,10 +7,15 @@ function share.
 
 from __future__ import annotations
 
+import concurrent.futures
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from jaxferry.profiling.progress import Lines
+
+_TOLD_EVERY_S = 1.0
 
 _PROGRAMS: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
 _FUNCTIONS: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
@@ -37,10 +42,17 @@ def compile_shared(wanted: Mapping[Any, Hashable | None], lowered: Callable[[Any
       lowered: returns a key's program before XLA compiles it.
     """
     made = {key: held for key, content in wanted.items() if content and (held := _PROGRAMS.get(content)) is not None}
-    missing = {key: lowered(key) for key in wanted if key not in made}
+    missing = [key for key in wanted if key not in made]
+    what, lines = f"compiling {len(missing)} programs", Lines()
+    programs = []
+    for key in missing:
+        lines.tell(f"{what} (0 done)")
+        programs.append(lowered(key))
     with ThreadPoolExecutor() as pool:
-        compiled = pool.map(lambda program: program.compile(), missing.values())
-        made |= zip(missing, compiled, strict=True)
+        compiled = [pool.submit(program.compile) for program in programs]
+        while concurrent.futures.wait(compiled, timeout=_TOLD_EVERY_S).not_done:
+            lines.tell(f"{what} ({sum(each.done() for each in compiled)} done)")
+    made |= {key: each.result() for key, each in zip(missing, compiled, strict=True)}
     for key in missing:
         if (content := wanted[key]) is not None:
             _PROGRAMS[content] = made[key]
