@@ -230,8 +230,7 @@ def _keep_cotangents(step: StepContext, instruction: Instruction, cotangents: An
 def _end_program(step: StepContext, instruction: Instruction, key: ProgramKey, ended: Any) -> None:
     """Marks the end of a program and frees the buffers that it read last."""
     step.num_programs += 1
-    if not step.does_what_it_issues and step.copies.marks is not None:
-        step.copies.marks.after(instruction.index, ended)
+    _mark_end(step, instruction, ended)
     if key.writes is not Target.DEVICE:
         step.gradients.note_arrival(instruction.group)
     _end_offloads(step)
@@ -239,6 +238,12 @@ def _end_program(step: StepContext, instruction: Instruction, key: ProgramKey, e
         step.copies.drop(drop.load, drop.is_reused)
     for value in instruction.frees:
         step.values.pop(value).delete()
+
+
+def _mark_end(step: StepContext, instruction: Instruction, ended: Any) -> None:
+    """Records when the device has made these arrays, if a recorder asks for it."""
+    if not step.does_what_it_issues and step.copies.marks is not None:
+        step.copies.marks.after(instruction.index, ended)
 
 
 def _end_offloads(step: StepContext) -> None:
@@ -287,6 +292,7 @@ def _update_on_device(step: StepContext, instruction: Instruction, norm: np.floa
         given = dict(zip(chosen, updated, strict=True))
         held.arrays = [given.get(i, array) for i, array in enumerate(own)]
     host.note_update(unit)
+    _mark_end(step, instruction, new)
     delete_all(jax.tree.leaves(gradients))
 
 

@@ -18,6 +18,8 @@ from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.schedule import Kind, Lane
+from recorded import check_times
 from steps import wrap
 
 WIDTH, WORDS = 8, 12
@@ -302,3 +304,16 @@ def test_a_failing_update_is_rolled_back_if_it_was_the_first_and_damages_the_sta
     else:
         with pytest.raises(jaxferry.StateError, match="two steps"):
             step(state, batch(2))
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("place", ["all", "tied table"])
+def test_recorded_steps_hold_the_updates_on_the_device(place, options, monkeypatch):
+    emulate(monkeypatch)
+    step = make(PLACES[place], record_steps=3, compute_dtype=jnp.float32, **options)
+    state, _ = train(step, step.init(PARAMS), 5)
+    state.block_until_ready()
+    run = step.recorded()
+    check_times(run)
+    updates = [task for task in run.schedule.tasks if task.kind is Kind.UPDATE]
+    assert sum(task.lane is Lane.GPU for task in updates) == 3 * len(PLACES[place])

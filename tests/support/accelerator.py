@@ -16,7 +16,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import sys
+import importlib
 import threading
 import time
 import traceback
@@ -166,7 +166,7 @@ def emulate(monkeypatch):
 
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     # The package's attribute of this name is the function.
-    monkeypatch.setattr(sys.modules["jaxferry.train_step"], "make_placement", lambda device=None: placement)
+    monkeypatch.setattr(importlib.import_module("jaxferry.train_step"), "make_placement", lambda device=None: placement)
     monkeypatch.setattr(jax, "device_put", accelerator.put)
     monkeypatch.setattr(_Program, "accelerator", accelerator)
     monkeypatch.setattr(jax, "jit", lambda function, **options: _Program(_JIT(function, **options)))
