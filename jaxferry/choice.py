@@ -68,13 +68,16 @@ def planning_profile(
     is_offloaded = options.offload_activations
     profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
     profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
-    return _with_updates_on_device(profile, parts, device_kind, state_bytes)
+    return with_updates_on_device(profile, parts, device_kind, state_bytes)
 
 
-def _with_updates_on_device(
+def with_updates_on_device(
     profile: Profile, parts: Partition, device_kind: str, state_bytes: Mapping[str, int] | None
 ) -> Profile:
-    """The profile with the costs of updates on the device: its own, or estimated for a known GPU."""
+    """The profile with the costs of updates on the device: its own, or estimated for a known GPU.
+
+    Args as for `planning_profile`.
+    """
     machine, layers = known_machine(device_kind), []
     for layer, segment in zip(profile.layers, parts.segments, strict=True):
         seconds, group = layer.update_gpu_s, parts.layers[segment.group]

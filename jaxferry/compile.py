@@ -15,7 +15,14 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jaxferry.choice import choose_plan, known_machine, leanest_plan, needs_times, planning_profile
+from jaxferry.choice import (
+    choose_plan,
+    known_machine,
+    leanest_plan,
+    needs_times,
+    planning_profile,
+    with_updates_on_device,
+)
 from jaxferry.engine import (
     DeviceUpdates,
     Evaluator,
@@ -205,7 +212,9 @@ class Compiler:
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
         """Measures what each layer costs on the device."""
         self._shared.prefetch.take(None)
-        return self._measured(*self._variants(self._cut(args, kwargs)))
+        variants, programs = self._variants(self._cut(args, kwargs))
+        kind, state_bytes = self._shared.placement.device_kind, self._state_bytes(variants.base)
+        return with_updates_on_device(self._measured(variants, programs), variants.base, kind, state_bytes)
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""

@@ -15,6 +15,7 @@ from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.planning import make_plan
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.segment_costs import partition_costs
@@ -317,3 +318,16 @@ def test_recorded_steps_hold_the_updates_on_the_device(place, options, monkeypat
     check_times(run)
     updates = [task for task in run.schedule.tasks if task.kind is Kind.UPDATE]
     assert sum(task.lane is Lane.GPU for task in updates) == 3 * len(PLACES[place])
+
+
+def test_a_measured_profile_says_what_the_step_plans_with(monkeypatch):
+    emulate(monkeypatch)
+    monkeypatch.setattr(Placement, "device_kind", "NVIDIA H200")
+    profile = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2)).measure(PARAMS, batch(0))
+    assert all(layer.update_gpu_s > 0 for layer in profile.layers)
+    sizes = {layer.parameters: layer.state_bytes for layer in profile.layers}
+    # AdamW: masters, two moments in fp32, and the count of each update.
+    assert sizes["embed"] == 12 * WORDS * WIDTH + 4
+    step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), policy="auto", profile=profile)
+    step.init(PARAMS)
+    assert step.prepare(batch(0)).plan.predicted == make_plan(profile, "auto").predicted
