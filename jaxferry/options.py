@@ -48,6 +48,13 @@ class Options:
     offload_activations: bool = False
     cached_shapes: int = CACHED_SHAPES
     merge_small: bool = True
+    takes_device_budget: bool = True
+
+    def on(self, memory_bytes: int | None) -> Options:
+        """The options on a device whose allocator has this limit in bytes: the memory budget if none was given."""
+        if not self.takes_device_budget:
+            return self
+        return dataclasses.replace(self, memory_budget_bytes=memory_bytes)
 
     @property
     def given_names(self) -> tuple[str, ...]:
@@ -85,8 +92,10 @@ def read_options(
         raise InputError(f"plan and policy exclude each other, got both (policy {policy!r}): give one")
     if policy is not None:
         make_policy(policy)
+    has_budget = memory_budget not in (None, "none")
     return Options(
-        memory_budget_bytes=None if memory_budget is None else parse_bytes(memory_budget, "memory_budget"),
+        memory_budget_bytes=parse_bytes(memory_budget, "memory_budget") if has_budget else None,
+        takes_device_budget=memory_budget is None,
         reserve_factor=_read_reserve_factor(reserve_factor),
         clip_norm=_read_clip_norm(clip_norm),
         compute_dtype=_read_dtype(compute_dtype),

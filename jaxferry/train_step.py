@@ -75,7 +75,8 @@ def train_step(
         tree of booleans, each of which may stand for a subtree; None for all. The others are frozen: they have no
         gradient, no optimizer state and no update, are hidden from `optimizer`, and keep their dtype. They are loaded
         or read in host memory like any other. `optax.multi_transform` with `optax.set_to_zero` has the same effect.
-      memory_budget: device memory, such as `"8GiB"` or a number of bytes; None for no limit.
+      memory_budget: device memory, such as `"8GiB"` or a number of bytes. None takes what the device's allocator has
+        (no limit on a CPU), `"none"` sets no limit.
       reserve_factor: share of all gradient bytes, in [0, 1], that may stay on the device until a transfer takes them;
         None for the policy's default, usually 1.
       clip_norm: global norm to which gradients are clipped, exactly; None clips nothing. The norm covers the gradients
@@ -164,8 +165,9 @@ class TrainStep:
         device: jax.Device | None,
         transport: str | None = None,
     ) -> None:
-        self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
         self._placement, self._wanted_transport = make_placement(device), transport
+        options = options.on(self._placement.memory_facts().get("memory_limit_bytes"))
+        self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
         choose_transport(transport, self._placement)
         self._shared = Shared(self._placement, options)
         self._compiler: Compiler | None = None

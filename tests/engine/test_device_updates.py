@@ -331,3 +331,15 @@ def test_a_measured_profile_says_what_the_step_plans_with(monkeypatch):
     step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), policy="auto", profile=profile)
     step.init(PARAMS)
     assert step.prepare(batch(0)).plan.predicted == make_plan(profile, "auto").predicted
+
+
+def test_the_default_budget_is_what_the_device_has(monkeypatch):
+    emulate(monkeypatch)
+    peak = make(PLACES["all"], memory_budget="none")
+    peak.init(PARAMS)
+    most = peak.prepare(batch(0)).peak.total
+    monkeypatch.setattr(Placement, "memory_facts", lambda self: {"memory_limit_bytes": most - 1})
+    for budget, expected in ((None, set()), ("none", set(PLACES["all"])), (most, set(PLACES["all"]))):
+        step = make(PLACES["all"], memory_budget=budget)
+        state, _ = train(step, step.init(PARAMS), 1)
+        assert on_device(state) == expected
