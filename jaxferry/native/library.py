@@ -26,7 +26,7 @@ from scipy.linalg import cython_blas
 
 from jaxferry.errors import InputError, NativeError
 from jaxferry.native.elf import check_is_whole
-from jaxferry.native.paths import FILE_NAMES, library_directories
+from jaxferry.native.paths import FILE_NAMES, REMEDY, describe_missing, library_directories
 
 ABI = 3
 
@@ -54,7 +54,6 @@ DIRECTIONS = ("load", "store", "host")
 """The directions of the link, and the host's own memory traffic."""
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "CUDA", "cuda": "CUDA"}
-_REMEDY = "build it with `jaxferry build-native`"
 _lock = threading.RLock()
 _warned: set[str] = set()
 
@@ -296,8 +295,7 @@ def find_library(platform: str) -> LibraryStatus:
     paths.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     found = [inspect_library(path, platform) for path in paths]
     if not found:
-        places = ", ".join(str(directory) for directory in directories)
-        return LibraryStatus(platform, None, False, f"there is no {FILE_NAMES[platform]} in {places}; {_REMEDY}")
+        return LibraryStatus(platform, None, False, describe_missing(platform))
     return next((candidate for candidate in found if candidate.is_available), found[0])
 
 
@@ -310,14 +308,14 @@ def inspect_library(path: pathlib.Path, platform: str) -> LibraryStatus:
         functions.jaxferry_build_info.restype = ctypes.c_char_p
         abi, build_info = functions.jaxferry_abi(), json.loads(functions.jaxferry_build_info() or b"null")
     except RecursionError:
-        return LibraryStatus(platform, path, False, f"{path} describes itself by nested JSON; {_REMEDY}")
+        return LibraryStatus(platform, path, False, f"{path} describes itself by nested JSON; {REMEDY}")
     except (OSError, AttributeError, ValueError) as error:
-        return LibraryStatus(platform, path, False, f"{path} is not a native library ({error}); {_REMEDY}")
+        return LibraryStatus(platform, path, False, f"{path} is not a native library ({error}); {REMEDY}")
     if not isinstance(build_info, dict):
         build_info = {}
     reason = _mismatch(platform, abi, build_info, functions)
     if reason is not None:
-        return LibraryStatus(platform, path, False, f"{name} {reason}; {_REMEDY}", build_info)
+        return LibraryStatus(platform, path, False, f"{name} {reason}; {REMEDY}", build_info)
     message = f"{name} built by {build_info.get('compiler')} for jaxlib {build_info.get('jaxlib')}"
     return LibraryStatus(platform, path, True, message, build_info)
 

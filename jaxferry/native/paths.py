@@ -3,12 +3,20 @@
 import importlib.metadata
 import os
 import pathlib
+import shutil
 
 DIRECTORY_VARIABLE = "JAXFERRY_NATIVE_DIR"
 
 FILE_NAMES = {"cpu": "libjaxferry_cpu.so", "CUDA": "libjaxferry_cuda.so"}
 
 PACKAGE_DIRECTORY = pathlib.Path(__file__).resolve().parent
+
+REMEDY = "build it with `jaxferry build-native`"
+
+_COSTS = {
+    "cpu": "plain JAX copies move layers, layers read in host memory are loaded, XLA compiles optimizer updates",
+    "CUDA": "plain JAX copies move layers, layers read in host memory are loaded",
+}
 
 
 def user_directory() -> pathlib.Path:
@@ -28,6 +36,14 @@ def library_directories() -> list[pathlib.Path]:
         return [pathlib.Path(named)]
     directories = [PACKAGE_DIRECTORY, *_installed_directories(), user_directory()]
     return list(dict.fromkeys(directories))
+
+
+def describe_missing(platform: str) -> str:
+    """Returns one line about a library that is missing, "cpu" or "CUDA": the folders, its cost, the remedy."""
+    places = ", ".join(str(directory) for directory in library_directories())
+    compilers = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))
+    first = "" if any(map(shutil.which, compilers)) else "install a C++ compiler, then "
+    return f"there is no {FILE_NAMES[platform]} in {places}, so {_COSTS[platform]}; {first}{REMEDY}"
 
 
 def _installed_directories() -> list[pathlib.Path]:
