@@ -335,6 +335,11 @@ class TrainStep:
         held_bytes = sum(graph.num_bytes(constant) for graph in graphs for constant in graph.constants)
         return evaluator.run(state, _leaves(args, kwargs), held_bytes)
 
+    @property
+    def device_kind(self) -> str:
+        """The device's own name, such as `NVIDIA H200`."""
+        return self._placement.device_kind
+
     def recorded(self) -> Run | None:
         """Returns when each task of the last steps started and ended, in seconds from the start of the first step.
 

@@ -41,7 +41,7 @@ LAYERS = (
     ("train_step",),
     ("compare",),
     ("dry_run",),
-    ("fitting",),
+    ("fitting", "recording"),
     ("report",),
     ("cli",),
     ("__main__",),

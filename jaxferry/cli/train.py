@@ -29,6 +29,7 @@ from jaxferry.engine.host.checkpoint import Keep, check_target
 from jaxferry.engine.interrupts import Terminated, raising_terminated
 from jaxferry.errors import CheckpointError, InputError
 from jaxferry.plan.registry import policies
+from jaxferry.recording import make_recording
 from jaxferry.records import write_json
 from jaxferry.report.tables import plan_table
 from jaxferry.simulate.trace import chrome_trace
@@ -88,6 +89,10 @@ def train(
     trace: Annotated[
         Path | None, typer.Option(metavar="TRACE.json", help="Write the last steps as a Chrome trace, for Perfetto.")
     ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN.json", help="Write when each task of the last steps ran, with its layer and bytes."),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Trains the model; its batch is a function of the step's number, or the same for every step."""
@@ -101,11 +106,11 @@ def train(
             console.print(f"as the saved run: {as_arguments(resumed)}", soft_wrap=True, markup=False)
         given |= resumed.keys()
     saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in given})
-    _check_outputs(saves, trace)
+    _check_outputs(saves, trace, record)
     with user_code(model):
         user = call_model(model)
         user.check_is_whole()
-        step = _step_of(user, values, record_steps=0 if trace is None else _STEPS_IN_TRACE)
+        step = _step_of(user, values, record_steps=0 if trace is None and record is None else _STEPS_IN_TRACE)
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
         run = _Run(user, step, state, console, saves)
     with raising_terminated():
@@ -115,7 +120,8 @@ def train(
         if status:
             fate = "nothing is saved (no --save)" if save is None else f"saved, continue with --resume {save}"
             console.print(f"ended after step {run.state.step}: {fate}", soft_wrap=True, markup=False)
-        run.report(trace, as_json)
+        run.write(trace, record, values["accumulate"])
+        run.report(as_json)
     return status
 
 
@@ -159,12 +165,13 @@ class _Saves:
         return self.every > 0 and step % self.every == 0
 
 
-def _check_outputs(saves: _Saves, trace: Path | None) -> None:
+def _check_outputs(saves: _Saves, *files: Path | None) -> None:
     """Checks output paths, before training."""
     if saves.path is not None:
         check_target(saves.path, keep=None if saves.keep_last is None else Keep(saves.keep_last))
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise InputError(f"cannot write {trace}: {trace.parent} is not a folder")
+    for path in files:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"cannot write {path}: {path.parent} is not a folder")
 
 
 class _Run:
@@ -227,8 +234,8 @@ class _Run:
     def _warn(self, error: CheckpointError) -> None:
         self._console.print(f"warning: {error}", soft_wrap=True)
 
-    def recorded(self) -> Any:
-        """Returns the recording of the last steps.
+    def recorded(self, option: str) -> Any:
+        """Returns the times of the last steps, for an option.
 
         Raises:
           InputError: if no step was run.
@@ -236,13 +243,28 @@ class _Run:
         self.state.block_until_ready()
         run = self._step.recorded()
         if run is None:
-            raise InputError("--trace needs at least one step, but none was run: raise --steps")
+            raise InputError(f"{option} needs at least one step, but none was run: raise --steps")
         return run
 
-    def report(self, trace: Path | None, as_json: bool) -> None:
-        """Writes the trace where asked, and prints the results."""
+    def write(self, trace: Path | None, record: Path | None, accumulate: int) -> None:
+        """Writes trace and recording where asked."""
         if trace is not None:
-            write_json(trace, chrome_trace(self.recorded()))
+            write_json(trace, chrome_trace(self.recorded("--trace")))
+        if record is not None:
+            recorded = self.recorded("--record")
+            program = self._step.prepare(self._user.batch_of(self.state.step - 1)).program
+            made = make_recording(
+                recorded,
+                program,
+                num_steps=self.state.step,
+                accumulate=accumulate,
+                model=self._user.name,
+                machine={"name": self._step.device_kind},
+            )
+            made.save(record)
+
+    def report(self, as_json: bool) -> None:
+        """Prints the results."""
         if as_json:
             print_json(self.to_json())
         else:

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from jaxferry.plan.records import Plan, Predicted
-from jaxferry.profiling.records import Profile
-from jaxferry.schedule import Kind, Lane, Schedule, repeat, schedule_step
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.schedule import Kind, Lane, Schedule, Task, repeat, schedule_step
 from jaxferry.simulate import machine
 
 CHAIN_STEPS = 3
@@ -80,7 +80,7 @@ def simulate_schedule(profile: Profile, step: Schedule) -> Simulation:
         step_s=machine.step_s(first),
         steady_step_s=machine.steady_step_s(step),
         peak_device_bytes=max(held for _, held in machine.device_bytes(chain)),
-        link_bytes=_link_bytes(profile, step),
+        link_bytes=sum(link_bytes(profile.layers[task.segment], task) for task in step.tasks),
         lanes=_lane_uses(first),
         critical_path=tuple(step.tasks[index].name for index in machine.critical_path(first)),
         device_bytes=tuple(machine.device_bytes(first)),
@@ -105,20 +105,18 @@ def _lane_uses(of: machine.Run) -> dict[Lane, LaneUse]:
     return {lane: LaneUse(busy_s, max(span_s - busy_s, 0.0)) for lane, busy_s in busy.items()}
 
 
-def _link_bytes(profile: Profile, step: Schedule) -> int:
-    total = 0
-    for task in step.tasks:
-        layer = profile.layers[task.segment]
-        if task.kind in (Kind.SAVE, Kind.FETCH):
-            total += task.start_bytes + task.end_bytes
-        elif task.lane is Lane.H2D:
-            total += layer.param_bytes
-        elif task.lane is Lane.D2H:
-            total += layer.grad_bytes
-        elif task.lane is Lane.GPU:
-            reads = 0
-            if "_dha" in task.duration_key:
-                is_forward = task.kind is Kind.FORWARD
-                reads = (is_forward or layer.backward_reads) + ("_recompute" in task.duration_key)
-            total += layer.param_bytes * reads + layer.grad_bytes * ("_go" in task.duration_key)
-    return total
+def link_bytes(layer: LayerProfile, task: Task) -> int:
+    """The bytes of a task of a layer over the host link: of its transfer, or of a program's reads and writes there."""
+    if task.kind in (Kind.SAVE, Kind.FETCH):
+        return task.start_bytes + task.end_bytes
+    if task.lane is Lane.H2D:
+        return layer.param_bytes
+    if task.lane is Lane.D2H:
+        return layer.grad_bytes
+    if task.lane is not Lane.GPU:
+        return 0
+    reads = 0
+    if "_dha" in task.duration_key:
+        is_forward = task.kind is Kind.FORWARD
+        reads = (is_forward or layer.backward_reads) + ("_recompute" in task.duration_key)
+    return layer.param_bytes * reads + layer.grad_bytes * ("_go" in task.duration_key)

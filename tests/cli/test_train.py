@@ -14,7 +14,17 @@ from faults import first_save_fails
 from jaxferry.cli.model import call_model
 from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
 from jaxferry.errors import InputError
+from jaxferry.recording import Recording
 from jaxferry.train_step import TrainStep
+
+
+def test_a_recording_has_the_tasks_of_the_last_steps(jaxferry, user_model, tmp_path):
+    path, model = tmp_path / "run.json", user_model("arrays")
+    assert jaxferry("train", "--model", model, "--steps", 3, "--record", path).status == 0
+    recording = Recording.load(path)
+    assert (recording.model, recording.accumulate) == (model, 1)
+    assert max(task.step for task in recording.tasks) == 2
+    assert {task.layer for task in recording.tasks} == {f"layer_{i}" for i in range(6)}
 
 
 def test_it_trains_as_a_loop_of_ones_own_does(jaxferry, user_model):

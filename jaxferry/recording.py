@@ -1,0 +1,184 @@
+"""A recording of training steps: each task with its kind, layer, bytes, micro-batch and times, as a JSON file.
+
+An example of `jaxferry.recording/1`:
+
+    {"format": "jaxferry.recording/1", "model": "gpt2:tiny", "machine": {...}, "accumulate": 1, "plan": {...},
+     "tasks": [{"name": "load h_0", "kind": "load", "layer": "h_0", "lane": "H2D", "step": 7, "micro_batch": 0,
+                "bytes": 793600, "start_s": 0.1, "end_s": 0.2}, ...],
+     "device_bytes": [[0.0, 1024], ...]}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+
+from jaxferry.engine import StepProgram
+from jaxferry.engine.facts import with_program_facts, without_times
+from jaxferry.errors import InputError
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.records import LayerProfile
+from jaxferry.records import (
+    check_bytes,
+    check_choice,
+    check_format,
+    check_keys,
+    check_list,
+    check_text,
+    load_record,
+    required,
+    write_json,
+)
+from jaxferry.schedule import Kind, Lane, Run, Task
+from jaxferry.simulate.machine import device_bytes
+from jaxferry.simulate.report import link_bytes
+
+FORMAT = "jaxferry.recording/1"
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedTask:
+    """One task as it ran.
+
+    Attributes:
+      name: kind and layer, for display.
+      kind, lane: as of `jaxferry.schedule.Task`.
+      layer: the name of its segment; for updates and refreshes that of the parameter group's first segment.
+      step: the number of the training step.
+      micro_batch: the step's place among those that share an update, counted from 0.
+      num_bytes: bytes that it moves over the host link, by a transfer or by a program that uses host memory.
+      start_s, end_s: seconds from the start of the first recorded step.
+    """
+
+    name: str
+    kind: Kind
+    layer: str
+    lane: Lane
+    step: int
+    micro_batch: int
+    num_bytes: int
+    start_s: float
+    end_s: float
+
+    @classmethod
+    def from_json(cls, document: Any, index: int) -> Self:
+        """Reads one element of `tasks`.
+
+        Raises:
+          InputError: if a key is missing or unknown, or a value not acceptable.
+        """
+        where = f"tasks[{index}]"
+        if not isinstance(document, Mapping):
+            raise InputError(f"{where} must be a JSON object, got {document!r}")
+        check_keys(document, tuple(_KEYS.values()), where)
+        values = {field: required(document, key, where) for field, key in _KEYS.items()}
+        for field in ("name", "layer"):
+            check_text(values[field], field, where)
+        for field in ("step", "micro_batch", "num_bytes"):
+            check_bytes(values[field], _KEYS[field], where)
+        values["kind"] = Kind(check_choice(values["kind"], "kind", tuple(Kind), where))
+        values["lane"] = Lane(check_choice(values["lane"], "lane", tuple(Lane), where))
+        times = values["start_s"], values["end_s"]
+        if not all(isinstance(time, int | float) and math.isfinite(time) for time in times) or times[0] > times[1]:
+            raise InputError(f"{where}: start_s and end_s must be seconds, the end not before the start, got {times}")
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The task as an element of `tasks`."""
+        return {key: getattr(self, field) for field, key in _KEYS.items()}
+
+
+_KEYS = {field.name: field.name.replace("num_bytes", "bytes") for field in dataclasses.fields(RecordedTask)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """Recorded training steps.
+
+    Attributes:
+      model: its name.
+      machine: facts about the machine, JSON values by name.
+      accumulate: number of micro-batches whose gradients one update applies.
+      plan: the plan that ran.
+      tasks: the tasks, step by step in dispatch order.
+      device_bytes: (seconds, bytes from then on) for each change of device memory, by the count of the schedule.
+    """
+
+    model: str
+    machine: Mapping[str, Any]
+    accumulate: int
+    plan: Plan
+    tasks: tuple[RecordedTask, ...]
+    device_bytes: tuple[tuple[float, int], ...]
+
+    @classmethod
+    def from_json(cls, document: Any) -> Self:
+        """Reads `jaxferry.recording/1`.
+
+        Raises:
+          InputError: if a key is missing or unknown, or a value not acceptable.
+        """
+        fields = check_format(document, FORMAT)
+        names = tuple(field.name for field in dataclasses.fields(cls))
+        check_keys(fields, ("format", *names), "recording")
+        values = {name: required(fields, name, "recording") for name in names}
+        tasks = (RecordedTask.from_json(task, index) for index, task in enumerate(check_list(values["tasks"], "tasks")))
+        memory = ((float(time), int(held)) for time, held in values["device_bytes"])
+        return cls(
+            **values | {"plan": Plan.from_json(values["plan"]), "tasks": tuple(tasks), "device_bytes": tuple(memory)}
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The recording as `jaxferry.recording/1`."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        tasks, memory = [task.to_json() for task in self.tasks], [list(change) for change in self.device_bytes]
+        return {"format": FORMAT, **fields, "plan": self.plan.to_json(), "tasks": tasks, "device_bytes": memory}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a recording from a file; errors name the file."""
+        return load_record(path, cls.from_json)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the recording to a file."""
+        write_json(path, self.to_json())
+
+
+def make_recording(
+    run: Run,
+    program: StepProgram,
+    *,
+    num_steps: int,
+    accumulate: int = 1,
+    model: str = "model",
+    machine: Mapping[str, Any] | None = None,
+) -> Recording:
+    """Makes a recording of the last steps.
+
+    Args:
+      run: their times, from `TrainStep.recorded`.
+      program: the step program that ran: `TrainStep.prepare(batch).program`.
+      num_steps: number of steps taken, which is `state.step`; the last of them is the last one of `run`.
+      accumulate: as in `train_step`.
+      model: the model's name.
+      machine: facts about the machine.
+    """
+    parts = program.partition
+    layers = with_program_facts(without_times(parts), parts, program.derivatives).layers
+    first = num_steps - run.schedule.steps
+    tasks = []
+    for task, start_s, end_s in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
+        layer, step = layers[task.segment], first + task.step
+        moved = _moved_bytes(layer, task)
+        tasks.append(
+            RecordedTask(task.name, task.kind, layer.name, task.lane, step, step % accumulate, moved, start_s, end_s)
+        )
+    return Recording(model, machine or {}, accumulate, program.plan, tuple(tasks), tuple(device_bytes(run)))
+
+
+def _moved_bytes(layer: LayerProfile, task: Task) -> int:
+    """The bytes of a task on the host link; of a lookup's gradient only the rows leave."""
+    return layer.device_gradient_bytes if task.kind is Kind.OFFLOAD else link_bytes(layer, task)

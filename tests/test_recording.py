@@ -1,0 +1,91 @@
+"""What a recording says of each task, against a model whose bytes are known."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.errors import InputError
+from jaxferry.plan.records import Plan
+from jaxferry.recording import Recording, make_recording
+from jaxferry.schedule import Kind, Lane
+
+WIDTH, DEPTH = 16, 3
+LAYER_BYTES = 4 * WIDTH * WIDTH
+
+
+def loss_fn(params, batch):
+    x = batch
+    for i in range(DEPTH):
+        x = jnp.tanh(x @ params[f"layer_{i}"])
+    return (x**2).mean()
+
+
+@pytest.fixture(scope="module")
+def recording():
+    params = {f"layer_{i}": np.eye(WIDTH, dtype=np.float32) for i in range(DEPTH)}
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), accumulate=2, record_steps=4)
+    state, batch = step.init(params), jnp.ones((2, WIDTH))
+    for _ in range(7):
+        state, _ = step(state, batch)
+    state.block_until_ready()
+    program = step.prepare(batch).program
+    return make_recording(step.recorded(), program, num_steps=state.step, accumulate=2, model="tiny")
+
+
+def test_each_step_moves_each_layer_once_either_way(recording):
+    for number in {task.step for task in recording.tasks}:
+        of_step = [task for task in recording.tasks if task.step == number]
+        for kind in (Kind.LOAD, Kind.OFFLOAD):
+            moved = {task.layer: task.num_bytes for task in of_step if task.kind is kind}
+            assert moved == {f"layer_{i}": LAYER_BYTES for i in range(DEPTH)}
+        assert all(task.num_bytes == 0 for task in of_step if task.lane in (Lane.GPU, Lane.HOST))
+
+
+def test_steps_and_micro_batches_have_their_numbers(recording):
+    numbers = sorted({(task.step, task.micro_batch) for task in recording.tasks})
+    assert [step for step, _ in numbers] == list(range(7 - len(numbers), 7))
+    assert all(micro_batch == step % 2 for step, micro_batch in numbers)
+
+
+def test_a_recording_round_trips_through_a_file(recording, tmp_path):
+    recording.save(tmp_path / "run.json")
+    assert Recording.load(tmp_path / "run.json") == recording
+    assert max(held for _, held in recording.device_bytes) >= LAYER_BYTES
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "lode"}, "kind must be one of load, reload"),
+        ({"lane": "DMA"}, "lane must be one of GPU"),
+        ({"bytes": -1}, "bytes must be a whole number of bytes"),
+        ({"end_s": -5.0}, "the end not before the start"),
+        ({"byte": 3}, 'unknown key "byte"'),
+    ],
+)
+def test_a_damaged_recording_names_the_task_and_the_key(recording, tmp_path, change, message):
+    document = recording.to_json()
+    document["tasks"][2] |= change
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"run.json: tasks\[2\]: ") as error_info:
+        Recording.load(tmp_path / "run.json")
+    assert message in str(error_info.value)
+
+
+def test_programs_that_use_host_memory_move_its_bytes(recording):
+    plan = recording.plan.to_json()
+    for layer in plan["layers"]:
+        layer.update(mode="DHA", gradient="host")
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=Plan.from_json(plan), record_steps=2)
+    state = step.init({f"layer_{i}": np.eye(WIDTH, dtype=np.float32) for i in range(DEPTH)})
+    for _ in range(3):
+        state, _ = step(state, jnp.ones((2, WIDTH)))
+    state.block_until_ready()
+    made = make_recording(step.recorded(), step.prepare(jnp.ones((2, WIDTH))).program, num_steps=3)
+    forwards = [task.num_bytes for task in made.tasks if task.kind is Kind.FORWARD and task.layer == "layer_0"]
+    assert set(forwards) == {LAYER_BYTES}
+    assert sum(task.num_bytes for task in made.tasks if task.lane in (Lane.H2D, Lane.D2H)) == 0
