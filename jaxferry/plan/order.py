@@ -11,6 +11,7 @@ from jaxferry.plan.records import Plan, UpdateOrder
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import schedule_step
 from jaxferry.simulate.machine import steady_step_s
+from jaxferry.tasks import Schedule
 
 _ROUNDING = 1e-12
 _UNLIMITED_BYTES = 2**53
@@ -32,25 +33,29 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
     if not any(task.duration_s > 0 for task in step.tasks):
         order = UpdateOrder.BACKWARD if Mode.RESIDENT in plan.modes else UpdateOrder.NEED
         return dataclasses.replace(plan, update_order=order)
-    backward = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
-    best, least_s = backward, steady_step_s(schedule_step(profile, backward))
-    for by_need in _plans_by_need(profile, plan):
-        found = steady_step_s(schedule_step(profile, by_need))
+    best = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
+    least_s = steady_step_s(dataclasses.replace(step, updates_by_need=False))
+    for by_need, tasks in _plans_by_need(profile, plan, step):
+        found = steady_step_s(dataclasses.replace(tasks, updates_by_need=True))
         if found < least_s * (1 - _ROUNDING):
             best, least_s = by_need, found
     return best
 
 
-def _plans_by_need(profile: Profile, plan: Plan) -> list[Plan]:
+def _plans_by_need(profile: Profile, plan: Plan, step: Schedule) -> list[tuple[Plan, Schedule]]:
+    """The plans by need to try, with their tasks; `step` has those of the plan. The order is not part of the tasks."""
     by_need = dataclasses.replace(plan, update_order=UpdateOrder.NEED)
+    if plan.memory_bytes is None:
+        return [(by_need, step)]
     without = dataclasses.replace(by_need, memory_bytes=None)
-    if plan.memory_bytes is None or _waits_for_room(profile, plan):
-        return [without]
-    if schedule_step(profile, without).tasks == schedule_step(profile, by_need).tasks:
-        return [by_need]
-    return [by_need, without]
+    tasks_without = schedule_step(profile, without)
+    if _waits_for_room(profile, plan, step):
+        return [(without, tasks_without)]
+    if tasks_without.tasks == step.tasks:
+        return [(by_need, step)]
+    return [(by_need, step), (without, tasks_without)]
 
 
-def _waits_for_room(profile: Profile, plan: Plan) -> bool:
+def _waits_for_room(profile: Profile, plan: Plan, step: Schedule) -> bool:
     unlimited = dataclasses.replace(plan, memory_bytes=_UNLIMITED_BYTES)
-    return schedule_step(profile, plan).tasks != schedule_step(profile, unlimited).tasks
+    return step.tasks != schedule_step(profile, unlimited).tasks

@@ -5,8 +5,9 @@ from typing import Any
 
 from jaxferry.plan.records import Plan, Predicted
 from jaxferry.profiling.records import LayerProfile, Profile
-from jaxferry.schedule import Kind, Lane, Schedule, Task, repeat, schedule_step
+from jaxferry.schedule import Kind, Lane, Schedule, Task, schedule_step
 from jaxferry.simulate import machine
+from jaxferry.simulate.chain import Chain
 
 CHAIN_STEPS = 3
 """Steps of the chain that the peak covers: loads of the next step overlap the end of this one."""
@@ -73,13 +74,14 @@ def simulate(profile: Profile, plan: Plan) -> Simulation:
 
 def simulate_schedule(profile: Profile, step: Schedule) -> Simulation:
     """As `simulate`, for the tasks of one step."""
-    first = machine.run(step)
-    chain = machine.run(repeat(step, CHAIN_STEPS))
+    chain = Chain(step)
+    steps = [chain.run_step() for _ in range(CHAIN_STEPS)]
+    first = machine.Run(step, tuple(steps[0][0]), tuple(steps[0][1]))
     return Simulation(
         forward_s=machine.forward_s(first),
         step_s=machine.step_s(first),
         steady_step_s=machine.steady_step_s(step),
-        peak_device_bytes=max(held for _, held in machine.device_bytes(chain)),
+        peak_device_bytes=max(held for _, held in machine.device_bytes_of_steps(step, steps)),
         link_bytes=sum(link_bytes(profile.layers[task.segment], task) for task in step.tasks),
         lanes=_lane_uses(first),
         critical_path=tuple(step.tasks[index].name for index in machine.critical_path(first)),
