@@ -8,6 +8,7 @@ from jaxferry.errors import BudgetError
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto, AutoSearch
 from jaxferry.plan.base import Objective, Request, read_objective
+from jaxferry.plan.effort import FULL_LAYERS
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.plan.registry import make_policy, policies
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 _ROUNDING = 1e-12
+_SECONDS_OF = {Objective.FORWARD: "forward_s", Objective.STEP: "step_s", Objective.STEADY: "steady_step_s"}
 
 
 def make_plan(
@@ -60,11 +62,23 @@ def make_plan(
 
 def plan_for(profile: Profile, policy: str, request: Request) -> Plan:
     """Like `make_plan`, for a request."""
-    return predict(profile, _plan_of(policy, profile, request))
+    return _with_gap(profile, predict(profile, _plan_of(policy, profile, request)))
 
 
 def _plan_of(policy: str, profile: Profile, request: Request) -> Plan:
     return as_run(profile, make_policy(policy).plan(profile, request))
+
+
+def _with_gap(profile: Profile, plan: Plan) -> Plan:
+    """The plan; if its model is too long for a search of all plans, with its gap to a proven bound as details."""
+    if len(profile.layers) <= FULL_LAYERS or plan.predicted is None:
+        return plan
+    objective = Objective(plan.details.get("objective", Objective.STEADY))
+    value_s = getattr(plan.predicted, _SECONDS_OF[objective])
+    bound_s = min(plan.details.get("lower_bound_s") or any_plan_lower_bound_s(profile), value_s)
+    gap = value_s / bound_s - 1 if bound_s > 0 else 0.0
+    details = {**plan.details, "objective": objective.value, "lower_bound_s": bound_s, "gap": gap}
+    return dataclasses.replace(plan, details=details)
 
 
 def as_run(profile: Profile, plan: Plan) -> Plan:

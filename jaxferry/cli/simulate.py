@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report
+from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 from jaxferry.records import write_json
@@ -36,9 +36,10 @@ def simulate(
     given = Plan.load(plan)
     with naming(plan, profile):
         given.check_profile(known)
-    simulation = simulate_plan(known, given)
-    if trace is not None:
-        write_json(trace, chrome_trace(run(schedule_chain(known, given, steps))))
+    with progress("simulating"):
+        simulation = simulate_plan(known, given)
+        if trace is not None:
+            write_json(trace, chrome_trace(run(schedule_chain(known, given, steps))))
     if as_json:
         print_json(simulation.to_json())
     else:

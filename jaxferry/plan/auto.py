@@ -30,8 +30,9 @@ import numpy as np
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
 from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed, updatable_groups
+from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
-from jaxferry.plan.frontier import optimal_forward
+from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gradients_to_host
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
@@ -45,6 +46,9 @@ MOST_ENUMERATED = 4
 _ALL = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
 _LEVELS = (1.0, 0.75, 0.5, 0.25, 0.0)
 _POINTS = 24
+_LEAST_POINTS = 4
+_ORDERS = 4
+_LEAST_STARTS = 3
 _WORK = 500_000
 _EXPANDED_AT_ONCE = 6
 _ROUNDING = 1e-12
@@ -91,8 +95,8 @@ class AutoSearch:
         Raises:
           BudgetError: if no plan fits.
         """
-        best = self._best(_UNLIMITED_BYTES if budget_bytes is None else budget_bytes)
-        unlimited = self._best(_UNLIMITED_BYTES)
+        unlimited = self._best(_UNLIMITED_BYTES if is_searched(len(self.sizes)) else None)
+        best = unlimited if budget_bytes is None else self._best(budget_bytes)
         assert unlimited is not None
         placed, most = self._on_device(budget_bytes), self._on_device(None)
         if best is not None and placed is not None and most is not None and placed.objective_s < best.objective_s:
@@ -158,16 +162,15 @@ class AutoSearch:
         size = len(self.profile.layers)
         if size <= MOST_ENUMERATED:
             self._enumerate(size)
-        optimum = optimal_forward(self.profile).modes
+        optimum = optimal_forward(self.profile)
         flags = self._gradient_choices()
         explored = [gradients_to_host(self.profile, factor) for factor in reserve_factors(self.request)]
+        if not is_searched(size):
+            self._explore_one(optimum, flags)
+            return
         for grad_on_host in np.unique([*explored, flags[-1]], axis=0):
-            known = known_plans(self.profile, grad_on_host, optimum)
             pool = Pool(self.profile)
-            explore(pool, grad_on_host, self.request, known, optimum)
-            for kind, parts in pool.parts.items():
-                for part in parts:
-                    self.pool.parts.setdefault(kind, []).append(part)
+            self._explore(pool, grad_on_host, optimum)
             pool.run()
             self.of_exact.append(pool)
         self.request.report("memory of all these plans")
@@ -180,6 +183,21 @@ class AutoSearch:
         self.pool.run()
         self._refine()
 
+    def _explore(self, pool: Pool, grad_on_host: np.ndarray, optimum: ForwardOptimum) -> None:
+        """Adds the plans of `exact` with these gradients to both pools."""
+        known = known_plans(self.profile, grad_on_host, optimum)
+        explore(pool, grad_on_host, self.request, known, optimum.modes)
+        for kind, parts in pool.parts.items():
+            self.pool.parts.setdefault(kind, []).extend(parts)
+
+    def _explore_one(self, optimum: ForwardOptimum, flags: list[np.ndarray]) -> None:
+        """Likewise for a long model: the plans of `exact` with one choice of gradients, and all families at once."""
+        self._explore(Pool(self.profile), flags[0], optimum)
+        for grad_on_host in flags:
+            self._families(optimum.modes, grad_on_host)
+        self.request.report("families of plans for less memory")
+        self.pool.run()
+
     def _recompute(self) -> None:
         """Fills the second pool with plans that recompute layers, and with neighbours of the best plans."""
         self.recomputes = True
@@ -187,7 +205,7 @@ class AutoSearch:
         if size <= MOST_ENUMERATED:
             self._enumerate(size, self.saved_bytes > 0)
         fronts = self.pool.frontier()
-        spread = np.unique(np.linspace(0, len(fronts) - 1, _EXPANDED_AT_ONCE).astype(int))
+        spread = np.unique(np.linspace(0, len(fronts) - 1, fewer(_EXPANDED_AT_ONCE, size, 2)).astype(int))
         starts = [
             (best.modes, best.grad_on_host) for best in (fronts[number] for number in spread) if _is_layerwise(best)
         ]
@@ -213,7 +231,9 @@ class AutoSearch:
             useful,
             useful[::-1],
         ]
-        points = np.unique(np.linspace(1, len(useful), _POINTS).astype(int))
+        size = len(layers)
+        points = np.unique(np.linspace(1, len(useful), fewer(_POINTS, size, _LEAST_POINTS)).astype(int))
+        orders = orders[: fewer(len(orders), size)]
         family = np.zeros((len(orders) * len(points), len(layers)), dtype=bool)
         for flags, (order, number) in zip(family, itertools.product(orders, points), strict=True):
             flags[order[:number]] = True
@@ -224,10 +244,9 @@ class AutoSearch:
         factor = self.request.reserve_factor
         if factor is not None and factor >= 1:
             return [gradients_to_host(self.profile, 1.0)]
-        levels = _LEVELS if factor is None else (factor, factor / 2, 0.0)
-        return [gradients_to_host(self.profile, level) for level in levels[:-1]] + [
-            np.ones(len(self.sizes), dtype=bool)
-        ]
+        levels = list(_LEVELS) if factor is None else [factor, factor / 2, 0.0]
+        kept = levels[:-1] if is_searched(len(self.sizes)) else levels[:1]
+        return [gradients_to_host(self.profile, level) for level in kept] + [np.ones(len(self.sizes), dtype=bool)]
 
     def _enumerate(self, size: int, can_recompute: np.ndarray | None = None) -> None:
         """Adds all plans; with `can_recompute`, (layers,), those that recompute any of these layers."""
@@ -269,8 +288,10 @@ class AutoSearch:
         plans = [*whole, fastest]
         starts = [(fastest, DHA), (fastest, RELOAD), (fastest, RESIDENT), (gfgb, RELOAD), (gfgb, RESIDENT)]
         starts += [(reload, DHA), (reload, RESIDENT), (dha, RESIDENT), (dha, GFGB)]
-        points = max(4, _POINTS * 128 // max(size, 128))
-        modes = np.concatenate([plans, *(prefix_family(self.profile, start, mode, points) for start, mode in starts)])
+        points = max(_LEAST_POINTS, _POINTS * 128 // max(size, 128))
+        orders, starts = fewer(_ORDERS, size), starts[: fewer(len(starts), size, _LEAST_STARTS)]
+        found = [prefix_family(self.profile, start, mode, points, orders) for start, mode in starts]
+        modes = np.concatenate([plans, *found])
         self._add(modes, np.broadcast_to(grad_on_host, modes.shape))
         self._add(np.array(whole), np.broadcast_to(grad_on_host, (len(whole), size)), marked=True)
 
@@ -330,6 +351,8 @@ class AutoSearch:
 
 def _without_needless_memory(profile: Profile, plan: Plan) -> Plan:
     """The plan without `memory_bytes`, if no backward waits for room even so."""
+    if plan.memory_bytes is None:
+        return plan
     without = dataclasses.replace(plan, memory_bytes=None)
     return without if schedule_step(profile, without) == schedule_step(profile, plan) else plan
 

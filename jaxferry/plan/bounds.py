@@ -25,39 +25,16 @@ host's updates.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
+from jaxferry.plan.effort import fewer
 from jaxferry.plan.frontier import optimal_forward
+from jaxferry.plan.relaxation import Penalty, least_time
 from jaxferry.plan.whole_step import StepCosts, first_trained
 from jaxferry.profiling.records import Profile
 
-_BISECTIONS = 60
 _MOST_EXACT = 24
-
-
-class Penalty:
-    """The least GPU time that unloaded layers cost, given the link time for loads: convex, decreasing.
-
-    Args:
-      load_s: link time of each layer's load, (layers,).
-      penalty_s: GPU time that each layer costs if it is not loaded, (layers,).
-    """
-
-    def __init__(self, load_s: np.ndarray, penalty_s: np.ndarray):
-        penalty_s = np.maximum(penalty_s, 0.0)
-        costly = (load_s > 0) & (penalty_s > 0)
-        load_s, penalty_s = load_s[costly], penalty_s[costly]
-        order = np.argsort(-penalty_s / load_s, kind="stable")
-        self.loads = np.concatenate([[0.0], np.cumsum(load_s[order])])
-        self.saved = np.concatenate([[0.0], np.cumsum(penalty_s[order])])
-        self.worth_it_s = float(load_s[penalty_s > load_s].sum())
-        """Link time of the layers whose penalty exceeds their load time."""
-
-    def __call__(self, link_s: float) -> float:
-        """Seconds on the GPU if loads may take `link_s` on the link."""
-        return float(self.saved[-1] - np.interp(max(link_s, 0.0), self.loads, self.saved))
 
 
 def step_lower_bound_s(profile: Profile, grad_on_host: np.ndarray, optimal_forward_s: float) -> float:
@@ -85,11 +62,12 @@ def steady_lower_bound_s(
     costs = StepCosts.of(profile, grad_on_host)
     base_s = max(_lanes_s(profile, costs), _loops_s(profile, costs))
     best = known_s
-    for first in range(len(profile.layers) + 1):
+    num_exact = min(len(profile.layers), fewer(_MOST_EXACT, len(profile.layers)))
+    for first in range(num_exact + 1):  # from here on the bound grows with the first loaded layer
         quick = max(base_s, _unloaded_bound(profile, costs, first))
         if quick >= best:
             break
-        if first < min(len(profile.layers), _MOST_EXACT) and profile.layers[first].has_gradient:
+        if first < num_exact and profile.layers[first].has_gradient:
             quick = max(quick, _loaded_loop_s(profile, grad_on_host, costs, first, optimal_forward_s, best))
         best = min(best, quick)
     return float(best)
@@ -163,12 +141,3 @@ def _compute(costs: StepCosts, load_s: np.ndarray, forward: np.ndarray) -> tuple
     """The GPU's least work in a step, and the penalty of unloaded layers; `forward` is that of loaded layers."""
     loaded, unloaded = forward + costs.backward, costs.forward_dha + costs.backward_dha
     return float(np.minimum(loaded, unloaded).sum()), Penalty(load_s, unloaded - loaded)
-
-
-def least_time(least_s: float, penalty: Callable[[float], float], more_link_s: float) -> float:
-    """The least t with t >= least_s + penalty(t + more_link_s), from below."""
-    low, high = least_s, least_s + penalty(0.0)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if middle >= least_s + penalty(middle + more_link_s) else (middle, high)
-    return low

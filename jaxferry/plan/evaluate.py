@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from jaxferry.holdings import DFGB, as_updated, gradient_flags, mode_codes, updated_on_device
+from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.plan.recurrences import Batch, Chain, Step
 from jaxferry.profiling.records import Profile
@@ -12,6 +13,9 @@ from jaxferry.simulate.machine import STEPS_BY_NEED
 
 _MOST_STEPS = 24
 _CHUNK_ELEMENTS = 1 << 16
+_LEAST_IN_CHUNK = 64
+_LEAST_STEPS = 4
+_FEW_STEPS_BY_NEED = (2, 5)
 _SAME = 1e-12
 
 
@@ -25,7 +29,8 @@ class Outcomes:
       steady_step_s: seconds per step in an endless chain. It is exact for plans of GFGB, DHA and DFGB within the window
         if every layer has a gradient and no values go to host memory: such plans repeat from the second step on. For
         other plans it is exact, or an upper bound if the chain is not yet periodic after some steps. For DFGB outside
-        the window it is the second step's time. With updates by need it equals the simulator's.
+        the window it is the second step's time. With updates by need it equals the simulator's, or for a long model
+        (`plan/effort.py`) the mean over fewer steps.
       needed_bytes: the least memory budget within which each plan runs, however long its transfers take; zeros if not
         requested.
       in_window: whether DFGB keeps MemFerry's rule: the last layer is not DFGB, and DFGB loads end before the first
@@ -78,7 +83,7 @@ class PlanEvaluator:
         again = np.broadcast_to(np.asarray(recomputes, dtype=bool), modes.shape) if np.any(recomputes) else None
         after_all = after_all or self.profile.updates_after_all
         parts = []
-        size = max(1, _CHUNK_ELEMENTS // modes.shape[1])
+        size = max(_LEAST_IN_CHUNK, _CHUNK_ELEMENTS // modes.shape[1])
         for first in range(0, max(len(modes), 1), size):  # one chunk even of no plans
             chunk = slice(first, first + size)
             flags = None if again is None else again[chunk].T.copy()
@@ -127,6 +132,7 @@ def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
     """
     if batch.by_need:
         return _measured_period_s(chain, steps)
+    most_steps = fewer(_MOST_STEPS, batch.num_layers, _LEAST_STEPS)
     before_s = chain.host
     steps.append(Step(chain))
     if batch.is_plain and (batch.modes <= DFGB).all():
@@ -136,13 +142,13 @@ def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
         steps.append(Step(chain))
         growth = chain.boundary() - before
         highest = growth.max(axis=0)
-        if len(steps) >= _MOST_STEPS or np.all(highest - growth.min(axis=0) <= _SAME * chain.host):
+        if len(steps) >= most_steps or np.all(highest - growth.min(axis=0) <= _SAME * chain.host):
             return np.where(highest - growth.min(axis=0) <= _SAME * chain.host, growth[0], highest)
 
 
 def _measured_period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
     """The mean between two steps of a chain, as in the simulator; stops once all boundary times grow equally."""
-    first, last = STEPS_BY_NEED
+    first, last = STEPS_BY_NEED if is_searched(chain.batch.num_layers) else _FEW_STEPS_BY_NEED
     ends = [steps[0].last_program]
     while len(steps) < last:
         before = chain.boundary()

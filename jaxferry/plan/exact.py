@@ -26,11 +26,12 @@ import numpy as np
 from jaxferry.holdings import DFGB, DHA, GFGB
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
 from jaxferry.plan.bounds import steady_lower_bound_s, step_lower_bound_s
+from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.plan.frontier import optimal_forward
+from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
 from jaxferry.plan.go_memferry import GOMemFerry
 from jaxferry.plan.gradients import gradients_to_host
-from jaxferry.plan.memferry import MemFerry
+from jaxferry.plan.memferry import with_dfgb
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, LocalSearch, Pool, objective_values, plan_of, prefix_family
@@ -45,10 +46,14 @@ MOST_PROVEN = 6
 
 _ALLOWED = (GFGB, DHA, DFGB)
 _BEAM = 64
+_LEAST_BEAM = 16
 _WORK_A_START = 120_000
 _WORK_FOR_BEST = 300_000
 _STARTS = 4
 _POINTS = 48
+_LEAST_POINTS = 4
+_ORDERS = 4
+_LEAST_ORDERS = 1
 _HEADS = (1, 2, 4, 8, 16)
 _ROUNDING = 1e-12
 _NO_PLAN = 2**63
@@ -108,13 +113,14 @@ class _Search:
         """Plans with each reserve factor, the promising one first; without a budget, skips a factor that cannot win."""
         flags = [(factor, gradients_to_host(self.profile, factor)) for factor in reserve_factors(self.request)]
         choices = [
-            _Choice(factor, rank, grad_on_host, known_plans(self.profile, grad_on_host, self.optimum.modes))
+            _Choice(factor, rank, grad_on_host, known_plans(self.profile, grad_on_host, self.optimum))
             for rank, (factor, grad_on_host) in enumerate(flags)
         ]
         limited = self.request.memory_budget_bytes is not None
         if self.request.objective is Objective.FORWARD and not limited:
             choices = choices[:1]  # no forward depends on where gradients go
-        for choice in sorted(choices, key=self._known_s) if len(choices) > 1 else choices:
+        is_sorted = len(choices) > 1 and is_searched(len(self.profile.layers))
+        for choice in sorted(choices, key=self._known_s) if is_sorted else choices:
             if limited or self._can_be_better(choice):
                 self._explore(choice)
 
@@ -164,7 +170,7 @@ def _gap(objective: Objective, value_s: float, bound_s: float) -> dict[str, obje
 
 
 def explore(pool: Pool, grad_on_host: np.ndarray, request: Request, known: np.ndarray, optimum: np.ndarray) -> None:
-    """Adds all promising plans of GFGB, DHA and DFGB.
+    """Adds all promising plans of GFGB, DHA and DFGB; of a long model fewer, see `plan/effort.py`.
 
     Args:
       pool: the pool to fill.
@@ -176,25 +182,37 @@ def explore(pool: Pool, grad_on_host: np.ndarray, request: Request, known: np.nd
     profile = pool.profile
     request.report("plans of all policies")
     pool.add(known, grad_on_host, marked=True)
-    gfgb = np.full(len(profile.layers), GFGB)
-    pool.add(gfgb, grad_on_host, Loads.LAYERWISE, Updates.AFTER_ALL, marked=True)
-    pool.add(gfgb, grad_on_host, Loads.BULK, Updates.AFTER_ALL, marked=True)
-    if len(profile.layers) <= MOST_ENUMERATED:
-        pool.add(_all_modes(len(profile.layers)), grad_on_host)
+    size = len(profile.layers)
+    gfgb = np.full(size, GFGB, dtype=np.int8)
+    if is_searched(size):
+        pool.add(gfgb, grad_on_host, Loads.LAYERWISE, Updates.AFTER_ALL, marked=True)
+        pool.add(gfgb, grad_on_host, Loads.BULK, Updates.AFTER_ALL, marked=True)
+    if size <= MOST_ENUMERATED:
+        pool.add(_all_modes(size), grad_on_host)
         return
     objective = Objective.STEP if request.objective is Objective.FORWARD else request.objective
     search = LocalSearch(pool.evaluate, grad_on_host, objective, _ALLOWED)
     request.report("whole steps by dynamic programming")
     found = np.concatenate([known, _whole_steps(profile, grad_on_host, search, known)])
-    values = search.values(found)
-    request.report("local search")
-    improved = np.array([search.improve(start, _WORK_A_START) for start in _different(found, values)], dtype=np.int8)
-    best = search.improve(improved[int(np.argmin(search.values(improved)))], _WORK_FOR_BEST)
     pool.add(found, grad_on_host)
-    pool.add(improved, grad_on_host)
-    pool.add(best, grad_on_host)
-    for start in (best, gfgb, optimum):
-        pool.add(_within_window(pool, prefix_family(profile, start, points=_POINTS), grad_on_host), grad_on_host)
+    starts = [gfgb, optimum]
+    if is_searched(size):
+        request.report("local search")
+        starts.insert(0, _improve(pool, search, found))
+    points, orders = fewer(_POINTS, size, _LEAST_POINTS), fewer(_ORDERS, size, _LEAST_ORDERS)
+    for start in starts:
+        family = prefix_family(profile, start, points=points, num_orders=orders)
+        pool.add(_within_window(pool, family, grad_on_host), grad_on_host)
+
+
+def _improve(pool: Pool, search: LocalSearch, found: np.ndarray) -> np.ndarray:
+    """Adds local optima near the best plans found; returns the best one."""
+    starts = _different(found, search.values(found))[: fewer(_STARTS, found.shape[1])]
+    improved = np.array([search.improve(start, _WORK_A_START) for start in starts], dtype=np.int8)
+    best = search.improve(improved[int(np.argmin(search.values(improved)))], _WORK_FOR_BEST)
+    pool.add(improved, search.grad_on_host)
+    pool.add(best, search.grad_on_host)
+    return best
 
 
 def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -205,13 +223,20 @@ def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.array(list(starts.values())[:_STARTS])
 
 
-def known_plans(profile: Profile, grad_on_host: np.ndarray, optimum: np.ndarray) -> np.ndarray:
+def known_plans(profile: Profile, grad_on_host: np.ndarray, optimum: ForwardOptimum) -> np.ndarray:
     """Other policies' plans, and the optimal forward with DFGB added: (plans, layers) mode codes."""
     size = len(profile.layers)
-    plans = [np.full(size, GFGB), np.full(size, DHA), optimum]
-    plans.append(MemFerry().modes(profile, grad_on_host))
-    best_dfgb = StepSearch(profile, grad_on_host, _BEAM).best(np.inf, fixed=optimum)
-    return np.concatenate([np.array(plans, dtype=np.int8), best_dfgb])
+    assert optimum.memferry is not None
+    plans = [np.full(size, GFGB), np.full(size, DHA), optimum.modes]
+    plans.append(with_dfgb(profile, optimum.memferry, grad_on_host))
+    if not is_searched(size):
+        return np.array(plans, dtype=np.int8)
+    best_dfgb = StepSearch(profile, grad_on_host, _beam(size)).best(np.inf, fixed=optimum.modes)
+    return np.concatenate([np.array(plans, dtype=np.int8), best_dfgb[: fewer(len(best_dfgb), size)]])
+
+
+def _beam(num_layers: int) -> int:
+    return fewer(_BEAM, num_layers, _LEAST_BEAM)
 
 
 def _all_modes(size: int) -> np.ndarray:
@@ -221,20 +246,23 @@ def _all_modes(size: int) -> np.ndarray:
 
 def _whole_steps(profile: Profile, grad_on_host: np.ndarray, search: LocalSearch, known: np.ndarray) -> np.ndarray:
     """Whole steps with a beam; for chains also with loads that lead by the time of the first updates."""
+    size = len(profile.layers)
+    if not is_searched(size):
+        return StepSearch(profile, grad_on_host, _beam(size)).best(np.inf)[:1]
     step_s = search.evaluate(known, grad_on_host, steady=False, memory=False)
     limit_s = float(objective_values(step_s, Objective.STEP).min())
-    found = [StepSearch(profile, grad_on_host, _BEAM).best(limit_s)]
+    found = [StepSearch(profile, grad_on_host, _beam(size)).best(limit_s)]
     if search.objective is Objective.STEADY:
         limit_s = float(search.values(known).min())
-        for head in (head for head in _HEADS if head < len(profile.layers)):
+        for head in (head for head in _HEADS[: fewer(len(_HEADS), size)] if head < size):
             lead_s = sum(profile.group_update_s[profile.group_of[index]] for index in range(head))
-            found.append(StepSearch(profile, grad_on_host, _BEAM // 2).best(limit_s, head=head, lead_s=lead_s))
+            found.append(StepSearch(profile, grad_on_host, _beam(size) // 2).best(limit_s, head=head, lead_s=lead_s))
     return np.concatenate(found)
 
 
 def _within_window(pool: Pool, modes: np.ndarray, grad_on_host: np.ndarray) -> np.ndarray:
     """The plans; those whose DFGB does not fit get DHA for these layers."""
-    if len(modes) == 0:
+    if len(modes) == 0 or not (modes == DFGB).any():
         return modes
     fits = pool.evaluate(modes, grad_on_host, steady=False, memory=False).in_window
     return np.where(fits[:, None] | (modes != DFGB), modes, DHA).astype(np.int8)

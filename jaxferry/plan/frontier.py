@@ -15,6 +15,9 @@ tied table or pairs of neighbours. With more groups it is optimal up to `MOST_ST
 sorted into buckets of similar X. The earliest few of each bucket stay unchanged. The others are merged into one state
 that has their least X, their least C and all their copies. A continuation of merged states is not a plan, but no plan
 ends earlier. So the optimum lies between `bound_s` and the best plan.
+
+After each layer of a long model only the earliest states of each bucket stay (`most_kept_states`). `bound_s` then comes
+from a knapsack over all layers.
 """
 
 import dataclasses
@@ -24,12 +27,15 @@ import numpy as np
 from jaxferry.holdings import DHA, GFGB
 from jaxferry.plan.copies import SharedCopies, group_rows
 from jaxferry.plan.memferry import Forward, forward_modes
+from jaxferry.plan.relaxation import Penalty, least_time
 from jaxferry.profiling.records import Profile
 
 MOST_OPEN = 3
 MOST_STATES = 4096
 BUCKETS = 128
 KEPT_IN_BUCKET = 8
+_MOST_IN_ALL = 1 << 22
+_LEAST_KEPT = 2 * BUCKETS
 _TRACED_MERGED = 64
 _ROUNDING = 1e-12
 
@@ -42,11 +48,13 @@ class ForwardOptimum:
       modes: (layers,) codes of GFGB and DHA.
       forward_s: when it ends.
       bound_s: no forward ends earlier; equal to `forward_s` if the optimum is proven.
+      memferry: the modes of MemFerry's Algorithm 1, which the search begins with; None if the first layers are given.
     """
 
     modes: np.ndarray
     forward_s: float
     bound_s: float
+    memferry: np.ndarray | None = None
 
 
 def optimal_forward(profile: Profile, head: int = 0, lead_s: float = 0.0, limit_s: float = np.inf) -> ForwardOptimum:
@@ -64,7 +72,7 @@ def optimal_forward(profile: Profile, head: int = 0, lead_s: float = 0.0, limit_
     fastest_rest = np.array([min(x.forward_s, x.forward_dha_s) + x.inter_forward_s for x in profile.layers])
     rest = np.concatenate([np.cumsum(fastest_rest[::-1])[::-1][1:], [0.0]])
     copies = SharedCopies(profile)
-    states = _States.start(copies, lead_s)
+    states, most_states, is_complete = _States.start(copies, lead_s), most_kept_states(len(profile.layers)), True
     history = []
     for index in range(len(profile.layers)):
         states = states.after(profile, copies, index)
@@ -75,10 +83,29 @@ def optimal_forward(profile: Profile, head: int = 0, lead_s: float = 0.0, limit_
         states = states.take(states.frontier())
         if copies.num_open[index] > MOST_OPEN and len(states.gpu) > MOST_STATES:
             states = states.fewer()
+        if len(states.gpu) > most_states:
+            states, is_complete = states.thinned(most_states), False
         history.append(states.origin)
     found = [(modes, forward_s(profile, modes, lead_s)) for modes in _traces(states, history)]
     modes, end_s = min([*known, *found], key=lambda plan: plan[1])
-    return ForwardOptimum(modes, end_s, min(end_s, float(states.gpu.min(initial=np.inf))))
+    bound_s = float(states.gpu.min(initial=np.inf)) if is_complete else _relaxed_s(profile, head, lead_s)
+    return ForwardOptimum(modes, end_s, min(end_s, bound_s), known[-1][0] if head == 0 else None)
+
+
+def most_kept_states(num_layers: int) -> int:
+    """The most states after a layer, so that the states of all layers together stay bounded."""
+    return max(_LEAST_KEPT, _MOST_IN_ALL // num_layers)
+
+
+def _relaxed_s(profile: Profile, head: int, lead_s: float) -> float:
+    """No forward ends earlier: the GPU's work, if a knapsack decides what the link loads until then."""
+    layers = profile.layers
+    forward, by_dha = (np.array([getattr(x, key) for x in layers]) for key in ("forward_s", "forward_dha_s"))
+    alone = np.array([len(profile.groups[group]) == 1 for group in profile.group_of])
+    load = np.where(alone, np.array([layer.load_s for layer in layers]), 0.0)
+    forward[:head] = by_dha[:head]
+    least_s = float(np.minimum(forward, by_dha).sum()) + sum(layer.inter_forward_s for layer in layers)
+    return least_time(least_s, Penalty(load, by_dha - forward), lead_s)
 
 
 def forward_s(profile: Profile, modes: np.ndarray, lead_s: float = 0.0) -> float:
@@ -157,6 +184,16 @@ class _States:
         rank = np.unique(self.gpu, return_inverse=True)[1].reshape(len(order))[order] - group[order] * len(order)
         best_before = np.concatenate([[len(order)], np.minimum.accumulate(rank)[:-1]])
         return order[rank < best_before]
+
+    def thinned(self, most: int) -> "_States":
+        """The earliest states of each bucket of similar X, at most `most` in all."""
+        size = len(self.gpu)
+        by_link = np.argsort(self.link, kind="stable")
+        bucket = np.empty(size, dtype=np.int64)
+        bucket[by_link] = np.arange(size) * BUCKETS // size
+        order = np.lexsort((self.gpu, self.merged, bucket))
+        place = np.arange(size) - np.searchsorted(bucket[order], np.arange(BUCKETS))[bucket[order]]
+        return self.take(order[place < most // BUCKETS])
 
     def fewer(self) -> "_States":
         """The earliest states of each bucket of similar X, and one merged state for the rest of it."""

@@ -5,7 +5,9 @@ factor's share of all gradient bytes. The paper's table D over (layer, bytes) is
 sizes are exact: states (bytes, gain) that no other state beats, less those that Dantzig's bound rules out.
 
 The result is optimal unless the frontier exceeds `MOST_STATES` (hundreds of layers of unrelated sizes with gain
-proportional to size). Sizes are then rounded up to multiples of capacity / 32768, which keeps within the capacity.
+proportional to size). Sizes are then rounded up to multiples of capacity / 32768, which keeps within the capacity. If
+even that needs more than `MOST_STATES_IN_ALL` states, the densest gradients stay that fit; at most one gradient's gain
+is lost.
 """
 
 import decimal
@@ -15,6 +17,7 @@ import numpy as np
 from jaxferry.profiling.records import Profile
 
 MOST_STATES = 1 << 15
+MOST_STATES_IN_ALL = 1 << 25
 _ROUNDED_UNITS = 1 << 15
 
 
@@ -54,6 +57,8 @@ def choose_gradients(sizes_bytes: list[int], gains_s: list[float], capacity: int
     if sum(sizes) <= capacity:
         return chosen | set(rest)
     picked = _knapsack(sizes.astype(np.int64), gains, capacity, MOST_STATES)
+    if picked is None and len(rest) * _ROUNDED_UNITS > MOST_STATES_IN_ALL:
+        picked = _greedy(sizes.astype(np.int64), gains, capacity)
     if picked is None:
         unit = -(-capacity // _ROUNDED_UNITS)
         picked = _knapsack((-(-sizes // unit)).astype(np.int64), gains, capacity // unit, None)
@@ -64,9 +69,10 @@ def choose_gradients(sizes_bytes: list[int], gains_s: list[float], capacity: int
 def _knapsack(sizes: np.ndarray, gains: np.ndarray, capacity: int, most_states: int | None) -> list[int] | None:
     """The frontier over (bytes, gain), densest items first; None if it outgrows `most_states`."""
     size_sums, gain_sums = np.concatenate([[0], np.cumsum(sizes)]), np.concatenate([[0.0], np.cumsum(gains)])
-    least = _greedy_gain(sizes, gains, capacity)
+    least = float(gains[_greedy(sizes, gains, capacity)].sum())
     used, gained = np.zeros(1, dtype=np.int64), np.zeros(1)
     parents: list[np.ndarray] = []
+    num_states = 0
     for item in range(len(sizes)):
         fits = np.flatnonzero(used + sizes[item] <= capacity)
         origin = np.concatenate([np.arange(len(used)), fits + len(used)])
@@ -79,7 +85,8 @@ def _knapsack(sizes: np.ndarray, gains: np.ndarray, capacity: int, most_states: 
         keep = (gained > best_before) & (bound >= least * (1 - 1e-12))
         used, gained, origin = used[keep], gained[keep], origin[keep]
         parents.append(origin)
-        if most_states is not None and len(used) > most_states:
+        num_states += len(used)
+        if most_states is not None and (len(used) > most_states or num_states > MOST_STATES_IN_ALL):
             return None
     return _trace(parents, int(np.argmax(gained)))
 
@@ -96,12 +103,14 @@ def _trace(parents: list[np.ndarray], state: int) -> list[int]:
     return picked
 
 
-def _greedy_gain(sizes: np.ndarray, gains: np.ndarray, capacity: int) -> float:
-    gain = 0.0
-    for size, more in zip(sizes, gains, strict=True):
+def _greedy(sizes: np.ndarray, gains: np.ndarray, capacity: int) -> list[int]:
+    """The items that fit, densest first."""
+    picked = []
+    for item, size in enumerate(sizes):
         if size <= capacity:
-            capacity, gain = capacity - size, gain + more
-    return gain
+            capacity = capacity - size
+            picked.append(item)
+    return picked
 
 
 def _dantzig(size_sums: np.ndarray, gain_sums: np.ndarray, first: int, room: np.ndarray) -> np.ndarray:

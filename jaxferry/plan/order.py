@@ -29,17 +29,22 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
     Raises:
       InputError: if the plan is for another profile.
     """
+    return best_order(profile, plan)[0]
+
+
+def best_order(profile: Profile, plan: Plan) -> tuple[Plan, float]:
+    """Likewise, with the steady step's seconds; 0 if no times are known."""
     step = schedule_step(profile, plan)
     if not any(task.duration_s > 0 for task in step.tasks):
         order = UpdateOrder.BACKWARD if Mode.RESIDENT in plan.modes else UpdateOrder.NEED
-        return dataclasses.replace(plan, update_order=order)
+        return dataclasses.replace(plan, update_order=order), 0.0
     best = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
     least_s = steady_step_s(dataclasses.replace(step, updates_by_need=False))
     for by_need, tasks in _plans_by_need(profile, plan, step):
         found = steady_step_s(dataclasses.replace(tasks, updates_by_need=True))
         if found < least_s * (1 - _ROUNDING):
             best, least_s = by_need, found
-    return best
+    return best, least_s
 
 
 def _plans_by_need(profile: Profile, plan: Plan, step: Schedule) -> list[tuple[Plan, Schedule]]:

@@ -12,6 +12,8 @@ layers.
 """
 
 import functools
+import heapq
+import itertools
 
 import numpy as np
 
@@ -329,6 +331,9 @@ def _update(step: Step) -> None:
 
 def _by_need(due: np.ndarray, seconds: np.ndarray, host: np.ndarray) -> np.ndarray:
     """The ends of the updates, (groups, plans): the lowest group of those that could start is next."""
+    if len(due) > _MOST_TOGETHER:
+        each = zip(due.T, itertools.repeat(seconds), host, strict=False)
+        return np.array([_by_need_of_plan(*plan) for plan in each]).T
     ends, columns = np.zeros(due.shape), np.arange(due.shape[1])
     for _ in seconds:
         now = np.maximum(host, due.min(axis=0))
@@ -336,3 +341,23 @@ def _by_need(due: np.ndarray, seconds: np.ndarray, host: np.ndarray) -> np.ndarr
         host = ends[chosen, columns] = now + seconds[chosen]
         due[chosen, columns] = np.inf
     return ends
+
+
+def _by_need_of_plan(due: np.ndarray, seconds: np.ndarray, host: float) -> list[float]:
+    """Likewise for one plan and many groups."""
+    order, ends = np.argsort(due, kind="stable").tolist(), [0.0] * len(due)
+    due_s, seconds_s = due.tolist(), seconds.tolist()
+    could_start: list[int] = []
+    number, now = 0, float(host)
+    for _ in order:
+        if not could_start:
+            now = max(now, due_s[order[number]])
+        while number < len(order) and due_s[order[number]] <= now:
+            heapq.heappush(could_start, order[number])
+            number += 1
+        chosen = heapq.heappop(could_start)
+        ends[chosen] = now = now + seconds_s[chosen]
+    return ends
+
+
+_MOST_TOGETHER = 512

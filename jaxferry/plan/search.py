@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxferry.holdings import DHA
 from jaxferry.plan.base import Objective, make_plan
+from jaxferry.plan.effort import FULL_LAYERS, fewer, is_searched
 from jaxferry.plan.evaluate import Outcomes, PlanEvaluator
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
@@ -78,11 +79,13 @@ class Pool:
 
     def __init__(self, profile: Profile, by_need_on_frontier: bool = False):
         self.profile, self.evaluate = profile, PlanEvaluator(profile)
+        self.is_searched = is_searched(len(profile.layers))
         self.by_need_on_frontier = by_need_on_frontier
         self.parts: dict[_Kind, list[np.ndarray]] = {}
         self.marked: dict[_Kind, set[bytes]] = {}
         self.evaluated: list[_Evaluated] = []
-        self._by_need: dict[tuple[int, Objective], list[_Option]] = {}
+        self._by_need: dict[tuple[int, Objective], _Option] = {}
+        self._by_need_unlimited: dict[tuple[int, Objective], _Option] = {}
         self._unlimited: dict[int, tuple[np.ndarray, Outcomes]] = {}
 
     def add(
@@ -140,7 +143,7 @@ class Pool:
         for number, each in enumerate(self.evaluated):
             rows = np.arange(len(each.plans))
             outcomes = each.outcomes
-            if budget_bytes is not None and outcomes.room_matters.any():
+            if budget_bytes is not None and self.is_searched and outcomes.room_matters.any():
                 outcomes = self._with_room(number, objective, budget_bytes)
             options.append(_Option(number, rows, outcomes, UpdateOrder.BACKWARD, budget_bytes))
         return options
@@ -169,42 +172,46 @@ class Pool:
     def _by_need_options(self, objective: Objective, budget_bytes: int | None) -> list[_Option]:
         options = []
         for number, each in enumerate(self.evaluated):
-            if (number, objective) not in self._by_need:
+            key = number, objective
+            if key not in self._by_need:
                 rows = self._rows_by_need(each, objective)
-                self._by_need[number, objective] = [
-                    _Option(
-                        number, rows, self._outcomes(each.kind, each.plans[rows], by_need=True), UpdateOrder.NEED, None
-                    )
-                ]
-                waits = rows[each.outcomes.room_matters[rows]]
-                if len(waits):
-                    outcomes = self._outcomes(each.kind, each.plans[waits], by_need=True, memory_bytes=UNLIMITED)
-                    option = _Option(number, waits, outcomes, UpdateOrder.NEED, UNLIMITED)
-                    self._by_need[number, objective].append(option)
-            own, *unlimited = self._by_need[number, objective]
-            options.append(own)
-            for option in unlimited if budget_bytes is not None else ():
-                plans = each.plans[option.rows]
-                waits_still = self._outcomes(each.kind, plans, memory_bytes=budget_bytes, steady=False, memory=False)
-                never = dataclasses.replace(
-                    option.outcomes, in_window=option.outcomes.in_window & ~waits_still.room_matters
-                )
-                options.append(dataclasses.replace(option, outcomes=never, memory_bytes=budget_bytes))
+                self._by_need[key] = self._option_by_need(number, rows, None)
+            options.append(self._by_need[key])
+            rows = self._by_need[key].rows
+            waits = rows[each.outcomes.room_matters[rows]]
+            if budget_bytes is None or not self.is_searched or len(waits) == 0:
+                continue
+            if key not in self._by_need_unlimited:
+                self._by_need_unlimited[key] = self._option_by_need(number, waits, UNLIMITED)
+            option = self._by_need_unlimited[key]
+            plans = each.plans[option.rows]
+            waits_still = self._outcomes(each.kind, plans, memory_bytes=budget_bytes, steady=False, memory=False)
+            never = dataclasses.replace(
+                option.outcomes, in_window=option.outcomes.in_window & ~waits_still.room_matters
+            )
+            options.append(dataclasses.replace(option, outcomes=never, memory_bytes=budget_bytes))
         return options
+
+    def _option_by_need(self, number: int, rows: np.ndarray, memory_bytes: int | None) -> _Option:
+        each = self.evaluated[number]
+        outcomes = self._outcomes(each.kind, each.plans[rows], by_need=True, memory_bytes=memory_bytes)
+        return _Option(number, rows, outcomes, UpdateOrder.NEED, memory_bytes)
 
     def _rows_by_need(self, each: _Evaluated, objective: Objective) -> np.ndarray:
         """The plans of one kind to try with updates by need, independent of a budget."""
         candidates = np.flatnonzero(each.outcomes.in_window)
-        if each.plans.shape[0] * each.plans.shape[2] <= _ALL_BY_NEED:
+        num_layers = each.plans.shape[2]
+        if each.plans.shape[0] * num_layers <= _ALL_BY_NEED:
             return candidates
         keys = [values[candidates] for values in _keys(each.outcomes, objective)]
         order = candidates[np.lexsort(keys[::-1])]
-        chosen = list(order[:_FASTEST_BY_NEED])
+        chosen = list(order[: fewer(_FASTEST_BY_NEED, num_layers)])
         if self.by_need_on_frontier:
             needed = each.outcomes.needed_bytes[order]
             smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], needed]))[:-1]
             frontier = order[needed < smallest_before]
-            chosen += list(frontier[np.unique(np.linspace(0, len(frontier) - 1, _FRONTIER_BY_NEED).astype(int))])
+            number = fewer(_FRONTIER_BY_NEED, num_layers)
+            chosen += list(frontier[np.unique(np.linspace(0, len(frontier) - 1, number).astype(int))])
         marked = self.marked.get(each.kind, set())
         chosen += [row for row in candidates if each.plans[row].tobytes() in marked] if marked else []
         return np.unique(np.array(chosen, dtype=np.int64))
@@ -291,11 +298,13 @@ def objective_values(outcomes: Outcomes, objective: Objective) -> np.ndarray:
     return np.where(outcomes.in_window, _keys(outcomes, objective)[0], np.inf)
 
 
-def prefix_family(profile: Profile, modes: np.ndarray, mode: int = DHA, points: int | None = None) -> np.ndarray:
+def prefix_family(
+    profile: Profile, modes: np.ndarray, mode: int = DHA, points: int | None = None, num_orders: int = 4
+) -> np.ndarray:
     """Plans with the first k layers of several orders in the given mode: (plans, layers) codes.
 
-    The orders: least slowdown by DHA per byte first, largest first, forward order, backward order. Each order gives one
-    plan per change, or about `points` plans.
+    The orders: least slowdown by DHA per byte first, largest first, forward order, backward order; the first
+    `num_orders` of these count. Each order gives one plan per change, or about `points` plans.
     """
     layers = profile.layers
     slowdown = [x.forward_dha_s - x.forward_s + x.backward_dha_s - x.backward_s for x in layers]
@@ -306,7 +315,7 @@ def prefix_family(profile: Profile, modes: np.ndarray, mode: int = DHA, points: 
         list(reversed(range(len(layers)))),
     ]
     family = []
-    for order in orders:
+    for order in orders[:num_orders]:
         changes = [index for index in order if modes[index] != mode]
         stride = 1 if points is None else max(1, len(changes) // points)
         current = np.array(modes, dtype=np.int8)
@@ -322,6 +331,8 @@ def plan_of(policy: str, reserve_factor: float, profile: Profile, best: Best) ->
     kind = (best.loads, best.updates)
     plan = make_plan(policy, reserve_factor, profile, best.modes, best.grad_on_host, *kind, recomputes=best.recomputes)
     plan = dataclasses.replace(plan, update_order=best.update_order, memory_bytes=best.memory_bytes)
+    if not is_searched(len(profile.layers)):
+        return with_update_order(profile, plan)
     return plan if best.objective_s > 0 else with_update_order(profile, plan)
 
 
@@ -365,7 +376,7 @@ class LocalSearch:
         return np.array(plans, dtype=np.int8)
 
     def neighbours(self, modes: np.ndarray) -> np.ndarray:
-        """All plans one change away, (plans, layers)."""
+        """All plans one change away, (plans, layers); of a long model, some spread over all."""
         size = len(modes)
         plans = []
         for mode in self.allowed:
@@ -379,7 +390,9 @@ class LocalSearch:
             rows = np.arange(len(low))
             swap[rows, low], swap[rows, low + distance] = modes[low + distance], modes[low]
             plans.append(swap)
-        return np.concatenate(plans)
+        found = np.concatenate(plans)
+        most = len(found) if size <= FULL_LAYERS else max(1, 4 * FULL_LAYERS**2 // size)
+        return found[np.unique(np.linspace(0, len(found) - 1, most).astype(int))]
 
 
 _RECOMPUTES = 2

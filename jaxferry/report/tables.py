@@ -9,6 +9,7 @@ from rich.table import Table
 
 from jaxferry.compare import Comparison, plan_counts, ratio
 from jaxferry.dry_run import DryRun
+from jaxferry.plan.exact import Exact
 from jaxferry.plan.records import Plan
 from jaxferry.planning import Compared, SweepPoint
 from jaxferry.simulate.report import CHAIN_STEPS, Simulation
@@ -45,7 +46,8 @@ def prediction_lines(plan: Plan, needed_bytes: int) -> list[str]:
             )
     if "gap" in plan.details:
         gap, objective = plan.details["gap"], plan.details["objective"]
-        lines.append(f"objective {objective}: {gap:.2%} above the proven lower bound for plans of GFGB, DHA and DFGB")
+        plans = "plans of GFGB, DHA and DFGB" if plan.policy == Exact.name else "all plans"
+        lines.append(f"objective {objective}: {gap:.2%} above the proven lower bound for {plans}")
     if "binding" in plan.details:
         lines.append(f"binding constraint: {plan.details['binding']}")
     return lines

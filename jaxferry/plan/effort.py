@@ -1,0 +1,20 @@
+"""How much a search does for a model of this size, so that time and memory grow with the layers and not their square.
+
+Up to `FULL_LAYERS` layers a search tries all that it knows. Beyond, it tries fewer plans: as many as keep the number of
+planned layers the same. Beyond `MOST_SEARCHED` layers nothing is improved by local search, plans with updates after all
+gradients are left out, and room for gradients within the budget counts only in the plan found. All bounds stay proven,
+so a plan still states how far from the optimum it may be.
+"""
+
+FULL_LAYERS = 256
+MOST_SEARCHED = 512
+
+
+def fewer(count: int, num_layers: int, least: int = 1) -> int:
+    """`count` up to `FULL_LAYERS` layers; beyond, inversely proportional to the layers, but not below `least`."""
+    return count if num_layers <= FULL_LAYERS else max(least, count * FULL_LAYERS // num_layers)
+
+
+def is_searched(num_layers: int) -> bool:
+    """Whether a model of this size is small enough for searches of many plans."""
+    return num_layers <= MOST_SEARCHED
