@@ -20,9 +20,6 @@ ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The p
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 _WIDTH_IN_FILES = 140
-"""Work that takes longer shows its progress also where standard error is no terminal."""
-
-_MOST_BETWEEN_LINES_S = 30.0
 
 
 def print_json(document: Any) -> None:

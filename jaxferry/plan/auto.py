@@ -99,10 +99,10 @@ class AutoSearch:
         best = unlimited if budget_bytes is None else self._best(budget_bytes)
         assert unlimited is not None
         placed, most = self._on_device(budget_bytes), self._on_device(None)
-        if best is not None and placed is not None and most is not None and placed.objective_s < best.objective_s:
-            return self._with_details(placed, most, budget_bytes)
         if most is not None and most.objective_s < unlimited.objective_s:
             unlimited = dataclasses.replace(unlimited, objective_s=most.objective_s, needed_bytes=most.needed_bytes)
+        if best is not None and placed is not None and placed.objective_s < best.objective_s:
+            return self._with_details(placed, unlimited, budget_bytes)
         if best is None:
             leanest = self._frontier()[-1]
             check_budget(Auto.name, budget_bytes or 0, leanest.needed_bytes, int(leanest.recomputes.sum()))
@@ -132,7 +132,7 @@ class AutoSearch:
             self._placed = DeviceUpdateSearch(Auto.name, self.profile, self._frontier())
         return self._placed.best(budget_bytes)
 
-    def _with_details(self, placed: Placed, unlimited: Placed, budget_bytes: int | None) -> Plan:
+    def _with_details(self, placed: Placed, unlimited: Best, budget_bytes: int | None) -> Plan:
         simulated = simulate(self.profile, placed.plan)
         limited = placed.objective_s > unlimited.objective_s * (1 + _ROUNDING)
         details = {

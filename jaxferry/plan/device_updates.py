@@ -14,13 +14,14 @@ import numpy as np
 from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT, as_updated
 from jaxferry.modes import UpdatePlace
 from jaxferry.plan.base import Objective
+from jaxferry.plan.effort import fewer
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, plan_of
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import needed_bytes
 from jaxferry.simulate.report import simulate
 
-_POINTS = 12
+_POINTS, _LEAST_POINTS = 12, 2
 _STARTS = 8
 
 
@@ -75,7 +76,9 @@ class DeviceUpdateSearch:
             groups,
             groups[::-1],
         ]
-        points = np.unique(np.linspace(1, len(groups), min(_POINTS, len(groups))).astype(int))
+        most = min(fewer(_POINTS, len(layers), _LEAST_POINTS), len(groups))
+        orders = orders[: fewer(len(orders), len(layers))]
+        points = np.unique(np.linspace(1, len(groups), most).astype(int))
         return list(dict.fromkeys(frozenset(order[:count]) for order in orders for count in points))
 
     def _best_of(self, groups: frozenset[int], budget_bytes: int | None) -> Placed | None:
