@@ -133,6 +133,16 @@ def test_the_way_of_accelerators_computes_the_same(options, transport, monkeypat
     accelerator.check()
 
 
+@pytest.mark.parametrize("optimizer", [jaxferry.adamw(1e-2), optax.adamw(1e-2)], ids=["fused", "optax"])
+def test_twenty_steps_differ_by_rounding_alone(optimizer):
+    expected_step, step = make([], optimizer), make(PLACES["all"], optimizer)
+    expected, expected_losses = train(expected_step, expected_step.init(PARAMS), 20)
+    state, losses = train(step, step.init(PARAMS), 20)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    for leaf, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6 * np.max(np.abs(other)))
+
+
 def test_one_plan_has_the_same_bits_run_after_run():
     step = make(["embed", "layer_1"])
     (one, losses), (other, same) = (train(step, step.init(PARAMS)) for _ in range(2))
