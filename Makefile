@@ -25,16 +25,19 @@ TRAIN_EXTRAS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo examples,cuda13 ||
 NATIVE_SOURCES := $(shell find xla_ffi -type f)
 
 .DELETE_ON_ERROR:
-.PHONY: help train test sanitize lint format typecheck install-train install-test install-dev install-all clean
+.PHONY: help train test attack sanitize lint format typecheck install-train install-test install-dev install-all clean
 
 help:
-	@echo "make train | test | sanitize | lint | format | typecheck | clean      (README.md, CONTRIBUTING.md)"
+	@echo "make train | test | attack | sanitize | lint | format | typecheck | clean      (README.md, CONTRIBUTING.md)"
 
 train: install-train
 	@$(VENV)/bin/python examples/$(EXAMPLE)/train.py $(ARGS)
 
 test: install-test
 	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(if $(SLOW),,-m "not slow") $(ARGS)
+
+attack: install-test
+	@$(VENV)/bin/python tests/attack/campaign.py --seconds $(or $(SECONDS),600) $(ARGS)
 
 sanitize: install-test
 	@tools/sanitize $(ARGS)

@@ -10,6 +10,12 @@ import pytest
 
 from native.native_operations import DTYPES, check_product, check_same, numbers
 
+
+def slow(*values):
+    """Values of a parametrized test that only slow runs try."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 ALL = pytest.mark.parametrize("dtype", list(DTYPES))
 
 
@@ -48,7 +54,7 @@ class CopySuite:
     @ALL
     @pytest.mark.parametrize("kind", list(DTYPES))
     @pytest.mark.parametrize("accumulate", [False, True])
-    @pytest.mark.parametrize(("offset", "size"), [(0, 64), (3, 9001), (1, 5), (7, 0)])
+    @pytest.mark.parametrize(("offset", "size"), [(0, 64), (3, 9001), slow(1, 5), (7, 0)])
     def test_a_store_writes_or_adds_its_range_alone_and_in_place(
         self, operations, dtype, kind, accumulate, offset, size
     ):
@@ -88,7 +94,7 @@ class ProductSuite:
     @pytest.mark.parametrize("kind", list(DTYPES))
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize("method", [1, 2])
-    @pytest.mark.parametrize(("m", "k", "n", "offset"), [(3, 64, 96, 8), (1, 300, 70, 0), (13, 37, 41, 5)])
+    @pytest.mark.parametrize(("m", "k", "n", "offset"), [(3, 64, 96, 8), slow(1, 300, 70, 0), (13, 37, 41, 5)])
     def test_a_product_is_that_of_the_weight_as_x_has_it(
         self, operations, dtype, kind, transpose, method, m, k, n, offset
     ):
@@ -146,7 +152,7 @@ class ProductSuite:
     @pytest.mark.parametrize("transpose", [False, True])
     @pytest.mark.parametrize("accumulate", [False, True])
     @pytest.mark.parametrize("round_to", [None, "bfloat16"])
-    @pytest.mark.parametrize(("m", "k", "n", "offset"), [(6, 48, 40, 0), (1, 33, 65, 3)])
+    @pytest.mark.parametrize(("m", "k", "n", "offset"), [slow(6, 48, 40, 0), (1, 33, 65, 3)])
     def test_a_gradient_of_a_product_lands_in_its_range(
         self, operations, dtype, kind, transpose, accumulate, round_to, m, k, n, offset
     ):

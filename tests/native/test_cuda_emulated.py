@@ -25,6 +25,11 @@ from planned import assert_same_bits
 from recorded import check_times
 
 
+def seeds(count, quick):
+    """Seeds, of which only the first ones are quick."""
+    return [seed if seed < quick else pytest.param(seed, marks=pytest.mark.slow) for seed in range(count)]
+
+
 # XLA takes each name once in a process, and worksteal may come back to this module.
 @pytest.fixture(scope="session")
 def library():
@@ -82,7 +87,7 @@ class TestCopies(CopySuite):
 
 
 class TestProducts(ProductSuite):
-    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("seed", seeds(20, quick=5))
     def test_no_order_that_the_events_allow_mixes_panels(self, operations, library, seed):
         library.emulation_seed(seed)
         k, n = 16, 200
@@ -98,7 +103,7 @@ class TestProducts(ProductSuite):
         )
         check_product(np.asarray(gradient).reshape(n, k), dy.T, x, "float32", 2.0**-18)
 
-    @pytest.mark.parametrize("seed", range(10))
+    @pytest.mark.parametrize("seed", seeds(10, quick=3))
     def test_panels_arrive_after_what_used_the_scratch_before(self, operations, library, seed):
         library.emulation_seed(seed)
         x, vector = numbers(1, (20, 16)), numbers(2, 16 * 200)
@@ -156,7 +161,7 @@ class TestFailures:
 
 
 class TestFerry(FerrySuite):
-    @pytest.mark.parametrize("seed", range(10))
+    @pytest.mark.parametrize("seed", seeds(10, quick=3))
     def test_copies_start_after_what_the_program_did_before(self, operations, library, seed):
         library.emulation_seed(seed)
         array, vector = operations.device(np.zeros(100, np.float32)), operations.host(np.zeros(100, np.float32))
@@ -164,7 +169,7 @@ class TestFerry(FerrySuite):
         (found,) = operations.wait(operations.ferry_store([array], vector, [0]))
         np.testing.assert_array_equal(np.asarray(found).view(np.uint8), 1)
 
-    @pytest.mark.parametrize("seed", range(10))
+    @pytest.mark.parametrize("seed", seeds(10, quick=3))
     def test_a_thread_that_has_waited_finds_what_was_stored(self, operations, library, seed):
         library.emulation_seed(seed)
         array, before = operations.device(numbers(5, 1000)), operations.host(np.zeros(1000, np.float32))
@@ -194,7 +199,7 @@ class TestMarks(MarkSuite):
     def marks(self, library):
         return emulated_cuda.functions(library)
 
-    @pytest.mark.parametrize("seed", range(10))
+    @pytest.mark.parametrize("seed", seeds(10, quick=3))
     def test_no_order_that_the_events_allow_mixes_times(self, operations, library, marks, tokens, seed):
         library.emulation_seed(seed)
         self.test_copies_start_and_end_in_the_order_of_their_queue(operations, marks, tokens)

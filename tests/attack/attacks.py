@@ -1,0 +1,326 @@
+"""Single attacks on the library: each does one random harm and asserts that nothing is lost or silently wrong.
+
+An attack is a function of a random number generator and of what the attacks share (`Shared`). It raises if the library
+loses something, or answers with another error than the documented one.
+"""
+
+import contextlib
+import copy
+import functools
+import json
+import os
+import shutil
+import signal
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxferry
+import killed_saves
+from checkpoints import content, plain
+from jaxferry.engine import checkpoint
+from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.partition import partition
+from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.plan.registry import policies
+from jaxferry.planning import make_plan
+from jaxferry.profiling.records import Profile
+from jaxferry.weights.instance import Instance
+from profiles import transformer
+
+ABOUT = "about/metadata"
+LOSS_RTOL = 2e-5
+BATCH = np.linspace(-1, 1, 16, dtype=np.float32).reshape(2, 8)
+
+
+class Shared(contextlib.ExitStack):
+    """What the attacks of a campaign share; a context.
+
+    Attributes:
+      folder: where they may write.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="jaxferry-attack-")))
+
+    @functools.cached_property
+    def saves(self):
+        """Forks processes that save and are killed."""
+        return self.enter_context(killed_saves.server())
+
+    @functools.cached_property
+    def good(self):
+        """A checkpoint."""
+        checkpoint.save(content(), self.folder / "good")
+        return self.folder / "good"
+
+    def fresh(self):
+        """An empty folder."""
+        return Path(tempfile.mkdtemp(dir=self.folder))
+
+    def damaged(self):
+        """A copy of a good checkpoint."""
+        return shutil.copytree(self.good, self.fresh() / "saved")
+
+
+def loaded(path):
+    """The content of a checkpoint; None if it is refused by the documented error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return plain(checkpoint.load(path))
+        except jaxferry.CheckpointError as error:
+            assert str(path) in str(error), error
+            return None
+
+
+def flip(rng, shared):
+    """Flips bits of a file of a checkpoint."""
+    saved = shared.damaged()
+    file = rng.choice([path for path in sorted(saved.rglob("*")) if path.is_file() and path.stat().st_size])
+    data = bytearray(file.read_bytes())
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+    assert loaded(saved) in (None, plain(content())), file
+
+
+def cut(rng, shared):
+    """Cuts a file of a checkpoint short, empties it, or deletes it."""
+    saved = shared.damaged()
+    file = rng.choice([path for path in sorted(saved.rglob("*")) if path.is_file()])
+    if rng.random() < 0.3:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: rng.randrange(file.stat().st_size + 1)])
+    assert loaded(saved) in (None, plain(content())), file
+
+
+def about(rng, shared):
+    """Changes the JSON about a checkpoint."""
+    saved = shared.damaged()
+    document = json.loads((saved / ABOUT).read_text())
+    (saved / ABOUT).write_text(json.dumps(mutated(document, rng)))
+    assert loaded(saved) in (None, plain(content()))
+
+
+def kill(rng, shared):
+    """Kills a process that replaces a checkpoint."""
+    path = shared.fresh() / "saved"
+    checkpoint.save(content(1), path)
+    no_exchange = rng.random() < 0.5
+    shared.saves.ask(path=path, seeds=[2], no_exchange=no_exchange, kill_after_s=rng.uniform(0, 0.3))
+    assert loaded(path) in (plain(content(1)), plain(content(2)))
+    checkpoint_of_others_is_swept(path)
+
+
+def checkpoint_of_others_is_swept(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.save(content(3), path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["saved"]
+    assert loaded(path) == plain(content(3))
+
+
+def full_disk(rng, shared):
+    """Limits the size of files to what a checkpoint's do not keep to."""
+    path = shared.fresh() / "saved"
+    checkpoint.save(content(1), path)
+    (answer,) = shared.saves.ask(path=path, seeds=[2], max_file_bytes=rng.randrange(4000))
+    if "error" in answer:
+        assert answer["error"].startswith(f"CheckpointError: cannot write to {path}: "), answer
+        assert loaded(path) == plain(content(1))
+    else:
+        assert loaded(path) == plain(content(2))
+    assert [entry.name for entry in path.parent.iterdir()] == ["saved"]
+
+
+def records(rng, shared):
+    """Reads profiles, plans and instances with a random change; they are refused by a line, or written as read."""
+    profile = transformer(rng.randrange(2, 6), rng.randrange(99))
+    kind, document = rng.choice(
+        [
+            (Profile, profile.to_json()),
+            (Plan, make_plan(profile, "memferry").to_json()),
+            (Instance, INSTANCE),
+        ]
+    )
+    try:
+        record = kind.from_json(mutated(copy.deepcopy(document), rng))
+    except InputError as error:
+        assert str(error) and "\n" not in str(error)
+        return
+    if hasattr(record, "to_json"):
+        assert kind.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+INSTANCE = {
+    "bandwidth_bytes_per_s": 1e9,
+    "memory_bytes": 4000,
+    "weights": [1000, 2000, 1500],
+    "activations": [100, 100, 100, 100],
+    "forward_s": [1e-6, 2e-6, 1e-6],
+    "backward_s": [2e-6, 4e-6, 2e-6],
+}
+
+
+def budget(rng, shared):
+    """Plans within a random budget; the plan fits, or the error names a budget that does."""
+    profile = transformer(rng.randrange(2, 12), rng.randrange(999), tied=rng.random() < 0.3)
+    policy, size = rng.choice(sorted(policies())), int(10 ** rng.uniform(6, 10))
+    try:
+        plan = make_plan(profile, policy, memory_budget_bytes=size)
+    except jaxferry.BudgetError as error:
+        assert error.smallest_bytes > size
+        size = error.smallest_bytes
+        plan = make_plan(profile, policy, memory_budget_bytes=size)
+    assert plan.predicted.peak_device_bytes <= size
+
+
+def model(rng, shared):
+    """Trains a random model under a random plan beside plain Optax."""
+    loss_fn, params = random_model(rng)
+    optimizer = rng.choice([jaxferry.adamw(1e-2), optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9), optax.lion(1e-3)])
+    segments = partition(loss_fn, params, (BATCH,)).segments
+    options = {"plan": random_plan(rng, [segment.name for segment in segments])}
+    options |= rng.choice([{}, {"clip_norm": 0.1}, {"accumulate": 2}, {"remat": "full"}, {"skip_nonfinite": True}])
+    options["transport"] = rng.choice(["ferry", "device_put"])
+    every, clip = options.get("accumulate", 1), options.get("clip_norm")
+    reference = optax.chain(optax.clip_by_global_norm(clip), optimizer) if clip else optimizer
+    reference = optax.MultiSteps(reference, every) if every > 1 else reference
+    step = jaxferry.train_step(loss_fn, optimizer, **options)
+    state, own, opt_state = step.init(params), params, reference.init(params)
+    for _ in range(4):
+        state, metrics = step(state, BATCH)
+        loss, gradients = jax.value_and_grad(loss_fn)(own, BATCH)
+        updates, opt_state = reference.update(gradients, opt_state, own)
+        own = optax.apply_updates(own, updates)
+        np.testing.assert_allclose(float(metrics["loss"]), float(loss), rtol=LOSS_RTOL, err_msg=str(options))
+    state.settle()
+
+
+def random_model(rng):
+    """A chain of layers of random widths, one of which may be used twice."""
+    numbers = np.random.default_rng(rng.randrange(2**32))
+    count, width = rng.randrange(1, 5), BATCH.shape[1]
+    params = {
+        f"l{i}": {"w": numbers.normal(size=(width, width)).astype(np.float32) / 4, "b": np.zeros(width, np.float32)}
+        for i in range(count)
+    }
+    order = [*range(count), *([0] if rng.random() < 0.3 else [])]
+
+    def loss_fn(params, batch):
+        x = batch
+        for i in order:
+            x = x + jnp.tanh(x @ params[f"l{i}"]["w"] + params[f"l{i}"]["b"])
+        return jnp.mean(jnp.square(x))
+
+    return loss_fn, params
+
+
+def random_plan(rng, names):
+    """Random modes and gradients; uses of one layer agree on where it is updated."""
+    groups = sorted({name.partition("#")[0] for name in names})
+    on_device = {group for group in groups if rng.random() < 0.25}
+    layers = [
+        LayerPlan(name, Mode.RESIDENT, update=UpdatePlace.RESIDENT)
+        if name.partition("#")[0] in on_device
+        else LayerPlan(name, rng.choice(list(Mode)), rng.choice(list(GradientPlace)))
+        for name in names
+    ]
+    return Plan("random", 1.0, tuple(layers), update_order=rng.choice(["backward", "need"]))
+
+
+def interrupt(rng, shared):
+    """A signal whose handler raises comes at any moment of a step; the state is that before or after it."""
+    loss_fn, params = random_model(rng)
+    step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2))
+    expected, reference = [params], step.init(params)
+    for _ in range(3):
+        reference, _ = step(reference, BATCH)
+        expected.append(reference.params)
+    state = step.init(params)
+
+    def leave(number, frame):
+        raise SystemExit(number)
+
+    before = signal.signal(signal.SIGALRM, leave)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, 3e-2))
+        while state.step < 2:
+            state, _ = step(state, BATCH)
+    except SystemExit:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    while state.step < 3:
+        same(state.params, expected[state.step])
+        state, _ = step(state, BATCH)
+    same(state.params, expected[3])
+
+
+def same(tree, other):
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        assert np.array_equal(a, b)
+
+
+def fork(rng, shared):
+    """A forked child uses the step; it is refused at once, and the parent goes on."""
+    loss_fn, params = random_model(rng)
+    step = jaxferry.train_step(loss_fn, optax.sgd(1e-2))
+    state = step.init(params)
+    state, _ = step(state, BATCH)
+    use = rng.choice([lambda: step(state, BATCH), lambda: step.init(params), lambda: step.evaluate(state, BATCH)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(30)  # a child that hangs is killed
+            use()
+        except jaxferry.StateError:
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    step(state, BATCH)
+
+
+_NUMBERS = [0, -1, 1.5, 1e300, float("nan"), float("inf"), 2**70]
+_ODD = [*_NUMBERS, None, True, False, "", "x", "\u0000", "1" * 99, [], {}, [[]]]
+
+
+def mutated(document, rng):
+    """The document with one random place replaced, deleted, renamed or doubled."""
+    place, key = document, None
+    parent = None
+    while isinstance(place, (dict, list)) and place and (parent is None or rng.random() < 0.85):
+        parent, key = place, rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
+        place = parent[key]
+    if parent is None:
+        return rng.choice(_ODD)
+    how = rng.choice(["replace", "replace", "delete", "rename", "double"])
+    if how == "delete":
+        del parent[key]
+    elif how == "rename" and isinstance(parent, dict):
+        parent[f"{key}{rng.choice(['_', 'x', ' '])}"] = parent.pop(key)
+    elif how == "double" and isinstance(parent, list):
+        parent.insert(key, copy.deepcopy(place))
+    else:
+        parent[key] = copy.deepcopy(rng.choice(_ODD))
+    return document
+
+
+ATTACKS = {
+    function.__name__.replace("_", "-"): function
+    for function in (flip, cut, about, kill, full_disk, records, budget, model, interrupt, fork)
+}

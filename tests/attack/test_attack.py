@@ -1,0 +1,24 @@
+"""A short campaign in every run of the tests; `make attack SECONDS=600` runs longer ones."""
+
+import pytest
+
+from attack import campaign
+from attack.attacks import ATTACKS
+
+
+@pytest.mark.parametrize("tries", [pytest.param(2, id="short"), pytest.param(60, id="long", marks=pytest.mark.slow)])
+def test_nothing_gets_through(tries):
+    results = campaign.run(list(ATTACKS), seconds=500, tries=tries)
+    assert {name: result["lost"] for name, result in results.items()} == dict.fromkeys(ATTACKS, [])
+    assert all(result["tried"] > 0 for result in results.values())
+
+
+def test_what_gets_through_is_counted_and_named(monkeypatch):
+    def broken(rng, shared):
+        assert rng.random() < 0.5, "too large"
+
+    monkeypatch.setitem(ATTACKS, "fork", broken)
+    lines = []
+    result = campaign.run(["fork"], seconds=500, tries=40, report=lines.append)["fork"]
+    assert result["held"] + len(result["lost"]) == result["tried"] == 40 and 0 < result["held"] < 40
+    assert len(lines) == len(result["lost"]) and "too large" in lines[0]
