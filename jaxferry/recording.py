@@ -16,11 +16,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Self
 
-from jaxferry.engine import StepProgram
-from jaxferry.engine.facts import with_program_facts, without_times
 from jaxferry.errors import InputError
 from jaxferry.plan.records import Plan
-from jaxferry.profiling.records import LayerProfile
 from jaxferry.records import (
     check_bytes,
     check_choice,
@@ -32,9 +29,7 @@ from jaxferry.records import (
     required,
     write_json,
 )
-from jaxferry.schedule import Kind, Lane, Run, Task
-from jaxferry.simulate.machine import device_bytes
-from jaxferry.simulate.report import link_bytes
+from jaxferry.schedule import Kind, Lane
 
 FORMAT = "jaxferry.recording/1"
 
@@ -145,40 +140,3 @@ class Recording:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the recording to a file."""
         write_json(path, self.to_json())
-
-
-def make_recording(
-    run: Run,
-    program: StepProgram,
-    *,
-    num_steps: int,
-    accumulate: int = 1,
-    model: str = "model",
-    machine: Mapping[str, Any] | None = None,
-) -> Recording:
-    """Makes a recording of the last steps.
-
-    Args:
-      run: their times, from `TrainStep.recorded`.
-      program: the step program that ran: `TrainStep.prepare(batch).program`.
-      num_steps: number of steps taken, which is `state.step`; the last of them is the last one of `run`.
-      accumulate: as in `train_step`.
-      model: the model's name.
-      machine: facts about the machine.
-    """
-    parts = program.partition
-    layers = with_program_facts(without_times(parts), parts, program.derivatives).layers
-    first = num_steps - run.schedule.steps
-    tasks = []
-    for task, start_s, end_s in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
-        layer, step = layers[task.segment], first + task.step
-        moved = _moved_bytes(layer, task)
-        tasks.append(
-            RecordedTask(task.name, task.kind, layer.name, task.lane, step, step % accumulate, moved, start_s, end_s)
-        )
-    return Recording(model, machine or {}, accumulate, program.plan, tuple(tasks), tuple(device_bytes(run)))
-
-
-def _moved_bytes(layer: LayerProfile, task: Task) -> int:
-    """The bytes of a task on the host link; of a lookup's gradient only the rows leave."""
-    return layer.device_gradient_bytes if task.kind is Kind.OFFLOAD else link_bytes(layer, task)

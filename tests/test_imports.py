@@ -42,6 +42,7 @@ LAYERS = (
     ("compare",),
     ("dry_run",),
     ("fitting", "recording"),
+    ("record_steps",),
     ("report",),
     ("cli",),
     ("__main__",),

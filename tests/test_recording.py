@@ -10,7 +10,8 @@ import pytest
 import jaxferry
 from jaxferry.errors import InputError
 from jaxferry.plan.records import Plan
-from jaxferry.recording import Recording, make_recording
+from jaxferry.record_steps import make_recording
+from jaxferry.recording import Recording
 from jaxferry.schedule import Kind, Lane
 
 WIDTH, DEPTH = 16, 3

@@ -29,7 +29,7 @@ from jaxferry.engine.host.checkpoint import Keep, check_target
 from jaxferry.engine.interrupts import Terminated, raising_terminated
 from jaxferry.errors import CheckpointError, InputError
 from jaxferry.plan.registry import policies
-from jaxferry.recording import make_recording
+from jaxferry.record_steps import make_recording
 from jaxferry.records import write_json
 from jaxferry.report.tables import plan_table
 from jaxferry.simulate.trace import chrome_trace
