@@ -1,6 +1,7 @@
-"""Reads pretrained weights from safetensors files: opens tensors lazily and arranges them in a model's tree.
+"""Reads weights from safetensors files, and writes them: opens tensors lazily and arranges them in a model's tree.
 
     files --open_safetensors--> tensors by name --arrange--> the model's tree --step.init--> masters, block by block
+      ^---------------------------save_safetensors---------------------------------- state.params
 
 No whole tensor exists outside the file and the masters, so reading a model needs little more host memory than training
 it.
@@ -25,6 +26,8 @@ from jaxferry.errors import InputError
 from jaxferry.partition.groups import leaf_paths
 
 INDEX_FILE = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5_000_000_000
+"""Maximum bytes of the tensors in one file that `save_safetensors` writes, by default."""
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -181,6 +184,107 @@ def arrange(
     if problems:
         raise InputError(f"the tensors do not fit the model; {'; '.join(problems)}")
     return jax.tree.unflatten(tree, arranged)
+
+
+def save_safetensors(
+    folder: str | os.PathLike[str],
+    params: Any,
+    source_of: Callable[[tuple[str, ...]], Source | str | None],
+    dtype: Any = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[Path]:
+    """Writes parameters in Hugging Face's format, under the names that `arrange` reads; returns the tensors' files.
+
+    One file is `model.safetensors`; several are numbered and have an index. The tensors of one file are in memory at a
+    time, beside `params`.
+
+    Args:
+      folder: where to write; created if it is missing.
+      params: the model's tree of parameters, such as `state.params`.
+      source_of: as in `arrange`; parameters of which it returns None are left out.
+      dtype: floating-point tensors are cast to this dtype, such as `jnp.bfloat16`; None keeps theirs.
+      max_file_bytes: maximum bytes of the tensors in a file; a single tensor is never cut.
+
+    Raises:
+      InputError: if the folder holds safetensors files, two parameters have one name, a parameter to transpose is not a
+        matrix, a dtype has no name in the format, or the package `safetensors` is missing.
+    """
+    folder = Path(folder)
+    others = sorted(file.name for pattern in ("*.safetensors", INDEX_FILE) for file in folder.glob(pattern))
+    if others:
+        raise InputError(f"{folder} holds {_listed(others)}: give an empty folder")
+    save_file = _safetensors_writer()
+    parts = _parts(_named_leaves(params, source_of, dtype), max_file_bytes)
+    names = [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
+    files = [folder / name for name in (names if len(parts) > 1 else ["model.safetensors"])]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, part in zip(files, parts, strict=True):
+        save_file({leaf.name: leaf.read() for leaf in part}, file, metadata={"format": "pt"})
+    if len(parts) > 1:
+        placed = {leaf.name: file.name for file, part in zip(files, parts, strict=True) for leaf in part}
+        total = sum(leaf.num_bytes for part in parts for leaf in part)
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    return files
+
+
+@dataclasses.dataclass(frozen=True)
+class _NamedLeaf:
+    """A parameter to write: its tensor's name, its array and dtype, and whether the tensor is its transpose."""
+
+    name: str
+    leaf: Any
+    dtype: np.dtype
+    is_transposed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.leaf.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        array = np.asarray(self.leaf)
+        return np.array(array.T if self.is_transposed else array, self.dtype, order="C")
+
+
+def _named_leaves(
+    params: Any, source_of: Callable[[tuple[str, ...]], Source | str | None], dtype: Any
+) -> list[_NamedLeaf]:
+    found: dict[str, _NamedLeaf] = {}
+    for path, leaf in zip(leaf_paths(params), jax.tree.leaves(params), strict=True):
+        source = _as_source(source_of(path))
+        if source is None:
+            continue
+        where = "/".join(path)
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        own = np.dtype(leaf.dtype if dtype is None or not is_float else dtype)
+        if source.name in found:
+            raise InputError(f"{where} and another parameter have the same tensor, {source.name}")
+        if source.is_transposed and len(leaf.shape) != 2:
+            raise InputError(f"{where} of shape {tuple(leaf.shape)} is not a matrix and cannot be transposed")
+        if own not in _DTYPES.values():
+            raise InputError(f"{where} is of {own}, which cannot be written; give dtype=, such as jnp.float32")
+        found[source.name] = _NamedLeaf(source.name, leaf, own, source.is_transposed)
+    return list(found.values())
+
+
+def _parts(leaves: Iterable[_NamedLeaf], max_bytes: int) -> list[list[_NamedLeaf]]:
+    """Splits tensors, in order, into files."""
+    parts: list[list[_NamedLeaf]] = [[]]
+    for leaf in leaves:
+        if parts[-1] and sum(other.num_bytes for other in parts[-1]) + leaf.num_bytes > max_bytes:
+            parts.append([])
+        parts[-1].append(leaf)
+    return parts
+
+
+def _safetensors_writer() -> Callable[..., None]:
+    try:
+        from safetensors.numpy import save_file
+    except ImportError as error:
+        raise InputError(
+            "writing .safetensors files needs the package safetensors: pip install 'jaxferry[safetensors]'"
+        ) from error
+    return save_file
 
 
 _FLOATING = frozenset(_DTYPES[name] for name in ("F64", "F32", "F16", "BF16"))

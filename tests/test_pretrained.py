@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import save_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 import jaxferry
 from jaxferry import pretrained
@@ -167,6 +168,67 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(jaxferry.InputError, match=r"pip install 'jaxferry\[safetensors\]'"):
         pretrained.open_safetensors(file)
+
+
+def written(folder, **options):
+    """Writes TENSORS as the parameters that `source_of` reads them into; returns the tree and the files."""
+    params = {"layer": TENSORS | {"weight": np.ascontiguousarray(TENSORS["weight"].T)}}
+    return params, pretrained.save_safetensors(folder, params, source_of, **options)
+
+
+@pytest.mark.parametrize(("max_file_bytes", "num_files"), [(10**9, 1), (600, 3), (1, 6)])
+def test_written_tensors_are_those_that_were_read(max_file_bytes, num_files, tmp_path):
+    params, files = written(tmp_path / "new", max_file_bytes=max_file_bytes)
+    assert len(files) == num_files
+    stored = {name: array for file in files for name, array in load_file(file).items()}
+    assert stored.keys() == TENSORS.keys()
+    for name, array in TENSORS.items():
+        assert (stored[name].dtype, stored[name].shape) == (array.dtype, array.shape)
+        assert stored[name].tobytes() == np.ascontiguousarray(array).tobytes()
+    arranged = pretrained.arrange(pretrained.open_safetensors(tmp_path / "new"), params_like(), source_of)
+    assert_same_bits(jax.tree.map(np.asarray, arranged), params)
+    with safe_open(files[0], framework="np") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_tensors_are_written_in_another_dtype(tmp_path):
+    _, [file] = written(tmp_path, dtype=jnp.bfloat16)
+    stored = load_file(file)
+    assert {array.dtype for array in stored.values()} == {np.dtype(jnp.bfloat16)}
+    np.testing.assert_array_equal(stored["weight"], TENSORS["weight"].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("params", "name_of", "message"),
+    [
+        ({"a": np.ones(2), "b": np.ones(2)}, lambda path: "same", "b and another parameter have the same tensor, same"),
+        ({"a": np.ones(2)}, lambda path: pretrained.Source("a", True), r"a of shape \(2,\) is not a matrix"),
+        ({"a": np.ones(2, np.complex64)}, lambda path: "a", "a is of complex64, which cannot be written; give dtype="),
+    ],
+)
+def test_what_cannot_be_written_is_refused_and_leaves_no_file(params, name_of, message, tmp_path):
+    with pytest.raises(jaxferry.InputError, match=message):
+        pretrained.save_safetensors(tmp_path / "new", params, name_of)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_are_not_mixed_with_those_of_another_checkpoint(tmp_path):
+    save(TENSORS, tmp_path / "model.safetensors")
+    with pytest.raises(jaxferry.InputError, match=r"holds model\.safetensors: give an empty folder"):
+        written(tmp_path)
+
+
+def test_parameters_without_a_name_are_left_out(tmp_path):
+    [file] = pretrained.save_safetensors(
+        tmp_path, {"a": np.ones(2, np.float32), "adapter": np.ones(3)}, lambda path: {"a": "model.a"}.get(path[0])
+    )
+    assert load_file(file).keys() == {"model.a"}
+
+
+def test_writing_without_the_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(jaxferry.InputError, match=r"writing .* pip install 'jaxferry\[safetensors\]'"):
+        written(tmp_path)
 
 
 READ = """

@@ -24,7 +24,12 @@ ComputeDtype = Annotated[
 Data = Annotated[Path | None, typer.Option(help="A text file or folder; default: Python's standard library.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the initial parameters and the order of the data.")]
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate after the warm-up; default: that of the size.")]
-Metrics = Annotated[Path | None, typer.Option(help="Write one JSON object per step to this file.")]
+Metrics = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write one JSON object per step to this file; or, without a suffix, a folder for TensorBoard too."
+    ),
+]
 Save = Annotated[Path | None, typer.Option(help="Save the state here at the end.")]
 SaveEvery = Annotated[
     int, typer.Option(min=0, help="Also save it after every so many steps, in the background; 0 for not.")
@@ -35,6 +40,7 @@ Weights = Annotated[
     Path | None,
     typer.Option(help="A folder with pretrained weights in .safetensors, and tokenizer.json."),
 ]
+Export = Annotated[Path | None, typer.Option(help="Write the trained weights to this folder in Hugging Face's format.")]
 SampleTokens = Annotated[int, typer.Option(min=0, help="Length of the text generated at the end.")]
 FillTokens = Annotated[int, typer.Option(min=0, help="Number of masked tokens filled in at the end.")]
 

@@ -4,11 +4,13 @@ They are shuffled once with a fixed seed; the last ones are for validation. Larg
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
 from sklearn.datasets import load_digits
 
+from examples.common.batches import shuffled
 from jaxferry.errors import InputError
 
 VALIDATION_SHARE = 0.2
@@ -55,9 +57,14 @@ class Batches:
 
     def __call__(self, step):
         """Returns the batch of a step: `images`, float32 [B, size, size, num_colours], and `labels`, int32 [B]."""
-        chosen = np.random.default_rng((self.seed, step)).integers(len(self.digits.labels), size=self.batch_size)
+        chosen = self.chosen[step]
         images = enlarge(self.digits.images[chosen], self.size, self.num_colours)
         return {"images": np.ascontiguousarray(images), "labels": self.digits.labels[chosen]}
+
+    @functools.cached_property
+    def chosen(self):
+        """The digits of each step, shuffled by Grain: [B] by step."""
+        return shuffled(len(self.digits.labels), self.batch_size, self.seed)
 
 
 def accuracy_of(step, state, predict, digits, config, batch_size, *args):

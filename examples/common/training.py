@@ -10,7 +10,6 @@ they are written with the metrics, and their means are printed with the validati
 import contextlib
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jaxferry
+from examples.common.metrics import open_metrics
 from jaxferry.engine.interrupts import Terminated, deferred_interrupts, raising_terminated
 from jaxferry.errors import CheckpointError, InputError
 
@@ -72,7 +72,7 @@ class Run:
 
         Args:
           steps: the step to train up to.
-          metrics_file: where to write one JSON object per step.
+          metrics_file: where to write each step's metrics, see `open_metrics`.
           save: the folder to save to, at the end, after Ctrl-C and after SIGTERM.
           save_every: saves after every so many steps as well, while training goes on; 0 does not.
           keep_last: how many saved states to keep, in folders within `save` named by step; None keeps one, in `save`.
@@ -98,13 +98,13 @@ class Run:
     def train(self, steps, metrics_file, append, save_every=0, save_one=None):
         """Trains up to a step and shows the progress; returns the exit status as `finish` does."""
         with contextlib.ExitStack() as stack:
-            out = stack.enter_context(open(metrics_file, "a" if append else "w")) if metrics_file else None
+            write = stack.enter_context(open_metrics(metrics_file, append))
             progress = stack.enter_context(make_progress())
             task = progress.add_task("compiling", total=steps, completed=self.state.step)
             try:
                 is_compiled = False
                 while self.state.step < steps:
-                    record = self.train_one(out, is_compiled)
+                    record = self.train_one(write, is_compiled)
                     is_compiled = True
                     speed = f"{record[f'{self.unit}_per_s']:,.0f} {self.unit}/s  {record['step_s']:.3f} s/step"
                     told = f"loss {record['loss']:.4f}  {speed}"
@@ -119,8 +119,8 @@ class Run:
                 return 130
         return 0
 
-    def train_one(self, out, is_compiled):
-        """Runs one step; returns its record for --metrics and writes it to the file, if any."""
+    def train_one(self, write, is_compiled):
+        """Runs one step; writes its record for --metrics and returns it."""
         start_s = time.perf_counter()
         index = self.state.step
         batch = {**self.train_batches(index), **self.carried}
@@ -139,8 +139,7 @@ class Run:
                 "step_s": step_s,
                 "device_param_bytes_peak": int(metrics["device_param_bytes_peak"]),
             }
-            if out:
-                print(json.dumps(record), file=out, flush=True)
+            write(record)
         return record
 
     def split(self, aux):

@@ -45,6 +45,7 @@ def train(
     keep_last: command_line.KeepLast = None,
     resume: command_line.Resume = None,
     weights: command_line.Weights = None,
+    export: command_line.Export = None,
     sample_tokens: command_line.SampleTokens = 96,
 ) -> int:
     config = command_line.read_size(model.SIZES, size, seq)
@@ -65,6 +66,8 @@ def train(
     num_parameters = model.count_parameters(config)
     console.print(f"GPT-2 {size} with {num_parameters:,} parameters, {len(corpus.train):,} training tokens")
     status = run.finish(steps, metrics, save, save_every, keep_last)
+    if status == 0 and export:
+        published.save(config, run.state.params, export, corpus.tokenizer)
     if status == 0 and sample_tokens:
         prompt = corpus.validation[:PROMPT_TOKENS].tolist()
         print_sample(corpus.tokenizer, prompt, sample.generate(step, run.state, config, prompt, sample_tokens))

@@ -49,6 +49,7 @@ def train(
     keep_last: command_line.KeepLast = None,
     resume: command_line.Resume = None,
     weights: command_line.Weights = None,
+    export: command_line.Export = None,
     sample_tokens: command_line.SampleTokens = 96,
 ) -> int:
     config = dataclasses.replace(command_line.read_size(model.SIZES, size, seq), lora_rank=lora_rank)
@@ -72,6 +73,8 @@ def train(
         f"trained, {len(corpus.train):,} training tokens"
     )
     status = run.finish(steps, metrics, save, save_every, keep_last)
+    if status == 0 and export:
+        published.save(config, run.state.params, export, corpus.tokenizer)
     if status == 0 and sample_tokens:
         prompt = corpus.validation[:PROMPT_TOKENS].tolist()
         tokens = sample.generate(step, run.state, config, prompt, sample_tokens, cache_dtype=dtype)

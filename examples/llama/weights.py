@@ -1,9 +1,12 @@
-"""Maps the names of Llama's published weights on Hugging Face to this model's parameters.
+"""Maps the names of Llama's published weights on Hugging Face to this model's parameters, to read and to write them.
 
 PyTorch's linear layers store the transpose of a Flax kernel. Checkpoints contain no adapters; these are initialised.
 """
 
+import json
+
 import jax
+import numpy as np
 from flax import nnx
 
 from examples.llama import model
@@ -39,6 +42,63 @@ def load(config, path, seed=0):
         params = nnx.merge_state(params, adapters)
     ignored = [ROTATIONS, r"lm_head\.weight"] if config.is_tied else [ROTATIONS]
     return pretrained.arrange(pretrained.open_safetensors(path), params, source_of, ignored)
+
+
+def save(config, params, folder, tokenizer):
+    """Writes a model as Hugging Face has it: `model.safetensors`, `config.json` and `tokenizer.json`.
+
+    The products of adapters are added to the kernels: the files need no adapters.
+
+    Raises:
+      InputError: if the folder holds weights already.
+    """
+    pretrained.save_safetensors(folder, merged(config, params), source_of)
+    facts = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "hidden_size": config.channels,
+        "intermediate_size": config.hidden,
+        "max_position_embeddings": config.max_length,
+        "vocab_size": config.vocab_size,
+        "rope_theta": config.rope_base,
+        "rms_norm_eps": config.epsilon,
+        "tie_word_embeddings": config.is_tied,
+    }
+    if config.rope_scaling is not None:
+        facts["rope_scaling"] = rope_scaling(config.rope_scaling)
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def merged(config, params):
+    """Returns the parameters with the products of their adapters added to the kernels."""
+    if not config.lora_rank:
+        return params
+    found, tree = jax.tree_util.tree_flatten_with_path(params)
+    leaves = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
+    scale = config.lora_alpha / config.lora_rank
+
+    def whole(name):
+        thin = [leaves.get(name.replace("kernel", part)) for part in ("lora_a", "lora_b")]
+        if "kernel" not in name or thin[0] is None:
+            return leaves[name]
+        return leaves[name] + thin[0] @ thin[1] * np.float32(scale)
+
+    return jax.tree.unflatten(tree, [whole(name) for name in leaves])
+
+
+def rope_scaling(scaling):
+    """Returns scaled rotations as Hugging Face describes them."""
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
+        "original_max_position_embeddings": scaling.length,
+    }
 
 
 def source_of(path):

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.profiler import TraceAnnotation
 
 from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
@@ -30,9 +31,13 @@ _add = jax.jit(jnp.add)
 
 
 def execute(step: StepContext, index: int) -> Wait | None:
-    """Executes one instruction; see `lanes.Action`."""
+    """Executes one instruction; see `lanes.Action`. JAX's profiler shows it by its task's name."""
     instruction = step.program.instructions[index]
-    return OPERATIONS[instruction.operation](step, instruction)
+    operation = OPERATIONS[instruction.operation]
+    if not TraceAnnotation.is_enabled():
+        return operation(step, instruction)
+    with TraceAnnotation(instruction.task.name):
+        return operation(step, instruction)
 
 
 def load(step: StepContext, instruction: Instruction) -> None:

@@ -1,15 +1,18 @@
 """examples/common: code that the examples' own tests do not reach."""
 
 import json
+import struct
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tensorboardX.proto import event_pb2
 
 import jaxferry
 from examples.common import text
+from examples.common.batches import shuffled
 from examples.common.training import Run, read_carried
 from faults import first_save_fails
 from jaxferry.errors import InputError
@@ -50,6 +53,29 @@ def test_what_is_carried_reaches_the_next_batch_and_the_rest_is_told(tmp_path, c
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("validation loss after 5 steps: ")
     assert last.endswith(f", largest {float(jnp.abs(run.state.params['w']).max()):.4f}")
+
+
+def test_a_folder_of_metrics_holds_the_same_numbers_for_tensorboard(tmp_path):
+    started().finish(3, tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    [events] = (tmp_path / "run").glob("events.out.tfevents.*")
+    shown = read_scalars(events)
+    assert shown.keys() == records[0].keys() - {"step"}
+    for name, values in shown.items():
+        assert [step for step, _ in values] == [0, 1, 2]
+        np.testing.assert_allclose([value for _, value in values], [record[name] for record in records], 1e-6)
+
+
+def read_scalars(file):
+    """The scalars of an event file by name, each a list of step and value."""
+    content, shown = file.read_bytes(), {}
+    while content:  # length, its checksum, an event, its checksum
+        [length] = struct.unpack("<Q", content[:8])
+        event = event_pb2.Event.FromString(content[12 : 12 + length])
+        for value in event.summary.value:
+            shown.setdefault(value.tag, []).append((event.step, value.simple_value))
+        content = content[16 + length :]
+    return shown
 
 
 def test_validation_leaves_what_is_carried_alone():
@@ -99,6 +125,13 @@ def test_a_run_goes_on_if_a_save_in_between_fails(tmp_path, monkeypatch, capsys)
     assert run.finish(5, save=tmp_path / "saved", save_every=2) == 0
     assert "warning: cannot write to" in capsys.readouterr().out and len(calls) == 3
     assert started(tmp_path / "saved").state.step == 5
+
+
+def test_an_epoch_draws_every_number_once_and_the_next_in_another_order():
+    batches = shuffled(12, 4, seed=3)
+    first, second = (np.concatenate([batches[epoch * 3 + i] for i in range(3)]).tolist() for epoch in range(2))
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
 
 
 def test_a_separator_follows_each_text():

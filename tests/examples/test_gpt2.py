@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import data
 import jaxferry
@@ -251,6 +251,26 @@ def test_published_weights_become_the_model_that_they_are(prefix, params, tmp_pa
     save_file(tensors, tmp_path / "model.safetensors")
     step = jaxferry.train_step(model.make_loss(SMALL), optax.sgd(0.1))
     assert_same_bits(step.init(weights.load(SMALL, tmp_path)).params, params)
+
+
+def test_weights_that_are_written_are_the_published_ones(params, cache, text, tmp_path):
+    tensors = published(params)
+    (tmp_path / "published").mkdir()
+    save_file(tensors, tmp_path / "published" / "model.safetensors")
+    step = jaxferry.train_step(model.make_loss(SMALL), optax.sgd(0.1))
+    state = step.init(weights.load(SMALL, tmp_path / "published"))
+    tokenizer = data.train_tokenizer([text.read_text()], SMALL.vocab_size)
+    weights.save(SMALL, state.params, tmp_path / "new", tokenizer)
+    written = load_file(tmp_path / "new" / "model.safetensors")
+    kept = {name for name in tensors if name != "lm_head.weight" and not name.endswith(".attn.bias")}
+    assert written.keys() == kept
+    for name in kept:
+        assert (written[name].dtype, written[name].tobytes()) == (tensors[name].dtype, tensors[name].tobytes())
+    assert_same_bits(step.init(weights.load(SMALL, tmp_path / "new")).params, params)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (config["model_type"], config["n_layer"], config["n_embd"]) == ("gpt2", SMALL.num_layers, SMALL.channels)
+    assert (config["layer_norm_epsilon"], config["n_positions"]) == (SMALL.epsilon, SMALL.max_length)
+    assert data.load(text, SMALL.vocab_size, tmp_path / "new").tokenizer.to_str() == tokenizer.to_str()
 
 
 def test_weights_of_another_size_are_refused_by_name(params, tmp_path):

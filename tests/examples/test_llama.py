@@ -240,6 +240,18 @@ def test_published_weights_are_given_fresh_adapters(params, tokens, tmp_path):
     assert_same_bits(adapters, fresh)
 
 
+@pytest.mark.parametrize("config", [SCALED, ADAPTED], ids=["scaled and tied", "adapted"])
+def test_written_weights_are_the_model_with_its_adapters(config, tokens, text, tmp_path):
+    params = jax.tree.map(lambda leaf: leaf + np.float32(0.01), make_params(config))  # adapters start as zeros
+    weights.save(config, params, tmp_path / "new", common_text.train_byte_bpe([text.read_text()], 300))
+    plain = dataclasses.replace(config, lora_rank=0)
+    written = jax.tree.map(np.asarray, weights.load(plain, tmp_path / "new"))
+    expected, found = logits_of(config, params, tokens), logits_of(plain, written, tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    if config is SCALED:
+        assert_same_bits(written, params)
+
+
 def test_weights_of_another_model_are_refused_by_name(params, tmp_path):
     tensors = published(SMALL, params)
     tensors["model.layers.2.mlp.up_proj.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
