@@ -296,7 +296,7 @@ def fork(rng, shared):
 
 
 _NUMBERS = [0, -1, 1.5, 1e300, float("nan"), float("inf"), 2**70]
-_ODD = [*_NUMBERS, None, True, False, "", "x", "\u0000", "1" * 99, [], {}, [[]]]
+_ODD: list[object] = [*_NUMBERS, None, True, False, "", "x", "\u0000", "1" * 99, [], {}, [[]]]
 
 
 def mutated(document, rng):
