@@ -24,7 +24,7 @@ def open_metrics(path, append):
         if path is not None:
             is_folder = path.is_dir() or not path.suffix
             if is_folder:
-                path.mkdir(parents=True, exist_ok=True)
+                path.mkdir(exist_ok=True)
                 writers.append(stack.enter_context(tensorboard(path)))
             file = path / FILE if is_folder else path
             writers.append(json_lines(stack.enter_context(open(file, "a" if append else "w"))))
