@@ -12,7 +12,8 @@ import numpy as np
 from jaxferry.engine import ProgramKey, ProgramKind, RematVariants, Source, StepProgram, Target, loads_ahead, lower
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.engine.memory import footprints, peak_bytes
-from jaxferry.holdings import DHA, RELOAD
+from jaxferry.holdings import DHA, RELOAD, updated_on_device
+from jaxferry.merging import merges_of_small
 from jaxferry.partition import AUTO, partition
 from jaxferry.plan.base import make_plan
 from jaxferry.plan.records import Plan
@@ -66,7 +67,11 @@ class Traced:
         temporaries = self._temporary_bytes(program)
         ahead = loads_ahead(program, lambda loads: peak_bytes(program, temporaries, ahead=loads), budget_bytes)
         most = max(footprints(program, temporaries, ahead=ahead), key=lambda footprint: footprint.total)
+        on_device = updated_on_device(self.profile, plan)
+        first = [self.profile.layers[self.profile.groups[group][0]] for group in on_device]
+        state = {"optimizer state": sum(layer.state_bytes for layer in first)} if first else {}
         return {
+            **state,
             "parameters": most.copies + most.more_ahead,
             "gradients": most.gradients,
             "activations": most.values,
@@ -98,7 +103,8 @@ def trace(
       machine: the machine.
       compute_dtype: dtype of the parameters on the device; None for their own.
     """
-    parts = partition(loss_fn, params, (batch,), compute_dtype=compute_dtype)
+    merge = functools.partial(merges_of_small, machine=machine)
+    parts = partition(loss_fn, params, (batch,), compute_dtype=compute_dtype, merge=merge)
     variants = RematVariants(parts, AUTO)
     profile = estimate_profile(partition_costs(parts, AUTO, temporaries=True), machine)
     profile = with_program_facts(profile, variants.base, variants.derivatives)
