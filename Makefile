@@ -25,10 +25,11 @@ TRAIN_EXTRAS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo examples,cuda13 ||
 NATIVE_SOURCES := $(shell find xla_ffi -type f)
 
 .DELETE_ON_ERROR:
-.PHONY: help train test attack sanitize lint format typecheck install-train install-test install-dev install-all clean
+.PHONY: help train test attack docs sanitize lint format typecheck
+.PHONY: install-train install-test install-dev install-all clean
 
 help:
-	@echo "make train | test | attack | sanitize | lint | format | typecheck | clean      (README.md, CONTRIBUTING.md)"
+	@echo "make train | test | attack | docs | sanitize | lint | format | typecheck | clean   (README.md, CONTRIBUTING.md)"
 
 train: install-train
 	@$(VENV)/bin/python examples/$(EXAMPLE)/train.py $(ARGS)
@@ -38,6 +39,9 @@ test: install-test
 
 attack: install-test
 	@$(VENV)/bin/python tests/attack/campaign.py --seconds $(or $(SECONDS),600) $(ARGS)
+
+docs: $(VENV)/installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 sanitize: install-test
 	@tools/sanitize $(ARGS)
@@ -67,6 +71,7 @@ install-all: | $(VENV)/bin/python
 $(VENV)/installed-train: EXTRAS = $(TRAIN_EXTRAS)
 $(VENV)/installed-test: EXTRAS = $(TEST_EXTRAS)
 $(VENV)/installed-dev: EXTRAS = dev
+$(VENV)/installed-docs: EXTRAS = docs
 
 # A stamp is newer than pyproject.toml and the native sources as long as the installation is up to date.
 $(VENV)/installed-%: pyproject.toml $(NATIVE_SOURCES) | $(VENV)/bin/python
@@ -86,6 +91,6 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv "$(VENV)"
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f jaxferry/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
