@@ -16,7 +16,7 @@ import yaml
 from safetensors.numpy import save_file
 
 import jaxferry
-from jaxferry.cli import app
+from jaxferry.cli import COMMANDS, make_app
 from jaxferry.pretrained import Source
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -82,7 +82,7 @@ def command_lines():
 def test_every_command_in_the_pages_exists_with_its_options():
     found = list(command_lines())
     assert len(found) > 10
-    commands = typer.main.get_command(app).commands
+    commands = typer.main.get_command(make_app(*COMMANDS)).commands
     for page, line in found:
         words = line.split()[1:]
         if not words or words[0].startswith("-"):

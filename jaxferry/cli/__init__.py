@@ -29,8 +29,8 @@ COMMANDS = {
 """The commands with their summaries."""
 
 
-def _make_app(command: str | None) -> typer.Typer:
-    """Makes the application; all commands but the given one are a name and a summary."""
+def make_app(*loaded: str | None) -> typer.Typer:
+    """Makes the application; all commands but the given ones are a name and a summary."""
     app = typer.Typer(
         name="jaxferry",
         help="Trains Flax models too big for their GPU, with a provably good plan for what is where.",
@@ -39,7 +39,7 @@ def _make_app(command: str | None) -> typer.Typer:
     )
     app.callback()(_options)
     for name, summary in COMMANDS.items():
-        if name == command:
+        if name in loaded:
             importlib.import_module(f"jaxferry.cli.{name.replace('-', '_')}").register(app)
         else:
             app.command(name, help=summary)(_not_loaded)
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # letters that the terminal cannot encode must not fail
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        app = _make_app(command)
+        app = make_app(command)
         status = app(arguments or ["--help"], prog_name="jaxferry", standalone_mode=False)
     except JaxFerryError as error:
         _fail(str(error))
