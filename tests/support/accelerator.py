@@ -200,11 +200,11 @@ def _late(value, seed=0.01):
 def _pinned_memory():
     """Start and end of each live array in pinned memory that programs have made.
 
-    JAX waits for an array before it tells the address, with the interpreter's lock, which a program's callback may need.
+    JAX waits for an array before it tells the address, and holds the lock that the callback of a program may need.
     """
     for array in jax.live_arrays():
-        if array.sharding.memory_kind == "pinned_host" and not array.is_deleted() and array.is_ready():
-            with contextlib.suppress(RuntimeError):  # another thread has deleted it
+        with contextlib.suppress(RuntimeError):  # another thread has deleted it
+            if array.sharding.memory_kind == "pinned_host" and array.is_ready():
                 start = array.unsafe_buffer_pointer()
                 yield start, start + array.nbytes
 
