@@ -67,7 +67,6 @@ from jaxferry.partition import (
     traced_jaxpr,
     with_flags,
 )
-from jaxferry.partition.graph import aval_bytes
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.planning import with_update_order
 from jaxferry.profiling.machines import Machine
@@ -340,7 +339,7 @@ class Compiler:
             return None
         read = {segment.group for segment in parts.segments}
         return {
-            parts.layers[unit.layers[0]].name: sum(map(aval_bytes, (*unit.masters, *unit.state)))
+            parts.layers[unit.layers[0]].name: unit.num_bytes
             for unit in optimizer.units_of(parts.layers)
             if read.issuperset(unit.layers)
         }
@@ -507,12 +506,14 @@ class _StepCompiler:
         """Device memory for updates there: masters, optimizer state, sums of micro-batches, and temporaries."""
         groups, on_device = program.partition.layers, program.updated_on_device
         units = [unit for unit in self._resources.optimizer.units_of(groups) if on_device.issuperset(unit.layers)]
-        state = sum(aval_bytes(aval) for unit in units for aval in (*unit.masters, *unit.state))
+        state = sum(unit.num_bytes for unit in units)
         sums = 4 * sum(groups[group].trained.num_parameters for group in on_device) * (self._options.accumulate > 1)
         return state + sums + max(map(self._device_updates.temporary_bytes, units), default=0)
 
     def _check_updates(self, plan: Plan) -> None:
         """Raises InputError if layers with one joint update are not all updated on the device, or none of them."""
+        if not any(plan.updates_on_device):
+            return
         groups, on_device = self._variants.base.layers, self._lower(plan).updated_on_device
         for unit in self._resources.optimizer.units_of(groups):
             inside = on_device.intersection(unit.layers)

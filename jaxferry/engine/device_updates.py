@@ -73,24 +73,22 @@ class DeviceUpdates:
     def fold(self, group: int, uses: Uses) -> list[jax.Array]:
         """Adds up the uses of a group: one dense gradient in fp32, joined as by `Layer.join_small`."""
         layer = self._layers[group]
-        key = ("fold", layer.layout)
-        if key not in self._programs:
-            self._programs[key] = jax.jit(
-                lambda uses: layer.join_small(_total(layer, uses)), out_shardings=self._placement.device
-            )
-        folded: list[jax.Array] = self._programs[key](uses)
+        folded: list[jax.Array] = self._of(layer, "fold", layer.join_small)(uses)
         return folded
 
     def squared_norm(self, group: int, uses: Uses) -> jax.Array:
         """The squared norm of the sum of the uses, an fp32 scalar on the device."""
         layer = self._layers[group]
-        key = ("norm", layer.layout)
-        if key not in self._programs:
-            self._programs[key] = jax.jit(
-                lambda uses: squared_norm(_total(layer, uses)), out_shardings=self._placement.device
-            )
-        norm: jax.Array = self._programs[key](uses)
+        norm: jax.Array = self._of(layer, "norm", squared_norm)(uses)
         return norm
+
+    def _of(self, layer: Layer, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The program that computes a function of the sum of a layer's uses; layers of one layout share it."""
+        key = (name, layer.layout)
+        if key not in self._programs:
+            made = jax.jit(lambda uses: function(_total(layer, uses)), out_shardings=self._placement.device)
+            self._programs[key] = made
+        return self._programs[key]
 
     def temporary_bytes(self, unit: UpdateGroup) -> int:
         """An upper bound of the device memory that an element-wise update needs besides arguments and results.

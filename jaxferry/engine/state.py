@@ -32,7 +32,6 @@ from jaxferry.engine.process import Process
 from jaxferry.engine.transport.base import DeviceLayer
 from jaxferry.errors import StateError
 from jaxferry.partition import Layer
-from jaxferry.partition.graph import aval_bytes
 from jaxferry.units import format_bytes
 
 
@@ -83,8 +82,7 @@ class TrainState:
         self._tree, self.optimizer, self._placement, self._process = tree, optimizer, placement, Process()
 
     def __repr__(self) -> str:
-        arrays = [array for unit in self.host.units for array in (*unit.masters, *unit.state)]
-        held, num = sum(map(aval_bytes, arrays)), sum(aval.size for aval in self.optimizer.avals)
+        held, num = sum(unit.num_bytes for unit in self.host.units), sum(aval.size for aval in self.optimizer.avals)
         found = [f"step {self.step}", f"{num:,} parameters in {len(self.host.layers)} layers"]
         found.append(f"masters and optimizer state {format_bytes(held)}")
         if self.accumulated.num_batches:

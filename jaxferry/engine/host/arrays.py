@@ -16,7 +16,6 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import Vectors
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
 from jaxferry.partition import Layer, Leaf, Part
-from jaxferry.partition.graph import aval_bytes
 
 Parts = dict[Part | None, jax.Array]
 """A whole array under None, or its parts."""
@@ -73,8 +72,7 @@ class HostArrays:
     @property
     def device_bytes(self) -> int:
         """The bytes of masters and optimizer state on the device."""
-        units = (unit for unit in self.units if unit.is_on_device)
-        return sum(aval_bytes(array) for unit in units for array in (*unit.masters, *unit.state))
+        return sum(unit.num_bytes for unit in self.units if unit.is_on_device)
 
     def move(self, unit: UpdateGroup, to_device: bool) -> None:
         """Moves the masters and the optimizer state of a unit to the device, or back to host memory."""
@@ -83,7 +81,7 @@ class HostArrays:
         )
         unit.is_on_device = to_device
         if not to_device:
-            self.refresh()
+            self._refresh(self._stale.intersection(unit.layers))
 
     def bring_home(self) -> None:
         """Moves everything that is on the device to host memory."""
@@ -97,10 +95,11 @@ class HostArrays:
 
     def refresh(self) -> None:
         """Makes the `vectors` anew of groups that were updated on the device."""
-        if not self._stale:
-            return
-        trained = self._trained()
-        for group in sorted(self._stale):
+        self._refresh(self._stale)
+
+    def _refresh(self, groups: set[int]) -> None:
+        trained = self._trained([unit for unit in self.units if groups.intersection(unit.layers)])
+        for group in sorted(groups):
             layer, old = self.layers[group], self.vectors[group]
             own = layer.trained
             made = to_pinned(
@@ -108,7 +107,7 @@ class HostArrays:
             )
             self.vectors[group] = (*made, *old[len(made) :])
             ORPHANED_COPIES.drop(self._placement, old)
-        self._stale = set()
+        self._stale = self._stale - groups
 
     def _moved(self, array: jax.Array, to_device: bool) -> jax.Array:
         where = self._placement.device if to_device else self._placement.host
@@ -205,10 +204,10 @@ class HostArrays:
         ORPHANED_COPIES.drop(self._placement, self._held[0])
         self._held[0], self._stale = [], set()
 
-    def _trained(self) -> dict[int, Parts]:
-        """Returns the stored masters of trained parameters, by leaf and part."""
+    def _trained(self, units: Sequence[UpdateGroup] | None = None) -> dict[int, Parts]:
+        """Returns the stored masters of trained parameters, by leaf and part; of some units, or all."""
         found: dict[int, Parts] = {}
-        for unit in self.units:
+        for unit in self.units if units is None else units:
             _add(found, zip(unit.keys, self._at_home(unit, unit.masters), strict=True))
         return found
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxferry.engine.host.pieces import Key
 from jaxferry.partition import Layer, Part
+from jaxferry.partition.graph import aval_bytes
 
 
 @dataclasses.dataclass
@@ -36,6 +37,11 @@ class UpdateGroup:
     programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
     parts: tuple[Part | None, ...] = ()
     is_on_device: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of masters and state."""
+        return sum(map(aval_bytes, (*self.masters, *self.state)))
 
     @property
     def keys(self) -> list[tuple[int, Part | None]]:
