@@ -24,7 +24,7 @@ from jaxferry.choice import (
     with_updates_on_device,
 )
 from jaxferry.engine import (
-    DeviceUpdates,
+    DeviceUpdateCompiler,
     Evaluator,
     Norms,
     Peak,
@@ -408,8 +408,9 @@ class _StepCompiler:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
         self._resources, self._options = resources, options
-        groups, placement = variants.base.layers, resources.placement
-        self._device_updates = DeviceUpdates(resources.optimizer.updates, groups, placement)
+        self._device_updates = DeviceUpdateCompiler(
+            resources.optimizer, variants.base.layers, resources.placement, options.accumulate > 1
+        )
 
     def compile_best(self) -> Prepared:
         """Prepares the chosen plan, or the leanest one if that does not fit into the memory budget.
@@ -499,16 +500,9 @@ class _StepCompiler:
         self._programs.require(self._keys(program))
         groups = program.partition.layers
         sums = sum(groups[group].trained.num_bytes for group in program.summed)
-        other_bytes = self._resources.transport.staging_bytes + sums + self._state_bytes(program)
+        updates = self._device_updates.compile(program, self._programs)
+        other_bytes = self._resources.transport.staging_bytes + sums + updates.device_bytes
         return peak_bytes(program, self._programs.temporary_bytes, other_bytes, ahead)
-
-    def _state_bytes(self, program: StepProgram) -> int:
-        """Device memory for updates there: masters, optimizer state, sums of micro-batches, and temporaries."""
-        groups, on_device = program.partition.layers, program.updated_on_device
-        units = [unit for unit in self._resources.optimizer.units_of(groups) if on_device.issuperset(unit.layers)]
-        state = sum(unit.num_bytes for unit in units)
-        sums = 4 * sum(groups[group].trained.num_parameters for group in on_device) * (self._options.accumulate > 1)
-        return state + sums + max(map(self._device_updates.temporary_bytes, units), default=0)
 
     def _check_updates(self, plan: Plan) -> None:
         """Raises InputError if layers with one joint update are not all updated on the device, or none of them."""
@@ -529,7 +523,8 @@ class _StepCompiler:
         constants = {n: jax.device_put(c, device) for n, c in program.partition.graph.constants.items()}
         tasks, rules = TaskList(program.schedule), rules_of(self._options)
         norms = Norms(self._resources.placement, on_host=rules.clips)
-        given = (program, tasks, self._programs, self._resources, rules, norms, self._device_updates, constants)
+        updates = self._device_updates.compile(program, self._programs)
+        given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)
         return RunnableStep(*given, ahead)
 
 

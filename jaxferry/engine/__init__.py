@@ -8,7 +8,7 @@ Lanes                 the threads                   Recorder, Marks   start and 
 """
 
 from jaxferry.engine.budget import fit
-from jaxferry.engine.device_updates import DeviceUpdates
+from jaxferry.engine.device_updates import DeviceUpdateCompiler, DeviceUpdates
 from jaxferry.engine.evaluator import Evaluator
 from jaxferry.engine.host import checkpoint
 from jaxferry.engine.host.initialise import masters_from_arrays, masters_layer_by_layer
@@ -44,6 +44,7 @@ from jaxferry.engine.transport.choice import TRANSPORTS, choose_transport, make_
 __all__ = [
     "TRANSPORTS",
     "UNSCALED",
+    "DeviceUpdateCompiler",
     "DeviceUpdates",
     "Evaluator",
     "Footprint",

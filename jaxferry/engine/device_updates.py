@@ -3,42 +3,50 @@
     gradients of each use --sum, unscale, clip--> Optax --> masters, state, copy of the parameters (all in place)
 
 Nothing waits for the host: where no update needs the norm of all gradients, the program itself leaves everything as it
-was if the loss is not finite.
+was if the loss is not finite. All programs are compiled before the step begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.update_group import UpdateGroup
-from jaxferry.engine.host.update_programs import UpdatePrograms
+from jaxferry.engine.instruction import Operation, StepProgram
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.programs import squared_norm
+from jaxferry.engine.programs import Programs, squared_norm
+from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.engine.transport.base import split
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 Uses = Sequence[Sequence[Gradient]]
 """The gradients of a layer, one list for each segment that reads it, as its program returns them."""
 
+Compiled = Callable[..., Any]
 
+
+@dataclasses.dataclass(frozen=True)
 class DeviceUpdates:
-    """The compiled updates on the device.
+    """The compiled updates of one step program.
 
-    Args:
-      updates: the optimizer's updates.
-      layers: the parameter groups.
-      placement: where arrays live.
+    Attributes:
+      updates: by the layers of the unit.
+      folds: by group and whether there is an earlier sum, adds up its gradients.
+      norms: by group, the squared norm of the sum of its gradients.
+      device_bytes: device memory for masters, optimizer state, sums of micro-batches, and what one update needs
+        besides.
     """
 
-    def __init__(self, updates: UpdatePrograms, layers: Sequence[Layer], placement: Placement) -> None:
-        self._updates, self._placement = updates, placement
-        self._layers = [layer.trained for layer in layers]
-        self._programs: dict[Any, Callable[..., Any]] = {}
+    updates: Mapping[tuple[int, ...], Compiled]
+    folds: Mapping[tuple[int, bool], Compiled]
+    norms: Mapping[int, Compiled]
+    device_bytes: int
 
     def update(
         self,
@@ -62,42 +70,105 @@ class DeviceUpdates:
         Returns:
           Masters, state and copies.
         """
-        layers = [self._layers[group] for group in unit.layers]
-        key = (self._updates.key(unit, self._layers, [True] * len(self._layers)), unit.leaves)
-        if key not in self._programs:
-            self._programs[key] = self._jitted(unit, layers)
-        program = self._programs[key]
-        made: Any = program(unit.masters, unit.state, copies, gradients, norm, scale, loss)
+        made: Any = self.updates[unit.layers](unit.masters, unit.state, copies, gradients, norm, scale, loss)
         return made
 
-    def fold(self, group: int, uses: Uses) -> list[jax.Array]:
-        """Adds up the uses of a group: one dense gradient in fp32, joined as by `Layer.join_small`."""
-        layer = self._layers[group]
-        folded: list[jax.Array] = self._of(layer, "fold", layer.join_small)(uses)
+    def fold(self, group: int, earlier: Sequence[list[jax.Array]], uses: Uses) -> list[jax.Array]:
+        """Adds up the uses of a group and an earlier sum: one dense gradient in fp32, joined by `Layer.join_small`.
+
+        Args:
+          group: the group.
+          earlier: the sum of earlier micro-batches, which is donated; empty with the first one.
+          uses: the gradients of this micro-batch.
+        """
+        folded: list[jax.Array] = self.folds[group, bool(earlier)](earlier, uses)
         return folded
 
     def squared_norm(self, group: int, uses: Uses) -> jax.Array:
         """The squared norm of the sum of the uses, an fp32 scalar on the device."""
-        layer = self._layers[group]
-        norm: jax.Array = self._of(layer, "norm", squared_norm)(uses)
+        norm: jax.Array = self.norms[group](uses)
         return norm
 
-    def _of(self, layer: Layer, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The program that computes a function of the sum of a layer's uses; layers of one layout share it."""
-        key = (name, layer.layout)
-        if key not in self._programs:
-            made = jax.jit(lambda uses: function(_total(layer, uses)), out_shardings=self._placement.device)
-            self._programs[key] = made
-        return self._programs[key]
 
-    def temporary_bytes(self, unit: UpdateGroup) -> int:
-        """An upper bound of the device memory that an element-wise update needs besides arguments and results.
+class DeviceUpdateCompiler:
+    """Compiles updates on the device; equal ones are compiled once.
 
-        The sum of several gradients, or of rows, exists as a whole; one dense gradient is read in place.
+    Args:
+      optimizer: knows the units and their updates.
+      layers: the parameter groups.
+      placement: where arrays live.
+      accumulates: whether gradients of several micro-batches are summed.
+    """
+
+    def __init__(
+        self, optimizer: HostOptimizer, layers: Sequence[Layer], placement: Placement, accumulates: bool
+    ) -> None:
+        self._updates, self._placement, self._accumulates = optimizer.updates, placement, accumulates
+        self._layers = [layer.trained for layer in layers]
+        self._units = optimizer.units_of(layers)
+        self._compiled: dict[Any, Any] = {}
+
+    def compile(self, program: StepProgram, programs: Programs) -> DeviceUpdates:
+        """Returns the compiled updates of a step.
+
+        Args:
+          program: the step.
+          programs: its programs, compiled; they state the shapes of the gradients.
         """
-        return sum(4 * self._layers[group].num_parameters for group in unit.layers)
+        on_device = program.updated_on_device
+        units = [unit for unit in self._units if on_device.issuperset(unit.layers)]
+        uses = _uses(program, programs)
+        folds, sums = {}, {}
+        if self._accumulates:
+            # A sum has the shapes that its program returns.
+            folds = self._all({(group, False): self._fold(group, [], given) for group, given in uses.items()})
+            sums = {group: program.out_info for (group, _), program in folds.items()}
+            folds |= self._all({(group, True): self._fold(group, [sums[group]], uses[group]) for group in sums})
+        read = {group: [sums[group]] if group in sums else given for group, given in uses.items()}
+        # The program that makes a gradient returns its norm as well, unless some are rows.
+        unknown = [group for group, given in read.items() if group in sums or len(given) > 1 or _has_rows(given)]
+        norms = self._all({group: self._norm(group, read[group]) for group in unknown})
+        loss = program.partition.graph.avals[program.partition.loss]
+        gradients = {unit.layers: [read.get(group, []) for group in unit.layers] for unit in units}
+        updates = self._all({unit.layers: self._update(unit, gradients[unit.layers], loss) for unit in units})
+        state = sum(unit.num_bytes for unit in units)
+        summed = 4 * sum(self._layers[group].num_parameters for group in sums)
+        made = [*folds.values(), *norms.values(), *updates.values()]
+        return DeviceUpdates(updates, folds, norms, state + summed + max(map(_more_bytes, made), default=0))
 
-    def _jitted(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
+    def _all(self, wanted: Mapping[Any, tuple[Any, Any, Callable[[], Any]]]) -> dict[Any, Any]:
+        """Compiles what is missing. Each value is a key within this object, one for all steps, and how to lower it."""
+        missing = {own: (shared, lower) for own, shared, lower in wanted.values() if own not in self._compiled}
+        contents = {own: shared for own, (shared, _) in missing.items()}
+        self._compiled |= compile_shared(contents, lambda own: missing[own][1]())
+        return {name: self._compiled[own] for name, (own, _, _) in wanted.items()}
+
+    def _fold(self, group: int, earlier: list[Any], uses: Any) -> tuple[Any, Any, Callable[[], Any]]:
+        layer = self._layers[group]
+
+        def fold(earlier: Any, uses: Any) -> Any:
+            return layer.join_small(_total(layer, [*earlier, *uses]))
+
+        return self._of_layer("fold", layer, fold, ([earlier, uses]), donate=(0,))
+
+    def _norm(self, group: int, uses: Any) -> tuple[Any, Any, Callable[[], Any]]:
+        layer = self._layers[group]
+
+        def squared_norm_of(uses: Any) -> Any:
+            return squared_norm(_total(layer, uses))
+
+        return self._of_layer("norm", layer, squared_norm_of, [uses])
+
+    def _of_layer(
+        self, name: str, layer: Layer, function: Callable[..., Any], given: list[Any], donate: tuple[int, ...] = ()
+    ) -> tuple[Any, Any, Callable[[], Any]]:
+        """A program that depends on a layer's layout alone."""
+        arguments = self._on_device(given)
+        key = (name, layer.layout, _content(arguments), self._placement)
+        return key, key, lambda: self._lowered(function, donate, *arguments)
+
+    def _update(self, unit: UpdateGroup, uses: list[Any], loss: Any) -> tuple[Any, Any, Callable[[], Any]]:
+        layers = [self._layers[group] for group in unit.layers]
         plain = self._updates.plain(unit, layers)
 
         def update(
@@ -113,7 +184,45 @@ class DeviceUpdates:
             is_finite = jnp.isfinite(loss)
             return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), made, (masters, state, copies))
 
-        return jax.jit(update, donate_argnums=(0, 1, 2), out_shardings=self._placement.device)
+        copies = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer.leaves] for layer in layers]
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        arguments = self._on_device([unit.masters, unit.state, copies, uses, number, number, loss])
+        content, is_shared = self._updates.plain_content(unit)
+        layouts = tuple(layer.layout for layer in layers)
+        own = ("update on the device", content, layouts, _content(arguments), self._placement)
+        return own, own if is_shared else None, lambda: self._lowered(update, (0, 1, 2), *arguments)
+
+    def _lowered(self, function: Callable[..., Any], donate: tuple[int, ...], *arguments: Any) -> Any:
+        jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, out_shardings=self._placement.device)
+        return jitted.trace(*arguments).lower()
+
+    def _on_device(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement.device), tree)
+
+
+def _uses(program: StepProgram, programs: Programs) -> dict[int, list[Any]]:
+    """By group updated on the device, the shapes of its gradients: one list for each segment that reads it."""
+    uses: dict[int, list[Any]] = {}
+    for instruction in program.programs:
+        makes_gradient = instruction.operation in (Operation.LOSS, Operation.BACKWARD)
+        if makes_gradient and instruction.group in program.updated_on_device and instruction.key is not None:
+            uses.setdefault(instruction.group, []).append(programs.gradients_of(instruction.key))
+    return uses
+
+
+def _has_rows(uses: Sequence[Sequence[Any]]) -> bool:
+    return any(isinstance(gradient, RowGradient) for use in uses for gradient in use)
+
+
+def _content(arguments: Any) -> Any:
+    leaves, structure = jax.tree.flatten(arguments)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def _more_bytes(program: Any) -> int:
+    """The device memory that a program needs besides its arguments; what it updates in place needs none."""
+    stats = program.memory_analysis()
+    return 0 if stats is None else stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
 def _total(layer: Layer, uses: Uses) -> list[jax.Array]:

@@ -137,15 +137,15 @@ def update_on_device(step: StepContext, instruction: Instruction) -> Wait | None
     """
     if not step.is_last:
         return None
-    runnable, loss = step.runnable, step.values[step.program.partition.loss]
+    runnable = step.runnable
     if not runnable.rules.need_all_gradients and not runnable.is_first:
-        _update_on_device(step, instruction, np.float32(0), loss)
+        _update_on_device(step, instruction, np.float32(0))
         return _update_unread(step)
 
     def judged() -> None:
         is_finite, norm = step.judged()
         if is_finite:
-            _update_on_device(step, instruction, np.float32(0 if norm is None else norm), np.float32(0))
+            _update_on_device(step, instruction, np.float32(0 if norm is None else norm))
             wait = _update_unread(step)
             if wait is not None:
                 wait()
@@ -279,7 +279,7 @@ def _units_to_update(step: StepContext, instruction: Instruction) -> list[Update
     return units
 
 
-def _update_on_device(step: StepContext, instruction: Instruction, norm: np.floating, loss: Any) -> None:
+def _update_on_device(step: StepContext, instruction: Instruction, norm: np.floating) -> None:
     """Issues the update of the group's unit, unless another group of the unit has done so."""
     (unit,) = (unit for unit in step.state.host.units if instruction.group in unit.layers)
     if id(unit) in step.updated or not step.work.commit():
@@ -290,7 +290,7 @@ def _update_on_device(step: StepContext, instruction: Instruction, norm: np.floa
     trained = [[i for i, leaf in enumerate(host.layers[group].leaves) if leaf.is_trained] for group in unit.layers]
     arrays = [held.parameters() for held in resident]
     copies = [[own[i] for i in chosen] for own, chosen in zip(arrays, trained, strict=True)]
-    gradients = step.gradients.take_kept(unit)
+    gradients, loss = step.gradients.take_kept(unit), step.values[step.program.partition.loss]
     made = step.runnable.device_updates.update(unit, copies, gradients, norm, step.scale, loss)
     unit.masters, unit.state, new = step.ran(made)
     for held, own, chosen, updated in zip(resident, arrays, trained, new, strict=True):

@@ -164,7 +164,7 @@ class StepGradients:
             if not self._may_add(group, commit):
                 return
             earlier = [self.sums.pop(group)] if group in self.sums else []
-            uses = self.kept[group] = [self._updates.fold(group, [*earlier, *uses])]
+            uses = self.kept[group] = [self._updates.fold(group, earlier, uses)]
         if not self._is_last:
             self.sums[group] = self.kept.pop(group)[0]
             return

@@ -69,7 +69,7 @@ class Programs:
         self.prelude = make_prelude(partition, placement)
         self.temporary_bytes: dict[ProgramKey, int] = {}
         self._maker = _Maker(partition, derivatives, placement, native, is_scaled)
-        self._compiled: dict[ProgramKey, Compiled] = {}
+        self._compiled: dict[ProgramKey, Any] = {}
         self._lowered: dict[ProgramKey, Any] = {}
 
     def lowered(self, key: ProgramKey) -> Any:
@@ -120,7 +120,12 @@ class Programs:
         writes host memory takes the vectors to write as `destinations` and returns them instead of gradients. `weights`
         is an empty list for a backward that reads none. The norm is None unless all gradients were whole on the device.
         """
-        return self._compiled[key]
+        program: Compiled = self._compiled[key]
+        return program
+
+    def gradients_of(self, key: ProgramKey) -> Any:
+        """The shapes of the gradients that a compiled program returns."""
+        return self._compiled[key].out_info[0]
 
     @property
     def num_executables(self) -> int:

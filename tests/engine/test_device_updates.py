@@ -106,6 +106,18 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("options", [{"clip_norm": 0.5}, {"accumulate": 2}], ids=lambda options: next(iter(options)))
+def test_updates_are_compiled_before_the_step(options, caplog):
+    step = make(PLACES["all"], optax.lion(1e-2), **options)
+    state = step.init(PARAMS)
+    step.prepare(batch(0))
+    with jax.log_compiles():
+        train(step, state, num_steps=2)
+    compiled = {record.args[0] for record in caplog.records if record.msg.startswith("Compiling")}
+    assert compiled
+    assert not compiled & {"jit(update)", "jit(fold)", "jit(squared_norm_of)"}
+
+
 @pytest.mark.parametrize(("groups", "options"), CASES)
 def test_losses_and_states_are_those_of_updates_on_the_host(groups, options):
     expected_step, step = make([], **options), make(groups, **options)

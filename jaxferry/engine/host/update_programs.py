@@ -124,6 +124,12 @@ class UpdatePrograms:
         content = self._tree.whole.content(unit.leaves) or unit.leaves
         return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
 
+    def plain_content(self, unit: UpdateGroup) -> tuple[Hashable, bool]:
+        """Everything that `plain` depends on besides the layers' layouts, and whether that is so for all models."""
+        content = self._tree.whole.content(unit.leaves)
+        is_shared = content is not None and not unit.parts and len(unit.layers) == 1
+        return (content or unit.leaves, self._clip_norm), is_shared
+
     def _content(self, key: Any, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[bool]) -> Hashable | None:
         """Everything that an update depends on, whatever the model; None if that cannot be compared."""
         if unit.parts or len(unit.layers) > 1 or self._tree.whole.content(unit.leaves) is None:
