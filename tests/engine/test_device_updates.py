@@ -111,8 +111,11 @@ def test_updates_are_compiled_before_the_step(options, caplog):
     step = make(PLACES["all"], optax.lion(1e-2), **options)
     state = step.init(PARAMS)
     step.prepare(batch(0))
-    with jax.log_compiles():
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
         train(step, state, num_steps=2)
+    finally:
+        jax.config.update("jax_log_compiles", False)
     compiled = {record.args[0] for record in caplog.records if record.msg.startswith("Compiling")}
     assert compiled
     assert not compiled & {"jit(update)", "jit(fold)", "jit(squared_norm_of)"}
