@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 import measure
-from native.cuda_library import know_cuda_targets
+from native.cuda_library import cuda_library
 from native.real_steps import (
     DEVICE_MEMORY,
     PLANS,
@@ -156,7 +156,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: all")
     chosen = parser.parse_args().models
-    know_cuda_targets()
+    cuda_library()
     models = []
     for name in chosen:
         models.append(measure_model(name, SETTINGS[name]))

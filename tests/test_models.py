@@ -71,7 +71,7 @@ def installed(model):
 
 def without_most():
     """All models; most are marked slow."""
-    often = {"nnx_pallas", "nnx_lora"}
+    often = {"nnx_lora"}
     for model in registry.MODELS:
         yield pytest.param(model, marks=[] if name_of(model) in often else [pytest.mark.slow], id=name_of(model))
 

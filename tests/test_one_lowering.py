@@ -69,7 +69,8 @@ OFTEN = {
     **dict.fromkeys(MODELS, ("memferry", "auto")),
     "lookup that clips": ("auto",),
     "lookup that accumulates": ("memferry",),
-    "gpt": ("auto",),
+    "frozen table": ("auto",),
+    "gpt": ("memferry",),
     "gpt that may recompute": (),
     "gpt that offloads activations": (),
 }
@@ -80,7 +81,8 @@ OFTEN_IN_A_BUDGET = {
     "lookup that clips": ("exact",),
     "lookup that accumulates": ("auto",),
     "gpt": ("go-memferry",),
-    "gpt that may recompute": ("auto",),
+    "frozen table": ("auto",),
+    "gpt that may recompute": ("memferry",),
     "gpt that offloads activations": (),
 }
 

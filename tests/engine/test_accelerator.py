@@ -133,9 +133,9 @@ def test_the_issuing_thread_never_waits(accelerator, gpt, transport, modes, grad
     assert not accelerator.waits, accelerator.waits[0]
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("gradient", GradientPlace)
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_fn", [rows_first, rows_last])
 def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
     monkeypatch, loss_fn, transport, gradient, accumulate

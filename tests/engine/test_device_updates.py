@@ -94,12 +94,15 @@ OPTIONS = {
 }
 
 
+OFTEN = {"one layer": ("skipping",), "tied table": ("plain", "bfloat16", "accumulated"), "all": OPTIONS}
+
+
 CASES = [
     pytest.param(
         PLACES[place],
         options,
         id=f"{place}-{name}",
-        marks=[pytest.mark.slow] if place == "one layer" and name not in ("plain", "skipping") else [],
+        marks=[] if name in OFTEN[place] else [pytest.mark.slow],
     )
     for place in ("one layer", "tied table", "all")
     for name, options in OPTIONS.items()

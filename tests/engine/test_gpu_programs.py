@@ -24,7 +24,7 @@ from jaxferry.native import operations
 from jaxferry.partition import host_stores, partition
 from jaxferry.plan.records import LayerPlan, Plan
 from native.compile_for_gpu import compile_lowered, host_compute, instructions, text
-from native.cuda_library import know_cuda_targets
+from native.cuda_library import cuda_library
 
 CONFIG = gpt2.Config(num_layers=2, num_heads=4, channels=256, max_length=128, vocab_size=4096)
 
@@ -58,7 +58,7 @@ def make_model(config):
 
 @pytest.fixture(scope="module")
 def model():
-    know_cuda_targets()
+    cuda_library()
     return make_model(CONFIG)
 
 
@@ -166,7 +166,7 @@ def test_marks_stay_behind_the_copies_that_they_time(model, name, moves):
 
 
 def test_reading_in_place_needs_less_device_memory_than_loading():
-    know_cuda_targets()
+    cuda_library()
     model = make_model(dataclasses.replace(CONFIG, vocab_size=50257))
     (use,) = [u for u in model.uses(Mode.DHA, GradientPlace.HOST) if u.kind is ProgramKind.LOSS]
     loaded = dataclasses.replace(use, reads=Source.DEVICE, writes=Target.DEVICE)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from native import real_steps
-from native.cuda_library import know_cuda_targets
+from native.cuda_library import cuda_library
 from native.real_steps import PLANS, SETTINGS, RealModel, check_program, check_step, check_transport, compare_step
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def check_plans(model, plans):
 
 @pytest.fixture(scope="module")
 def medium():
-    know_cuda_targets()
+    cuda_library()
     return RealModel(SETTINGS["GPT-2 medium"])
 
 
@@ -65,5 +65,5 @@ def test_a_count_that_is_wrong_by_a_twentieth_is_noticed(medium, mixed, monkeypa
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_program_of_real_models_is_as_counted(name):
-    know_cuda_targets()
+    cuda_library()
     check_plans(RealModel(SETTINGS[name]), PLANS)

@@ -218,11 +218,11 @@ def test_a_backward_that_runs_its_forward_again_reads_parameters(mode):
 @pytest.mark.parametrize(
     ("policy", "first"),
     [
-        ("auto", False),
+        ("memferry", False),
         ("native-overlapped", True),
         *(
             pytest.param(policy, first, marks=pytest.mark.slow)
-            for policy, first in (("auto", True), ("native-overlapped", False), ("memferry", False), ("memferry", True))
+            for policy, first in (("auto", True), ("native-overlapped", False), ("auto", False), ("memferry", True))
         ),
     ],
 )

@@ -349,7 +349,7 @@ def tied(first):
 
 @pytest.mark.usefixtures("accelerator")
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_tied_tables_keep_no_more_pinned_memory_after_more_steps(first, transport):
     loss_fn, params, batch = tied(first)
     step = jaxferry.train_step(loss_fn, ADAMW, transport=transport)
@@ -363,7 +363,7 @@ def test_tied_tables_keep_no_more_pinned_memory_after_more_steps(first, transpor
 
 
 @pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_rows_of_many_micro_batches_are_added_as_they_come(transport):
     def loss_fn(params, tokens):
         return jnp.mean(jnp.tanh(params["table"][tokens] @ params["w"]) ** 2)

@@ -59,7 +59,7 @@ def test_memory_that_does_not_grow_with_the_batch_ends_the_search():
     assert sizes.largest(loading=True).batch_size > 4
 
 
-@pytest.mark.parametrize("own", [1, 100])
+@pytest.mark.parametrize("own", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_largest_batch_of_a_model_fits_and_the_next_one_does_not(own):
     budget = traced(23).loading_bytes + 1
     fit = find(own, budget)

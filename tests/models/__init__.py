@@ -93,7 +93,8 @@ def gpt(**config: Any) -> Task:
         return next_token_loss(logits, batch)
 
     batch = jax.random.randint(jax.random.key(1), (2, 17), 0, model.vocab)
-    return Task(loss_fn, initialise(model)(jax.random.key(0), batch[:, :-1])["params"], batch)
+    shapes: Any = jax.eval_shape(model.init, jax.random.key(0), batch[:, :-1])
+    return Task(loss_fn, drawn(shapes["params"]), batch)
 
 
 class NnxBlock(nnx.Module):
@@ -126,12 +127,26 @@ class NnxNet(nnx.Module):
 @functools.cache
 def nnx_net(vocab: int = 64, width: int = 16, depth: int = 3) -> Task:
     """The NNX model, split into graph definition and parameters."""
-    graph, params = nnx.split(initialise_nnx(lambda: NnxNet(vocab, width, depth, nnx.Rngs(0))), nnx.Param)
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: NnxNet(vocab, width, depth, nnx.Rngs(0))), nnx.Param)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return next_token_loss(nnx.merge(graph, params)(batch[:, :-1]), batch)
 
-    return Task(loss_fn, params, jax.random.randint(jax.random.key(1), (2, 9), 0, vocab))
+    return Task(loss_fn, drawn(shapes), jax.random.randint(jax.random.key(1), (2, 9), 0, vocab))
+
+
+def drawn(shapes: Any) -> Any:
+    """Parameters of these shapes, drawn by NumPy: compiling the initialiser of a model takes seconds."""
+    generator = np.random.default_rng(0)
+
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value").rpartition("/")[2]
+        if name in ("scale", "bias"):
+            return jnp.full(leaf.shape, float(name == "scale"), leaf.dtype)
+        spread = leaf.shape[-1 if name == "embedding" else 0] ** -0.5
+        return jnp.asarray(generator.normal(scale=spread, size=leaf.shape), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def quickly(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ TARGETS = (
     "mark",
 )
 
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden"]
+FLAGS = ["-std=c++17", "-Og", "-fPIC", "-fvisibility=hidden"]
 # A misaligned vector or an overflow ends the process.
 FLAGS += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
 

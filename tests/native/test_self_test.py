@@ -22,7 +22,7 @@ from jaxferry.native import checks, library, operations, run_self_test, self_tes
 from jaxferry.native.library import LibraryStatus
 from jaxferry.plan.records import LayerPlan, Plan
 from native.compile_for_gpu import compile_lowered, host_compute, instructions
-from native.cuda_library import know_cuda_targets
+from native.cuda_library import cuda_library
 from steps import transport_of
 
 NAMES = ["load", "store", "product", "gradient", "mark"]
@@ -408,7 +408,7 @@ def sharding(kind):
 @pytest.fixture(scope="module")
 def compiled():
     """The programs that the self-test has run, by their functions' names."""
-    know_cuda_targets()
+    cuda_library()
     found, jitted = {}, checks.jitted
 
     def noted(function, **options):
