@@ -76,6 +76,8 @@ def with_updates_on_device(
 ) -> Profile:
     """The profile with the costs of updates on the device: its own, or estimated for a known GPU.
 
+    The engine runs no updates that stream through the GPU yet, so a policy may not choose them.
+
     Args as for `planning_profile`.
     """
     machine, layers = known_machine(device_kind), []
@@ -86,7 +88,7 @@ def with_updates_on_device(
         may_update = state_bytes is not None and group.name in state_bytes
         size = 0 if state_bytes is None else state_bytes.get(group.name, 0)
         layers.append(dataclasses.replace(layer, update_gpu_s=seconds if may_update else None, state_bytes=size))
-    return dataclasses.replace(profile, layers=tuple(layers))
+    return dataclasses.replace(profile, layers=tuple(layers)).without_streaming()
 
 
 def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan:

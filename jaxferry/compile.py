@@ -55,7 +55,7 @@ from jaxferry.errors import BudgetError, InputError
 from jaxferry.measure.profile import measure_profile
 from jaxferry.merging import merge_rule
 from jaxferry.model import Model
-from jaxferry.modes import Mode, Remat
+from jaxferry.modes import Mode, Remat, UpdatePlace
 from jaxferry.options import MEASURE, Options
 from jaxferry.partition import (
     AUTO,
@@ -506,6 +506,9 @@ class _StepCompiler:
 
     def _check_updates(self, plan: Plan) -> None:
         """Raises InputError if layers with one joint update are not all updated on the device, or none of them."""
+        for layer in plan.layers:
+            if layer.update is UpdatePlace.GPU:
+                raise InputError(f"{layer.name!r}: updates streamed through the GPU are not run by this version yet")
         if not any(plan.updates_on_device):
             return
         groups, on_device = self._variants.base.layers, self._lower(plan).updated_on_device

@@ -6,7 +6,7 @@ A **place** is a program's position in the step: layer l's forward has place l, 
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -71,10 +71,18 @@ def effective(profile: Profile, plan: Plan) -> Plan:
 
 
 def updated_on_device(profile: Profile, plan: Plan) -> frozenset[int]:
-    """The groups that a plan updates on the device."""
-    updates = plan.updates_on_device
+    """The groups that a plan updates on the device, where they stay."""
+    return _updated_groups(profile, plan.updates_on_device)
+
+
+def streamed(profile: Profile, plan: Plan) -> frozenset[int]:
+    """The groups whose updates a plan streams through the GPU."""
+    return _updated_groups(profile, plan.updates_streamed)
+
+
+def _updated_groups(profile: Profile, chosen: Sequence[bool]) -> frozenset[int]:
     groups = enumerate(profile.groups)
-    return frozenset(g for g, members in groups if updates[members[0]] and profile.layers[members[0]].has_gradient)
+    return frozenset(g for g, members in groups if chosen[members[0]] and profile.layers[members[0]].has_gradient)
 
 
 def as_updated(profile: Profile, groups: Collection[int], after_all: bool) -> Profile:

@@ -32,6 +32,8 @@ class UpdatePlace(enum.StrEnum):
 
     HOST = "host"
     """In host memory, where its master parameters and optimizer state live."""
+    GPU = "gpu"
+    """On the device; masters and state are streamed from host memory and back, the gradient never leaves."""
     RESIDENT = "resident"
     """On the device, where master parameters, optimizer state and compute copy stay; nothing of the group moves."""
 

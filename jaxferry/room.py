@@ -29,6 +29,7 @@ So a chain of steps never exceeds the limit, for any duration of the transfers. 
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Self
 
 import numpy as np
 
@@ -63,6 +64,13 @@ class Demand:
     beside_below: np.ndarray
     gradient: np.ndarray
     natural: np.ndarray
+
+    def beside(self, num_bytes: int) -> Self:
+        """The needs with so many more bytes in use all the time."""
+        if num_bytes == 0:
+            return self
+        names = ("forward", "backward", "backward_after", "natural")
+        return dataclasses.replace(self, **{name: getattr(self, name) + num_bytes for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +235,13 @@ def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
     return left, np.cumsum(fetched)[:-1]
 
 
-def demand(held: Holdings, recomputes: np.ndarray | None, bulk: bool = False, after_all: bool = False) -> Demand:
+def demand(
+    held: Holdings,
+    recomputes: np.ndarray | None,
+    bulk: bool = False,
+    after_all: bool = False,
+    updates_stream: bool = False,
+) -> Demand:
     """The needs of each program, see the module's docstring.
 
     Args:
@@ -235,9 +249,13 @@ def demand(held: Holdings, recomputes: np.ndarray | None, bulk: bool = False, af
       recomputes: whether each layer's backward runs its forward again, (layers, plans); None for none.
       bulk: whether `loads` is "bulk".
       after_all: whether `updates` is "after-all".
+      updates_stream: whether some updates stream through the GPU. Then some gradients leave by updates, not by the
+        link, and a load that waits for an offload does not wait for earlier ones of these.
     """
     profile, size = held.profile, held.num_layers
     spans = copy_spans(held, bulk, after_all)
+    if updates_stream:
+        spans = dataclasses.replace(spans, next_waits_for=np.full_like(spans.next_waits_for, size))
     now, free, following = copy_bytes(held, spans)
     now = now + resident_bytes(held)
     left, fetched = (array[:, None] for array in _crossing_bytes(profile))

@@ -27,6 +27,9 @@ Rules (the machine model; MemFerry, section IV-B):
 - **RESIDENT** layers are on the device before the first step. A load refreshes each of them in place after its update.
 - **Updates on the device** (`update: "resident"`): master parameters and optimizer state stay there as well. The update
   follows the group's last backward on the GPU, or waits for all gradients if the others do. Nothing of the group moves.
+- **Updates through the GPU** (`update: "gpu"`): once the group's gradient is whole on the device, masters and optimizer
+  state go up, are updated there and go back down with the new compute copy, in subgroups (`jaxferry.streaming`). The
+  gradient never leaves. The next step's load (or DHA read) waits for the last transfer down.
 - **Parameter groups**: a group has one update, in the place of its last backward. It is due when the group's last
   gradient is on the host. GFGB and DFGB hold a copy from the load to the backward, RELOAD during the forward and during
   the backward, RESIDENT always. While a group's copy is held, every layer of the group uses it and loads no other. The
@@ -51,20 +54,24 @@ Memory is counted over these spans:
 - activations: from the start of the forward to the end of the backward;
 - a workspace and temporaries: while their program runs;
 - a gradient on the device: from the start of the backward to the end of its offload;
+- a gradient that never leaves: from the start of the backward to the end of its update;
+- a subgroup's masters and state: from the start of their transfer up to the end of that down; its new compute copy:
+  from the start of the update;
 - a gradient on the host: from the start of the task that writes it to the end of its update.
 """
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
-from jaxferry.holdings import Holdings, as_updated, effective, gradient_flags, mode_codes, updated_on_device
+from jaxferry.holdings import Holdings, as_updated, effective, gradient_flags, mode_codes, streamed, updated_on_device
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.profiling.records import Profile, backward_variant
 from jaxferry.room import CROSSING_SLOTS, NO_WAIT, Demand, demand, load_order, waits
+from jaxferry.step_tasks import StepTasks
+from jaxferry.streaming import StateStreams, as_kept, kept_gradients, slots_bytes
 from jaxferry.tasks import Kind, Lane, Run, Schedule, Task, leading_loads, repeat
 
 __all__ = [
@@ -104,10 +111,13 @@ def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
 def step_demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
     """The layers' copies, and each program's need on the device; arrays of one plan, see `jaxferry.room`."""
     plan = effective(profile, plan)
-    profile = as_updated(profile, updated_on_device(profile, plan), plan.updates is Updates.AFTER_ALL)
+    bulk, after_all, through_gpu = plan.loads is Loads.BULK, plan.updates is Updates.AFTER_ALL, streamed(profile, plan)
+    kept = kept_gradients(profile, through_gpu, after_all)
+    own_bytes = slots_bytes(profile, through_gpu) + sum(kept.values())
+    profile = as_kept(as_updated(profile, updated_on_device(profile, plan), after_all), kept)
     recomputes = np.array(plan.recomputes)[:, None]
     held = Holdings(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None], recomputes)
-    return held, demand(held, recomputes, plan.loads is Loads.BULK, plan.updates is Updates.AFTER_ALL)
+    return held, demand(held, recomputes, bulk, after_all, bool(through_gpu)).beside(own_bytes)
 
 
 def needed_bytes(profile: Profile, plan: Plan) -> int:
@@ -139,28 +149,6 @@ def fetch_seconds_a_byte(profile: Profile) -> float:
     return _seconds_a_byte((layer.load_s, layer.param_bytes) for layer in profile.layers)
 
 
-class _TaskList:
-    """The tasks so far, in dispatch order."""
-
-    def __init__(self, profile: Profile):
-        self.layers, self.tasks = profile.layers, list[Task]()
-
-    def emit(self, kind: Kind, lane: Lane, layer: int, duration: tuple[str, float], after: tuple[int, ...] = ()) -> int:
-        """Appends a task and returns its index."""
-        name = f"{kind.value} {self.layers[layer].name}"
-        self.tasks.append(Task(name, layer, kind, lane, *duration, after))
-        return len(self.tasks) - 1
-
-    def add_bytes(self, task: int, **more: int) -> None:
-        """Adds to attributes of a task."""
-        old = self.tasks[task]
-        self.tasks[task] = dataclasses.replace(old, **{key: getattr(old, key) + more[key] for key in more})
-
-    def set(self, task: int, **values: Any) -> None:
-        """Replaces attributes of a task."""
-        self.tasks[task] = dataclasses.replace(self.tasks[task], **values)
-
-
 class _Copies:
     """The copies of parameters on the device: their loads and their uses.
 
@@ -173,7 +161,7 @@ class _Copies:
       resident: the groups whose copy is on the device before the step.
     """
 
-    def __init__(self, profile: Profile, plan: Plan, tasks: _TaskList):
+    def __init__(self, profile: Profile, plan: Plan, tasks: StepTasks):
         self.profile, self.modes, self.recomputes, self.tasks = profile, plan.modes, plan.recomputes, tasks
         self.all: list[_Copy] = []
         self.first_loads: list[tuple[int, int]] = []
@@ -259,17 +247,19 @@ class _StepBuilder:
         self.profile, self.plan = profile, plan
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
         self.recomputes = plan.recomputes
-        self.on_device = updated_on_device(profile, plan)
+        self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed(profile, plan)
         held, needs = step_demand(profile, plan)
         self.room = [int(layer) for layer in waits(held, needs, plan.memory_bytes or 0)[:, 0]]
         self.save_s_a_byte, self.fetch_s_a_byte = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
-        self.list = _TaskList(profile)
+        self.list = StepTasks(profile)
         self.copies = _Copies(profile, plan, self.list)
         self.saves_of_programs: list[tuple[int, ...]] = []
         self.fetched: dict[int, int] = {}
         self.last_program = -1
         self.forwards: list[int] = []
+        self.streams = StateStreams(profile, self.list, self.fetch_s_a_byte, self.save_s_a_byte)
         self.arrivals: dict[int, int] = {}
+        self.offloads: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self.refreshes: dict[int, int] = {}
         self.waits_for_update: list[tuple[int, int]] = []
@@ -289,10 +279,11 @@ class _StepBuilder:
         if self.plan.updates is Updates.AFTER_ALL:
             everything = self.last_arrivals()
             for layer in reversed(order):
-                if self.profile.group_of[layer] in self.on_device:
-                    self.update_on_device(layer, everything)
-                else:
-                    self.update(layer, everything)
+                self.update_on_device(layer, everything)
+                self.stream(layer, everything)
+                self.update(layer, everything)
+        self.streams.finish()
+        self.updates |= self.streams.ends
         for group in self.updates:
             self.refresh(group)
         self.copies.free()
@@ -360,32 +351,42 @@ class _StepBuilder:
         profile = self.layers[layer]
         if not profile.has_backward:
             return
+        self.streams.update_arrived()
         copy = self.copies.for_backward(layer, self.forwards[layer])
         self.fetch_for_next(layer)
+        room = self.wait_for_room(layer)
         if profile.inter_backward_s > 0:
             self.list.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
         by_dha, grad_on_host = self.modes[layer] is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
         again = self.recomputes[layer]
         variant = backward_variant(by_dha, grad_on_host, again)
         duration = (f"{variant}_s", profile.backward_for(by_dha, grad_on_host, again))
-        task = self.list.emit(Kind.BACKWARD, Lane.GPU, layer, duration, self.backward_waits(layer, copy))
+        task = self.list.emit(Kind.BACKWARD, Lane.GPU, layer, duration, self.backward_waits(layer, copy, room))
         self.last_program = task
         workspace_bytes = profile.backward_bytes(by_dha, grad_on_host, again)
         self.list.add_bytes(task, end_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
         if copy is not None:
             self.copies.note_use(copy, layer, task)
-        if self.profile.group_of[layer] in self.on_device:
+        if self.profile.group_of[layer] in self.on_device | self.through_gpu:
             self.list.add_bytes(task, start_bytes=profile.device_gradient_bytes)
             self.arrivals[layer] = task
             if self.plan.updates is Updates.OVERLAPPED:
                 self.update_on_device(layer, ())
+                self.stream(layer, (task,))
         elif profile.has_gradient:
             self.gradient(layer, task, grad_on_host)
 
-    def backward_waits(self, layer: int, copy: _Copy | None) -> tuple[int, ...]:
-        after = set() if copy is None else {copy.load}
-        if self.room[layer] != NO_WAIT:
-            after.add(self.arrivals[self.room[layer]])
+    def wait_for_room(self, layer: int) -> tuple[int, ...]:
+        """The offload that a backward waits for. Also lists the updates through the GPU that free its room."""
+        last = self.room[layer]
+        if last == NO_WAIT:
+            return ()
+        self.streams.finish(last)
+        offloaded = [other for other in self.offloads if other >= last]
+        return tuple(self.offloads[other] for other in offloaded[-1:])
+
+    def backward_waits(self, layer: int, copy: _Copy | None, room: tuple[int, ...]) -> tuple[int, ...]:
+        after = {*room} if copy is None else {*room, copy.load}
         if layer in self.fetched:
             after.add(self.fetched[layer])
         if not self.layers[layer].fused_backward:
@@ -410,6 +411,7 @@ class _StepBuilder:
         profile = self.layers[layer]
         self.list.add_bytes(backward, start_bytes=profile.device_gradient_bytes)
         task = self.list.emit(Kind.OFFLOAD, Lane.D2H, layer, ("offload_s", profile.offload_s), (backward,))
+        self.offloads[layer] = task
         self.list.add_bytes(task, end_bytes=profile.device_gradient_bytes, host_start_bytes=profile.grad_bytes)
         return task
 
@@ -417,7 +419,8 @@ class _StepBuilder:
         """Emits the group's update at its first layer, the last one in backward order."""
         group = self.profile.group_of[layer]
         members = self.profile.groups[group]
-        if layer != members[0] or not self.layers[layer].has_gradient:
+        elsewhere = group in self.on_device | self.through_gpu
+        if elsewhere or layer != members[0] or not self.layers[layer].has_gradient:
             return
         duration = ("update_s", self.profile.group_update_s[group])
         task = self.list.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted(after)))
@@ -428,12 +431,18 @@ class _StepBuilder:
         """Likewise for a group that is updated on the device, where its gradient stays."""
         group = self.profile.group_of[layer]
         members = self.profile.groups[group]
-        if layer != members[0]:
+        if group not in self.on_device or layer != members[0]:
             return
         duration = ("update_gpu_s", self.layers[layer].update_gpu_s or 0.0)
         task = self.list.emit(Kind.UPDATE, Lane.GPU, layer, duration, after)
         self.list.add_bytes(task, end_bytes=sum(self.layers[other].device_gradient_bytes for other in members))
         self.updates[group] = self.refreshes[group] = self.last_program = task
+
+    def stream(self, layer: int, after: tuple[int, ...]) -> None:
+        """Likewise for a group whose update streams through the GPU."""
+        group = self.profile.group_of[layer]
+        if group in self.through_gpu and layer == self.profile.groups[group][0]:
+            self.streams.add(group, after)
 
     def refresh(self, group: int) -> None:
         if group in self.copies.resident and group not in self.on_device:

@@ -34,6 +34,10 @@ class Kind(enum.StrEnum):
     """Moves values that cross segments to host memory."""
     FETCH = "fetch"
     """Moves saved values back for a backward."""
+    STATE_UP = "state_up"
+    """Moves a subgroup's master parameters and optimizer state to the device for its update."""
+    STATE_DOWN = "state_down"
+    """Moves them back to host memory, with the new compute copy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class Task:
       host_end_bytes: host memory for gradients, freed as it ends.
       copy: for a forward or backward, the load whose parameter copy it reads; None if it reads host memory, a RESIDENT
         copy, or nothing.
+      subgroup: of an update that streams through the GPU, and its transfers: which part of the group's flat vectors.
+      num_subgroups: the number of such parts.
       step: the step in a chain, counted from 0.
     """
 
@@ -75,6 +81,8 @@ class Task:
     host_start_bytes: int = 0
     host_end_bytes: int = 0
     copy: int | None = None
+    subgroup: int = 0
+    num_subgroups: int = 1
     step: int = 0
 
     @property

@@ -27,6 +27,8 @@ LAYERS = (
     ("holdings",),
     ("room",),
     ("tasks",),
+    ("step_tasks",),
+    ("streaming",),
     ("schedule",),
     ("simulate",),
     ("plan",),

@@ -94,7 +94,11 @@ class PlanEvaluator:
         return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
 
     def plan(self, plan: Plan) -> Outcomes:
-        """Evaluates one plan; arrays of one element."""
+        """Evaluates one plan; arrays of one element.
+
+        Only the simulator knows updates that stream through the GPU.
+        """
+        assert not any(plan.updates_streamed)
         after_all = self.profile.updates_after_all or plan.updates is Updates.AFTER_ALL
         updated = as_updated(self.profile, updated_on_device(self.profile, plan), after_all)
         return PlanEvaluator(updated)(

@@ -80,7 +80,8 @@ class LayerPlan:
       mode: where its forward and backward read the parameters.
       gradient: where its backward writes the gradient.
       remat: what it keeps on the device between forward and backward.
-      update: where its parameters are updated. `"resident"` needs mode RESIDENT and a gradient on the device.
+      update: where its parameters are updated. `"resident"` needs mode RESIDENT and a gradient on the device. `"gpu"`
+        needs a gradient on the device and any other mode: the new compute copy goes to host memory.
 
     Raises:
       InputError: if a field is not acceptable; the message names layer and field.
@@ -103,10 +104,14 @@ class LayerPlan:
         stays = self.mode is Mode.RESIDENT and self.gradient is GradientPlace.DEVICE
         if update is UpdatePlace.RESIDENT and not stays:
             raise InputError(f'{where}: update "resident" needs mode "RESIDENT" and gradient "device"')
+        streams = self.mode is not Mode.RESIDENT and self.gradient is GradientPlace.DEVICE
+        if update is UpdatePlace.GPU and not streams:
+            raise InputError(f'{where}: update "gpu" needs gradient "device" and a mode other than "RESIDENT"')
 
     def with_mode(self, mode: Mode) -> Self:
-        """The same layer in another mode; it is updated on the host unless the mode is RESIDENT."""
-        return dataclasses.replace(self, mode=mode, update=self.update if mode is Mode.RESIDENT else UpdatePlace.HOST)
+        """The same layer in another mode; it is updated on the host if its place of update does not allow that mode."""
+        stays = (mode is Mode.RESIDENT) == (self.update is UpdatePlace.RESIDENT)
+        return dataclasses.replace(self, mode=mode, update=self.update if stays else UpdatePlace.HOST)
 
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
@@ -242,8 +247,13 @@ class Plan:
 
     @property
     def updates_on_device(self) -> tuple[bool, ...]:
-        """Whether the parameters of each layer are updated on the device."""
+        """Whether the parameters of each layer are updated on the device, where they stay."""
         return tuple(layer.update is UpdatePlace.RESIDENT for layer in self.layers)
+
+    @property
+    def updates_streamed(self) -> tuple[bool, ...]:
+        """Whether masters and optimizer state of each layer are streamed through the GPU."""
+        return tuple(layer.update is UpdatePlace.GPU for layer in self.layers)
 
     def check_profile(self, profile: Profile) -> None:
         """Checks that the plan has this profile's layers in the same order, and recomputes only layers that can be.

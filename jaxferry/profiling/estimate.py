@@ -118,6 +118,8 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         inter_backward_s=_inter_s(machine, layer, layer.inter_backward_flops, layer.inter_backward_bytes),
         update_s=UPDATE_BYTES_PER_PARAMETER * layer.num_parameters / machine.host_bytes_per_s,
         update_gpu_s=update_on_device_s(layer.num_parameters, machine),
+        state_up_s=_transfer_s(machine, STATE_BYTES_PER_PARAMETER * layer.num_parameters),
+        state_down_s=_transfer_s(machine, STATE_BYTES_PER_PARAMETER * layer.num_parameters + layer.param_bytes),
         state_bytes=STATE_BYTES_PER_PARAMETER * layer.num_parameters,
         recompute_s=None if layer.recomputation is None else _recompute_s(machine, layer, backward_s),
         recompute_activation_bytes=None if layer.recomputation is None else layer.recomputation.activation_bytes,

@@ -69,13 +69,14 @@ _FLAGS = {
     "fused_backward": False,
 }
 _FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0)}
-_ON_DEVICE = ("update_gpu_s", "state_bytes")
+_UPDATES_ON_DEVICE = ("update_gpu_s", "state_up_s", "state_down_s")
+_ON_DEVICE = (*_UPDATES_ON_DEVICE, "state_bytes")
 _OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", "temporary_bytes", *_ON_DEVICE, *_FACTS)
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
 _OF_GRADIENT = {
     **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "state_bytes"), 0),
     **dict.fromkeys(("offload_s", "update_s"), 0.0),
-    "update_gpu_s": None,
+    **dict.fromkeys(_UPDATES_ON_DEVICE),
 }
 _OF_BACKWARD = {
     **dict.fromkeys(("activation_bytes", "fetch_bytes", "backward_workspace_bytes"), 0),
@@ -135,8 +136,11 @@ class LayerProfile:
       forward_workspace_bytes: device memory in use while the forward runs, besides parameters, kept activations and the
         program's temporaries.
       backward_workspace_bytes: likewise for the backward, without its gradient.
-      update_gpu_s: the optimizer step on the device, with master parameters and optimizer state there; None if no plan
-        may choose that.
+      update_gpu_s: the optimizer step on the device, with master parameters and optimizer state there; None if no
+        policy may choose that.
+      state_up_s: master parameters and optimizer state host to device, for an update that streams them through the GPU;
+        None if no policy may choose that. A plan file may; the time is then that of a load of as many bytes.
+      state_down_s: likewise back, with the new compute copy; as an offload of as many bytes if None.
       state_bytes: bytes of master parameters and optimizer state.
       temporary_bytes: device memory that each compiled program needs besides its arguments and results, by variant
         (`forward_variant`, `backward_variant`); a missing variant needs 0. If forward and backward are one program,
@@ -174,6 +178,8 @@ class LayerProfile:
     backward_workspace_bytes: int = 0
     row_gradient_bytes: int = 0
     update_gpu_s: float | None = None
+    state_up_s: float | None = None
+    state_down_s: float | None = None
     state_bytes: int = 0
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -186,8 +192,9 @@ class LayerProfile:
         for key in _SECONDS:
             object.__setattr__(self, key, check_seconds(getattr(self, key), key, where))
         object.__setattr__(self, "state_bytes", check_bytes(self.state_bytes, "state_bytes", where))
-        if self.update_gpu_s is not None:
-            object.__setattr__(self, "update_gpu_s", check_seconds(self.update_gpu_s, "update_gpu_s", where))
+        for key in _UPDATES_ON_DEVICE:
+            if getattr(self, key) is not None:
+                object.__setattr__(self, key, check_seconds(getattr(self, key), key, where))
         if self.parameters == "":
             object.__setattr__(self, "parameters", self.name)
         check_text(self.parameters, "parameters", where)
@@ -249,7 +256,7 @@ class LayerProfile:
         if self.parameters == self.name:
             del document["parameters"]
         absent: dict[str, Any] = {**_FACTS, **dict.fromkeys(_RECOMPUTATION), "temporary_bytes": {}}
-        absent |= {"update_gpu_s": None, "state_bytes": 0}
+        absent |= {**dict.fromkeys(_UPDATES_ON_DEVICE), "state_bytes": 0}
         return {key: value for key, value in document.items() if key not in absent or value != absent[key]}
 
     @property
@@ -391,6 +398,11 @@ class Profile:
         return dataclasses.replace(
             self, layers=tuple(layer if can else layer.without_recomputation() for layer, can in layers)
         )
+
+    def without_streaming(self) -> Self:
+        """The profile for policies that may not stream updates through the GPU."""
+        layers = (dataclasses.replace(layer, state_up_s=None, state_down_s=None) for layer in self.layers)
+        return dataclasses.replace(self, layers=tuple(layers))
 
     @classmethod
     def from_json(cls, document: Any) -> Self:

@@ -19,6 +19,7 @@ _STAGES = {
     "offload": (Kind.OFFLOAD,),
     "activations": (Kind.SAVE, Kind.FETCH),
     "update": (Kind.UPDATE,),
+    "state": (Kind.STATE_UP, Kind.STATE_DOWN),
 }
 """Kinds of tasks by what they are for; also the classes of their colours."""
 _STAGE_OF = {kind: stage for stage, kinds in _STAGES.items() for kind in kinds}
@@ -38,6 +39,7 @@ _COLOURS = {
     "offload": "#e08a1e",
     "activations": "#8a62b3",
     "update": "#c8443c",
+    "state": "#b59410",
 }
 _CSS = """
 :root { color-scheme: light; }

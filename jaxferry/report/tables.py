@@ -20,7 +20,7 @@ def plan_table(plan: Plan) -> Table:
     """Returns modes and gradient places, also remat and update if any layer has them; a row per run of equal layers."""
     shown = ["mode", "gradient"]
     shown += ["remat"] if any(plan.recomputes) else []
-    shown += ["update"] if any(plan.updates_on_device) else []
+    shown += ["update"] if any(plan.updates_on_device) or any(plan.updates_streamed) else []
     table = _table("layers", "", *shown, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
     for values, run in itertools.groupby(plan.layers, key=lambda layer: [getattr(layer, key).value for key in shown]):
         names = [layer.name for layer in run]
@@ -65,13 +65,13 @@ def host_memory_lines(machine: Mapping[str, Any]) -> list[str]:
 def comparison_table(compared: Compared) -> Table:
     """Returns all policies side by side."""
     heads = ["reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
-    places = any(row.plan is not None and any(row.plan.updates_on_device) for row in compared.rows)
-    heads += ["updates on device"] if places else []
+    places = any(row.plan is not None and _updates_on_gpu(row.plan) for row in compared.rows)
+    heads += ["updates on device", "streamed"] if places else []
     table = _table("policy", *heads, title="policies")
     for row in compared.rows:
         if row.plan is None or row.plan.predicted is None:
             need = f"needs {format_bytes(row.smallest_bytes)}"
-            table.add_row(row.policy, "-", "-", "-", "-", need, "-", "-", *["-"][:places])
+            table.add_row(row.policy, "-", "-", "-", "-", need, "-", "-", *["-"] * 2 * places)
             continue
         predicted = row.plan.predicted
         table.add_row(
@@ -83,9 +83,15 @@ def comparison_table(compared: Compared) -> Table:
             format_bytes(predicted.peak_device_bytes),
             format_bytes(row.link_bytes),
             f"{row.gap:.2%}",
-            *[f"{sum(row.plan.updates_on_device)} of {len(row.plan.layers)}"][:places],
+            *(_updates_on_gpu(row.plan) or ["-", "-"] if places else ()),
         )
     return table
+
+
+def _updates_on_gpu(plan: Plan) -> list[str]:
+    """How many layers are updated on the device, and of how many the update streams through it; empty if none is."""
+    counts = sum(plan.updates_on_device), sum(plan.updates_streamed)
+    return [f"{count} of {len(plan.layers)}" for count in counts] if any(counts) else []
 
 
 def comparison_lines(compared: Compared) -> list[str]:
@@ -118,8 +124,15 @@ def simulation_lines(simulation: Simulation) -> list[str]:
         f"peak device memory {format_bytes(simulation.peak_device_bytes)} over a chain of {CHAIN_STEPS} steps, where "
         f"loads start during the previous step; {format_bytes(one_step)} in a single step",
         f"host link {format_bytes(simulation.link_bytes)} per step",
+        *_streaming_lines(simulation),
         f"critical path: {' > '.join(shown)}",
     ]
+
+
+def _streaming_lines(simulation: Simulation) -> list[str]:
+    num_bytes = simulation.streamed_state_bytes
+    where = "of masters and optimizer state in pinned host memory, streamed through the GPU"
+    return [f"{format_bytes(num_bytes)} {where}"] if num_bytes else []
 
 
 def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:

@@ -23,6 +23,8 @@ __all__ = [
     "step_s",
 ]
 
+_UPDATES = (Kind.UPDATE, Kind.STATE_DOWN)
+
 
 def run(schedule: Schedule) -> Run:
     """Runs all tasks."""
@@ -36,8 +38,8 @@ def forward_s(of: Run) -> float:
 
 
 def step_s(of: Run) -> float:
-    """Seconds to the end of the first step's last update."""
-    return max(_ends(of, (Kind.UPDATE,)))
+    """Seconds to the end of the first step's last update; one that streams ends with the state in host memory."""
+    return max(_ends(of, _UPDATES))
 
 
 def _ends(of: Run, kinds: tuple[Kind, ...]) -> list[float]:
@@ -87,7 +89,7 @@ def critical_path(of: Run) -> list[int]:
     for index in sorted(range(len(tasks)), key=lambda index: (of.starts_s[index], of.ends_s[index], index)):
         before[index] = last.get(tasks[index].lane)
         last[tasks[index].lane] = index
-    updates = [index for index, task in enumerate(tasks) if task.kind is Kind.UPDATE and task.step == 0]
+    updates = [index for index, task in enumerate(tasks) if task.kind in _UPDATES and task.step == 0]
     current = max(updates, key=lambda index: of.ends_s[index])
     path = [current]
     while of.starts_s[current] > 0:

@@ -31,6 +31,7 @@ class Simulation:
       steady_step_s: seconds a step in an endless chain.
       peak_device_bytes: the most device memory held at any instant of a chain of `CHAIN_STEPS` steps.
       link_bytes: bytes over the host link in one step: loads, offloads, and reads and writes of host memory by the GPU.
+      streamed_state_bytes: masters and optimizer state that lie in pinned host memory and stream through the GPU.
       lanes: use of each lane in one step.
       critical_path: names of the tasks that determine `step_s`, first to last.
       device_bytes: (seconds, bytes from then on) for each change of device memory in one step.
@@ -42,6 +43,7 @@ class Simulation:
     steady_step_s: float
     peak_device_bytes: int
     link_bytes: int
+    streamed_state_bytes: int
     lanes: dict[Lane, LaneUse]
     critical_path: tuple[str, ...]
     device_bytes: tuple[tuple[float, int], ...]
@@ -57,6 +59,7 @@ class Simulation:
         return {
             **self.predicted.to_json(),
             "link_bytes": self.link_bytes,
+            "streamed_state_bytes": self.streamed_state_bytes,
             "lanes": {lane.value: dataclasses.asdict(use) for lane, use in self.lanes.items()},
             "critical_path": list(self.critical_path),
             "device_bytes": [[time, held] for time, held in self.device_bytes],
@@ -83,6 +86,7 @@ def simulate_schedule(profile: Profile, step: Schedule) -> Simulation:
         steady_step_s=machine.steady_step_s(step),
         peak_device_bytes=max(held for _, held in machine.device_bytes_of_steps(step, steps)),
         link_bytes=sum(link_bytes(profile.layers[task.segment], task) for task in step.tasks),
+        streamed_state_bytes=sum(task.start_bytes for task in step.tasks if task.kind is Kind.STATE_UP),
         lanes=_lane_uses(first),
         critical_path=tuple(step.tasks[index].name for index in machine.critical_path(first)),
         device_bytes=tuple(machine.device_bytes(first)),
@@ -109,7 +113,7 @@ def _lane_uses(of: machine.Run) -> dict[Lane, LaneUse]:
 
 def link_bytes(layer: LayerProfile, task: Task) -> int:
     """The bytes of a task of a layer over the host link: of its transfer, or of a program's reads and writes there."""
-    if task.kind in (Kind.SAVE, Kind.FETCH):
+    if task.kind in (Kind.SAVE, Kind.FETCH, Kind.STATE_UP, Kind.STATE_DOWN):
         return task.start_bytes + task.end_bytes
     if task.lane is Lane.H2D:
         return layer.param_bytes

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from jaxferry.schedule import Lane
+from jaxferry.schedule import Kind, Lane
 from jaxferry.simulate.machine import Run, device_bytes
 
 _MICROSECONDS = 1e6
 _PROCESS = 1
+_STATE = (Kind.STATE_UP, Kind.STATE_DOWN)
 
 
 def chrome_trace(of: Run) -> dict[str, Any]:
@@ -29,7 +30,12 @@ def chrome_trace(of: Run) -> dict[str, Any]:
                 "dur": (end - start) * _MICROSECONDS,
                 "pid": _PROCESS,
                 "tid": rows[task.lane],
-                "args": {"layer": task.segment, "step": task.step, "duration_key": task.duration_key},
+                "args": {
+                    "layer": task.segment,
+                    "step": task.step,
+                    "duration_key": task.duration_key,
+                    **({"bytes": task.start_bytes + task.end_bytes} if task.kind in _STATE else {}),
+                },
             }
         )
     for time, held in device_bytes(of):

@@ -106,8 +106,8 @@ def test_it_needs_a_resident_copy_and_a_gradient_on_the_device():
     for fields in ({"mode": "GFGB"}, {"mode": "RESIDENT", "gradient": "host"}):
         with pytest.raises(InputError, match='update "resident" needs mode "RESIDENT" and gradient "device"'):
             LayerPlan("a", **{"gradient": "device", **fields}, update="resident")
-    with pytest.raises(InputError, match="update must be one of host, resident"):
-        LayerPlan("a", Mode.RESIDENT, update="gpu")
+    with pytest.raises(InputError, match="update must be one of host, gpu, resident"):
+        LayerPlan("a", Mode.RESIDENT, update="cpu")
 
 
 def test_layers_of_one_group_agree():

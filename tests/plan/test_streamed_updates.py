@@ -1,0 +1,160 @@
+"""Updates that stream through the GPU: their tasks, their waits, their memory."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxferry import streaming
+from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.plan.records import LayerPlan, Plan, Updates
+from jaxferry.profiling.records import Profile
+from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
+from jaxferry.simulate.machine import run
+from jaxferry.simulate.report import simulate
+from profiles import UNLIMITED_BYTES, deterministic, profiles, transformer
+
+STREAMED = (Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.RELOAD)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_subgroups():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "SUBGROUP_BYTES", 100)
+        yield
+
+
+def model(num_layers):
+    """A transformer with a millionth of its bytes."""
+    keys = ("param_bytes", "grad_bytes", "activation_bytes")
+    layers = [
+        dataclasses.replace(layer, **{key: getattr(layer, key) // 10**6 + 1 for key in keys})
+        for layer in transformer(num_layers).layers
+    ]
+    return Profile({}, tuple(layers))
+
+
+def with_state(profile, up_s=None, down_s=None):
+    """The profile with masters and state of 6 bytes a byte of parameters, and updates on the device."""
+    more = {"state_up_s": up_s, "state_down_s": down_s}
+    layers = [dataclasses.replace(x, update_gpu_s=1 / 8, state_bytes=6 * x.param_bytes, **more) for x in profile.layers]
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def plan_with(profile, places, modes, updates=Updates.OVERLAPPED, memory_bytes=None):
+    """A plan with these places of update by group; one on the device implies RESIDENT."""
+    layers = []
+    for index, layer in enumerate(profile.layers):
+        place = places[profile.group_of[index]]
+        mode = Mode.RESIDENT if place is UpdatePlace.RESIDENT else modes[index]
+        layers.append(LayerPlan(layer.name, mode, GradientPlace.DEVICE, update=place))
+    return Plan("test", 1.0, tuple(layers), updates=updates, memory_bytes=memory_bytes)
+
+
+@st.composite
+def planned(draw):
+    profile = draw(profiles(max_layers=4))
+    times = st.integers(0, 24).map(lambda eighths: eighths / 8)
+    profile = with_state(profile, draw(st.none() | times), draw(st.none() | times))
+    places = [draw(st.sampled_from(UpdatePlace)) for _ in profile.groups]
+    modes = [draw(st.sampled_from(STREAMED)) for _ in profile.layers]
+    memory_bytes = draw(st.sampled_from([None, 200, UNLIMITED_BYTES]))
+    return profile, plan_with(profile, places, modes, draw(st.sampled_from(Updates)), memory_bytes)
+
+
+def subgroup_tasks(tasks, kind, segment):
+    return [index for index, task in enumerate(tasks) if task.kind is kind and task.segment == segment]
+
+
+@deterministic
+@given(planned())
+def test_each_subgroup_goes_up_is_updated_and_comes_down_and_the_gradient_never_leaves(case):
+    profile, plan = case
+    tasks = schedule_step(profile, plan).tasks
+    for group, members in enumerate(profile.groups):
+        place, first = plan.layers[members[0]].update, members[0]
+        ups, downs = (subgroup_tasks(tasks, kind, first) for kind in (Kind.STATE_UP, Kind.STATE_DOWN))
+        if place is not UpdatePlace.GPU:
+            assert not ups and not downs
+            continue
+        layer, updates = profile.layers[first], subgroup_tasks(tasks, Kind.UPDATE, first)
+        assert len(ups) == len(updates) == len(downs) == -(-layer.state_bytes // 100)
+        assert {tasks[update].lane for update in updates} == {Lane.GPU}
+        assert sum(tasks[up].start_bytes for up in ups) == layer.state_bytes <= 100 * len(ups)
+        assert sum(tasks[down].end_bytes for down in downs) == layer.state_bytes + layer.param_bytes
+        [gradient] = subgroup_tasks(tasks, Kind.BACKWARD, first)
+        for up, update, down in zip(ups, updates, downs, strict=True):
+            assert gradient in tasks[up].after or plan.updates is Updates.AFTER_ALL
+            assert up in tasks[update].after and update in tasks[down].after
+        assert not [task for task in tasks if task.kind is Kind.OFFLOAD and task.segment in members]
+        readers = [
+            x for x in tasks if x.kind in (Kind.LOAD, Kind.FORWARD) and x.after_previous and x.segment in members
+        ]
+        assert readers and all(task.after_previous == (downs[-1],) for task in readers), group
+    assert sum(task.start_bytes - task.end_bytes for task in tasks) == 0
+
+
+@deterministic
+@given(planned())
+def test_a_chain_never_holds_more_than_the_need_and_no_more_subgroups_than_slots(case):
+    profile, plan = case
+    assert simulate(profile, plan).peak_device_bytes <= max(needed_bytes(profile, plan), plan.memory_bytes or 0)
+    ran = run(schedule_step(profile, plan))
+    tasks = ran.schedule.tasks
+    starts = sorted(ran.starts_s[i] for i, task in enumerate(tasks) if task.kind is Kind.STATE_UP)
+    ends = sorted(ran.ends_s[i] for i, task in enumerate(tasks) if task.kind is Kind.STATE_DOWN)
+    late = zip(starts[streaming.SLOTS :], ends, strict=False)
+    assert all(start >= end for start, end in late)
+
+
+def test_if_updates_wait_for_all_gradients_those_of_streamed_groups_stay_until_then():
+    profile = with_state(model(4), 0.0, 0.0)
+    place = [UpdatePlace.GPU] * len(profile.groups)
+    one, other = (plan_with(profile, place, [Mode.GFGB] * 4, updates) for updates in Updates)
+    tasks = schedule_step(profile, other).tasks
+    last = max(index for index, task in enumerate(tasks) if task.kind is Kind.BACKWARD)
+    assert all(index > last for index, task in enumerate(tasks) if task.kind is Kind.STATE_UP)
+    more = sum(layer.grad_bytes for layer in profile.layers) - max(layer.grad_bytes for layer in profile.layers)
+    assert needed_bytes(profile, other) - needed_bytes(profile, one) >= more
+
+
+def test_less_room_makes_a_backward_wait_for_updates_whose_gradients_would_not_fit():
+    """The link is slow, so no update is due before the last backward."""
+    profile = with_state(model(4), 1.0, 1.0)
+    places = [UpdatePlace.GPU] * len(profile.groups)
+
+    def updates_before_the_last_backward(memory_bytes):
+        tasks = schedule_step(profile, plan_with(profile, places, [Mode.DHA] * 4, memory_bytes=memory_bytes)).tasks
+        kinds = [task.kind for task in tasks if task.kind is Kind.BACKWARD or task.kind is Kind.UPDATE]
+        return kinds[: kinds[::-1].index(Kind.BACKWARD) * -1].count(Kind.UPDATE)
+
+    assert updates_before_the_last_backward(UNLIMITED_BYTES) == 0
+    assert updates_before_the_last_backward(None) > 0
+
+
+def test_times_of_the_stream_default_to_the_speed_of_the_links():
+    given, unsaid = with_state(model(3), 2.0, 3.0), with_state(model(3))
+    plan = plan_with(given, [UpdatePlace.GPU] * 3, [Mode.GFGB] * 3)
+    layer = unsaid.layers[0]
+    for kind, own_s, moved in ((Kind.STATE_UP, 2.0, 6), (Kind.STATE_DOWN, 3.0, 7)):
+        total_s = [
+            sum(x.duration_s for x in schedule_step(profile, plan).tasks if x.kind is kind and x.segment == 0)
+            for profile in (given, unsaid)
+        ]
+        assert total_s[0] == pytest.approx(own_s)
+        assert total_s[1] == pytest.approx(moved * layer.load_s, rel=0.1)
+
+
+def test_it_needs_a_gradient_on_the_device_and_a_copy_that_is_not_resident():
+    for mode, gradient in ((Mode.RESIDENT, "device"), (Mode.GFGB, "host")):
+        with pytest.raises(InputError, match='update "gpu" needs gradient "device" and a mode other than "RESIDENT"'):
+            LayerPlan("a", mode, gradient, update="gpu")
+
+
+def test_plans_and_profiles_keep_it_in_their_files():
+    profile = with_state(model(2), 0.5, 0.75)
+    plan = plan_with(profile, [UpdatePlace.GPU, UpdatePlace.HOST], [Mode.GFGB] * 2)
+    assert Profile.from_json(profile.to_json()) == profile and Plan.from_json(plan.to_json()) == plan
+    assert plan.to_json()["layers"][0]["update"] == "gpu"
