@@ -39,6 +39,7 @@ def planning_profile(
     updates_after_all: bool = False,
     staging_bytes: int = 0,
     state_bytes: Mapping[str, int] | None = None,
+    has_own_memory: bool = True,
 ) -> Profile:
     """The profile that a step is planned and lowered with, with the facts of its programs.
 
@@ -51,8 +52,9 @@ def planning_profile(
       device_kind: the device's own name, such as `"NVIDIA H200"`.
       updates_after_all: whether updates wait for all gradients under any plan.
       staging_bytes: device memory that transfers need besides the moved bytes.
-      state_bytes: bytes of masters and optimizer state of each parameter group, by name, if a policy may choose to
-        update groups on the device; else None.
+      state_bytes: bytes of masters and optimizer state of each parameter group, by name; None if groups are updated
+        together, which no policy plans for.
+      has_own_memory: whether device memory is not host memory, so that a policy may update groups on the device.
 
     Raises:
       InputError: if the given profile is for another model.
@@ -68,15 +70,17 @@ def planning_profile(
     is_offloaded = options.offload_activations
     profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
     profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
-    return with_updates_on_device(profile, parts, device_kind, state_bytes)
+    return with_updates_on_device(profile, parts, device_kind, state_bytes, has_own_memory)
 
 
 def with_updates_on_device(
-    profile: Profile, parts: Partition, device_kind: str, state_bytes: Mapping[str, int] | None
+    profile: Profile,
+    parts: Partition,
+    device_kind: str,
+    state_bytes: Mapping[str, int] | None,
+    has_own_memory: bool,
 ) -> Profile:
     """The profile with the costs of updates on the device: its own, or estimated for a known GPU.
-
-    The engine runs no updates that stream through the GPU yet, so a policy may not choose them.
 
     Args as for `planning_profile`.
     """
@@ -85,10 +89,11 @@ def with_updates_on_device(
         seconds, group = layer.update_gpu_s, parts.layers[segment.group]
         if seconds is None and machine is not None and profile.has_times:
             seconds = update_on_device_s(group.trained.num_parameters, machine)
-        may_update = state_bytes is not None and group.name in state_bytes
+        may_update = has_own_memory and state_bytes is not None and group.name in state_bytes
         size = 0 if state_bytes is None else state_bytes.get(group.name, 0)
         layers.append(dataclasses.replace(layer, update_gpu_s=seconds if may_update else None, state_bytes=size))
-    return dataclasses.replace(profile, layers=tuple(layers)).without_streaming()
+    profile = dataclasses.replace(profile, layers=tuple(layers))
+    return profile if has_own_memory else profile.without_streaming()
 
 
 def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan:

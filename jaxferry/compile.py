@@ -212,8 +212,9 @@ class Compiler:
         """Measures what each layer costs on the device."""
         self._shared.prefetch.take(None)
         variants, programs = self._variants(self._cut(args, kwargs))
-        kind, state_bytes = self._shared.placement.device_kind, self._state_bytes(variants.base)
-        return with_updates_on_device(self._measured(variants, programs), variants.base, kind, state_bytes)
+        placement, state_bytes = self._shared.placement, self._state_bytes(variants.base)
+        measured = self._measured(variants, programs)
+        return with_updates_on_device(measured, variants.base, placement.device_kind, state_bytes, not placement.is_cpu)
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""
@@ -327,15 +328,13 @@ class Compiler:
             self._needs_all_gradients(variants.base),
             self._transport_of(variants.base.layers).staging_bytes,
             self._state_bytes(variants.base),
+            not self._shared.placement.is_cpu,
         )
 
     def _state_bytes(self, parts: Partition) -> dict[str, int] | None:
-        """Bytes of masters and optimizer state of each group that the segments read; None if none may leave the host.
-
-        A CPU's device memory is host memory. Layers with a joint update stay together, which no policy plans for.
-        """
+        """Bytes of masters and optimizer state of each group that the segments read; None if some update together."""
         optimizer = self.model.optimizer
-        if self._shared.placement.is_cpu or not optimizer.is_by_layer(parts.layers):
+        if not optimizer.is_by_layer(parts.layers):
             return None
         read = {segment.group for segment in parts.segments}
         return {
@@ -409,7 +408,11 @@ class _StepCompiler:
         self._profile = _recomputable(profile)
         self._resources, self._options = resources, options
         self._device_updates = DeviceUpdateCompiler(
-            resources.optimizer, variants.base.layers, resources.placement, options.accumulate > 1
+            resources.optimizer,
+            variants.base.layers,
+            resources.placement,
+            resources.transport,
+            options.accumulate > 1,
         )
 
     def compile_best(self) -> Prepared:
@@ -505,15 +508,22 @@ class _StepCompiler:
         return peak_bytes(program, self._programs.temporary_bytes, other_bytes, ahead)
 
     def _check_updates(self, plan: Plan) -> None:
-        """Raises InputError if layers with one joint update are not all updated on the device, or none of them."""
-        for layer in plan.layers:
-            if layer.update is UpdatePlace.GPU:
-                raise InputError(f"{layer.name!r}: updates streamed through the GPU are not run by this version yet")
-        if not any(plan.updates_on_device):
+        """Raises InputError if layers with one joint update are not all updated on the device, or none of them.
+
+        Nor may such an update stream, since it needs all masters and optimizer state at once.
+        """
+        if all(layer.update is UpdatePlace.HOST for layer in plan.layers):
             return
-        groups, on_device = self._variants.base.layers, self._lower(plan).updated_on_device
+        program = self._lower(plan)
+        groups, on_device, streamed = self._variants.base.layers, program.updated_on_device, program.streamed
         for unit in self._resources.optimizer.units_of(groups):
             inside = on_device.intersection(unit.layers)
+            if len(unit.layers) > 1 and (streams := inside & streamed.keys()):
+                names = groups[min(streams)].name, groups[min({*unit.layers} - {min(streams)})].name
+                raise InputError(
+                    f"the optimizer updates {names[0]!r} and {names[1]!r} together, so this update cannot stream "
+                    'through the GPU: plan update "host" or "resident"'
+                )
             if inside and not on_device.issuperset(unit.layers):
                 names = groups[min(inside)].name, groups[min(set(unit.layers) - inside)].name
                 raise InputError(

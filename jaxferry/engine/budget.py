@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from jaxferry.engine.memory import Peak
 from jaxferry.errors import BudgetError
-from jaxferry.modes import Mode, Remat
+from jaxferry.modes import Mode, Remat, UpdatePlace
 from jaxferry.partition import Layer
 from jaxferry.plan.records import LayerPlan, Loads, Plan
 from jaxferry.units import format_bytes
@@ -37,7 +37,7 @@ def fit(
     """
     if budget_bytes is None or peak_of(plan).total <= budget_bytes:
         return plan
-    if any(plan.updates_on_device):
+    if any(layer.update is not UpdatePlace.HOST for layer in plan.layers):
         return fit(plan.updated_on_host(), budget_bytes, peak_of, may_recompute, layers)
     plan = _with_less_room(plan, peak_of(plan).total - budget_bytes, budget_bytes, peak_of)
     if peak_of(plan).total <= budget_bytes:

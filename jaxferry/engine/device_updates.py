@@ -17,18 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.update_group import UpdateGroup
+from jaxferry.engine.host.streamed import subgroups_of
+from jaxferry.engine.host.update_group import Subgroup, UpdateGroup, masters_by_leaf
 from jaxferry.engine.instruction import Operation, StepProgram
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.programs import Programs, squared_norm
+from jaxferry.engine.programs import Programs, lower_traced, squared_norm
 from jaxferry.engine.shared_programs import compile_shared
-from jaxferry.engine.transport.base import split
-from jaxferry.partition import Gradient, Layer, RowGradient
-
-Uses = Sequence[Sequence[Gradient]]
-"""The gradients of a layer, one list for each segment that reads it, as its program returns them."""
-
-Compiled = Callable[..., Any]
+from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
+from jaxferry.engine.transport.base import Transport, split
+from jaxferry.engine.transport.choice import transport_like
+from jaxferry.partition import Layer, RowGradient
+from jaxferry.streaming import SLOTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +38,7 @@ class DeviceUpdates:
       updates: by the layers of the unit.
       folds: by group and whether there is an earlier sum, adds up its gradients.
       norms: by group, the squared norm of the sum of its gradients.
+      streamed: the updates whose masters and state come to the device for the update only.
       device_bytes: device memory for masters, optimizer state, sums of micro-batches, and what one update needs
         besides.
     """
@@ -46,6 +46,7 @@ class DeviceUpdates:
     updates: Mapping[tuple[int, ...], Compiled]
     folds: Mapping[tuple[int, bool], Compiled]
     norms: Mapping[int, Compiled]
+    streamed: StreamedUpdates
     device_bytes: int
 
     def update(
@@ -97,16 +98,25 @@ class DeviceUpdateCompiler:
       optimizer: knows the units and their updates.
       layers: the parameter groups.
       placement: where arrays live.
+      transport: moves the layers; another one like it moves masters and state.
       accumulates: whether gradients of several micro-batches are summed.
     """
 
     def __init__(
-        self, optimizer: HostOptimizer, layers: Sequence[Layer], placement: Placement, accumulates: bool
+        self,
+        optimizer: HostOptimizer,
+        layers: Sequence[Layer],
+        placement: Placement,
+        transport: Transport,
+        accumulates: bool,
     ) -> None:
         self._updates, self._placement, self._accumulates = optimizer.updates, placement, accumulates
+        self._optimizer, self._transport, self._groups = optimizer, transport, layers
         self._layers = [layer.trained for layer in layers]
         self._units = optimizer.units_of(layers)
         self._compiled: dict[Any, Any] = {}
+        self._cut: dict[tuple[int, int], list[Subgroup]] = {}
+        self._transports: dict[tuple[Layer, ...], Transport] = {}
 
     def compile(self, program: StepProgram, programs: Programs) -> DeviceUpdates:
         """Returns the compiled updates of a step.
@@ -115,8 +125,7 @@ class DeviceUpdateCompiler:
           program: the step.
           programs: its programs, compiled; they state the shapes of the gradients.
         """
-        on_device = program.updated_on_device
-        units = [unit for unit in self._units if on_device.issuperset(unit.layers)]
+        units = [unit for unit in self._units if program.stays_on_device.issuperset(unit.layers)]
         uses = _uses(program, programs)
         folds, sums = {}, {}
         if self._accumulates:
@@ -131,10 +140,35 @@ class DeviceUpdateCompiler:
         loss = program.partition.graph.avals[program.partition.loss]
         gradients = {unit.layers: [read.get(group, []) for group in unit.layers] for unit in units}
         updates = self._all({unit.layers: self._update(unit, gradients[unit.layers], loss) for unit in units})
-        state = sum(unit.num_bytes for unit in units)
-        summed = 4 * sum(self._layers[group].num_parameters for group in sums)
-        made = [*folds.values(), *norms.values(), *updates.values()]
-        return DeviceUpdates(updates, folds, norms, state + summed + max(map(_more_bytes, made), default=0))
+        streamed, slots_bytes = self._streamed(program.streamed, read, loss)
+        held = slots_bytes + sum(unit.num_bytes for unit in units)
+        held += 4 * sum(self._layers[group].num_parameters for group in sums)
+        made = [*folds.values(), *norms.values(), *updates.values(), *streamed.updates.values()]
+        return DeviceUpdates(updates, folds, norms, streamed, held + max(map(_more_bytes, made), default=0))
+
+    def _streamed(self, counts: Mapping[int, int], uses: Mapping[int, Any], loss: Any) -> tuple[StreamedUpdates, int]:
+        """The updates that stream, and the device memory of as many subgroups as are there at once."""
+        cut = {group: self._subgroups(group, count) for group, count in counts.items()}
+        subgroups = {(group, number): each for group, own in cut.items() for number, each in enumerate(own)}
+        layouts = tuple(layer for each in subgroups.values() for layer in (each.streamed, each.trained))
+        if layouts and layouts not in self._transports:
+            self._transports[layouts] = transport_like(self._transport, self._placement, layouts)
+        transport = self._transports.get(layouts, self._transport)
+        wanted = {
+            place: self._streamed_update(each, place[0], uses.get(place[0], []), loss)
+            for place, each in subgroups.items()
+            if each.unit.leaves
+        }
+        numbers = {place: 2 * number for number, place in enumerate(subgroups)}
+        sizes = sorted(each.streamed.num_bytes + each.trained.num_bytes for each in subgroups.values())
+        held = sum(sizes[-SLOTS:]) + (transport.staging_bytes if sizes else 0)
+        return StreamedUpdates(self._all(wanted), numbers, transport), held
+
+    def _subgroups(self, group: int, count: int) -> list[Subgroup]:
+        if (group, count) not in self._cut:
+            (unit,) = (unit for unit in self._units if group in unit.layers)
+            self._cut[group, count] = subgroups_of(self._optimizer, unit, self._groups, count)
+        return self._cut[group, count]
 
     def _all(self, wanted: Mapping[Any, tuple[Any, Any, Callable[[], Any]]]) -> dict[Any, Any]:
         """Compiles what is missing. Each value is a key within this object, one for all steps, and how to lower it."""
@@ -169,20 +203,11 @@ class DeviceUpdateCompiler:
 
     def _update(self, unit: UpdateGroup, uses: list[Any], loss: Any) -> tuple[Any, Any, Callable[[], Any]]:
         layers = [self._layers[group] for group in unit.layers]
-        plain = self._updates.plain(unit, layers)
+        compute = self._computing(unit, layers, layers)
 
-        def update(
-            masters: Any, state: Any, copies: Any, gradients: Any, norm: jax.Array, scale: jax.Array, loss: jax.Array
-        ) -> Any:
-            found: dict[int, jax.Array] = {}
-            for layer, uses in zip(layers, gradients, strict=True):
-                for leaf, gradient in zip(layer.leaves, _total(layer, uses), strict=True):
-                    found[leaf.index] = gradient / scale.astype(gradient.dtype)
-            new_masters, new_state, by_leaf = plain(masters, state, found, norm)
-            new_copies = [[by_leaf[leaf.index].astype(leaf.dtype) for leaf in layer.leaves] for layer in layers]
-            made = (new_masters, new_state, new_copies)
-            is_finite = jnp.isfinite(loss)
-            return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), made, (masters, state, copies))
+        def update(masters: Any, state: Any, copies: Any, gradients: Any, *numbers: jax.Array) -> Any:
+            masters, state, by_leaf = compute(masters, state, gradients, *numbers)
+            return masters, state, [[by_leaf[leaf.index] for leaf in layer.leaves] for layer in layers]
 
         copies = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer.leaves] for layer in layers]
         number = jax.ShapeDtypeStruct((), jnp.float32)
@@ -192,9 +217,68 @@ class DeviceUpdateCompiler:
         own = ("update on the device", content, layouts, _content(arguments), self._placement)
         return own, own if is_shared else None, lambda: self._lowered(update, (0, 1, 2), *arguments)
 
+    def _streamed_update(
+        self, subgroup: Subgroup, group: int, uses: list[Any], loss: Any
+    ) -> tuple[Any, Any, Callable[[], Any]]:
+        unit, trained, streamed, moved = subgroup.unit, subgroup.trained, subgroup.streamed, subgroup.moved
+        compute, whole, num = (
+            self._computing(unit, [trained], [self._layers[group]]),
+            self._layers[group],
+            len(unit.masters),
+        )
+        avals = [*unit.masters, *unit.state]
+        stays = [i for i in range(len(avals)) if i not in set(moved)]
+
+        def update(moved_arrays: Any, kept: Any, uses: Any, *numbers: jax.Array) -> Any:
+            given = dict(zip((*moved, *stays), (*moved_arrays, *kept), strict=True))
+            arrays = [given[i] for i in range(len(given))]
+            masters, state, by_leaf = compute(arrays[:num], arrays[num:], [uses], *numbers)
+            made = [*masters, *state]
+            parameters = trained.join_small([by_leaf[leaf.index] for leaf in trained.leaves])
+            return streamed.join_small([made[i] for i in moved]), [made[i] for i in stays], parameters
+
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        arguments = self._on_device([[avals[i] for i in moved], [avals[i] for i in stays], uses, number, number, loss])
+        content, is_shared = self._updates.plain_content(unit)
+        indices = [leaf.index for leaf in whole.leaves]
+        chosen = tuple(indices.index(leaf.index) for leaf in trained.leaves)
+        layouts = (whole.layout, chosen, streamed.layout, tuple(moved))
+        own = ("streamed update", content, layouts, _content(arguments), self._placement)
+        return own, own if is_shared else None, lambda: self._lowered(update, (0, 1), *arguments)
+
+    def _computing(self, unit: UpdateGroup, layers: Sequence[Layer], given: Sequence[Layer]) -> Callable[..., Any]:
+        """The update of a unit, for a jitted function.
+
+        It maps `(masters, state, gradients, norm, scale, loss)` to masters, state and the parameters in the compute
+        dtype by index of the leaf. Nothing changes unless the loss is finite.
+
+        Args:
+          unit: the unit.
+          layers: its parameters.
+          given: the layers that `gradients` hold the uses of; they may have further parameters.
+        """
+        own = {leaf.index for layer in layers for leaf in layer.leaves}
+        plain, masters_of = self._updates.plain(unit, layers), masters_by_leaf(unit, layers)
+
+        def compute(
+            masters: Any, state: Any, gradients: Any, norm: jax.Array, scale: jax.Array, loss: jax.Array
+        ) -> Any:
+            found: dict[int, jax.Array] = {}
+            for layer, uses in zip(given, gradients, strict=True):
+                for leaf, gradient in zip(layer.leaves, _total(layer, uses), strict=True):
+                    if leaf.index in own:
+                        found[leaf.index] = gradient / scale.astype(gradient.dtype)
+            made, is_finite = plain(masters, state, found, norm), jnp.isfinite(loss)
+            masters, state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), made, (masters, state))
+            by_leaf = masters_of(masters)
+            leaves = (leaf for layer in layers for leaf in layer.leaves)
+            return masters, state, {leaf.index: by_leaf[leaf.index].astype(leaf.dtype) for leaf in leaves}
+
+        return compute
+
     def _lowered(self, function: Callable[..., Any], donate: tuple[int, ...], *arguments: Any) -> Any:
         jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, out_shardings=self._placement.device)
-        return jitted.trace(*arguments).lower()
+        return lower_traced(jitted.trace(*arguments))
 
     def _on_device(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement.device), tree)

@@ -156,6 +156,24 @@ def update_on_device(step: StepContext, instruction: Instruction) -> Wait | None
     return None
 
 
+def load_state(step: StepContext, instruction: Instruction) -> None:
+    """Copies a subgroup's masters and optimizer state to the device."""
+    if step.is_last:
+        step.streaming.load(_subgroup(instruction), step.mark(instruction.index))
+
+
+def store_state(step: StepContext, instruction: Instruction) -> Wait | None:
+    """Copies them back to host memory, with the new compute copy, if they have been updated."""
+    if not step.is_last:
+        return None
+    place = _subgroup(instruction)
+    step.streaming.store(place, step.mark(instruction.index))
+    if not step.does_what_it_issues:
+        return lambda: step.streaming.wait(place)
+    step.streaming.wait(place)
+    return None
+
+
 def save(step: StepContext, instruction: Instruction) -> Wait | None:
     """Moves values to pinned host memory. Programs that need their memory wait for the end of this task."""
     arrays = _move(step, instruction, step.values, step.offloaded, step.runnable.resources.placement.pinned)
@@ -185,6 +203,8 @@ OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], Wait | None]] =
     Operation.OFFLOAD: offload,
     Operation.UPDATE: update,
     Operation.UPDATE_ON_DEVICE: update_on_device,
+    Operation.LOAD_STATE: load_state,
+    Operation.STORE_STATE: store_state,
     Operation.SAVE: save,
     Operation.FETCH: fetch,
     Operation.NOTHING: nothing,
@@ -274,18 +294,21 @@ def _move(
 def _units_to_update(step: StepContext, instruction: Instruction) -> list[UpdateGroup]:
     """The units of an update task of the host that still need an update."""
     units = [unit for unit in step.state.host.units if instruction.group in unit.layers or step.is_last_update]
-    units = [unit for unit in units if id(unit) not in step.updated and not unit.is_on_device]
+    units = [unit for unit in units if id(unit) not in step.updated and unit.is_on_host]
     step.updated |= {id(unit) for unit in units}
     return units
 
 
 def _update_on_device(step: StepContext, instruction: Instruction, norm: np.floating) -> None:
-    """Issues the update of the group's unit, unless another group of the unit has done so."""
+    """Issues the update of the group's unit, or of a subgroup, unless another group of the unit has done so."""
     (unit,) = (unit for unit in step.state.host.units if instruction.group in unit.layers)
-    if id(unit) in step.updated or not step.work.commit():
+    if (id(unit) in step.updated and not unit.subgroups) or not step.work.commit():
         return
     step.updated.add(id(unit))
     step.is_updating = True
+    if unit.subgroups:
+        _update_subgroup(step, instruction, unit, norm)
+        return
     host, resident = step.state.host, [step.state.resident[group] for group in unit.layers]
     trained = [[i for i, leaf in enumerate(host.layers[group].leaves) if leaf.is_trained] for group in unit.layers]
     arrays = [held.parameters() for held in resident]
@@ -301,13 +324,28 @@ def _update_on_device(step: StepContext, instruction: Instruction, norm: np.floa
     delete_all(jax.tree.leaves(gradients))
 
 
+def _update_subgroup(step: StepContext, instruction: Instruction, unit: UpdateGroup, norm: np.floating) -> None:
+    """Issues the update of a subgroup that has been loaded."""
+
+    def take_uses() -> Any:
+        return step.gradients.take_kept(unit)[0]
+
+    loss = step.values[step.program.partition.loss]
+    made = step.ran(step.streaming.update(_subgroup(instruction), take_uses, norm, step.scale, loss))
+    _mark_end(step, instruction, loss if made is None else made)
+
+
+def _subgroup(instruction: Instruction) -> tuple[int, int]:
+    return instruction.group, instruction.task.subgroup
+
+
 def _update_unread(step: StepContext) -> Wait | None:
     """Counts an update on the device. After the last one, if the host has none, it updates what no segment reads."""
     if any(instruction.operation is Operation.UPDATE for instruction in step.program.instructions):
         return None
     is_last = step.is_last_update
     step.num_updates += 1
-    units = [unit for unit in step.state.host.units if id(unit) not in step.updated and not unit.is_on_device]
+    units = [unit for unit in step.state.host.units if id(unit) not in step.updated and unit.is_on_host]
     if not is_last or not units:
         return None
 

@@ -17,7 +17,7 @@ import functools
 from collections.abc import Mapping
 
 from jaxferry.engine.program_keys import ProgramKey
-from jaxferry.modes import Mode
+from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
 from jaxferry.schedule import Schedule, Task
@@ -38,6 +38,10 @@ class Operation(enum.Enum):
     """Copies a gradient to the host."""
     UPDATE = "update"
     UPDATE_ON_DEVICE = "update on the device"
+    LOAD_STATE = "load state"
+    """Copies a subgroup's masters and optimizer state to the device, for its update there."""
+    STORE_STATE = "store state"
+    """Copies them back to host memory, with the new compute copy."""
     SAVE = "save"
     """Moves values that cross segments to host memory."""
     FETCH = "fetch"
@@ -129,9 +133,20 @@ class StepProgram:
 
     @functools.cached_property
     def updated_on_device(self) -> frozenset[int]:
-        """Groups whose optimizer state stays on the device, where they are updated."""
-        places = zip(self.partition.segments, self.plan.updates_on_device, strict=True)
-        return frozenset(segment.group for segment, on_device in places if on_device and segment.trained)
+        """Groups that are updated on the device, so that their gradients stay there."""
+        places = zip(self.partition.segments, self.plan.layers, strict=True)
+        return frozenset(s.group for s, layer in places if layer.update is not UpdatePlace.HOST and s.trained)
+
+    @functools.cached_property
+    def streamed(self) -> dict[int, int]:
+        """Those of them whose masters and optimizer state come for the update only, by number of subgroups."""
+        ups = [i for i in self.instructions if i.operation is Operation.LOAD_STATE]
+        return {instruction.group: instruction.task.num_subgroups for instruction in ups}
+
+    @property
+    def stays_on_device(self) -> frozenset[int]:
+        """Those of them whose masters and optimizer state stay on the device."""
+        return self.updated_on_device - self.streamed.keys()
 
     def with_sums_of(self, groups: frozenset[int]) -> StepProgram:
         """The same step, with the gradients of these groups summed on the device."""

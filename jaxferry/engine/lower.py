@@ -36,6 +36,8 @@ _OPERATIONS = {
     Kind.UPDATE: Operation.UPDATE,
     Kind.SAVE: Operation.SAVE,
     Kind.FETCH: Operation.FETCH,
+    Kind.STATE_UP: Operation.LOAD_STATE,
+    Kind.STATE_DOWN: Operation.STORE_STATE,
     Kind.INTER_FORWARD: Operation.NOTHING,
     Kind.INTER_BACKWARD: Operation.NOTHING,
 }

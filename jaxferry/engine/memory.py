@@ -297,6 +297,8 @@ class _Transfers:
             if instruction.operation is Operation.SAVE:
                 gone_from |= dict.fromkeys(instruction.values, free_from)
                 continue
+            if instruction.operation is Operation.STORE_STATE:
+                continue  # counted as slots for subgroups
             for place in range(self._last_program[instruction.index], free_from):
                 self._gradients_at[place][instruction.index] = self._gradient_bytes(instruction)
         for instruction in instructions:

@@ -103,7 +103,8 @@ class StepRunner:
         pending = state.pending
         if pending is None or pending.work.is_over():
             return None
-        is_placed = state.host.on_device == runnable.program.updated_on_device
+        program, host = runnable.program, state.host
+        is_placed = (host.on_device, host.streamed) == (program.stays_on_device, program.streamed)
         if pending.work.list is runnable.tasks and state.resident.keys() == runnable.program.resident and is_placed:
             return pending.work
         state.settle()
@@ -114,19 +115,22 @@ class StepRunner:
 
         Sums of micro-batches that it does not keep on the device are offloaded.
         """
-        transport, on_device = self._resources.transport, runnable.program.updated_on_device
-        for unit in state.host.units:
-            if unit.is_on_device and not on_device.issuperset(unit.layers):
-                state.host.move(unit, to_device=False)
+        program, transport, host = runnable.program, self._resources.transport, state.host
+        for unit in host.units:
+            leaves_device = unit.is_on_device and not program.stays_on_device.issuperset(unit.layers)
+            if leaves_device or (unit.subgroups and len(unit.subgroups) != program.streamed.get(unit.layers[0])):
+                host.to_host(unit)
         for group in state.resident.keys() ^ runnable.program.resident:
             if group in state.resident:
                 transport.drop(state.resident.pop(group))
             else:
                 state.resident[group] = transport.load(group, state.host.vectors[group])
-        for unit in state.host.units:
-            if not unit.is_on_device and on_device.issuperset(unit.layers):
-                state.host.move(unit, to_device=True)
-        for group in sorted(state.accumulated.on_device.keys() - runnable.program.summed - on_device):
+        for unit in host.units:
+            if not unit.is_on_device and program.stays_on_device.issuperset(unit.layers):
+                host.to_device(unit)
+            elif unit.is_on_host and unit.layers[0] in program.streamed:
+                host.to_stream(unit, program.streamed[unit.layers[0]])
+        for group in sorted(state.accumulated.on_device.keys() - program.summed - program.updated_on_device):
             try:
                 state.accumulated = state.accumulated.offloaded(group, transport)
             except Exception as error:

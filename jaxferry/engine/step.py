@@ -29,6 +29,7 @@ from jaxferry.engine.prefetch import DeviceCopies, PrefetchSlot
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.state import TrainState
+from jaxferry.engine.streamed_updates import StreamingStep
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.trace.recorder import Recorder
 from jaxferry.engine.transport.base import Transport
@@ -152,6 +153,7 @@ class StepContext:
       saved: residuals, by segment.
       cotangents: by number of the value.
       gradients: the gradients of the step.
+      streaming: the updates that stream through the GPU.
       is_last: whether this is the last micro-batch before an update.
       scale: the divisor of the gradients, an fp32 number.
       seed: the factor on the loss, on the device; empty without loss scaling.
@@ -176,6 +178,7 @@ class StepContext:
         transport = runnable.resources.transport
         given = (self.program, transport, runnable.norms, accumulated, self.is_last)
         self.gradients = StepGradients(*given, runnable.device_updates)
+        self.streaming = StreamingStep(runnable.device_updates.streamed, state.host, placement)
         scale = state.loss_scale.value
         self.scale = np.float32(scale * rules.accumulate)
         is_scaled = runnable.programs.is_scaled
@@ -277,6 +280,7 @@ class StepContext:
     def drop(self) -> None:
         """Frees everything that the step has on the device, in any state."""
         self.gradients.forget_inflight()
+        self.streaming.drop()
         with contextlib.suppress(Exception):  # the step has failed
             # The device may still read or write the pinned memory of moved values.
             jax.block_until_ready([*self.values.values(), *self.offloaded.values()])

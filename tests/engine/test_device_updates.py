@@ -12,9 +12,7 @@ import jaxferry
 from accelerator import emulate
 from jaxferry.engine import Operation, Placement
 from jaxferry.errors import InputError
-from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
-from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.planning import make_plan
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
@@ -22,77 +20,20 @@ from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.schedule import Kind, Lane
 from recorded import check_times
 from steps import wrap
-
-WIDTH, WORDS = 8, 12
-RNG = np.random.default_rng(0)
-PARAMS = {
-    "embed": {"table": RNG.normal(size=(WORDS, WIDTH)).astype(np.float32)},
-    **{
-        f"layer_{i}": {"w": (RNG.normal(size=(WIDTH, WIDTH)) / 3).astype(np.float32), "b": np.zeros(WIDTH, np.float32)}
-        for i in range(3)
-    },
-}
-
-
-def loss_fn(params, words):
-    x = params["embed"]["table"][words]
-    for i in range(3):
-        layer = params[f"layer_{i}"]
-        x = x + jnp.tanh(x @ layer["w"] + layer["b"])
-    return jnp.mean(jnp.square(x @ params["embed"]["table"].T))
-
-
-def batch(number):
-    return jnp.asarray(np.random.default_rng(number).integers(0, WORDS, (2, 5)))
-
-
-NAMES = [segment.name for segment in partition(loss_fn, PARAMS, (batch(0),)).segments]
-GROUPS = {name: name.partition("#")[0] for name in NAMES}
-PLACES = {
-    "none": [],
-    "one layer": ["layer_1"],
-    "tied table": ["embed"],
-    "all": ["embed", "layer_0", "layer_1", "layer_2"],
-}
-
-
-def plan_with(groups, mode=Mode.GFGB):
-    layers = [
-        LayerPlan(name, Mode.RESIDENT, update=UpdatePlace.RESIDENT) if GROUPS[name] in groups else LayerPlan(name, mode)
-        for name in NAMES
-    ]
-    return Plan("test", 1.0, tuple(layers))
-
-
-def make(groups, optimizer=None, **options):
-    return jaxferry.train_step(loss_fn, optimizer or jaxferry.adamw(1e-2), plan=plan_with(groups), **options)
-
-
-def train(step, state, num_steps=4, first=0):
-    losses = []
-    for number in range(first, first + num_steps):
-        state, metrics = step(state, batch(number))
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
-def assert_close(tree, other, rtol=1e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6), tree, other)
-
-
-def on_device(state):
-    return {state.host.layers[group].name for group in state.host.on_device}
-
-
-OPTIONS = {
-    "plain": {},
-    "clipped": {"clip_norm": 0.5},
-    "accumulated": {"accumulate": 2},
-    "scaled": {"loss_scale": 64.0},
-    "skipping": {"skip_nonfinite": True},
-    "bfloat16": {"compute_dtype": jnp.bfloat16},
-}
-
+from updated import (
+    OPTIONS,
+    PARAMS,
+    PLACES,
+    WIDTH,
+    WORDS,
+    assert_close,
+    batch,
+    loss_fn,
+    make,
+    on_device,
+    plan_with,
+    train,
+)
 
 OFTEN = {"one layer": ("skipping",), "tied table": ("plain", "bfloat16", "accumulated"), "all": OPTIONS}
 

@@ -84,9 +84,18 @@ class Accelerator:
         made = call(*arguments)
         outputs = [weakref.ref(leaf) for leaf in jax.tree.leaves(made) if _is_concrete(leaf)]
         for array in read:
-            if not array.is_deleted():  # a donated one lives on in a result
+            if not array.is_deleted():
                 self._note(array, outputs)
+            else:  # a donated one lives on in a result
+                self._hand_over(array, [leaf for leaf in jax.tree.leaves(made) if _is_concrete(leaf)])
         return made
+
+    def _hand_over(self, array, results):
+        """What still reads a donated array now reads its memory as that of a result."""
+        earlier = self._readers.pop(id(array), [])
+        for result in filter(self.is_pinned, results):
+            for outputs in earlier:
+                self._note(result, outputs)
 
     def put(self, value, device=None, **options):
         """`jax.device_put`, with the cost of a copy between clients, and late for batches."""

@@ -10,6 +10,7 @@ import optax
 
 import jaxferry
 from jaxferry.engine.gradients import StepGradients
+from jaxferry.engine.streamed_updates import StreamingStep
 from jaxferry.engine.transport.base import DeviceLayer
 from steps import transport_of
 
@@ -46,7 +47,8 @@ class Watch:
     def __init__(self, step, batch, monkeypatch):
         transport, self._known = transport_of(step, batch), set()
         self.most = self.most_parameters = 0
-        for owner, name in ((transport, "load"), (transport, "store"), (StepGradients, "receive")):
+        moves = [(transport, "load"), (transport, "store"), (StepGradients, "receive")]
+        for owner, name in (*moves, (StreamingStep, "load"), (StreamingStep, "update")):
             monkeypatch.setattr(owner, name, self._watched(getattr(owner, name)))
         self._held, self._lock = {}, threading.Lock()
 

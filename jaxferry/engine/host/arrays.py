@@ -11,6 +11,7 @@ import numpy as np
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.pieces import Key, Pieces, cut, on_host
 from jaxferry.engine.host.pinned import on_cpu, to_pinned
+from jaxferry.engine.host.streamed import masters_of, replace_state, state_of, stream, subgroups_of
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import Vectors
@@ -74,20 +75,36 @@ class HostArrays:
         """The bytes of masters and optimizer state on the device."""
         return sum(unit.num_bytes for unit in self.units if unit.is_on_device)
 
-    def move(self, unit: UpdateGroup, to_device: bool) -> None:
-        """Moves the masters and the optimizer state of a unit to the device, or back to host memory."""
+    @property
+    def streamed(self) -> dict[int, int]:
+        """The groups whose updates stream through the GPU, each with its number of subgroups."""
+        return {unit.layers[0]: len(unit.subgroups) for unit in self.units if unit.subgroups}
+
+    def to_device(self, unit: UpdateGroup) -> None:
+        """Moves the masters and the optimizer state of a unit to the device, where they stay."""
+        self.to_host(unit)
         unit.masters, unit.state = (
-            [self._moved(a, to_device) for a in arrays] for arrays in (unit.masters, unit.state)
+            [self._moved(a, to_device=True) for a in arrays] for arrays in (unit.masters, unit.state)
         )
-        unit.is_on_device = to_device
-        if not to_device:
+        unit.is_on_device = True
+
+    def to_stream(self, unit: UpdateGroup, count: int) -> None:
+        """Moves them into flat vectors in pinned memory, in so many subgroups."""
+        self.to_host(unit)
+        stream(unit, subgroups_of(self._optimizer, unit, self.layers, count), self._placement, self._packing)
+
+    def to_host(self, unit: UpdateGroup) -> None:
+        """Moves them to ordinary host memory."""
+        if unit.is_on_device or unit.subgroups:
+            unit.masters, unit.state = self._masters_at_home(unit), self._state_at_home(unit)
+            unit.is_on_device, unit.subgroups = False, []
             self._refresh(self._stale.intersection(unit.layers))
 
     def bring_home(self) -> None:
         """Moves everything that is on the device to host memory."""
         for unit in self.units:
             if unit.is_on_device:
-                self.move(unit, to_device=False)
+                self.to_host(unit)
 
     def note_update(self, unit: UpdateGroup) -> None:
         """Notes that a unit was updated on the device: its `vectors` are older than its masters."""
@@ -116,8 +133,15 @@ class HostArrays:
         # From NumPy: another client's array would pass through a literal.
         return jax.device_put(np.array(array), where)
 
-    def _at_home(self, unit: UpdateGroup, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Arrays of a unit in host memory: copies if they are on the device."""
+    def _masters_at_home(self, unit: UpdateGroup) -> list[jax.Array]:
+        """Masters of a unit in host memory: copies if they are elsewhere."""
+        return masters_of(unit, self._placement) if unit.subgroups else self._home(unit, unit.masters)
+
+    def _state_at_home(self, unit: UpdateGroup) -> list[jax.Array]:
+        """Likewise for the optimizer's state."""
+        return state_of(unit, self._placement) if unit.subgroups else self._home(unit, unit.state)
+
+    def _home(self, unit: UpdateGroup, arrays: list[jax.Array]) -> list[jax.Array]:
         return [self._moved(array, to_device=False) for array in arrays] if unit.is_on_device else arrays
 
     def masters(self) -> dict[int, Parts]:
@@ -138,7 +162,7 @@ class HostArrays:
         """Returns the stored leaves of the optimizer's state, by path and part."""
         found: dict[str, Parts] = {}
         for unit in self.units:
-            _add(found, zip(unit.state_keys, self._at_home(unit, unit.state), strict=True))
+            _add(found, zip(unit.state_keys, self._state_at_home(unit), strict=True))
         return found
 
     def arrange(self, layers: Sequence[Layer]) -> None:
@@ -164,7 +188,8 @@ class HostArrays:
         Args:
           masters: in the order of the flattened tree; emptied.
         """
-        self.bring_home()
+        for unit in self.units:
+            self.to_host(unit)
         pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
         masters.clear()
         frozen = self._take_frozen(pieces)
@@ -181,13 +206,15 @@ class HostArrays:
           leaves: some of them, whole, by path.
         """
         pieces = self._pieces({name: {None: leaf} for name, leaf in leaves.items()})
-        made = [
-            [pieces.take(key) if key[0] in leaves else leaf for key, leaf in zip(u.state_keys, u.state, strict=True)]
-            for u in self.units
-        ]
-        for unit, own in zip(self.units, made, strict=True):
-            is_new = [key[0] in leaves and unit.is_on_device for key in unit.state_keys]
-            unit.state = [self._moved(a, to_device=True) if new else a for a, new in zip(own, is_new, strict=True)]
+        made = [{key: pieces.take(key) for key in unit.state_keys if key[0] in leaves} for unit in self.units]
+        for unit, new in zip(self.units, made, strict=True):
+            if unit.subgroups and replace_state(unit, new, self._placement):
+                continue
+            if unit.subgroups:
+                self.to_host(unit)
+            elif unit.is_on_device:
+                new = {key: self._moved(leaf, to_device=True) for key, leaf in new.items()}
+            unit.state = [new.get(key, leaf) for key, leaf in zip(unit.state_keys, unit.state, strict=True)]
 
     def fill(self) -> None:
         """Makes the `vectors` that do not exist."""
@@ -208,7 +235,7 @@ class HostArrays:
         """Returns the stored masters of trained parameters, by leaf and part; of some units, or all."""
         found: dict[int, Parts] = {}
         for unit in self.units if units is None else units:
-            _add(found, zip(unit.keys, self._at_home(unit, unit.masters), strict=True))
+            _add(found, zip(unit.keys, self._masters_at_home(unit), strict=True))
         return found
 
     def _master_of(self, leaf: Leaf, trained: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:

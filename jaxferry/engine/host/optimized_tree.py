@@ -41,6 +41,7 @@ class OptimizedTree:
         self.shown = [leaf for leaf in range(len(avals)) if leaf not in hidden]
         self.prunes = False
         self._contents: dict[tuple[tuple[int, ...], bool], Any] = {}
+        self._taken: dict[Any, bool] = {}
 
     @functools.cached_property
     def by_part(self) -> PartOptimizer:
@@ -73,6 +74,13 @@ class OptimizedTree:
                 self.prunes = prune
                 return True
         return False
+
+    def takes(self, leaves: Sequence[int]) -> bool:
+        """Whether these leaves are updated alone as within the whole tree, in the form that `takes_parts` chose."""
+        content = self.whole.content(leaves)
+        if content is not None and content not in self._taken:
+            self._taken[content] = content == self._content(leaves, self.prunes)
+        return self._taken.get(content, False)
 
     def _content(self, leaves: Sequence[int], prune: bool) -> Any:
         """The digest of the update of a part alone; None if the transformation does not accept such a tree."""

@@ -20,7 +20,7 @@ from jaxferry.engine.host.subtree import path_names
 from jaxferry.engine.host.update_group import UpdateGroup, updated_together
 from jaxferry.engine.host.update_programs import UpdatePrograms
 from jaxferry.engine.placement import Placement
-from jaxferry.partition import Layer, Part
+from jaxferry.partition import Layer, Leaf, Part
 
 NOT_SEPARABLE = (
     "the optimizer looks at all parameters at once, or cannot be shown not to{where}; it runs as one update after the "
@@ -129,6 +129,19 @@ class HostOptimizer:
     def is_by_layer(self, layers: Sequence[Layer]) -> bool:
         """Whether each layer has an update of its own."""
         return not self.is_joint and all(len(unit.layers) == 1 for unit in self.units_of(layers))
+
+    def part_of(self, unit: UpdateGroup, leaves: Sequence[Leaf]) -> UpdateGroup:
+        """Returns the update of some parameters of a unit alone, with shapes instead of arrays."""
+        if not leaves:
+            return UpdateGroup(unit.layers, (), [], [], [])
+        if unit.parts:
+            return self._unit(unit.layers, tuple(leaf.source for leaf in leaves), tuple(leaf.part for leaf in leaves))
+        return self._unit(unit.layers, tuple(sorted({leaf.source for leaf in leaves})), ())
+
+    def takes_parts_of(self, unit: UpdateGroup, parts: Sequence[Sequence[Leaf]]) -> bool:
+        """Whether each of these parts of a unit's parameters is updated alone exactly as within the unit."""
+        leaves = [sorted({leaf.source for leaf in part}) for part in parts if part]
+        return bool(unit.parts) or len(leaves) == 1 or all(map(self._tree.takes, leaves))
 
     def _unit(self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Part | None, ...]) -> UpdateGroup:
         if parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ class UpdateGroup:
       programs: compiled updates, by which of the layers any segment reads.
       parts: for each master its part of the leaf; empty if all are whole.
       is_on_device: whether masters and state are on the device instead.
+      subgroups: what holds them if updates stream them through the GPU; masters and state are then shapes.
     """
 
     layers: tuple[int, ...]
@@ -37,6 +38,12 @@ class UpdateGroup:
     programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
     parts: tuple[Part | None, ...] = ()
     is_on_device: bool = False
+    subgroups: list[Subgroup] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether masters and state are in ordinary host memory, where the host updates them."""
+        return not self.is_on_device and not self.subgroups
 
     @property
     def num_bytes(self) -> int:
@@ -47,6 +54,30 @@ class UpdateGroup:
     def keys(self) -> list[tuple[int, Part | None]]:
         """Leaf and part of each master."""
         return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
+
+
+@dataclasses.dataclass
+class Subgroup:
+    """Some parameters of a unit with their optimizer state, which updates stream through the GPU together.
+
+    Attributes:
+      unit: the update of these parameters alone; masters and state are shapes, but for state that stays on the device.
+      trained: these parameters, at their offsets in vectors of the unit's layer.
+      touched: the numbers of these vectors.
+      streamed: the layout of what moves, in flat vectors of its own: masters, then leaves of the state, by index.
+      vectors: these vectors, in pinned memory; empty if only shapes are wanted.
+    """
+
+    unit: UpdateGroup
+    trained: Layer
+    touched: tuple[int, ...]
+    streamed: Layer
+    vectors: tuple[jax.Array, ...] = ()
+
+    @property
+    def moved(self) -> list[int]:
+        """Which of the masters, followed by the leaves of the state, move."""
+        return [leaf.index for leaf in self.streamed.leaves]
 
 
 def updated_together(layers: Sequence[Layer], not_by_part: Collection[int]) -> list[tuple[int, ...]]:
@@ -84,6 +115,21 @@ def put_together(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> di
 def taken_apart(layers: Sequence[Layer], arrays: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
     """Splits leaves into stored parts: the inverse of `put_together`."""
     return {leaf.index: _part_of(arrays[leaf.source], leaf.part) for layer in layers for leaf in layer.leaves}
+
+
+def masters_by_leaf(
+    unit: UpdateGroup, layers: Sequence[Layer]
+) -> Callable[[Sequence[jax.Array]], dict[int, jax.Array]]:
+    """Returns a function, for a jitted one, of a unit's masters to its layers' parameters by index of the leaf."""
+    leaves, is_by_part = unit.leaves, bool(unit.parts)
+
+    def by_leaf(masters: Sequence[jax.Array]) -> dict[int, jax.Array]:
+        if is_by_part:
+            indices = sorted(leaf.index for layer in layers for leaf in layer.leaves)
+            return dict(zip(indices, masters, strict=True))
+        return taken_apart(layers, dict(zip(leaves, masters, strict=True)))
+
+    return by_leaf
 
 
 def _part_of(array: jax.Array, part: Part | None) -> Any:

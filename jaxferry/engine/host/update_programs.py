@@ -93,8 +93,8 @@ class UpdatePrograms:
     def plain(self, unit: UpdateGroup, layers: Sequence[Layer]) -> Callable[..., Any]:
         """The update of a unit by Optax, for a jitted function on any device.
 
-        It maps `(masters, state, gradients, norm)` to `(masters, state, masters by leaf)`. `gradients` are in the
-        master dtypes, by index of the leaf.
+        It maps `(masters, state, gradients, norm)` to `(masters, state)`. `gradients` are in the master dtypes, by
+        index of the leaf.
 
         Args:
           unit: the unit.
@@ -107,13 +107,11 @@ class UpdatePrograms:
         def update(masters: Any, state: Any, gradients: dict[int, jax.Array], norm: jax.Array) -> Any:
             found = self._clipped(gradients, norm)
             if is_by_part:
-                masters, state = self._tree.by_part.update(held, [found[i] for i in sorted(found)], masters, state)
-                return masters, state, dict(zip(sorted(found), masters, strict=True))
+                return self._tree.by_part.update(held, [found[i] for i in sorted(found)], masters, state)
             params = self._tree.subtree(dict(zip(leaves, masters, strict=True)))
             whole, before = put_together(layers, found), jax.tree.unflatten(structure, state)
             updates, after = self._tree.optimizer.update(self._tree.subtree(whole), before, params)
-            new = jax.tree.leaves(optax.apply_updates(params, updates))
-            return new, jax.tree.leaves(after), taken_apart(layers, dict(zip(sorted(whole), new, strict=True)))
+            return jax.tree.leaves(optax.apply_updates(params, updates)), jax.tree.leaves(after)
 
         return update
 

@@ -68,6 +68,9 @@ class CopyInFlight(Protocol):
     def forget(self) -> None:
         """Gives up what is kept for the copy; only after `hold`, once a program replaces the vectors."""
 
+    def settle(self) -> None:
+        """As `wait`, once a later copy of the transport has ended; another copy may have taken over the vectors."""
+
 
 @dataclasses.dataclass
 class HostGradient:
@@ -176,6 +179,13 @@ class Transport:
         self._drop(held, is_reused)
         self.held.add(-held.num_bytes)
 
+    def take(self, held: DeviceLayer) -> list[jax.Array]:
+        """The arrays of a device copy, for a program that donates them; the copy counts as freed."""
+        arrays = held.parameters()
+        held.is_dropped = True
+        self.held.add(-held.num_bytes)
+        return arrays
+
     def release(self) -> None:
         """Frees device memory that is kept for later loads."""
 
@@ -188,8 +198,11 @@ class Transport:
         gradients: Sequence[Gradient],
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
+        into: Vectors | None = None,
     ) -> HostGradient:
         """Starts the copy of a layer's gradients to the host, and frees the device's copy when it has ended.
+
+        It may also copy other arrays of the same layout, such as new parameters.
 
         Args:
           layer: the layer.
@@ -197,6 +210,8 @@ class Transport:
             parameter if some are rows of lookups.
           onto: the stored gradient of an earlier use of the layer, to which these are added; it is consumed.
           mark: records when the copy starts and ends; None for no record.
+          into: vectors in pinned memory to overwrite, which are donated; None for the transport's own. The result's
+            `vectors` replace them, in the same memory or in other.
         """
         raise NotImplementedError
 

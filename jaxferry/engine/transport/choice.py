@@ -44,6 +44,12 @@ def choose_transport(name: str | None, placement: Placement, layers: Sequence[La
     return name
 
 
+def transport_like(transport: Transport, placement: Placement, layers: Sequence[Layer]) -> Transport:
+    """Makes a transport of the same kind for other layers; `device_put` if the library does not know their dtypes."""
+    others = {vector.dtype for layer in layers for vector in layer.vectors}.difference(DTYPES)
+    return (DevicePut if others else type(transport))(placement, layers)
+
+
 def make_transport(name: str, placement: Placement, layers: Sequence[Layer]) -> Transport:
     """Makes a transport for these layers; `name` is a result of `choose_transport`."""
     return TRANSPORTS[name](placement, layers)

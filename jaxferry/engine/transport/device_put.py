@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxferry.engine.host.pinned import as_numpy, can_view
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.base import (
@@ -40,11 +42,13 @@ class DevicePut(Transport):
         gradients: Sequence[Gradient],
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
+        into: Vectors | None = None,
     ) -> HostGradient:
         """See `Transport.store`."""
         if self._placement.is_cpu:
             if onto is None:
-                stored = HostGradient(self.program("store", layer)(gradients, self.destinations(layer)), True)
+                into = self.destinations(layer) if into is None else into
+                stored = HostGradient(self.program("store", layer)(gradients, into), True)
             else:
                 stored = self._store_rows(layer, gradients, onto, mark)
         elif all(isinstance(gradient, RowGradient) for gradient in gradients):
@@ -56,10 +60,21 @@ class DevicePut(Transport):
                 mark.watch(pinned)
             delete_all(packed)
             stored = HostGradient(pinned, False, is_reusable=False)
+            if into is not None and [v.size for v in into] != [v.size for v in pinned]:
+                stored = self._put_into(layer, pinned, into)
             if onto is not None:
                 stored = self.add_on_host(layer, onto, stored)
         delete_all(jax.tree.leaves(gradients))
         return stored
+
+    def _put_into(self, layer: int, pieces: Vectors, into: Vectors) -> HostGradient:
+        """Copies pieces in pinned memory into parts of vectors there."""
+        if can_view(self._placement):
+            copy = _PartCopy(self._layers[layer], pieces, into)
+            return HostGradient(into, False, copy, is_reusable=False)
+        whole = [np.array(vector) for vector in into]
+        _put_together(self._layers[layer], [np.asarray(piece) for piece in pieces], whole)
+        return HostGradient(tuple(jax.device_put(v, self._placement.pinned) for v in whole), False, is_reusable=False)
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         unpack = self.program("unpack", layer)
@@ -94,6 +109,43 @@ class DevicePut(Transport):
             "pack": lambda: jax.jit(pack, out_shardings=device),
         }
         return made[name]() if name in made else super()._jitted(name, layer)
+
+
+class _PartCopy:
+    """A copy into parts of vectors: the pieces arrive in pinned memory of their own, and the CPU puts them together.
+
+    Args:
+      layer: some leaves of the layer that the vectors hold.
+      pieces: their vectors, which hold nothing else.
+      into: the whole vectors, in pinned memory that the CPU reaches.
+    """
+
+    def __init__(self, layer: Layer, pieces: Vectors, into: Vectors) -> None:
+        self._layer, self._pieces, self._into = layer, pieces, into
+
+    def wait(self) -> None:
+        """See `CopyInFlight`."""
+        _put_together(self._layer, list(map(as_numpy, self._pieces)), list(map(as_numpy, self._into)))
+
+    def hold(self) -> None:
+        """See `CopyInFlight`."""
+        self.wait()
+
+    def settle(self) -> None:
+        """See `CopyInFlight`."""
+        self.wait()
+
+    def forget(self) -> None:
+        """See `CopyInFlight`."""
+
+
+def _put_together(layer: Layer, pieces: Sequence[np.ndarray], into: Sequence[np.ndarray]) -> None:
+    """Writes the leaves of a layer to their offsets; `pieces` hold nothing else, in the order of the offsets."""
+    filled = [0] * len(into)
+    for leaf in sorted(layer.leaves, key=lambda leaf: leaf.offset):
+        start = filled[leaf.vector]
+        into[leaf.vector][leaf.offset : leaf.offset + leaf.size] = pieces[leaf.vector][start : start + leaf.size]
+        filled[leaf.vector] += leaf.size
 
 
 def _dense(gradients: Sequence[Gradient]) -> list[jax.Array]:

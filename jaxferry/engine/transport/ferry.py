@@ -45,6 +45,7 @@ class Ferry(Transport):
         gradients: Sequence[Gradient],
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
+        into: Vectors | None = None,
     ) -> HostGradient:
         """See `Transport.store`."""
         arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
@@ -54,7 +55,7 @@ class Ferry(Transport):
             return stored
         if onto is not None and self.is_summed_on_host(onto):
             return self.add_on_host(layer, onto, self.store(layer, gradients, None, mark))
-        into = self.destinations(layer, onto)
+        into = self.destinations(layer, onto) if into is None else into
         store = self.program("store" if onto is None else "accumulate", layer)
         vectors = _marked(store, (arrays, into), mark)
         copy = StoredCopy(self._native, tuple(vectors), arrays, self.program("landed", layer), self.in_flight)

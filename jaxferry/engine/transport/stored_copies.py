@@ -53,6 +53,10 @@ class StoredCopy:
         self._native.wait_for(addresses, [array.nbytes for array in self.arrays])
         self.forget()
 
+    def settle(self) -> None:
+        """See `CopyInFlight`: copies end in their order."""
+        self.forget()
+
     def hold(self) -> None:
         """Makes the device wait for the copy before its next program, and frees the sources for that program."""
         with self._lock:

@@ -1,0 +1,153 @@
+"""Updates of parameter groups whose masters and optimizer state come to the device for the update only.
+
+    pinned vectors --load--> masters, state --update--> masters, state, new parameters --store--> pinned vectors
+
+One subgroup of a group follows another; see `jaxferry.streaming` for their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxferry.engine.host.arrays import HostArrays
+from jaxferry.engine.host.update_group import Subgroup
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.trace.marks import TaskMark
+from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, delete_all
+from jaxferry.partition import Gradient
+
+Uses = Sequence[Sequence[Gradient]]
+"""The gradients of a layer, one list for each segment that reads it, as its program returns them."""
+
+Compiled = Callable[..., Any]
+
+Place = tuple[int, int]
+"""A group, and a subgroup of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedUpdates:
+    """The compiled updates of one step program that stream.
+
+    Attributes:
+      updates: by subgroup, `(moved, kept, uses, norm, scale, loss) -> moved, kept, parameters`: masters and state that
+        move, as their transport loads and stores them; state that stays on the device; the new parameters of the
+        subgroup in the compute dtype, as their transport stores them.
+      layers: by subgroup, the number of its layout in `transport`; that of its parameters follows.
+      transport: moves them.
+    """
+
+    updates: Mapping[Place, Compiled]
+    layers: Mapping[Place, int]
+    transport: Transport
+
+
+class StreamingStep:
+    """The updates of one step that stream.
+
+    Args:
+      updates: the compiled updates.
+      host: the state's arrays.
+      placement: where they live.
+    """
+
+    def __init__(self, updates: StreamedUpdates, host: HostArrays, placement: Placement) -> None:
+        self._updates, self._host, self._placement = updates, host, placement
+        self._loaded: dict[Place, DeviceLayer] = {}
+        self._made: dict[Place, tuple[Any, Any]] = {}
+        self._stored: dict[Place, tuple[HostGradient, HostGradient]] = {}
+        self._uses: dict[int, Uses] = {}
+
+    def load(self, place: Place, mark: TaskMark | None) -> None:
+        """Starts to copy a subgroup's masters and state to the device."""
+        subgroup = self._subgroup(place)
+        if subgroup.unit.leaves:
+            held = self._updates.transport.load(self._updates.layers[place], subgroup.vectors, mark)
+            self._loaded[place] = held
+            if self._placement.is_cpu:
+                jax.block_until_ready(held.parameters())
+
+    def update(
+        self,
+        place: Place,
+        take_uses: Callable[[], Uses],
+        norm: np.floating,
+        scale: np.floating,
+        loss: jax.Array,
+    ) -> Any:
+        """Updates a loaded subgroup; arguments as for `DeviceUpdates.update`. The last one frees the gradients."""
+        group, number = place
+        if number == 0:
+            self._uses[group] = take_uses()
+        subgroup = self._subgroup(place)
+        made: Any = None
+        if subgroup.unit.leaves:
+            moved = self._updates.transport.take(self._loaded.pop(place))
+            chosen, num = set(subgroup.moved), len(subgroup.unit.masters)
+            stays = [i for i in range(len(subgroup.unit.state)) if num + i not in chosen]
+            kept = [subgroup.unit.state[i] for i in stays]
+            made = self._updates.updates[place](moved, kept, self._uses[group], norm, scale, loss)
+            for i, leaf in zip(stays, made[1], strict=True):
+                subgroup.unit.state[i] = leaf
+            self._made[place] = (made[0], made[2])
+        if number + 1 == len(self._unit(group).subgroups):
+            delete_all(jax.tree.leaves(self._uses.pop(group)))
+        return made
+
+    def store(self, place: Place, mark: TaskMark | None) -> None:
+        """Starts to copy an updated subgroup to host memory, with its new parameters."""
+        if place not in self._made:
+            self._forget(place)
+            return
+        group, transport, number = place[0], self._updates.transport, self._updates.layers[place]
+        subgroup = self._subgroup(place)
+        moved, parameters = self._made.pop(place)
+        vectors = list(self._host.vectors[group])
+        copied = transport.store(number + 1, parameters, into=tuple(vectors[i] for i in subgroup.touched))
+        for i, vector in zip(subgroup.touched, copied.vectors, strict=True):
+            vectors[i] = vector
+        self._host.vectors[group] = tuple(vectors)
+        stored = transport.store(number, moved, mark=mark, into=subgroup.vectors)
+        subgroup.vectors = stored.vectors
+        self._stored[place] = copied, stored
+
+    def wait(self, place: Place) -> None:
+        """Waits until a subgroup is in host memory."""
+        if place not in self._stored:
+            return
+        copied, stored = self._stored.pop(place)
+        if stored.copy is None:
+            jax.block_until_ready(stored.vectors)
+        else:
+            stored.copy.wait()
+        if copied.copy is not None:
+            copied.copy.settle()
+
+    def drop(self) -> None:
+        """Frees what is on the device, in any state of the step."""
+        for place in list(self._stored):
+            with contextlib.suppress(Exception):  # the step has failed
+                self.wait(place)
+        for place in list(self._loaded):
+            self._forget(place)
+        delete_all(jax.tree.leaves([*self._made.values(), *self._uses.values()]))
+        self._made, self._uses = {}, {}
+
+    def _forget(self, place: Place) -> None:
+        """Frees a subgroup that has been loaded and not updated."""
+        if place in self._loaded:
+            self._updates.transport.drop(self._loaded.pop(place), is_reused=False)
+            self._uses.pop(place[0], None)
+
+    def _unit(self, group: int) -> Any:
+        return next(unit for unit in self._host.units if group in unit.layers)
+
+    def _subgroup(self, place: Place) -> Subgroup:
+        subgroup: Subgroup = self._unit(place[0]).subgroups[place[1]]
+        return subgroup

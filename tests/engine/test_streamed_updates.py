@@ -1,0 +1,298 @@
+"""Groups whose masters and optimizer state come to the device for the update only, in subgroups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import scanned
+from accelerator import emulate
+from jaxferry import streaming as planned_streaming
+from jaxferry.engine import Operation
+from jaxferry.engine.host import pinned
+from jaxferry.errors import InputError
+from jaxferry.modes import Mode, UpdatePlace
+from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.schedule import Kind, Lane
+from recorded import check_times
+from steps import wrap
+from updated import (
+    OPTIONS,
+    PARAMS,
+    PLACES,
+    assert_close,
+    batch,
+    loss_fn,
+    make,
+    on_device,
+    plan_with,
+    streaming,
+    train,
+)
+from watched import Watch
+
+ALL = PLACES["all"]
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Subgroups of about one parameter, of which few are on the device at once."""
+    monkeypatch.setattr(planned_streaming, "SUBGROUP_BYTES", 400)
+
+
+CASES = [
+    pytest.param(mode, transport, options, id=f"{mode}-{transport}-{name}", marks=[] if often else pytest.mark.slow)
+    for mode in (Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.RELOAD)
+    for transport in ("ferry", "device_put")
+    for name, options in OPTIONS.items()
+    for often in [(mode is Mode.GFGB and transport == "ferry") or (mode is Mode.DHA and name in ("plain", "clipped"))]
+]
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize(("mode", "transport", "options"), CASES)
+def test_losses_and_states_are_those_of_updates_on_the_host(mode, transport, options):
+    options = {"transport": transport, **options}
+    expected_step, step = make([], mode=mode, **options), make([], mode=mode, streamed=ALL, **options)
+    expected, expected_losses = train(expected_step, expected_step.init(PARAMS))
+    state, losses = train(step, step.init(PARAMS))
+    assert streaming(state).keys() == set(ALL) and min(streaming(state).values()) >= 2
+    np.testing.assert_allclose(losses, expected_losses, rtol=2e-2 if options.get("compute_dtype") else 1e-5)
+    if "compute_dtype" not in options:
+        assert_close(state.params, expected.params)
+        assert_close(state.opt_state, expected.opt_state, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize(
+    ("transport", "reach"),
+    [("ferry", True), ("device_put", True), ("device_put", False)],
+    ids=["ferry", "device_put", "device_put where the CPU cannot reach pinned memory"],
+)
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"accumulate": 2}], ids=str)
+def test_the_way_of_accelerators_computes_the_same(options, transport, reach, monkeypatch):
+    expected_step = make([], **options)
+    _, expected = train(expected_step, expected_step.init(PARAMS))
+    accelerator = emulate(monkeypatch)
+    if not reach:
+        monkeypatch.setattr(pinned, "_reaches", lambda placement: False)
+        pinned.can_view.cache_clear()
+    try:
+        for groups, streamed in (([], ["layer_1"]), (["layer_0"], ["embed", "layer_2"])):
+            step = make(groups, streamed=streamed, transport=transport, compute_dtype=jnp.float32, **options)
+            state, losses = train(step, step.init(PARAMS))
+            state.block_until_ready()
+            np.testing.assert_allclose(losses, expected, rtol=1e-5)
+            assert streaming(state).keys() == set(streamed) and on_device(state) == set(groups)
+    finally:
+        pinned.can_view.cache_clear()
+    assert not accelerator.waits
+    accelerator.check()
+
+
+@pytest.mark.parametrize("optimizer", [jaxferry.adamw(1e-2), optax.adamw(1e-2)], ids=["fused", "optax"])
+def test_twenty_steps_differ_by_rounding_alone(optimizer):
+    expected_step, step = make([], optimizer), make([], optimizer, streamed=ALL)
+    expected, expected_losses = train(expected_step, expected_step.init(PARAMS), 20)
+    state, losses = train(step, step.init(PARAMS), 20)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    for leaf, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-6 * np.max(np.abs(other)))
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_one_plan_has_the_same_bits_run_after_run():
+    step = make(["layer_0"], streamed=["embed", "layer_1"])
+    (one, losses), (other, same) = (train(step, step.init(PARAMS)) for _ in range(2))
+    assert losses == same
+    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    jax.tree.map(np.testing.assert_array_equal, one.opt_state, other.opt_state)
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.lion(1e-3),
+        optax.adafactor(1e-2),
+        optax.sgd(1e-2),
+        optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1)),
+    ],
+    ids=["lion", "adafactor", "sgd", "noise"],
+)
+@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters at once")
+def test_any_optimizer_whose_layers_are_updated_alone_streams(optimizer):
+    expected_step, step = make([], optimizer), make([], optimizer, streamed=["layer_0", "layer_2"])
+    _, expected = train(expected_step, expected_step.init(PARAMS))
+    try:
+        state, losses = train(step, step.init(PARAMS))
+    except InputError as error:
+        assert "together, so this update cannot stream" in str(error)
+        return
+    assert streaming(state).keys() == {"layer_0", "layer_2"}
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters at once")
+def test_a_joint_optimizer_cannot_stream():
+    step = make([], optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), streamed=ALL)
+    with pytest.raises(InputError, match="together, so this update cannot stream through the GPU"):
+        train(step, step.init(PARAMS))
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_frozen_parameters_and_such_that_no_segment_reads_stay_with_the_host():
+    params = {**PARAMS, "unread": {"w": np.ones(3, np.float32)}}
+    optimizer = optax.adamw(1e-2, weight_decay=0.5)
+    step = make([], optimizer, streamed=ALL, trainable=lambda path: not path.endswith("/b"))
+    with pytest.warns(UserWarning, match="the loss never reads"):
+        state, _ = train(step, step.init(params))
+    np.testing.assert_allclose(state.params["unread"]["w"], (1 - 0.005) ** 4, rtol=1e-5)
+    for i in range(3):
+        np.testing.assert_array_equal(state.params[f"layer_{i}"]["b"], PARAMS[f"layer_{i}"]["b"])
+        assert np.any(state.params[f"layer_{i}"]["w"] != PARAMS[f"layer_{i}"]["w"])
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_parts_of_stacked_parameters_stream():
+    model = scanned.linen()
+    probe = jaxferry.train_step(model.loss_fn, jaxferry.adamw(1e-2), compute_dtype=jnp.float32)
+    probe.init(model.params)
+    names = [segment.name for segment in probe.prepare(model.batch).partition.segments]
+    losses = []
+    for place in (UpdatePlace.HOST, UpdatePlace.GPU):
+        plan = Plan("test", 1.0, tuple(LayerPlan(name, Mode.GFGB, update=place) for name in names))
+        step = jaxferry.train_step(model.loss_fn, jaxferry.adamw(1e-2), plan=plan, compute_dtype=jnp.float32)
+        state = step.init(model.params)
+        losses.append([])
+        for _ in range(4):
+            state, metrics = step(state, model.batch)
+            losses[-1].append(float(metrics["loss"]))
+        assert len(state.host.streamed) == (len(state.host.layers) if place is UpdatePlace.GPU else 0)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}], ids=str)
+def test_a_loss_that_is_not_finite_changes_nothing(options):
+    def broken(params, words):
+        return loss_fn(params, jnp.abs(words)) + jnp.where(words[0, 0] < 0, jnp.nan, 0.0)
+
+    plan = plan_with([], streamed=["embed", "layer_1"])
+    step = jaxferry.train_step(broken, jaxferry.adamw(1e-2), plan=plan, **options)
+    state, _ = train(step, step.init(PARAMS), 2)
+    before, moments = state.params, state.opt_state
+    bad = batch(0).at[0, 0].set(-1)
+    if options:
+        state, _ = step(state, bad)
+    else:
+        with pytest.raises(jaxferry.NonFiniteError):
+            step(state, bad)
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state, moments)
+    train(step, state, 1)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_checkpoints_move_between_places(tmp_path):
+    cases = ({"streamed": ALL}, {"groups": []}), ({"groups": ALL}, {"streamed": ["layer_2"]}), ({}, {"streamed": ALL})
+    for here, there in cases:
+        step, other = (make(**{"groups": [], **each}) for each in (here, there))
+        state, _ = train(step, step.init(PARAMS), 2)
+        step.save(state, tmp_path / "saved")
+        _, expected = train(step, state, 2, first=2)
+        restored = other.restore(tmp_path / "saved", PARAMS)
+        _, losses = train(other, restored, 2, first=2)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_a_state_may_be_read_copied_changed_and_evaluated_between_steps():
+    results, optimizer = [], optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+    for each in (make([], optimizer), make([], optimizer, streamed=["embed", "layer_1"])):
+        state, _ = train(each, each.init(PARAMS), 2)
+        copy = state.copy()
+        found = [float(each.evaluate(state, batch(7)))]
+        found += train(each, copy, 1, first=2)[1]
+        state.params = jax.tree.map(lambda x: x * 0.5, state.params)
+        found += train(each, state, 2, first=2)[1]
+        state.set_hyperparams(learning_rate=0.1)
+        found += train(each, state, 1, first=4)[1]
+        state.opt_state = jax.tree.map(np.zeros_like, state.opt_state)
+        found += train(each, state, 1, first=5)[1]
+        results.append((found, state.params))
+    assert streaming(state).keys() == {"embed", "layer_1"}
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
+    assert_close(results[1][1], results[0][1])
+
+
+def test_a_budget_below_moves_updates_to_the_host():
+    step = make([], streamed=ALL)
+    state, _ = train(step, step.init(PARAMS), 1)
+    peak = step.prepare(batch(0)).peak.total
+    for budget, expected in ((peak, set(ALL)), (peak - 1, set())):
+        tight = make([], streamed=ALL, memory_budget=budget)
+        state, _ = train(tight, tight.init(PARAMS), 1)
+        assert streaming(state).keys() == expected
+        assert tight.prepare(batch(0)).peak.total <= budget
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"accumulate": 2}], ids=str)
+def test_live_bytes_stay_under_the_predicted_peak(options, monkeypatch):
+    emulate(monkeypatch)
+    step = make([], streamed=ALL, compute_dtype=jnp.float32, **options)
+    state, most = step.init(PARAMS), []
+    watch = Watch(step, batch(0), monkeypatch)
+    for number in range(4):
+        state.block_until_ready()
+        watch.start(state)
+        state, _ = step(state, batch(number))
+        most.append(watch.most)
+    assert 0 < max(most) <= step.prepare(batch(0)).peak.total
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("operation", [Operation.LOAD_STATE, Operation.UPDATE_ON_DEVICE, Operation.STORE_STATE])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_failure_is_rolled_back_before_the_first_update_and_damages_the_state_after_it(
+    operation, number, monkeypatch
+):
+    step = make([], streamed=ALL)
+    state, _ = train(step, step.init(PARAMS), 2)
+    before, calls = state.params, []
+
+    def broken(function, *args):
+        calls.append(args)
+        if len(calls) == number + 1:
+            raise RuntimeError("no memory")
+        return function(*args)
+
+    with monkeypatch.context() as patch:
+        wrap(patch, operation, broken)
+        with pytest.raises(jaxferry.JaxFerryError, match=r"layer '.*' failed: no memory"):
+            step(state, batch(2))
+            state.settle()
+    if number == 0 and operation is not Operation.STORE_STATE:
+        jax.tree.map(np.testing.assert_array_equal, state.params, before)
+        train(step, state, 1)
+    else:
+        with pytest.raises(jaxferry.StateError, match="two steps"):
+            step(state, batch(2))
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=str)
+def test_recorded_steps_hold_the_moves(options, monkeypatch):
+    emulate(monkeypatch)
+    step = make([], streamed=["embed", "layer_1"], record_steps=3, compute_dtype=jnp.float32, **options)
+    state, _ = train(step, step.init(PARAMS), 5)
+    state.block_until_ready()
+    run = step.recorded()
+    check_times(run)
+    count = 3 * sum(streaming(state).values())
+    lanes = {Kind.STATE_UP: Lane.H2D, Kind.UPDATE: Lane.GPU, Kind.STATE_DOWN: Lane.D2H}
+    for kind, lane in lanes.items():
+        assert sum(task.kind is kind and task.lane is lane for task in run.schedule.tasks) == count
