@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,15 @@ class DeviceUpdates:
         return norm
 
 
+class _Wanted(NamedTuple):
+    """A program to compile: its key in one compiler, that for all steps or None, how to lower it, and its arguments."""
+
+    own: Any
+    shared: Any
+    lower: Callable[[], Any]
+    arguments: list[Any]
+
+
 class DeviceUpdateCompiler:
     """Compiles updates on the device; equal ones are compiled once.
 
@@ -146,6 +155,19 @@ class DeviceUpdateCompiler:
         made = [*folds.values(), *norms.values(), *updates.values(), *streamed.updates.values()]
         return DeviceUpdates(updates, folds, norms, streamed, held + max(map(_more_bytes, made), default=0))
 
+    def alone(self, unit: UpdateGroup, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The update of a unit of one layer that stays on the device: the program, not compiled, and its arguments.
+
+        Args:
+          unit: one of `HostOptimizer.units_of`; masters and state may be shapes.
+          gradients: the shapes of the layer's gradients, as one segment's program returns them.
+
+        Returns:
+          A `jax.stages.Lowered`, and shapes of masters, state, copies, gradients, norm, scale and loss.
+        """
+        wanted = self._update(unit, [[list(gradients)]], jax.ShapeDtypeStruct((), jnp.float32))
+        return wanted.lower(), wanted.arguments
+
     def _streamed(self, counts: Mapping[int, int], uses: Mapping[int, Any], loss: Any) -> tuple[StreamedUpdates, int]:
         """The updates that stream, and the device memory of as many subgroups as are there at once."""
         cut = {group: self._subgroups(group, count) for group, count in counts.items()}
@@ -170,14 +192,14 @@ class DeviceUpdateCompiler:
             self._cut[group, count] = subgroups_of(self._optimizer, unit, self._groups, count)
         return self._cut[group, count]
 
-    def _all(self, wanted: Mapping[Any, tuple[Any, Any, Callable[[], Any]]]) -> dict[Any, Any]:
-        """Compiles what is missing. Each value is a key within this object, one for all steps, and how to lower it."""
-        missing = {own: (shared, lower) for own, shared, lower in wanted.values() if own not in self._compiled}
-        contents = {own: shared for own, (shared, _) in missing.items()}
-        self._compiled |= compile_shared(contents, lambda own: missing[own][1]())
-        return {name: self._compiled[own] for name, (own, _, _) in wanted.items()}
+    def _all(self, wanted: Mapping[Any, _Wanted]) -> dict[Any, Any]:
+        """Compiles what is missing."""
+        missing = {each.own: each for each in wanted.values() if each.own not in self._compiled}
+        contents = {own: each.shared for own, each in missing.items()}
+        self._compiled |= compile_shared(contents, lambda own: missing[own].lower())
+        return {name: self._compiled[each.own] for name, each in wanted.items()}
 
-    def _fold(self, group: int, earlier: list[Any], uses: Any) -> tuple[Any, Any, Callable[[], Any]]:
+    def _fold(self, group: int, earlier: list[Any], uses: Any) -> _Wanted:
         layer = self._layers[group]
 
         def fold(earlier: Any, uses: Any) -> Any:
@@ -185,7 +207,7 @@ class DeviceUpdateCompiler:
 
         return self._of_layer("fold", layer, fold, ([earlier, uses]), donate=(0,))
 
-    def _norm(self, group: int, uses: Any) -> tuple[Any, Any, Callable[[], Any]]:
+    def _norm(self, group: int, uses: Any) -> _Wanted:
         layer = self._layers[group]
 
         def squared_norm_of(uses: Any) -> Any:
@@ -195,13 +217,13 @@ class DeviceUpdateCompiler:
 
     def _of_layer(
         self, name: str, layer: Layer, function: Callable[..., Any], given: list[Any], donate: tuple[int, ...] = ()
-    ) -> tuple[Any, Any, Callable[[], Any]]:
+    ) -> _Wanted:
         """A program that depends on a layer's layout alone."""
         arguments = self._on_device(given)
         key = (name, layer.layout, _content(arguments), self._placement)
-        return key, key, lambda: self._lowered(function, donate, *arguments)
+        return _Wanted(key, key, lambda: self._lowered(function, donate, *arguments), arguments)
 
-    def _update(self, unit: UpdateGroup, uses: list[Any], loss: Any) -> tuple[Any, Any, Callable[[], Any]]:
+    def _update(self, unit: UpdateGroup, uses: list[Any], loss: Any) -> _Wanted:
         layers = [self._layers[group] for group in unit.layers]
         compute = self._computing(unit, layers, layers)
 
@@ -215,17 +237,13 @@ class DeviceUpdateCompiler:
         content, is_shared = self._updates.plain_content(unit)
         layouts = tuple(layer.layout for layer in layers)
         own = ("update on the device", content, layouts, _content(arguments), self._placement)
-        return own, own if is_shared else None, lambda: self._lowered(update, (0, 1, 2), *arguments)
+        shared = own if is_shared else None
+        return _Wanted(own, shared, lambda: self._lowered(update, (0, 1, 2), *arguments), arguments)
 
-    def _streamed_update(
-        self, subgroup: Subgroup, group: int, uses: list[Any], loss: Any
-    ) -> tuple[Any, Any, Callable[[], Any]]:
+    def _streamed_update(self, subgroup: Subgroup, group: int, uses: list[Any], loss: Any) -> _Wanted:
         unit, trained, streamed, moved = subgroup.unit, subgroup.trained, subgroup.streamed, subgroup.moved
-        compute, whole, num = (
-            self._computing(unit, [trained], [self._layers[group]]),
-            self._layers[group],
-            len(unit.masters),
-        )
+        whole, num = self._layers[group], len(unit.masters)
+        compute = self._computing(unit, [trained], [whole])
         avals = [*unit.masters, *unit.state]
         stays = [i for i in range(len(avals)) if i not in set(moved)]
 
@@ -244,7 +262,8 @@ class DeviceUpdateCompiler:
         chosen = tuple(indices.index(leaf.index) for leaf in trained.leaves)
         layouts = (whole.layout, chosen, streamed.layout, tuple(moved))
         own = ("streamed update", content, layouts, _content(arguments), self._placement)
-        return own, own if is_shared else None, lambda: self._lowered(update, (0, 1), *arguments)
+        shared = own if is_shared else None
+        return _Wanted(own, shared, lambda: self._lowered(update, (0, 1), *arguments), arguments)
 
     def _computing(self, unit: UpdateGroup, layers: Sequence[Layer], given: Sequence[Layer]) -> Callable[..., Any]:
         """The update of a unit, for a jitted function.

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.engine.device_updates import DeviceUpdateCompiler
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
@@ -26,7 +27,7 @@ from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.programs import Programs, joined
 from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Vectors
 from jaxferry.engine.transport.choice import make_transport
-from jaxferry.partition import Derivative, Layer, Partition, RowGradient
+from jaxferry.partition import Derivative, Layer, Leaf, Partition, RowGradient
 from jaxferry.profiling.timers import Effort, median_s
 
 _MOST_CALLS = 8
@@ -237,6 +238,33 @@ def update_subject(
 
     text = optimizer.updates.text(unit, layers, is_read)
     return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{text}", time)
+
+
+def device_update_subject(
+    optimizer: HostOptimizer, updates: DeviceUpdateCompiler, placement: Placement, unit: UpdateGroup, layer: Layer
+) -> Subject:
+    """Measures the update of a unit of one layer whose masters and state are on the device."""
+    gradients = jax.eval_shape(layer.trained.join_small, [sized(leaf) for leaf in layer.trained.leaves])
+    lowered, arguments = updates.alone(unit, gradients)
+
+    def time(effort: Effort) -> float:
+        masters, _, copies, *others = jax.tree.map(lambda aval: sample(aval, placement.device), arguments)
+        state = optimizer.updates.init_state(unit, [sample(aval, placement.host) for aval in unit.masters])
+        current: list[Any] = [masters, jax.device_put(state, placement.device), copies]
+        program = lowered.compile()
+
+        def update(held: Any) -> Any:
+            current[:] = program(*held, *others)
+            return current
+
+        return median_s(update, lambda num_calls: [tuple(current)], effort)
+
+    return Subject(f"update of {layer.name} on the device", f"device update\n{lowered.as_text()}", time)
+
+
+def sized(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Shape and compute dtype of a parameter, which are those of its gradient."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def sample_vectors(layer: Layer, where: Any) -> Vectors:

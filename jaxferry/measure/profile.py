@@ -11,14 +11,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxferry.engine.device_updates import DeviceUpdateCompiler
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind
 from jaxferry.engine.programs import Programs
+from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.choice import make_transport
 from jaxferry.measure.microbenchmarks import (
     Subject,
+    device_update_subject,
     gradient_shapes,
     gradients_text,
     keys_of,
@@ -183,6 +186,9 @@ class _Measured:
                 self.subjects[store] = offload_subject(transport, placement, layer, gradients, is_sum)
             self._stores.append(store)
         self._add_updates(optimizer, placement)
+        self._updates_on_device: dict[int, Any] = {}
+        if not placement.is_cpu:  # the memory of a CPU device is that of the host
+            self._add_updates_on_device(optimizer, placement, make_transport(transport, placement, partition.layers))
         self.compiled = list(dict.fromkeys(key for variants in self._variants for key in variants.values()))
 
     def _add_updates(self, optimizer: HostOptimizer, placement: Placement) -> None:
@@ -201,6 +207,17 @@ class _Measured:
             for layer in unit.layers:
                 share = layers[layer].trained.num_bytes / all_bytes if len(unit.layers) > 1 and all_bytes else 1.0
                 self._updates[layer] = (key, share)
+
+    def _add_updates_on_device(self, optimizer: HostOptimizer, placement: Placement, transport: Transport) -> None:
+        layers = self._partition.layers
+        updates = DeviceUpdateCompiler(optimizer, layers, placement, transport, accumulates=False)
+        for unit in optimizer.units_of(layers):
+            if len(unit.layers) == 1 and unit.layers[0] in self._updates:
+                layer = layers[unit.layers[0]]
+                key = ("update on the device", optimizer.updates.plain_content(unit), layer.trained.layout)
+                if key not in self.subjects:
+                    self.subjects[key] = device_update_subject(optimizer, updates, placement, unit, layer)
+                self._updates_on_device[unit.layers[0]] = key
 
     def layer(
         self, segment: Segment, costs: Any, seconds: Mapping[Any, float], num_bytes: Mapping[ProgramKey, int]
@@ -226,6 +243,7 @@ class _Measured:
             load_s=seconds["load", self._partition.layers[segment.group].layout],
             offload_s=seconds[self._stores[number]] if segment.trained else 0.0,
             update_s=seconds[update] * share if segment.trained else 0.0,
+            update_gpu_s=seconds.get(self._updates_on_device.get(segment.group)) if segment.trained else None,
             **times,
             temporary_bytes={name: num_bytes[key] for name, key in self._variants[number].items()},
         )
