@@ -12,11 +12,13 @@ from jaxferry.errors import InputError
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.progress import Report
 from jaxferry.profiling.records import Profile
+from jaxferry.recording import Recording
 from jaxferry.records import check_format, required
 from jaxferry.schedule import Lane, Run, Schedule
 from jaxferry.simulate import machine
 
 if TYPE_CHECKING:
+    from jaxferry.compile import Prepared
     from jaxferry.engine import TrainState
     from jaxferry.train_step import TrainStep
 
@@ -25,6 +27,8 @@ _SHOWN_STEPS = 2
 
 Bars = Mapping[Lane, Sequence[tuple[float, float]]]
 """Start and end of each lane's tasks, in seconds."""
+
+Record = Callable[["TrainStep", "TrainState", "Prepared"], Recording]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,7 @@ class PolicyRun:
       losses: losses of all steps, including the warm-up.
       measured: the lanes in two steps in the middle of the run; times count from the end of the program before them.
       predicted: the lanes in two simulated steps.
+      recording: the last round's steps; None if they were not recorded.
     """
 
     policy: str
@@ -50,6 +55,7 @@ class PolicyRun:
     losses: tuple[float, ...]
     measured: Bars
     predicted: Bars
+    recording: Recording | None = None
 
     @property
     def measured_s(self) -> float:
@@ -71,6 +77,7 @@ class PolicyRun:
             "losses": list(self.losses),
             "measured": _bars_to_json(self.measured),
             "predicted": _bars_to_json(self.predicted),
+            **({} if self.recording is None else {"recording": self.recording.to_json()}),
         }
 
 
@@ -129,6 +136,7 @@ def compare_policies(
     num_steps: int = 8,
     num_rounds: int = 3,
     one_at_a_time: bool = False,
+    record: Record | None = None,
     report: Report | None = None,
 ) -> Comparison:
     """Trains under each policy.
@@ -144,6 +152,7 @@ def compare_policies(
       one_at_a_time: whether each policy finishes all its rounds and frees its state before the next one starts.
         Otherwise they take turns, so that other work on the machine affects all alike; host memory then holds a state
         for each.
+      record: makes the recording of a step's last steps; None makes none.
       report: called before each round.
 
     Raises:
@@ -157,7 +166,7 @@ def compare_policies(
 
     def begin(policy: str) -> _Trained:
         notify(policy, next(count), total)
-        trained = _Trained(policy, make_step(policy), new_state, batch)
+        trained = _Trained(policy, make_step(policy), new_state, batch, record)
         trained.run_steps(num_steps)
         trained.discard_times()
         return trained
@@ -176,8 +185,15 @@ def compare_policies(
 class _Trained:
     """Training under one policy."""
 
-    def __init__(self, policy: str, step: TrainStep, new_state: Callable[[TrainStep], TrainState], batch: Any) -> None:
-        self.policy, self._step, self._batch = policy, step, batch
+    def __init__(
+        self,
+        policy: str,
+        step: TrainStep,
+        new_state: Callable[[TrainStep], TrainState],
+        batch: Any,
+        record: Record | None,
+    ) -> None:
+        self.policy, self._step, self._batch, self._record = policy, step, batch, record
         self._state = new_state(step)
         self._prepared = step.prepare(batch)
         step.compile_updates(self._state, batch)
@@ -216,6 +232,7 @@ class _Trained:
             losses=tuple(self._losses),
             measured=steps_in_the_middle(self._run),
             predicted=steps_in_the_middle(machine.run(self._run.schedule)),
+            recording=None if self._record is None else self._record(self._step, self._state, self._prepared),
         )
 
 
@@ -284,4 +301,5 @@ def _row_from_json(fields: Mapping[str, Any]) -> PolicyRun:
         losses=tuple(map(float, fields["losses"])),
         measured=_bars_from_json(fields["measured"]),
         predicted=_bars_from_json(fields["predicted"]),
+        recording=Recording.from_json(fields["recording"]) if "recording" in fields else None,
     )

@@ -84,6 +84,7 @@ class Prepared:
 
     Attributes:
       program: the step program that runs.
+      profile: what it was planned with, and the facts of its programs.
       peak: the most device memory that a step needs.
       is_changed: whether the memory budget has changed the modes of the policy's or the user's plan.
       num_executables: number of programs compiled for the device.
@@ -91,6 +92,7 @@ class Prepared:
     """
 
     program: StepProgram
+    profile: Profile
     peak: Peak
     is_changed: bool
     num_executables: int
@@ -451,7 +453,8 @@ class _StepCompiler:
         runnable = self._runnable(program, ahead)
         runner = StepRunner(self._first(runnable), runnable)
         is_changed = program.plan.layers != plan.layers
-        return Prepared(program, peak_ahead(ahead), is_changed, self._programs.num_executables, runner)
+        size = self._programs.num_executables
+        return Prepared(program, self._profile, peak_ahead(ahead), is_changed, size, runner)
 
     def _predicted(self, program: StepProgram) -> StepProgram:
         """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""

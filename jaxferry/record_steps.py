@@ -5,45 +5,62 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxferry.engine import StepProgram
-from jaxferry.engine.facts import with_program_facts, without_times
+import jax
+
+from jaxferry.compile import Prepared
+from jaxferry.engine import TrainState
+from jaxferry.errors import StateError
 from jaxferry.profiling.records import LayerProfile
 from jaxferry.recording import RecordedTask, Recording
-from jaxferry.schedule import Kind, Run, Task
-from jaxferry.simulate.machine import device_bytes
+from jaxferry.schedule import Kind, Task
+from jaxferry.simulate.memory_kinds import device_bytes_by_kind
 from jaxferry.simulate.report import link_bytes
+from jaxferry.train_step import TrainStep
 
 
 def make_recording(
-    run: Run,
-    program: StepProgram,
+    step: TrainStep,
+    state: TrainState,
+    prepared: Prepared,
     *,
-    num_steps: int,
-    accumulate: int = 1,
     model: str = "model",
     machine: Mapping[str, Any] | None = None,
 ) -> Recording:
-    """Makes a recording of the last steps.
+    """Makes a recording of the last steps: those of `step.recorded()`. Waits for them to end.
 
     Args:
-      run: their times, from `TrainStep.recorded`.
-      program: the step program that ran: `TrainStep.prepare(batch).program`.
-      num_steps: number of steps taken, which is `state.step`; the last of them is the last one of `run`.
-      accumulate: as in `train_step`.
+      step: the training step, made with `record_steps`.
+      state: the state after the last step.
+      prepared: the step that ran: `step.prepare(batch)`.
       model: the model's name.
-      machine: facts about the machine.
+      machine: facts about the machine; the default is the device's name and the versions.
+
+    Raises:
+      StateError: if no step was recorded.
     """
-    parts = program.partition
-    layers = with_program_facts(without_times(parts), parts, program.derivatives).layers
-    first = num_steps - run.schedule.steps
+    state.block_until_ready()
+    run = step.recorded()
+    if run is None:
+        raise StateError("there is nothing to record: train_step needs record_steps=, and at least one step must end")
+    profile, accumulate = prepared.profile, step.options.accumulate
+    first = state.step - run.schedule.steps
     tasks = []
     for task, start_s, end_s in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
-        layer, step = layers[task.segment], first + task.step
+        layer, number = profile.layers[task.segment], first + task.step
         moved = _moved_bytes(layer, task)
-        tasks.append(
-            RecordedTask(task.name, task.kind, layer.name, task.lane, step, step % accumulate, moved, start_s, end_s)
-        )
-    return Recording(model, machine or {}, accumulate, program.plan, tuple(tasks), tuple(device_bytes(run)))
+        batch = number % accumulate
+        tasks.append(RecordedTask(task.name, task.kind, layer.name, task.lane, number, batch, moved, start_s, end_s))
+    return Recording(
+        model=model,
+        machine=machine or {"name": step.device_kind, "jax": jax.__version__},
+        accumulate=accumulate,
+        memory_budget_bytes=step.options.memory_budget_bytes,
+        plan=prepared.plan,
+        profile=profile,
+        tasks=tuple(tasks),
+        device_bytes=device_bytes_by_kind(run, profile, prepared.plan),
+        host_bytes=step.compiler.model.host_bytes(),
+    )
 
 
 def _moved_bytes(layer: LayerProfile, task: Task) -> int:

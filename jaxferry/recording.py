@@ -2,10 +2,11 @@
 
 An example of `jaxferry.recording/1`:
 
-    {"format": "jaxferry.recording/1", "model": "gpt2:tiny", "machine": {...}, "accumulate": 1, "plan": {...},
+    {"format": "jaxferry.recording/1", "model": "gpt2:tiny", "machine": {...}, "accumulate": 1,
+     "memory_budget_bytes": null, "plan": {...}, "profile": {...},
      "tasks": [{"name": "load h_0", "kind": "load", "layer": "h_0", "lane": "H2D", "step": 7, "micro_batch": 0,
                 "bytes": 793600, "start_s": 0.1, "end_s": 0.2}, ...],
-     "device_bytes": [[0.0, 1024], ...]}
+     "device_bytes": {"parameters": [[0.0, 1024], ...], ...}, "host_bytes": {"master parameters": 4096, ...}}
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Self
 
 from jaxferry.errors import InputError
 from jaxferry.plan.records import Plan
+from jaxferry.profiling.records import Profile
 from jaxferry.records import (
     check_bytes,
     check_choice,
@@ -32,6 +34,9 @@ from jaxferry.records import (
 from jaxferry.schedule import Kind, Lane
 
 FORMAT = "jaxferry.recording/1"
+
+Changes = tuple[tuple[float, int], ...]
+"""Seconds, and bytes from then on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,17 +102,24 @@ class Recording:
       model: its name.
       machine: facts about the machine, JSON values by name.
       accumulate: number of micro-batches whose gradients one update applies.
+      memory_budget_bytes: device memory that the step may take; None for no limit.
       plan: the plan that ran.
+      profile: what it was made from; it has no times if the policy needs none.
       tasks: the tasks, step by step in dispatch order.
-      device_bytes: (seconds, bytes from then on) for each change of device memory, by the count of the schedule.
+      device_bytes: by kind, (seconds, bytes from then on) for each change of device memory, by the count of the
+        schedule.
+      host_bytes: host memory that training keeps, by what it is for.
     """
 
     model: str
     machine: Mapping[str, Any]
     accumulate: int
+    memory_budget_bytes: int | None
     plan: Plan
+    profile: Profile
     tasks: tuple[RecordedTask, ...]
-    device_bytes: tuple[tuple[float, int], ...]
+    device_bytes: Mapping[str, Changes]
+    host_bytes: Mapping[str, int]
 
     @classmethod
     def from_json(cls, document: Any) -> Self:
@@ -121,16 +133,16 @@ class Recording:
         check_keys(fields, ("format", *names), "recording")
         values = {name: required(fields, name, "recording") for name in names}
         tasks = (RecordedTask.from_json(task, index) for index, task in enumerate(check_list(values["tasks"], "tasks")))
-        memory = ((float(time), int(held)) for time, held in values["device_bytes"])
-        return cls(
-            **values | {"plan": Plan.from_json(values["plan"]), "tasks": tuple(tasks), "device_bytes": tuple(memory)}
-        )
+        records = {"plan": Plan.from_json(values["plan"]), "profile": Profile.from_json(values["profile"])}
+        return cls(**values | records | {"tasks": tuple(tasks), "device_bytes": _read_changes(values["device_bytes"])})
 
     def to_json(self) -> dict[str, Any]:
         """The recording as `jaxferry.recording/1`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        tasks, memory = [task.to_json() for task in self.tasks], [list(change) for change in self.device_bytes]
-        return {"format": FORMAT, **fields, "plan": self.plan.to_json(), "tasks": tasks, "device_bytes": memory}
+        records = {"plan": self.plan.to_json(), "profile": self.profile.to_json()}
+        memory = {kind: [list(change) for change in changes] for kind, changes in self.device_bytes.items()}
+        tasks = [task.to_json() for task in self.tasks]
+        return {"format": FORMAT, **fields, **records, "tasks": tasks, "device_bytes": memory}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -140,3 +152,10 @@ class Recording:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the recording to a file."""
         write_json(path, self.to_json())
+
+
+def _read_changes(document: Any) -> dict[str, Changes]:
+    try:
+        return {str(kind): tuple((float(s), int(held)) for s, held in changes) for kind, changes in document.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"device_bytes must hold pairs of seconds and bytes by kind: {error}") from error

@@ -336,6 +336,11 @@ class TrainStep:
         return evaluator.run(state, _leaves(args, kwargs), held_bytes)
 
     @property
+    def options(self) -> Options:
+        """The checked arguments of `train_step`."""
+        return self._options
+
+    @property
     def device_kind(self) -> str:
         """The device's own name, such as `NVIDIA H200`."""
         return self._placement.device_kind

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxferry
-from jaxferry.errors import InputError
+from jaxferry.errors import InputError, StateError
 from jaxferry.plan.records import Plan
 from jaxferry.record_steps import make_recording
 from jaxferry.recording import Recording
@@ -32,9 +32,7 @@ def recording():
     state, batch = step.init(params), jnp.ones((2, WIDTH))
     for _ in range(7):
         state, _ = step(state, batch)
-    state.block_until_ready()
-    program = step.prepare(batch).program
-    return make_recording(step.recorded(), program, num_steps=state.step, accumulate=2, model="tiny")
+    return make_recording(step, state, step.prepare(batch), model="tiny")
 
 
 def test_each_step_moves_each_layer_once_either_way(recording):
@@ -55,7 +53,15 @@ def test_steps_and_micro_batches_have_their_numbers(recording):
 def test_a_recording_round_trips_through_a_file(recording, tmp_path):
     recording.save(tmp_path / "run.json")
     assert Recording.load(tmp_path / "run.json") == recording
-    assert max(held for _, held in recording.device_bytes) >= LAYER_BYTES
+    assert max(held for _, held in recording.device_bytes["parameters"]) == DEPTH * LAYER_BYTES
+    assert recording.host_bytes["master parameters"] == DEPTH * LAYER_BYTES
+
+
+def test_a_recording_needs_recorded_steps():
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
+    state = step.init({f"layer_{i}": np.eye(WIDTH, dtype=np.float32) for i in range(DEPTH)})
+    with pytest.raises(StateError, match="record_steps="):
+        make_recording(step, state, step.prepare(jnp.ones((2, WIDTH))))
 
 
 @pytest.mark.parametrize(
@@ -85,8 +91,7 @@ def test_programs_that_use_host_memory_move_its_bytes(recording):
     state = step.init({f"layer_{i}": np.eye(WIDTH, dtype=np.float32) for i in range(DEPTH)})
     for _ in range(3):
         state, _ = step(state, jnp.ones((2, WIDTH)))
-    state.block_until_ready()
-    made = make_recording(step.recorded(), step.prepare(jnp.ones((2, WIDTH))).program, num_steps=3)
+    made = make_recording(step, state, step.prepare(jnp.ones((2, WIDTH))))
     forwards = [task.num_bytes for task in made.tasks if task.kind is Kind.FORWARD and task.layer == "layer_0"]
     assert set(forwards) == {LAYER_BYTES}
     assert sum(task.num_bytes for task in made.tasks if task.lane in (Lane.H2D, Lane.D2H)) == 0

@@ -22,7 +22,7 @@ COMMANDS = {
     "tune": "Sweep reserve factors and memory budgets; find the knee.",
     "train": "Train a model with its parameters and optimizer state in host memory.",
     "bench": "Train a model under several policies; compare measured and predicted steps.",
-    "report": "Show the results of a bench, or make one page of a recorded run.",
+    "report": "Show the results of a bench or of a recorded run, or make one page of them.",
     "doctor": "Print devices, memories, libraries, the link's speed and a self-test.",
     "build-native": "Build the native libraries for the installed jaxlib.",
 }

@@ -28,6 +28,7 @@ from jaxferry.errors import InputError
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
+from jaxferry.record_steps import make_recording
 from jaxferry.records import write_json
 from jaxferry.report.plots import plot_format
 from jaxferry.report.tables import bench_lines, bench_table, dry_run_table
@@ -148,8 +149,10 @@ class _Subject:
         make_step = functools.partial(self._step, profile=profile)
         new_state = functools.partial(self.user.new_state, seed=seed)
         with progress_bar("training") as report:
-            batch = self.user.batch_of(0)
-            return compare_policies(policies, profile, make_step, new_state, batch, report=report, **rules)
+            batch, record = self.user.batch_of(0), functools.partial(make_recording, model=self.user.name)
+            return compare_policies(
+                policies, profile, make_step, new_state, batch, record=record, report=report, **rules
+            )
 
     def _step(self, policy: str | None, profile: Profile | str) -> TrainStep:
         return train_step(self.user.loss_fn, self.optimizer, policy=policy, profile=profile, **self.options)

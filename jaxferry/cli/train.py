@@ -120,7 +120,7 @@ def train(
         if status:
             fate = "nothing is saved (no --save)" if save is None else f"saved, continue with --resume {save}"
             console.print(f"ended after step {run.state.step}: {fate}", soft_wrap=True, markup=False)
-        run.write(trace, record, values["accumulate"])
+        run.write(trace, record)
         run.report(as_json)
     return status
 
@@ -246,21 +246,14 @@ class _Run:
             raise InputError(f"{option} needs at least one step, but none was run: raise --steps")
         return run
 
-    def write(self, trace: Path | None, record: Path | None, accumulate: int) -> None:
+    def write(self, trace: Path | None, record: Path | None) -> None:
         """Writes trace and recording where asked."""
         if trace is not None:
             write_json(trace, chrome_trace(self.recorded("--trace")))
         if record is not None:
-            recorded = self.recorded("--record")
-            program = self._step.prepare(self._user.batch_of(self.state.step - 1)).program
-            made = make_recording(
-                recorded,
-                program,
-                num_steps=self.state.step,
-                accumulate=accumulate,
-                model=self._user.name,
-                machine={"name": self._step.device_kind},
-            )
+            self.recorded("--record")
+            prepared = self._step.prepare(self._user.batch_of(self.state.step - 1))
+            made = make_recording(self._step, self.state, prepared, model=self._user.name)
             made.save(record)
 
     def report(self, as_json: bool) -> None:

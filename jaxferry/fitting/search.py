@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.bottleneck import find_bottleneck
 from jaxferry.fitting.records import BatchForecast, Fit
 from jaxferry.fitting.traced import Traced
 from jaxferry.plan.base import Request
 from jaxferry.planning import plan_for
-from jaxferry.schedule import Lane
 from jaxferry.simulate.report import simulate
-from jaxferry.units import format_bytes, format_seconds
+from jaxferry.units import format_bytes
 
 MOST_TRACES = 30
 """Traces of a search; a memory that is linear in the batch size needs four."""
@@ -31,12 +31,6 @@ _MOST_GUESSES = 6
 """Traces at sizes where a line meets the budget; the search then halves."""
 
 _MOST_SAMPLES = 1 << 24
-_LIMITS = {
-    Lane.GPU: ("GPU", "the GPU computes"),
-    Lane.H2D: ("link", "the link to the device is busy"),
-    Lane.D2H: ("link", "the link from the device is busy"),
-    Lane.HOST: ("host", "the host updates parameters"),
-}
 
 
 def find_fit(
@@ -156,7 +150,7 @@ def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
     simulation = simulate(traced.profile, plan)
     step_s = simulation.steady_step_s
     busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}
-    limit, reason = _limit(busy, plan.details, step_s)
+    bottleneck = find_bottleneck(busy, plan.details, step_s)
     tokens = _tokens(traced.batch)
     return BatchForecast(
         batch_size=traced.batch_size,
@@ -165,21 +159,10 @@ def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
         tokens_per_s=None if tokens is None else tokens / step_s,
         device_bytes=traced.device_bytes(plan, budget_bytes),
         busy_share={lane.value: share for lane, share in busy.items()},
-        limit=limit,
-        reason=reason,
+        limit=bottleneck.limit,
+        reason=bottleneck.reason,
         plan=plan,
     )
-
-
-def _limit(busy: Mapping[Lane, float], details: Mapping[str, Any], step_s: float) -> tuple[str, str]:
-    lane = max(busy, key=lambda each: busy[each])
-    name, does = _LIMITS[lane]
-    most = f"{does} {min(busy[lane], 1.0):.0%} of the time"
-    if details.get("binding") != "memory":
-        return name, most
-    free_s, free = details["unlimited_steady_step_s"], format_bytes(details["unlimited_needed_bytes"])
-    faster = f"with {free} of device memory a step would take {format_seconds(free_s)}, not {format_seconds(step_s)}"
-    return ("device memory" if free_s < 0.95 * step_s else name), f"{most}; {faster}"
 
 
 def _tokens(batch: Any) -> int | None:

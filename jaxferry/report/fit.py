@@ -2,6 +2,7 @@
 
 from rich.table import Table
 
+from jaxferry.bottleneck import Bottleneck
 from jaxferry.compare import plan_counts
 from jaxferry.fitting.records import BatchForecast, Fit
 from jaxferry.units import format_bytes, format_seconds
@@ -34,11 +35,10 @@ def fit_table(fit: Fit) -> Table:
 
 def reason_lines(fit: Fit) -> list[str]:
     """Returns what limits the speed for each batch size."""
-    return [f"batches of {row.batch_size} are limited by the {_noun(row.limit)}: {row.reason}" for row in fit.rows]
-
-
-def _noun(limit: str) -> str:
-    return limit if limit != "host" else "host's updates"
+    return [
+        f"batches of {row.batch_size} are limited by the {Bottleneck(row.limit, row.reason).noun}: {row.reason}"
+        for row in fit.rows
+    ]
 
 
 def _cells(row: BatchForecast) -> dict[str, str]:

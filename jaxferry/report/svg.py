@@ -1,18 +1,22 @@
-"""Charts as inline SVG: bars of lanes, bars of categories, steps over time. Sizes are in units of the view box."""
+"""Charts as inline SVG: bars of lanes, bars of categories, lines and areas over time. Sizes are in view box units."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
-WIDTH, LEFT, TOP = 960.0, 70.0, 8.0
-_PLOT = WIDTH - LEFT - 10.0
+WIDTH, LEFT, TOP = 960.0, 86.0, 8.0
+_PLOT = WIDTH - LEFT - 34.0
 _ROW, _HEIGHT, _BELOW = 26.0, 150.0, 34.0
+_LABEL = 62.0
 
 Span = tuple[float, float, str, str]
 """Start, end, CSS class and description of a bar."""
 
+Points = Sequence[tuple[float, float]]
+"""Times, and values from then on."""
+
 
 def lanes(rows: Sequence[tuple[str, Sequence[Span]]], begin: float, end: float, unit: str) -> str:
-    """Draws a row of bars for each lane, over the time from `begin` to `end`."""
+    """Draws a row of bars for each lane, over the time from `begin` to `end`; a name without bars is a heading."""
     scale = _PLOT / (end - begin if end > begin else 1.0)
     parts = []
     for number, (name, spans) in enumerate(rows):
@@ -28,35 +32,79 @@ def lanes(rows: Sequence[tuple[str, Sequence[Span]]], begin: float, end: float, 
 
 
 def bars(values: Sequence[tuple[str, float]], unit: str, kind: str) -> str:
-    """Draws a bar for each named value."""
+    """Draws a bar for each named value; names are left out where there is no room."""
     most = max((value for _, value in values), default=0.0) or 1.0
     each = _PLOT / max(len(values), 1)
-    parts = [_text(LEFT - 6, TOP + 12, f"{most:,.4g} {unit}", "end")]
+    step = max(1, round(_LABEL / each + 0.5)) if each < _LABEL else 1
+    parts = _value_axis(most, unit)
     for number, (name, value) in enumerate(values):
         height = _HEIGHT * value / most
-        x, y = LEFT + number * each, TOP + _HEIGHT - height
+        width = min(0.9 * each, 90.0)
+        middle, y = LEFT + (number + 0.5) * each, TOP + _HEIGHT - height
         title = f"<title>{escape(name)}: {value:,.4g} {escape(unit)}</title>"
-        size = f'width="{0.9 * each:.2f}" height="{height:.2f}"'
-        parts.append(f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" {size}>{title}</rect>')
-        parts.append(_text(x + 0.45 * each, TOP + _HEIGHT + 16, name, "middle"))
+        size = f'width="{width:.2f}" height="{height:.2f}"'
+        parts.append(f'<rect class="{kind}" x="{middle - width / 2:.2f}" y="{y:.2f}" {size}>{title}</rect>')
+        if number % step == 0:
+            parts.append(_text(middle, TOP + _HEIGHT + 16, name, "middle"))
     return _svg(parts, TOP + _HEIGHT, None, "")
 
 
-def steps(series: Sequence[tuple[str, Sequence[tuple[float, float]]]], end: float, unit: str, axis: str) -> str:
-    """Draws values that hold from their time on, one line for each (CSS class, points) of `series`."""
-    begin = min((points[0][0] for _, points in series if points), default=0.0)
+def lines(series: Sequence[tuple[str, Points]], begin: float, end: float, unit: str, axis: str) -> str:
+    """Draws a line for each (CSS class, points) of `series`."""
     most = max((value for _, points in series for _, value in points), default=0.0) or 1.0
     scale = _PLOT / (end - begin if end > begin else 1.0)
-    parts = [_text(LEFT - 6, TOP + 12, f"{most:,.4g} {unit}", "end"), _text(LEFT - 6, TOP + _HEIGHT, "0", "end")]
+    parts = _value_axis(most, unit)
     for kind, points in series:
-        path, last = [], TOP + _HEIGHT
-        for time, value in points:
-            x, y = LEFT + (time - begin) * scale, TOP + _HEIGHT * (1 - value / most)
-            path.append(f"{x:.2f},{last:.2f} {x:.2f},{y:.2f}")
-            last = y
-        path.append(f"{LEFT + _PLOT:.2f},{last:.2f}")
-        parts.append(f'<polyline class="{kind}" points="{" ".join(path)}"/>')
+        path = " ".join(
+            f"{LEFT + (time - begin) * scale:.2f},{_y(value, most):.2f}" for time, value in _corners(points, end)
+        )
+        parts.append(f'<polyline class="{kind}" points="{path}"/>')
     return _svg(parts, TOP + _HEIGHT, (begin, end), axis)
+
+
+def areas(series: Sequence[tuple[str, Points]], begin: float, end: float, unit: str, axis: str) -> str:
+    """Draws the values of all (CSS class, points) of `series` on top of each other, the first one at the bottom."""
+    times = sorted({max(time, begin) for _, points in series for time, _ in points if time < end} | {begin})
+    below, layers = [0.0] * len(times), []
+    for kind, points in series:
+        above = [low + value for low, value in zip(below, _values_at(points, times), strict=True)]
+        layers.append((kind, below, above))
+        below = above
+    most = max(below, default=0.0) or 1.0
+    scale = _PLOT / (end - begin if end > begin else 1.0)
+    parts = _value_axis(most, unit)
+    for kind, lower, upper in layers:
+        top = _corners(list(zip(times, upper, strict=True)), end)
+        bottom = list(_corners(list(zip(times, lower, strict=True)), end))[::-1]
+        path = " ".join(f"{LEFT + (t - begin) * scale:.2f},{_y(value, most):.2f}" for t, value in (*top, *bottom))
+        parts.append(f'<polygon class="{kind}" points="{path}"/>')
+    return _svg(parts, TOP + _HEIGHT, (begin, end), axis)
+
+
+def _corners(points: Points, end: float) -> Iterator[tuple[float, float]]:
+    """The corners of a line of steps up to `end`."""
+    for (time, value), following in zip(points, [*[time for time, _ in points[1:]], end], strict=True):
+        yield time, value
+        yield following, value
+
+
+def _values_at(points: Points, times: Sequence[float]) -> list[float]:
+    """The value at each of these ascending times."""
+    found, place, value = [], 0, 0.0
+    for time in times:
+        while place < len(points) and points[place][0] <= time:
+            value, place = points[place][1], place + 1
+        found.append(value)
+    return found
+
+
+def _y(value: float, most: float) -> float:
+    return TOP + _HEIGHT * (1 - value / most)
+
+
+def _value_axis(most: float, unit: str) -> list[str]:
+    shown = f"{most:,.0f}" if most >= 100 else f"{most:.{3 if most >= 1 else 2}g}"
+    return [_text(LEFT - 6, TOP + 12, f"{shown} {unit}", "end"), _text(LEFT - 6, TOP + _HEIGHT, "0", "end")]
 
 
 def _svg(parts: Sequence[str], bottom: float, limits: tuple[float, float] | None, unit: str) -> str:
@@ -64,11 +112,11 @@ def _svg(parts: Sequence[str], bottom: float, limits: tuple[float, float] | None
     axis = [f'<line x1="{LEFT}" y1="{bottom}" x2="{LEFT + _PLOT}" y2="{bottom}"/>']
     if limits is not None:
         begin, end = limits
-        for share, anchor in ((0.0, "start"), (0.25, "middle"), (0.5, "middle"), (0.75, "middle"), (1.0, "end")):
+        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
             shown = f"{begin + share * (end - begin):,.4g} {unit}"
-            axis.append(_text(LEFT + share * _PLOT, bottom + 18, shown, anchor))
+            axis.append(_text(LEFT + share * _PLOT, bottom + 18, shown, "middle"))
     size = f'viewBox="0 0 {WIDTH:.0f} {bottom + _BELOW:.0f}"'
-    return f'<svg {size} role="img">{"".join((*parts, *axis))}</svg>'
+    return f'<div class="figure"><svg {size} role="img">{"".join((*parts, *axis))}</svg></div>'
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -151,16 +151,24 @@ def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
 
 def bench_table(compared: Comparison) -> Table:
     """Returns the measured step of each policy beside its prediction and its bounds."""
-    heads = ("measured", "predicted", "/ predicted", "own bound", "/ own bound", "/ bound", "peak device")
-    table = _table("policy", *heads, title="policies, trained")
+    heads, rows = bench_cells(compared)
+    table = _table(*heads, title="policies, trained")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def bench_cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Returns the heads and the rows of `bench_table`."""
+    rows = []
     for row in compared.rows:
         ratios = [ratio(row.measured_s, by) for by in (row.predicted_s, row.own_bound_s, compared.bound_s)]
         shown = ["-" if value is None else f"{value:.3f}" for value in ratios]
         measured, predicted, own = map(format_seconds, (row.measured_s, row.predicted_s, row.own_bound_s))
-        table.add_row(
-            row.policy, measured, predicted, shown[0], own, shown[1], shown[2], format_bytes(row.peak_device_bytes)
-        )
-    return table
+        size = format_bytes(row.peak_device_bytes)
+        rows.append([row.policy, measured, predicted, shown[0], own, shown[1], shown[2], size])
+    heads = ["measured", "predicted", "/ predicted", "own bound", "/ own bound", "/ bound", "peak device"]
+    return ["policy", *heads], rows
 
 
 def dry_run_table(dry: DryRun) -> Table:

@@ -59,9 +59,11 @@ def test_a_bench_holds_measured_and_predicted_steps(bench):
 
 def test_a_report_shows_a_bench_again(bench, jaxferry, tmp_path):
     path, document = bench
-    picture = tmp_path / "lanes.png"
-    result = jaxferry("report", path, "--plot", picture)
+    picture, page = tmp_path / "lanes.png", tmp_path / "report.html"
+    result = jaxferry("report", path, "--plot", picture, "-o", page)
     assert result.status == 0
+    assert re.findall("<h2>(.*?)</h2>", page.read_text()) == ["zero-offload", "native-overlapped", "exact"]
+    assert page.read_text().count(">predicted<") == 1 + 3  # a column of the table, and a row of lanes each
     assert "native-overlapped" in result.out and "own bound" in result.out
     assert picture.read_bytes().startswith(b"\x89PNG")
     again = json.loads(jaxferry("report", path, "--json").out)
