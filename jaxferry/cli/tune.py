@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress
+from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget_on
 from jaxferry.errors import InputError
 from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
@@ -36,9 +36,15 @@ def tune(
         str, typer.Option(metavar="START:STOP:STEP", help="Reserve factors, or a single one.")
     ] = "0:1:0.1",
     memory_budget: Annotated[
-        str | None, typer.Option(metavar="START:STOP:STEP", help='Budgets such as "2GiB:16GiB:2GiB", or a single one.')
+        str | None,
+        typer.Option(
+            metavar="START:STOP:STEP",
+            help='Budgets such as "2GiB:16GiB:2GiB", a single one, or none. [default: what the machine has]',
+        ),
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="The policy; default: auto with budgets, else exact.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="The policy; default: auto with given budgets, else exact.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="P.png", help="Write a plot: PNG, PDF or SVG, by the file's extension.")
     ] = None,
@@ -49,12 +55,15 @@ def tune(
 ) -> None:
     """Sweeps, prints step time against device memory, and marks the knee."""
     factors = [check_share(float(factor), "reserve factor") for factor in read_range(reserve_factor, _decimal)]
-    budgets = None if memory_budget is None else read_range(memory_budget, lambda size: parse_bytes(size, "budget"))
+    budgets = _read_budgets(memory_budget)
     if plot is not None:
         plot_format(plot)
     chosen = policy or ("exact" if budgets is None else Auto.name)
     make_policy(chosen)
     known = Profile.load(profile)
+    default = read_budget_on(known.machine, memory_budget if budgets is None else "none")
+    if default.num_bytes is not None:
+        budgets = [default.num_bytes]
     with progress("tuning") as report, naming(profile):
         points = sweep(known, chosen, factors, budgets, Request(progress=report))
     best = knee(points)
@@ -63,6 +72,7 @@ def tune(
     assert best is not None and best.plan is not None and best.plan.predicted is not None
     if output is not None:
         best.plan.save(output)
+    default.tell(as_json)
     if as_json:
         document = [point.to_json() for point in points]
         print_json({"policy": chosen, "points": document, "knee": best.to_json()})
@@ -71,6 +81,13 @@ def tune(
     size, time = format_bytes(predicted.peak_device_bytes), format_seconds(predicted.steady_step_s)
     knee_line = f"knee: reserve factor {best.reserve_factor:g}, {time} per step in {size} of device memory"
     print_report(sweep_table(points, best), knee_line)
+
+
+def _read_budgets(text: str | None) -> list[int] | None:
+    """The given budgets in bytes; None without any."""
+    if text is None or text == "none":
+        return None
+    return read_range(text, lambda size: parse_bytes(size, "budget"))
 
 
 def read_range(text: str, read: Callable[[str], Number]) -> list[Number]:

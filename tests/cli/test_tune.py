@@ -13,6 +13,7 @@ from jaxferry.plan.records import LayerPlan, Plan, Predicted, Updates
 from jaxferry.planning import SweepPoint, knee, make_plan
 from jaxferry.profiling.records import Profile
 from jaxferry.report.plots import sweep_figure
+from jaxferry.schedule import needed_bytes
 from profiles import transformer
 
 
@@ -36,6 +37,21 @@ def test_budgets_are_swept_with_auto_and_more_memory_is_never_slower(jaxferry, p
     assert fits == sorted(fits) and fits[-1] and not fits[0]
     times = [row["steady_step_s"] for row in document["points"] if row["fits"]]
     assert times == sorted(times, reverse=True)
+
+
+def test_the_default_budget_is_that_of_the_profile_s_machine(jaxferry, tmp_path):
+    path, known = tmp_path / "profile.json", transformer(6)
+    plan = make_plan(known, "exact", reserve_factor=1.0)
+    budget = needed_bytes(known, plan) - 1
+    machine = {**known.machine, "name": "small", "memory_limit_bytes": budget}
+    dataclasses.replace(known, machine=machine).save(path)
+    result = jaxferry("tune", path, "--reserve-factor", "1", "--json")
+    [row] = json.loads(result.out)["points"]
+    assert row["memory_budget_bytes"] == budget and "the device memory of small" in result.err
+    free = jaxferry("tune", path, "--reserve-factor", "1", "--memory-budget", "none", "--json")
+    [row] = json.loads(free.out)["points"]
+    assert row["memory_budget_bytes"] is None and free.err == ""
+    assert row["steady_step_s"] == plan.predicted.steady_step_s
 
 
 def test_the_knee_s_plan_and_a_plot_are_written(jaxferry, profile, tmp_path):
