@@ -309,7 +309,9 @@ class Compiler:
     def _transport_of(self, layers: tuple[Layer, ...]) -> Transport:
         """The transport of these groups, shared by all programs so that its memory is shared too."""
         if layers not in self._transports:
-            self._transports[layers] = make_transport(self.model.transport, self._shared.placement, layers)
+            self._transports[layers] = make_transport(
+                self.model.transport, self._shared.placement, layers, self._options.accumulate > 1
+            )
         return self._transports[layers]
 
     def _needs_all_gradients(self, parts: Partition) -> bool:
@@ -496,19 +498,24 @@ class _StepCompiler:
         return lower(parts, self._variants.derivatives, plan, self._profile, is_offloaded)
 
     def _keys(self, program: StepProgram) -> list[Any]:
-        keys = with_sums(program.keys) if self._options.accumulate > 1 else program.keys
+        keys: Sequence[Any] = program.keys
+        if self._options.accumulate > 1:
+            keys = with_sums(program.partition, keys, self._resources.transport.is_widened)
         if self._resources.placement.is_cpu:
-            return keys
+            return list(keys)
         return [*keys, *beside_rows(program.partition, program.derivatives, program.keys)]
 
     def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
         """The most device memory that a step needs; compiles programs to learn the size of their temporaries."""
         self._programs.require(self._keys(program))
         groups = program.partition.layers
-        sums = sum(groups[group].trained.num_bytes for group in program.summed)
+        sums = sum(groups[group].trained.wide.num_bytes for group in program.summed)
         updates = self._device_updates.compile(program, self._programs)
         other_bytes = self._resources.transport.staging_bytes + sums + updates.device_bytes
-        return peak_bytes(program, self._programs.temporary_bytes, other_bytes, ahead)
+        known = self._programs.temporary_bytes
+        # A program that would add to host memory only writes there where the host adds.
+        known = {key: known[key if key in known else key.alone] for key in program.keys}
+        return peak_bytes(program, known, other_bytes, ahead)
 
     def _check_updates(self, plan: Plan) -> None:
         """Raises InputError if layers with one joint update are not all updated on the device, or none of them.

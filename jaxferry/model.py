@@ -54,7 +54,9 @@ class Model:
         leaves, tree = jax.tree.flatten(self.params)
         dtypes = _master_dtypes(layers)
         masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
-        self.optimizer = HostOptimizer(optimizer, tree, masters, placement, options.clip_norm, hidden)
+        self._accumulates = options.accumulate > 1
+        given = (optimizer, tree, masters, placement, options.clip_norm, hidden)
+        self.optimizer = HostOptimizer(*given, accumulates=self._accumulates)
         self.layers = layers_by_path(params, self.compute_dtype, self.optimizer.frozen)
         self.optimizer.check_parts(self.layers)
         self.transport = choose_transport(transport, placement, self.layers)
@@ -70,11 +72,15 @@ class Model:
         # The compute copy of a frozen parameter is its only copy if the dtypes agree.
         own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
         state = self.optimizer.state_shapes().values()
+        trained = [layer.trained for layer in self.layers]
+        # Where gradients of fewer bits are summed, these arrive in memory of their own.
+        widened = [layer.wide for layer in trained if layer.wide is not layer and self._accumulates]
         return {
             "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
             "optimizer state": sum(map(aval_bytes, state)),
             "compute copy": sum(layer.num_bytes for layer in self.layers),
-            "gradients": sum(layer.trained.num_bytes for layer in self.layers),
+            "gradients": sum(layer.num_bytes for layer in trained),
+            "sums of gradients": sum(layer.num_bytes for layer in widened),
         }
 
     def check_host_memory(self) -> None:

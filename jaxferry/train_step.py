@@ -82,7 +82,7 @@ def train_step(
       clip_norm: global norm to which gradients are clipped, exactly; None clips nothing. The norm covers the gradients
         of trained parameters.
       accumulate: number of steps (micro-batches) whose mean gradient one update applies, as in `optax.MultiSteps`. Sums
-        have the gradients' dtype. They stay on the device if the plan lets gradients stay and they fit into the budget;
+        are in fp32 at least. They stay on the device if the plan lets gradients stay and they fit into the budget;
         otherwise they are added up in host memory.
       compute_dtype: dtype of the parameters on the device, such as `jnp.float16`. By default `bfloat16` on accelerators
         for models in float32, otherwise the parameters' own.

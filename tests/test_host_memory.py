@@ -120,6 +120,15 @@ def test_too_little_is_an_error_with_the_number_before_anything_is_allocated(way
             step.init_from(lambda rng: {"a": jax.random.normal(rng, (1000, 1000))}, jax.random.key(0))
 
 
+def test_sums_of_16_bit_gradients_in_fp32_count_too(monkeypatch):
+    monkeypatch.setenv(host_memory.VARIABLE, "17MiB")
+    step = jaxferry.train_step(
+        lambda p, x: jnp.mean(x @ p["a"]), optax.adamw(1e-3), compute_dtype=jnp.bfloat16, accumulate=2
+    )
+    with pytest.raises(jaxferry.HostMemoryError, match=r"needs 19\.1 MiB .*sums of gradients 3\.81 MiB"):
+        step.init({"a": Unread()})
+
+
 def test_a_restore_checks_too(monkeypatch, tmp_path):
     step = jaxferry.train_step(loss_fn, optax.sgd(0.1))
     step.save(step.init(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), PARAMS)), tmp_path / "saved")

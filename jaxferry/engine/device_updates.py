@@ -24,9 +24,9 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs, lower_traced, squared_norm
 from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
-from jaxferry.engine.transport.base import Transport, split
+from jaxferry.engine.transport.base import Transport, added, split
 from jaxferry.engine.transport.choice import transport_like
-from jaxferry.partition import Layer, RowGradient
+from jaxferry.partition import Gradient, Layer, RowGradient
 from jaxferry.streaming import SLOTS
 
 
@@ -203,7 +203,7 @@ class DeviceUpdateCompiler:
         layer = self._layers[group]
 
         def fold(earlier: Any, uses: Any) -> Any:
-            return layer.join_small(_total(layer, [*earlier, *uses]))
+            return layer.join_small(_total(layer, [*earlier, *uses], adds_rows=True))
 
         return self._of_layer("fold", layer, fold, ([earlier, uses]), donate=(0,))
 
@@ -328,11 +328,23 @@ def _more_bytes(program: Any) -> int:
     return 0 if stats is None else stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
-def _total(layer: Layer, uses: Uses) -> list[jax.Array]:
-    """The sum over all uses, in the master dtypes, one array for each leaf; zeros without any."""
+def _total(layer: Layer, uses: Uses, adds_rows: bool = False) -> list[jax.Array]:
+    """The sum over all uses, in the master dtypes, one array for each leaf; zeros without any.
+
+    Rows of the first use are added in the master dtypes as well if `adds_rows`, as the host does over micro-batches.
+    """
+    zeros = [jnp.zeros(leaf.shape, leaf.master_dtype) for leaf in layer.leaves]
     total = None
     for use in uses:
-        whole = [g.dense() if isinstance(g, RowGradient) else g for g in split(layer, use)]
-        wide = [g.astype(leaf.master_dtype) for leaf, g in zip(layer.leaves, whole, strict=True)]
-        total = wide if total is None else [a + b for a, b in zip(total, wide, strict=True)]
-    return [jnp.zeros(leaf.shape, leaf.master_dtype) for leaf in layer.leaves] if total is None else total
+        gradients = split(layer, use)
+        if total is None:
+            total = [_widened(g, z, adds_rows) for g, z in zip(gradients, zeros, strict=True)]
+        else:
+            total = [added(a, g) for a, g in zip(total, gradients, strict=True)]
+    return zeros if total is None else total
+
+
+def _widened(gradient: Gradient, zeros: jax.Array, adds_rows: bool) -> jax.Array:
+    if not isinstance(gradient, RowGradient):
+        return gradient.astype(zeros.dtype)
+    return gradient.onto(zeros) if adds_rows else gradient.dense().astype(zeros.dtype)

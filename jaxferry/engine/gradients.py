@@ -4,7 +4,8 @@ program --> pending (device) --offload--> in flight --> on_host --gather--> upda
 |--> sums (device), over micro-batches                ^
 `--GO: the program writes host memory itself ---------'
 
-A gradient whose update runs on the device stays in `kept`; over micro-batches its fp32 sum stays in `sums`.
+A gradient whose update runs on the device stays in `kept`; over micro-batches its sum stays in `sums`. Sums over
+micro-batches are in fp32 at least, wherever they are: see `Layer.wide`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from jaxferry.engine.norms import Norms, SquaredNorm
 from jaxferry.engine.pending import Accumulated, LateFailure
 from jaxferry.engine.program_keys import ProgramKey, Target
 from jaxferry.engine.transport.base import CopyInFlight, HostGradient, Transport, Vectors, added
+from jaxferry.partition import wide_dtype
 
 _add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)
+_widened = jax.jit(lambda gradients: [gradient.astype(wide_dtype(gradient.dtype)) for gradient in gradients])
 
 
 class OffloadsInFlight:
@@ -95,6 +98,7 @@ class StepGradients:
         self._program, self._transport, self._norms, self._is_last = program, transport, norms, is_last
         self._earlier = frozenset((*accumulated.on_host, *accumulated.on_device))
         self._pending: dict[int, Any] = {}
+        self._are_sums: set[int] = set()
         self.in_flight = OffloadsInFlight()
         self._num_arrived: collections.Counter[int] = collections.Counter()
         self._num_uses = collections.Counter(segment.group for segment in program.partition.segments)
@@ -116,9 +120,9 @@ class StepGradients:
         if not self._may_add(instruction.group, commit):
             return None
         known = self.on_host.get(instruction.group)
-        if known is None:
-            return key
-        return key.alone if self._transport.is_summed_on_host(known) else key.onto_sum
+        if self._transport.is_summed_on_host(instruction.group, known):
+            return key.alone
+        return key if known is None else key.onto_sum
 
     def destinations(self, key: ProgramKey, group: int) -> list[list[jax.Array]]:
         """The vectors that a program writes its gradient into, as one argument or none."""
@@ -145,13 +149,14 @@ class StepGradients:
             self._note_kept(group, commit)
             return
         if key.writes is not Target.DEVICE:
-            stored = self._transport.written(gradients)
-            if key.writes is not Target.HOST_SUM and group in self.on_host:
-                stored = self._transport.add_on_host(group, self.on_host[group], stored)
+            stored, known = self._transport.written(gradients), self.on_host.get(group)
+            if key.writes is not Target.HOST_SUM and self._transport.is_summed_on_host(group, known):
+                stored = self._transport.add_on_host(group, known, stored)
             self.on_host[group] = stored
             return
         if group in self.sums and self._may_add(group, commit):
             gradients = _add_onto(self.sums.pop(group), gradients)
+            self._are_sums.add(group)
         self._pending[instruction.segment] = gradients
 
     def _note_kept(self, group: int, commit: Callable[[], bool]) -> None:
@@ -187,17 +192,25 @@ class StepGradients:
         group = instruction.group
         # A sum begun on the host, under another batch's plan, stays there. The bits are the same either way.
         if group in self._program.summed and not self._is_last and group not in self.on_host:
-            self.sums[group] = self._pending.pop(instruction.segment)
+            self.sums[group] = self._sum_of(group, self._pending.pop(instruction.segment))
             return
         if not self._may_add(group, commit):
             return
         gradients, known = self._pending.pop(instruction.segment), self.on_host.get(group)
-        stored = self.on_host[group] = self._transport.store(group, gradients, known, mark)
+        is_sum = group in self._are_sums
+        stored = self.on_host[group] = self._transport.store(group, gradients, known, mark, is_sum)
         if waits:
             jax.block_until_ready(self.gather(group))
         elif stored.copy is not None:
             self.in_flight.add(instruction.index, stored.copy)
         self.note_arrival(group)
+
+    def _sum_of(self, group: int, gradients: Any) -> list[jax.Array]:
+        """The sum on the device that ends with these gradients, or begins with them."""
+        if group in self._are_sums or not self._transport.is_widened(group):
+            return list(gradients)
+        begun: list[jax.Array] = _widened(gradients)
+        return begun
 
     def forget_inflight(self) -> None:
         """Waits for all offloads in flight and ignores their errors."""

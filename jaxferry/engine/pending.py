@@ -34,7 +34,7 @@ class Accumulated:
     def offloaded(self, group: int, transport: Transport) -> Accumulated:
         """Returns the same sums with one group's moved to host memory."""
         on_device = dict(self.on_device)
-        stored = transport.store(group, on_device.pop(group), self.on_host.get(group))
+        stored = transport.store(group, on_device.pop(group), self.on_host.get(group), is_sum=True)
         jax.block_until_ready(transport.gather(group, stored))
         return dataclasses.replace(self, on_host={**self.on_host, group: stored}, on_device=on_device)
 

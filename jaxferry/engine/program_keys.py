@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import Derivative, Partition
@@ -121,6 +121,17 @@ def beside_rows(
     return [key for key in dict.fromkeys(found) if key.writes is Target.HOST]
 
 
-def with_sums(keys: Sequence[ProgramKey]) -> list[ProgramKey]:
-    """The programs plus, for micro-batches after the first, those that add to host memory instead of writing it."""
-    return list(dict.fromkeys([*keys, *(key.onto_sum for key in keys)]))
+def with_sums(partition: Partition, keys: Sequence[ProgramKey], is_widened: Callable[[int], bool]) -> list[ProgramKey]:
+    """The programs of all micro-batches of an update.
+
+    After the first, they add to host memory instead of writing it, unless the host adds.
+
+    Args:
+      partition: the segments.
+      keys: the programs of all places.
+      is_widened: whether the host adds all gradients of a group; see `Transport.is_widened`.
+    """
+    groups = [partition.segments[number].group for _, number in places(partition)]
+    pairs = list(zip(keys, map(is_widened, groups), strict=True))
+    first = [key.alone if widened else key for key, widened in pairs]
+    return list(dict.fromkeys([*first, *(key.onto_sum for key, widened in pairs if not widened)]))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxferry.native.library import library
+from jaxferry.native.targets import DTYPE_NUMBERS
 
 KINDS = ("adam", "nadam", "lion", "sgd", "momentum", "nesterov")
 """Update rules of the native library, in its numbering."""
@@ -63,6 +64,7 @@ def host_step(
     masters: Sequence[jax.Array],
     moments: Sequence[Sequence[jax.Array]],
     copies: Sequence[Any] | jax.Array,
+    copy_dtypes: Sequence[Any] = (),
 ) -> tuple[list[jax.Array], list[list[jax.Array]], list[jax.Array]]:
     """Updates all parameters of a layer, inside a jitted function on the CPU backend.
 
@@ -74,8 +76,9 @@ def host_step(
       masters: the fp32 parameters, of any shapes; donated.
       moments: for each moment of the rule, fp32 arrays of the masters' shapes; donated.
       copies: the flat vectors of the compute copy, donated; or `jax.ShapeDtypeStruct`s to allocate them. Or one array,
-        uint8 `[8 * vectors]`: the addresses of vectors in host memory with the shapes and dtypes of the gradients. They
-        are overwritten, and must outlive the call.
+        uint8 `[8 * vectors]`: the addresses of vectors in host memory with the shapes of the gradients. They are
+        overwritten, and must outlive the call.
+      copy_dtypes: the dtypes of copies at addresses; not read otherwise.
 
     Returns:
       Masters, moments and copies, in the buffers of the donated arguments. No copies if their addresses are given.
@@ -105,6 +108,7 @@ def host_step(
             vectors=np.asarray([part.vector for part in parts], np.int64),
             offsets=np.asarray([part.offset for part in parts], np.int64),
             decays=np.asarray([part.decays for part in parts], np.int64),
+            copies=np.asarray([DTYPE_NUMBERS[np.dtype(dtype)] for dtype in copy_dtypes if addresses], np.int64),
             b1=np.float64(rule.b1),
             b2=np.float64(rule.b2),
             eps=np.float64(rule.eps),

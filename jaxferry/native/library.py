@@ -28,7 +28,7 @@ from jaxferry.errors import InputError, NativeError
 from jaxferry.native.elf import check_is_whole
 from jaxferry.native.paths import FILE_NAMES, REMEDY, describe_missing, library_directories
 
-ABI = 3
+ABI = 4
 
 TARGETS = (
     "jaxferry_scratch",

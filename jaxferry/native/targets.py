@@ -21,7 +21,8 @@ SCRATCH_BYTES = 8 * 2**20
 """Maximum device memory for staging a product's panels: two panels of 4 MiB, large enough that a transfer takes longer
 than its launch."""
 
-_ROUND_TO = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
+DTYPE_NUMBERS = {np.dtype(np.float32): 0, np.dtype(jnp.bfloat16): 1, np.dtype(np.float16): 2}
+"""The numbers of dtypes in attributes."""
 
 
 def _struct(like: Any) -> jax.ShapeDtypeStruct:
@@ -110,7 +111,7 @@ def dha_matmul_gradient(
         n=np.int64(shape.n),
         transpose=np.int64(shape.transpose),
         accumulate=np.int64(accumulate),
-        round_to=np.int64(0 if round_to is None else _ROUND_TO[np.dtype(round_to)]),
+        round_to=np.int64(0 if round_to is None else DTYPE_NUMBERS[np.dtype(round_to)]),
     )
     return stored
 

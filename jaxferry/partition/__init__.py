@@ -13,7 +13,7 @@ from jaxferry.partition.frozen import Trainable, frozen_leaves
 from jaxferry.partition.graph import with_flags
 from jaxferry.partition.host_reads import read_in_place
 from jaxferry.partition.host_stores import store_in_place
-from jaxferry.partition.layout import Layer, Leaf, Part, Transfer, make_layer
+from jaxferry.partition.layout import Layer, Leaf, Part, Transfer, make_layer, wide_dtype
 from jaxferry.partition.remat import check_remat, remat_of, with_remat
 from jaxferry.partition.rows import Gradient, RowGradient
 from jaxferry.partition.segments import ForwardPartition, Partition, Segment
@@ -48,6 +48,7 @@ __all__ = [
     "store_in_place",
     "table",
     "traced_jaxpr",
+    "wide_dtype",
     "with_flags",
     "with_remat",
 ]

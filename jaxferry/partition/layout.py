@@ -50,6 +50,7 @@ class Leaf:
       source: the index, in the model's own flattened tree, of the parameter that it belongs to.
       part: the part of that parameter; None for the whole parameter.
       is_trained: whether it has a gradient and an update; otherwise it is frozen.
+      is_small: whether a transfer of it alone would be mostly latency.
     """
 
     index: int
@@ -62,16 +63,12 @@ class Leaf:
     source: int
     part: Part | None = None
     is_trained: bool = True
+    is_small: bool = False
 
     @property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-    @property
-    def is_small(self) -> bool:
-        """Whether a transfer of it alone would be mostly latency."""
-        return _is_small(self.shape, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +116,12 @@ class Layer:
         leaves = tuple(leaf for leaf in self.leaves if leaf.is_trained)
         return self if leaves == self.leaves else Layer(self.name, leaves)
 
+    @functools.cached_property
+    def wide(self) -> Layer:
+        """The layer as the sums of its gradients over micro-batches are stored: in fp32 where it has fewer bits."""
+        leaves = tuple(dataclasses.replace(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.leaves)
+        return self if leaves == self.leaves else Layer(self.name, leaves)
+
     @property
     def num_parameters(self) -> int:
         """Number of parameters."""
@@ -132,7 +135,9 @@ class Layer:
     @functools.cached_property
     def layout(self) -> tuple[Any, ...]:
         """What the layer's programs depend on; layers with equal layouts share programs."""
-        return tuple((leaf.shape, leaf.dtype, leaf.master_dtype, leaf.vector, leaf.offset) for leaf in self.leaves)
+        return tuple(
+            (leaf.shape, leaf.dtype, leaf.master_dtype, leaf.vector, leaf.offset, leaf.is_small) for leaf in self.leaves
+        )
 
     @functools.cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -193,6 +198,11 @@ class Layer:
         ]
 
 
+def wide_dtype(dtype: Any) -> np.dtype:
+    """The dtype in which gradients of a dtype are summed over micro-batches."""
+    return np.dtype(np.float32 if np.dtype(dtype).itemsize < 4 else dtype)
+
+
 def make_layer(
     name: str,
     indices: Sequence[int],
@@ -223,9 +233,8 @@ def make_layer(
         vector = numbers[not is_trained, dtype]
         offset = filled.get(vector, 0)
         source, part = (index, None) if origins is None else origins[index]
-        leaves[index] = Leaf(
-            index, paths[index], shape, dtype, master_dtypes[index], vector, offset, source, part, is_trained
-        )
+        place = (vector, offset, source, part, is_trained, _is_small(shape, dtype))
+        leaves[index] = Leaf(index, paths[index], shape, dtype, master_dtypes[index], *place)
         filled[vector] = offset + leaves[index].size
     return Layer(name, tuple(leaves[index] for index in indices))
 

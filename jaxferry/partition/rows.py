@@ -38,9 +38,11 @@ class RowGradient:
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     def onto(self, table: jax.Array) -> jax.Array:
-        """Returns the table with the rows added; repeated rows accumulate."""
-        added: jax.Array = self.scatter.primitive.bind(table, self.indices, self.rows, **self.scatter.params)
-        return added
+        """Returns the table, of any dtype, with the rows added in its dtype; repeated rows accumulate."""
+        params = self.scatter.params
+        options = {name: params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
+        rows = self.rows.astype(table.dtype)
+        return jax.lax.scatter_add(table, self.indices, rows, params["dimension_numbers"], **options)
 
     def dense(self) -> jax.Array:
         """Returns the gradient as a dense table."""

@@ -49,12 +49,12 @@ def arrays_of(kind, size, gradient_dtype=ml_dtypes.bfloat16, copy_dtype=ml_dtype
     return normal(size, gradient_dtype, 0, 900), normal(size, np.float32, 1), moments, np.zeros(size, copy_dtype)
 
 
-def run(kind, gradients, masters, moments, copies, parts, numbers=NUMBERS):
+def run(kind, gradients, masters, moments, copies, parts, numbers=NUMBERS, copy_dtypes=()):
     """The step by the library; arrays become JAX's own first."""
 
     @functools.partial(jax.jit, donate_argnums=(2, 3, 4))
     def step(factors, gradients, masters, moments, copies):
-        return host_step(rule_of(kind), parts, factors, gradients, masters, moments, copies)
+        return host_step(rule_of(kind), parts, factors, gradients, masters, moments, copies, copy_dtypes)
 
     factors = jnp.asarray([numbers[name] for name in FACTORS], jnp.float32)
     # An address is no memory to donate.
@@ -266,11 +266,13 @@ def test_copies_are_made_where_none_are_given(steps):
     assert_same_bits([np.asarray(made)], expected_of("adam", gradient, master, moments, copy)[-1:])
 
 
+@pytest.mark.parametrize("is_wide", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_copies_are_written_to_the_addresses_that_are_given(steps, dtype):
+def test_copies_are_written_to_the_addresses_that_are_given(steps, dtype, is_wide):
     size = CHUNK + 17
-    gradient, master, moments, copy = arrays_of("adam", size, dtype, dtype)
-    others = arrays_of("adam", 5, dtype, dtype)
+    of_gradients = np.float32 if is_wide else dtype
+    gradient, master, moments, copy = arrays_of("adam", size, of_gradients, dtype)
+    others = arrays_of("adam", 5, of_gradients, dtype)
     parts = [StepPart(0, 0, True), StepPart(1, 2, False)]
     given = [
         [gradient, np.concatenate([others[0][:2], others[0]])],
@@ -280,7 +282,7 @@ def test_copies_are_written_to_the_addresses_that_are_given(steps, dtype):
     expected = run("adam", *given, [copy, np.zeros(7, dtype)], parts)
     targets = [np.full(size, 3, dtype), np.full(7, 3, dtype)]
     addresses = np.asarray([target.ctypes.data for target in targets], np.uint64).view(np.uint8)
-    masters, moments, copies = run("adam", *given, addresses, parts)
+    masters, moments, copies = run("adam", *given, addresses, parts, copy_dtypes=[dtype, dtype])
     assert copies == []
     assert_same_bits(jax.tree.leaves([masters, moments, targets[0]]), jax.tree.leaves([*expected[:2], expected[2][0]]))
     assert_same_bits(targets[1][2:], expected[2][1][2:])
@@ -288,24 +290,26 @@ def test_copies_are_written_to_the_addresses_that_are_given(steps, dtype):
 
 
 @pytest.mark.parametrize(
-    ("addresses", "message"),
+    ("addresses", "copies", "message"),
     [
-        (np.zeros(8, np.uint8), "the address of copy 0 must be a multiple of 2 other than 0, got 0"),
-        (np.asarray([65], np.uint64).view(np.uint8), "must be a multiple of 2 other than 0, got 65"),
-        (np.zeros(7, np.uint8), r"must be their addresses, uint8\[8\], got uint8\[7\]"),
-        (np.zeros(8, np.int8), r"must be their addresses, uint8\[8\], got int8\[8\]"),
+        (np.zeros(8, np.uint8), [1], "the address of copy 0 must be a multiple of 2 other than 0, got 0"),
+        (np.asarray([65], np.uint64).view(np.uint8), [1], "must be a multiple of 2 other than 0, got 65"),
+        (np.zeros(8, np.uint8), [3], r"copies must lie in \[0, 2\], got 3"),
+        (np.zeros(8, np.uint8), [], "copies must have the dtype of each of the 1 copies, got 0"),
+        (np.zeros(7, np.uint8), [1], r"must be their addresses, uint8\[8\], got uint8\[7\]"),
+        (np.zeros(8, np.int8), [1], r"must be their addresses, uint8\[8\], got int8\[8\]"),
     ],
 )
-def test_addresses_that_are_none_are_refused(steps, addresses, message):
+def test_addresses_that_are_none_are_refused(steps, addresses, copies, message):
     given = [*arguments()[:-1], jnp.asarray(addresses)]
     structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given[2:-1]]
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"host_step: .*{message}"):
-        jax.block_until_ready(raw(given, structs))
+        jax.block_until_ready(raw(given, structs, copies=copies))
 
 
 def raw(arguments, results, **changes):
     """The operation as XLA knows it, for Adam on one parameter, with some attributes changed."""
-    attributes = {"rule": 0, "vectors": [0], "offsets": [0], "decays": [1]} | changes
+    attributes = {"rule": 0, "vectors": [0], "offsets": [0], "decays": [1], "copies": []} | changes
     aliases = {2 + i: i for i in range(min(len(results), len(arguments) - 2))}
     numbers = {name: np.float64(0.5) for name in ("b1", "b2", "eps", "eps_root")}
 

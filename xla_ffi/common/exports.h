@@ -6,7 +6,7 @@
 
 #include "xla/ffi/api/c_api.h"
 
-#define JAXFERRY_ABI 3
+#define JAXFERRY_ABI 4
 
 #pragma GCC visibility push(default)
 

@@ -20,10 +20,12 @@ std::atomic<int64_t> moved_bytes{0};
 
 // Operands in order: factors, gradients [num_vectors], masters [n], moments [n each], copies [num_vectors]. Results:
 // masters, moments, copies. Without operands for the copies, the results are freshly allocated. Or in place of copies,
-// and without results for them: the addresses of copies like the gradients, as bytes [8 * num_vectors].
+// and without results for them: the addresses of copies with the gradients' sizes, as bytes [8 * num_vectors], and the
+// numbers of their dtypes.
 struct StepOperands {
   ffi::RemainingArgs arguments;
   ffi::RemainingRets results;
+  Integers copies;
   size_t num_vectors, num_parameters, num_moments;
   bool has_copies, has_addresses;
 
@@ -31,13 +33,17 @@ struct StepOperands {
   ffi::AnyBuffer Gradient(size_t vector) const { return *arguments.get<ffi::AnyBuffer>(1 + vector); }
   ffi::AnyBuffer Updated(size_t i) const { return *arguments.get<ffi::AnyBuffer>(1 + num_vectors + i); }
   ffi::AnyBuffer Result(size_t i) const { return **results.get<ffi::AnyBuffer>(i); }
-  ffi::AnyBuffer Copy(size_t vector) const { return has_addresses ? Gradient(vector) : Result(NumUpdated() + vector); }
+  ffi::AnyBuffer Copy(size_t vector) const { return Result(NumUpdated() + vector); }
+  Dtype CopyDtype(size_t vector) const {
+    return has_addresses ? static_cast<Dtype>(copies[vector]) : *FindDtype(Copy(vector));
+  }
+  int64_t CopySize(size_t vector) const { return (has_addresses ? Gradient(vector) : Copy(vector)).element_count(); }
   ffi::AnyBuffer Addresses() const { return *arguments.get<ffi::AnyBuffer>(arguments.size() - 1); }
   void* CopyAt(size_t vector, int64_t offset) const {
     if (!has_addresses) return At(Copy(vector), offset);
     void* data;
     std::memcpy(&data, static_cast<const char*>(Addresses().untyped_data()) + sizeof(data) * vector, sizeof(data));
-    return Skip(*FindDtype(Gradient(vector)), data, offset);
+    return Skip(CopyDtype(vector), data, offset);
   }
   ffi::AnyBuffer OldCopy(size_t vector) const { return Updated(NumUpdated() + vector); }
 };
@@ -57,10 +63,15 @@ ffi::Error CheckAddresses(StepOperands& operands) {
                                   std::to_string(sizeof(void*) * operands.num_vectors) + "], got " +
                                   Describe(addresses));
   }
+  if (operands.copies.size() != operands.num_vectors) {
+    return Invalid(kHostStep, "copies must have the dtype of each of the " + std::to_string(operands.num_vectors) +
+                                  " copies, got " + std::to_string(operands.copies.size()));
+  }
   for (size_t i = 0; i < operands.num_vectors; ++i) {
-    Dtype dtype;
-    const ffi::Error error = CheckFloating(kHostStep, "the gradient", operands.Gradient(i), &dtype);
-    JAXFERRY_RETURN_IF_ERROR(Numbered(error, "vector", i));
+    if (operands.copies[i] < 0 || operands.copies[i] > static_cast<int64_t>(Dtype::kFloat16)) {
+      return Invalid(kHostStep, "copies must lie in [0, 2], got " + std::to_string(operands.copies[i]));
+    }
+    const Dtype dtype = operands.CopyDtype(i);
     const auto address = reinterpret_cast<uintptr_t>(operands.CopyAt(i, 0));
     if (address == 0 || address % ItemSize(dtype) != 0) {
       return Invalid(kHostStep, "the address of copy " + std::to_string(i) + " must be a multiple of " +
@@ -107,6 +118,7 @@ ffi::Error CheckFactors(ffi::AnyBuffer factors) {
 ffi::Error CheckVector(const StepOperands& operands, size_t i) {
   Dtype dtype;
   JAXFERRY_RETURN_IF_ERROR(CheckFloating(kHostStep, "the gradient", operands.Gradient(i), &dtype));
+  if (operands.has_addresses) return ffi::Error::Success();
   JAXFERRY_RETURN_IF_ERROR(CheckFloating(kHostStep, "the copy", operands.Copy(i), &dtype));
   if (!operands.has_copies) return ffi::Error::Success();
   return CheckAliased(kHostStep, "the copy", operands.OldCopy(i), operands.Copy(i));
@@ -142,12 +154,14 @@ ffi::Error FindPart(const StepOperands& operands, size_t i, int64_t vector, int6
     JAXFERRY_RETURN_IF_ERROR(CheckUpdated(operands, "the second moment", i, 2 * n + i, &part->second));
   }
   JAXFERRY_RETURN_IF_ERROR(CheckFlag(kHostStep, "decays", decays, &part->decays));
-  const ffi::AnyBuffer gradient = operands.Gradient(vector), copy = operands.Copy(vector);
+  const ffi::AnyBuffer gradient = operands.Gradient(vector);
   part->size = operands.Updated(i).element_count();
   JAXFERRY_RETURN_IF_ERROR(CheckInside(kHostStep, "the gradient", gradient, offset, part->size, 1));
-  JAXFERRY_RETURN_IF_ERROR(CheckInside(kHostStep, "the copy", copy, offset, part->size, 1));
+  if (!operands.has_addresses) {
+    JAXFERRY_RETURN_IF_ERROR(CheckInside(kHostStep, "the copy", operands.Copy(vector), offset, part->size, 1));
+  }
   part->gradient_dtype = *FindDtype(gradient);
-  part->copy_dtype = *FindDtype(copy);
+  part->copy_dtype = operands.CopyDtype(vector);
   part->gradient = At(gradient, offset);
   part->copy = operands.CopyAt(vector, offset);
   return ffi::Error::Success();
@@ -170,7 +184,7 @@ ffi::Error FindParts(const StepOperands& operands, Integers vectors, Integers of
 int64_t NumBytes(const StepOperands& operands) {
   int64_t bytes = 0;
   for (size_t i = 0; i < operands.num_vectors; ++i) {
-    bytes += operands.Gradient(i).size_bytes() + operands.Copy(i).size_bytes();
+    bytes += operands.Gradient(i).size_bytes() + operands.CopySize(i) * ItemSize(operands.CopyDtype(i));
   }
   for (size_t i = 0; i < operands.NumUpdated(); ++i) bytes += 2 * operands.Updated(i).size_bytes();
   return bytes;
@@ -187,14 +201,15 @@ StepConstants ConstantsFrom(double b1, double b2, double eps, double eps_root) {
 }
 
 ffi::Error HostStepHandler(ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t rule, Integers vectors,
-                           Integers offsets, Integers decays, double b1, double b2, double eps, double eps_root) {
+                           Integers offsets, Integers decays, Integers copies, double b1, double b2, double eps,
+                           double eps_root) {
   return Guarded(kHostStep, [&] {
     if (rule < 0 || rule >= kNumStepRules) {
       return Invalid(kHostStep, "rule must lie in [0, " + std::to_string(kNumStepRules) + "), got " +
                                     std::to_string(rule));
     }
     if (arguments.size() == 0) return Invalid(kHostStep, "there must be factors as the first argument, got none");
-    StepOperands operands{arguments, results, 0, 0, 0, false, false};
+    StepOperands operands{arguments, results, copies, 0, 0, 0, false, false};
     operands.num_moments = NumMoments(static_cast<StepRule>(rule));
     const ffi::AnyBuffer factors = *arguments.get<ffi::AnyBuffer>(0);
     JAXFERRY_RETURN_IF_ERROR(CheckFactors(factors));
@@ -223,6 +238,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxferry_host_step, HostStepHandler,
                                   .Attr<Integers>("vectors")
                                   .Attr<Integers>("offsets")
                                   .Attr<Integers>("decays")
+                                  .Attr<Integers>("copies")
                                   .Attr<double>("b1")
                                   .Attr<double>("b2")
                                   .Attr<double>("eps")

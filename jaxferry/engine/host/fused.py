@@ -85,6 +85,7 @@ def fused_update(
         masters,
         [jax.tree.leaves(moment) for moment in rule.moments(state)],
         copies if isinstance(copies, jax.Array) else [vector for vectors in copies for vector in vectors],
+        [vector.dtype for layer in layers for vector in layer.vectors],
     )
     state = rule.advance(state, [jax.tree.unflatten(tree, moment) for moment in moments])
     # Slices of nothing are empty: copies at addresses are not returned.

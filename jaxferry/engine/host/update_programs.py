@@ -36,10 +36,14 @@ class UpdatePrograms:
       tree: the transformation on the model's tree.
       placement: where arrays live.
       clip_norm: global norm to clip gradients to, or None.
+      accumulates: whether gradients are sums over micro-batches, in the dtypes of `Layer.wide`.
     """
 
-    def __init__(self, tree: OptimizedTree, placement: Placement, clip_norm: float | None) -> None:
+    def __init__(
+        self, tree: OptimizedTree, placement: Placement, clip_norm: float | None, accumulates: bool = False
+    ) -> None:
         self._tree, self._placement, self._clip_norm = tree, placement, clip_norm
+        self._accumulates = accumulates
         self._programs: dict[Any, Any] = {}
         self._updates: dict[Any, Any] = {}
 
@@ -134,7 +138,7 @@ class UpdatePrograms:
             return None
         is_fused = self._rule(unit, self._state_tree(unit), [layers[unit.layers[0]].trained], reads) is not None
         place = self._placement
-        return ("update", key, is_fused, self._clip_norm, place, place.is_cpu, can_view(place))
+        return ("update", key, is_fused, self._clip_norm, self._accumulates, place, place.is_cpu, can_view(place))
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
         """Returns the text of a unit's update before XLA compiles it; masters and state may be shapes."""
@@ -170,9 +174,12 @@ class UpdatePrograms:
         def struct(x: Any, where: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-        arrived = [tuple(struct(v, place.update_output) for v in layer.vectors) for layer in unit_layers]
+        def structs(layer: Layer) -> Any:
+            return tuple(struct(v, place.update_output) for v in layer.vectors)
+
+        arrived = [structs(layer.wide if self._accumulates else layer) for layer in unit_layers]
         gradients = [vectors if is_read else () for vectors, is_read in zip(arrived, reads, strict=True)]
-        vectors = arrived if place.is_cpu else _targets(unit_layers, place)
+        vectors = list(map(structs, unit_layers)) if place.is_cpu else _targets(unit_layers, place)
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place.host_compute)
         masters, states = ([struct(x, place.host) for x in leaves] for leaves in (unit.masters, unit.state))
 

@@ -129,9 +129,13 @@ class HeldBytes:
 class Transport:
     """Moves layers and their gradients; the base class of all transports.
 
+    Gradients have the dtypes of `Layer.trained`. Their sums over micro-batches have those of its `wide`: an arriving
+    gradient of fewer bits is added by the host.
+
     Args:
       placement: the memories between which they move.
       layers: the layers; loads move all their parameters, gradients cover the trained ones.
+      accumulates: whether gradients are summed over micro-batches.
 
     Attributes:
       library: the native library, if the transport uses it.
@@ -141,11 +145,13 @@ class Transport:
 
     library: NativeLibrary | None = None
 
-    def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
+    def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
         self._placement, self._layers = placement, list(layers)
+        self._gradients = [layer.trained for layer in layers]
+        self._sums = [layer.wide for layer in self._gradients] if accumulates else self._gradients
         self._programs: dict[Any, Any] = {}
-        self._of_layer: dict[tuple[str, int], Any] = {}
-        self._spare: dict[int, list[Vectors]] = {}
+        self._of_layer: dict[tuple[str, int, bool], Any] = {}
+        self._spare: dict[Any, list[Vectors]] = {}
         self._adder = ThreadPoolExecutor(1, thread_name_prefix="jaxferry rows")
         self.held = HeldBytes()
         self.staging_bytes = 0
@@ -198,6 +204,7 @@ class Transport:
         gradients: Sequence[Gradient],
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
+        is_sum: bool = False,
         into: Vectors | None = None,
     ) -> HostGradient:
         """Starts the copy of a layer's gradients to the host, and frees the device's copy when it has ended.
@@ -210,44 +217,66 @@ class Transport:
             parameter if some are rows of lookups.
           onto: the stored gradient of an earlier use of the layer, to which these are added; it is consumed.
           mark: records when the copy starts and ends; None for no record.
+          is_sum: whether they are sums over micro-batches, joined arrays in the dtypes of such sums.
           into: vectors in pinned memory to overwrite, which are donated; None for the transport's own. The result's
             `vectors` replace them, in the same memory or in other.
         """
         raise NotImplementedError
 
-    def is_summed_on_host(self, gradient: HostGradient) -> bool:
-        """Whether the device cannot add to a gradient, since it is summed where the optimizer reads it."""
+    def is_widened(self, layer: int) -> bool:
+        """Whether a layer's gradients are summed in other dtypes than their own."""
+        return self._sums[layer] is not self._gradients[layer]
+
+    def is_summed_on_host(self, layer: int, gradient: HostGradient | None) -> bool:
+        """Whether the device cannot add to a layer's stored gradient, since it is summed where the optimizer reads it.
+
+        Args:
+          layer: the layer.
+          gradient: None if none is stored yet, which the device may then begin.
+        """
+        if gradient is None or self.is_widened(layer):
+            return self.is_widened(layer)
         is_copied = gradient.is_gathered and not gradient.written
         return not self._placement.is_cpu and (gradient.finish is not None or is_copied)
 
-    def add_on_host(self, layer: int, onto: HostGradient, more: HostGradient) -> HostGradient:
-        """Adds a stored gradient to another one of the layer, in a thread that waits for both; both are consumed."""
+    def add_on_host(self, layer: int, onto: HostGradient | None, more: HostGradient) -> HostGradient:
+        """Adds a stored gradient to another one of the layer, in a thread that waits for both; both are consumed.
+
+        Args:
+          layer: the layer.
+          onto: the sum of earlier ones; None begins one.
+          more: the gradient.
+        """
 
         def added() -> Vectors:
             arrived = self.gather(layer, more)
-            known = own_vectors(self.gather(layer, onto), onto, self._placement)
-            total: Vectors = tuple(jax.block_until_ready(self.program("sum", layer)(known, arrived)))
+            if onto is None:
+                total = self.program("begin", layer, is_sum=True)(self._sum_vectors(layer)[0], arrived)
+            else:
+                known = own_vectors(self.gather(layer, onto), onto, self._placement)
+                total = self.program("sum", layer, is_sum=True)(known, arrived)
+            jax.block_until_ready(total)
             self.recycle(layer, more)
-            return total
+            return tuple(total)
 
         # In the order of the stores, so that each finds the sum that it adds to.
         return HostGradient((), False, more.copy, finish=self._adder.submit(added).result)
 
-    def destinations(self, layer: int, onto: HostGradient | None = None) -> Vectors:
+    def destinations(self, layer: int, onto: HostGradient | None = None, is_sum: bool = False) -> Vectors:
         """Returns vectors in pinned memory for a program that writes a layer's gradient there, or adds it.
 
         Args:
           layer: the layer.
           onto: the gradient to add to, which is not summed on the host; None for one to write.
+          is_sum: whether a sum over micro-batches is written.
         """
-        spare = self._spare.get(layer)
         if onto is None:
-            if spare:
+            shapes = (self._sums if is_sum else self._gradients)[layer].vectors
+            if spare := self._spares(shapes, is_pinned=True):
                 return spare.pop()
             if self._placement.is_cpu:
-                return tuple(self.program("empty", layer)())
+                return tuple(self.program("empty", layer, is_sum)())
             # A program of the device would make the vectors there first, in device memory that nothing counts.
-            shapes = self._layers[layer].trained.vectors
             return tuple(jax.device_put(np.zeros(v.shape, v.dtype), self._placement.pinned) for v in shapes)
         if onto.is_gathered and not self._placement.is_cpu:
             written, onto.written = onto.written, ()
@@ -286,9 +315,19 @@ class Transport:
 
         Earlier reuse would be unsafe: if the program that wrote them fails late, so does all that uses them.
         """
-        vectors = gradient.vectors if self._placement.is_cpu else gradient.written
-        if vectors and gradient.is_reusable:
-            self._spare.setdefault(layer, []).append(vectors)
+        if gradient.is_gathered and gradient.is_reusable:
+            vectors = gradient.written or gradient.vectors
+            self._spares(vectors, is_pinned=bool(gradient.written)).append(vectors)
+
+    def _spares(self, like: Sequence[Any], is_pinned: bool) -> list[Vectors]:
+        """Vectors of these shapes to write again: in pinned memory, or where the host adds gradients."""
+        key = (is_pinned or self._placement.is_cpu, *((vector.size, vector.dtype) for vector in like))
+        return self._spare.setdefault(key, [])
+
+    def _sum_vectors(self, layer: int) -> tuple[Vectors, bool]:
+        """Vectors where the host adds gradients, and whether they are zeros."""
+        spare = self._spares(self._sums[layer].vectors, is_pinned=False)
+        return (spare.pop(), False) if spare else (tuple(self.program("zeros", layer, is_sum=True)()), True)
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         raise NotImplementedError
@@ -302,21 +341,18 @@ class Transport:
         """Adds gradients of lookups on the host; they become dense only there."""
 
         def zeros() -> Vectors:
-            spare = self._spare.get(layer)
-            # If the device is a CPU, they return after the update (`recycle`).
-            if self._placement.is_cpu and spare:
-                return tuple(self.program("clear", layer)(spare.pop()))
-            return tuple(self.program("zeros", layer)())
+            vectors, are_zeros = self._sum_vectors(layer)
+            return vectors if are_zeros else tuple(self.program("clear", layer, is_sum=True)(vectors))
 
         def dense(rows: Sequence[Gradient]) -> Vectors:
             if onto is None:
-                return tuple(self.program("add", layer)(rows, zeros()))
+                return tuple(self.program("add", layer, is_sum=True)(rows, zeros()))
             known = own_vectors(self.gather(layer, onto), onto, self._placement)
             if onto.written:
                 jax.block_until_ready(known)
                 self.recycle(layer, onto)
                 onto.written = ()
-            return tuple(self.program("add", layer)(rows, known))
+            return tuple(self.program("add", layer, is_sum=True)(rows, known))
 
         if self._placement.is_cpu:
             return HostGradient(dense(gradients), True)
@@ -331,16 +367,17 @@ class Transport:
         # In the order of the stores, so that each finds the sum that it adds to.
         return HostGradient((), False, finish=self._adder.submit(arrived).result)
 
-    def program(self, name: str, layer: int) -> Any:
-        """The jitted function of a name; groups of the same layout share it."""
-        known = self._of_layer.get((name, layer))
+    def program(self, name: str, layer: int, is_sum: bool = False) -> Any:
+        """The jitted function of a name, for sums over micro-batches if so; groups of the same layout share it."""
+        known = self._of_layer.get((name, layer, is_sum))
         if known is None:
-            made = self._layers[layer] if name in _OF_LOADS else self._layers[layer].trained
+            moved = self._layers if name in _OF_LOADS else self._sums if is_sum else self._gradients
+            made = moved[layer]
             key = (name, made.layout)
             if key not in self._programs:
                 content = (type(self), *key, self._placement, self._placement.is_cpu)
                 self._programs[key] = shared_function(content, lambda: self._jitted(name, made))
-            known = self._of_layer[name, layer] = self._programs[key]
+            known = self._of_layer[name, layer, is_sum] = self._programs[key]
         return known
 
     def _jitted(self, name: str, layer: Layer) -> Any:
@@ -355,10 +392,15 @@ class Transport:
             return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)
 
         def total(onto: Vectors, stored: Vectors) -> Vectors:
-            return tuple(a + b for a, b in zip(*computable((onto, stored)), strict=True))
+            return tuple(a + b.astype(a.dtype) for a, b in zip(*computable((onto, stored)), strict=True))
+
+        def begin(into: Vectors, stored: Vectors) -> Vectors:
+            return tuple(b.astype(v.dtype) for v, b in zip(layer.vectors, computable(stored), strict=True))
 
         if name == "sum":
             return jax.jit(total, donate_argnums=0, out_shardings=gathered)
+        if name == "begin":
+            return jax.jit(begin, donate_argnums=0, keep_unused=True, out_shardings=gathered)
         if name == "add":
             return jax.jit(add, donate_argnums=1, out_shardings=gathered)
         if name == "clear":

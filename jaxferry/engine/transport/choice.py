@@ -50,6 +50,6 @@ def transport_like(transport: Transport, placement: Placement, layers: Sequence[
     return (DevicePut if others else type(transport))(placement, layers)
 
 
-def make_transport(name: str, placement: Placement, layers: Sequence[Layer]) -> Transport:
-    """Makes a transport for these layers; `name` is a result of `choose_transport`."""
-    return TRANSPORTS[name](placement, layers)
+def make_transport(name: str, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> Transport:
+    """Makes a transport for these layers; `name` is a result of `choose_transport`, the others as for `Transport`."""
+    return TRANSPORTS[name](placement, layers, accumulates)

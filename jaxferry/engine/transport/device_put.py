@@ -31,10 +31,11 @@ class DevicePut(Transport):
     one pass, and gradients are written into existing host buffers.
     """
 
-    def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
-        super().__init__(placement, layers)
+    def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
+        super().__init__(placement, layers, accumulates)
         # The flat vectors exist beside the parameters split from them, and beside the gradients packed into them.
-        self.staging_bytes = 0 if placement.is_cpu else 2 * max(layer.num_bytes for layer in layers)
+        most = max(max(layer.num_bytes, sums.num_bytes) for layer, sums in zip(layers, self._sums, strict=True))
+        self.staging_bytes = 0 if placement.is_cpu else 2 * most
 
     def store(
         self,
@@ -42,19 +43,20 @@ class DevicePut(Transport):
         gradients: Sequence[Gradient],
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
+        is_sum: bool = False,
         into: Vectors | None = None,
     ) -> HostGradient:
         """See `Transport.store`."""
         if self._placement.is_cpu:
             if onto is None:
-                into = self.destinations(layer) if into is None else into
-                stored = HostGradient(self.program("store", layer)(gradients, into), True)
+                into = self.destinations(layer, is_sum=True) if into is None else into
+                stored = HostGradient(self.program("store", layer, is_sum=True)(gradients, into), True)
             else:
                 stored = self._store_rows(layer, gradients, onto, mark)
         elif all(isinstance(gradient, RowGradient) for gradient in gradients):
             stored = self._store_rows(layer, gradients, onto, mark)
         else:
-            packed = self.program("pack", layer)(gradients)
+            packed = self.program("pack", layer, is_sum)(gradients)
             pinned = tuple(jax.device_put(v, self._placement.pinned) for v in packed)
             if mark is not None:
                 mark.watch(pinned)
@@ -62,7 +64,7 @@ class DevicePut(Transport):
             stored = HostGradient(pinned, False, is_reusable=False)
             if into is not None and [v.size for v in into] != [v.size for v in pinned]:
                 stored = self._put_into(layer, pinned, into)
-            if onto is not None:
+            if onto is not None or (self.is_widened(layer) and not is_sum):
                 stored = self.add_on_host(layer, onto, stored)
         delete_all(jax.tree.leaves(gradients))
         return stored

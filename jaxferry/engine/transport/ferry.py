@@ -31,8 +31,8 @@ from jaxferry.partition import Gradient, Layer, RowGradient
 class Ferry(Transport):
     """Copies by `ferry_load`, `ferry_store` and `ferry_wait`."""
 
-    def __init__(self, placement: Placement, layers: Sequence[Layer]) -> None:
-        super().__init__(placement, layers)
+    def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
+        super().__init__(placement, layers, accumulates)
         self.library = self._native = library(placement.platform)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
         # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
@@ -45,6 +45,7 @@ class Ferry(Transport):
         gradients: Sequence[Gradient],
         onto: HostGradient | None = None,
         mark: TaskMark | None = None,
+        is_sum: bool = False,
         into: Vectors | None = None,
     ) -> HostGradient:
         """See `Transport.store`."""
@@ -53,10 +54,23 @@ class Ferry(Transport):
             stored = self._store_rows(layer, gradients, onto, mark)
             delete_all(jax.tree.leaves(gradients))
             return stored
-        if onto is not None and self.is_summed_on_host(onto):
-            return self.add_on_host(layer, onto, self.store(layer, gradients, None, mark))
-        into = self.destinations(layer, onto) if into is None else into
-        store = self.program("store" if onto is None else "accumulate", layer)
+        begins = is_sum and onto is None
+        if not begins and self.is_summed_on_host(layer, onto):
+            return self.add_on_host(layer, onto, self._copy(layer, arrays, None, mark, is_sum))
+        return self._copy(layer, arrays, onto, mark, is_sum, into)
+
+    def _copy(
+        self,
+        layer: int,
+        arrays: Sequence[jax.Array],
+        onto: HostGradient | None,
+        mark: TaskMark | None,
+        is_sum: bool,
+        into: Vectors | None = None,
+    ) -> HostGradient:
+        """Queues the copy of joined gradients, or their addition to a stored one of the same dtypes."""
+        into = self.destinations(layer, onto, is_sum) if into is None else into
+        store = self.program("store" if onto is None else "accumulate", layer, is_sum)
         vectors = _marked(store, (arrays, into), mark)
         copy = StoredCopy(self._native, tuple(vectors), arrays, self.program("landed", layer), self.in_flight)
         stored = HostGradient(copy.arrays, self._placement.is_cpu, copy)

@@ -1,0 +1,69 @@
+"""Sums of gradients over micro-batches, in more bits than the gradients have."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxferry
+import models
+from accelerator import emulate
+from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.records import LayerPlan, Plan
+from planned import segment_names
+from steps import with_sums_in_host_memory
+
+N = 300
+COLUMNS = 512
+ROWS = np.arange(3)
+PLACES = {"a": GradientPlace.DEVICE, "b": GradientPlace.HOST, "c": GradientPlace.DEVICE, "d": GradientPlace.HOST}
+PARAMS = {name: {"w": np.zeros((COLUMNS, 2), np.float32)} for name in PLACES}
+XS = [np.random.default_rng(i).uniform(0.5, 1.5, (1, COLUMNS)).astype(jnp.bfloat16) for i in range(4)]
+
+
+def loss_fn(params, x):
+    """Reads `c` by a lookup and `d` twice; every column of the other gradients is x."""
+    a, b, c, d = (params[name]["w"] for name in "abcd")
+    y = x @ d
+    y = y + x @ a
+    y = y + c[ROWS].sum(0)
+    y = y + x @ b
+    return jnp.sum((y + x @ d).astype(jnp.float32))
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def _device(request, monkeypatch):
+    if request.param == "accelerator":
+        emulate(monkeypatch)
+
+
+def summed(gradients):
+    total = np.float32(0)
+    for gradient in gradients:
+        total = total + np.float32(gradient).ravel()
+    return total
+
+
+@pytest.mark.usefixtures("_device")
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("is_on_host", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sums_of_bfloat16_gradients_have_the_bits_of_sums_in_fp32_wherever_they_are(transport, is_on_host):
+    """Sums in bfloat16 would end at 256, where the next number is larger by two."""
+    names = segment_names(models.Task(loss_fn, PARAMS, XS[0]))
+    plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.GFGB, PLACES[name[0]]) for name in names))
+    options = {"accumulate": N, "compute_dtype": jnp.bfloat16, "plan": plan, "transport": transport}
+    step = jaxferry.train_step(loss_fn, jaxferry.sgd(1.0), **options)
+    state = step.init(PARAMS)
+    prepared = step.prepare(XS[0])
+    assert len(prepared.program.summed) == 1
+    if is_on_host:
+        with_sums_in_host_memory(prepared)
+    batches = list(itertools.islice(itertools.cycle(XS), N))
+    for x in batches:
+        state, _ = step(state, x)
+    once, touched = summed(batches), N * np.isin(np.arange(COLUMNS), ROWS)
+    twice = summed(itertools.chain(*zip(batches, batches, strict=True)))
+    for name, expected in {"a": once, "b": once, "c": np.float32(touched), "d": twice}.items():
+        mean = expected * (np.float32(1) / np.float32(N))
+        np.testing.assert_array_equal(state.params[name]["w"], -np.stack([mean, mean], 1), name)
