@@ -1,7 +1,9 @@
-"""Measures what updates on the device gain: simulated for estimated machines, and really trained on this one.
+"""Measures what updates on the GPU gain: simulated for estimated machines, and really trained on this one.
 
-GPT-like models train on estimated machines, each within its device memory. A profile without `update_gpu_s` keeps
-updates on the host, so the two plans differ in nothing else. The ratio is the host-only step over the other.
+GPT-like models train on estimated machines, each within its device memory, in three ways: updates on the host alone,
+also on the device where the state stays (`resident`), and also streamed through the GPU (`anywhere`). The ratios are
+the host-only step over the others. With the batch of `simulated` the GPU takes longest; `host_bound` has one sample, so
+that updates take longest on all machines.
 
 The sweep gives the 7B model on the H100 node budgets from the smallest to that of plain training. Step time must never
 increase with the budget.
@@ -9,11 +11,13 @@ increase with the budget.
 With everything on the device, a step is plain training. So a GPT-2 trains here with all groups updated on the device (a
 CPU), in turns with one jitted Optax step of the same model. Expected: at most 1.03 times its time.
 
-    python benchmarks/update_placement.py [--batch 8] [--length 1024] [--only simulated|trained]
+    python benchmarks/update_placement.py [--batch 8] [--length 1024] [--only simulated|host_bound|trained]
+        [--models 7B 13B]
 
+With `--models`, the file keeps the rows of the others.
 All activations are recomputed in the backward. Expected of the simulation by arithmetic (28 bytes of host memory a
-parameter on the host): nothing where compute takes longer than the updates, up to twice as fast where the host is slow
-or everything fits.
+parameter on the host, 12 up and 14 down a streamed one): nothing where compute takes longer than the updates; where the
+host takes longest, 1.5 times as fast by streaming a third of the layers, twice with half of the state on the device.
 """
 
 import argparse
@@ -58,6 +62,7 @@ MODELS = {
     "70B": model.Config(num_layers=80, num_heads=64, channels=8192),
 }
 SYSTEMS = ("rtx4090-pcie4", "a100-pcie4", "h100-pcie5")
+PLACES = {"host": (), "resident": (UpdatePlace.RESIDENT,), "anywhere": tuple(UpdatePlace)}
 SWEPT = ("7B", "h100-pcie5")
 POINTS = 16
 TRAINED_STEPS = 12
@@ -73,18 +78,13 @@ def profile_of(parts, costs, derivatives, machine):
     return with_program_facts(estimate_profile(costs, machine), parts, derivatives)
 
 
-def on_host(profile):
-    """The profile of a machine that updates on the host alone."""
-    layers = [dataclasses.replace(layer, update_gpu_s=None, state_bytes=0) for layer in profile.layers]
-    return dataclasses.replace(profile, layers=tuple(layers))
-
-
 def compare(profile, budget_bytes):
-    """Steady steps of `auto` within a budget with updates on the host alone and anywhere, and the bound on both."""
+    """Steady steps of `auto` within a budget for each of the places that updates may have, and the bound on all."""
     found = {"budget_bytes": budget_bytes, "bound_s": any_plan_lower_bound_s(profile, budget_bytes)}
-    for name, own in (("host", on_host(profile)), ("anywhere", profile)):
+    search = AutoSearch(profile, Request())
+    for name, places in PLACES.items():
         try:
-            plan = predict(own, AutoSearch(own, Request()).plan(budget_bytes))
+            plan = predict(profile, search.plan(budget_bytes, places))
         except BudgetError as error:
             return found | {"smallest_budget_bytes": error.smallest_bytes}
         found[name] = {
@@ -92,8 +92,11 @@ def compare(profile, budget_bytes):
             "peak_device_bytes": plan.predicted.peak_device_bytes,
             "binding": plan.details["binding"],
             "layers_updated_on_device": sum(plan.updates_on_device),
+            "layers_streamed": sum(plan.updates_streamed),
+            "num_layers": len(plan.layers),
         }
-    return found | {"ratio": found["host"]["steady_step_s"] / found["anywhere"]["steady_step_s"]}
+    host_s, resident_s, anywhere_s = (found[name]["steady_step_s"] for name in PLACES)
+    return found | {"ratio_resident": host_s / resident_s, "ratio": host_s / anywhere_s}
 
 
 def sweep(profile):
@@ -167,31 +170,38 @@ def train():
     return {"seconds": seconds, "ratio": ratio, "losses": losses, "expected_ratio": 1.03}
 
 
-def simulate(batch, length):
+def simulate(models, batch, length, swept_at=None):
     rows, swept = [], None
-    for name, config in track(MODELS.items(), console=Console(stderr=True)):
-        parts = partition_of(config, batch, length)
+    for name in track(models, console=Console(stderr=True)):
+        parts = partition_of(MODELS[name], batch, length)
         costs, derivatives = partition_costs(parts, "full"), derivatives_of(parts, "full")
         for system in SYSTEMS:
             machine = MACHINES[system]
             profile = profile_of(parts, costs, derivatives, machine)
             rows.append({"model": name, "machine": system, **compare(profile, int(machine.memory_bytes))})
-            if (name, system) == SWEPT:
+            if (name, system) == swept_at:
                 swept = sweep(profile)
-    return {"batch": batch, "length": length, "num_devices": 1, "estimated": True, "rows": rows, "sweep": swept}
+    found = {"batch": batch, "length": length, "num_devices": 1, "estimated": True, "rows": rows}
+    return found | ({} if swept is None else {"sweep": swept})
+
+
+def merged(before, after):
+    """All rows in the order of the models, each the later one of its model and machine."""
+    rows = {(row["model"], row["machine"]): row for row in (*before, *after)}
+    return [rows[key] for key in itertools.product(MODELS, SYSTEMS) if key in rows]
 
 
 def print_rows(rows):
-    table = Table("model", "machine", "host only", "anywhere", "ratio", "bound", "on the device", title="steady step")
+    heads = ("model", "machine", "host only", "resident", "anywhere", "ratio", "bound", "on the device", "streamed")
+    table = Table(*heads, title="steady step")
     for row in rows:
         if "ratio" not in row:
-            table.add_row(row["model"], row["machine"], "does not fit", "-", "-", "-", "-")
+            table.add_row(row["model"], row["machine"], "does not fit", *["-"] * 6)
             continue
-        host, anywhere = row["host"], row["anywhere"]
-        table.add_row(
-            row["model"], row["machine"], f"{host['steady_step_s']:.3f} s", f"{anywhere['steady_step_s']:.3f} s",
-            f"{row['ratio']:.2f}", f"{row['bound_s']:.3f} s", str(anywhere["layers_updated_on_device"]),
-        )  # fmt: skip
+        anywhere = row["anywhere"]
+        times = [f"{row[name]['steady_step_s']:.3f} s" for name in ("host", "resident", "anywhere")]
+        counts = [str(anywhere[f"layers_{place}"]) for place in ("updated_on_device", "streamed")]
+        table.add_row(row["model"], row["machine"], *times, f"{row['ratio']:.2f}", f"{row['bound_s']:.3f} s", *counts)
     Console().print(table)
 
 
@@ -199,19 +209,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--only", choices=("simulated", "trained"))
+    parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=tuple(MODELS))
+    parser.add_argument("--only", choices=("simulated", "host_bound", "trained"))
     arguments = parser.parse_args()
     path = measure.RESULTS / "update_placement.json"
-    result = json.loads(path.read_text()) if path.exists() else {}
-    result |= {"benchmark": "update_placement", "machine": measure.machine()}
-    if arguments.only != "trained":
-        result["simulated"] = simulate(arguments.batch, arguments.length)
-        print_rows(result["simulated"]["rows"])
-        draw(result["simulated"]["sweep"], path.with_suffix(".png"))
-    if arguments.only != "simulated":
-        result["trained"] = train()
-        print(f"all on the device over one jitted step: {result['trained']['ratio']:.3f}")
-    measure.write("update_placement", result)
+    found = {}
+    if arguments.only in (None, "simulated"):
+        found["simulated"] = simulate(arguments.models, arguments.batch, arguments.length, SWEPT)
+        print_rows(found["simulated"]["rows"])
+        if "sweep" in found["simulated"]:
+            draw(found["simulated"]["sweep"], path.with_suffix(".png"))
+    if arguments.only in (None, "host_bound"):
+        found["host_bound"] = simulate(arguments.models, 1, arguments.length)
+        print_rows(found["host_bound"]["rows"])
+    if arguments.only in (None, "trained"):
+        found["trained"] = train()
+        print(f"all on the device over one jitted step: {found['trained']['ratio']:.3f}")
+    before = json.loads(path.read_text()) if path.exists() else {}
+    for part in found.keys() & before.keys() & {"simulated", "host_bound"}:
+        found[part] = before[part] | found[part] | {"rows": merged(before[part]["rows"], found[part]["rows"])}
+    about = {"benchmark": "update_placement", "machine": measure.machine()}
+    measure.write("update_placement", before | about | found)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ POLICIES = (
     "memferry",
     "native-offload",
     "go-memferry",
+    "twin-flow",
 )
 # The most important come first, in case time runs out; what is not ours is known to work.
 CONTENDERS = (PROFILE, *POLICIES, PLAIN, RECIPE)

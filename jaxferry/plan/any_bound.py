@@ -22,7 +22,8 @@ import dataclasses
 import numpy as np
 
 from jaxferry.plan.bounds import group_loads
-from jaxferry.plan.device_updates import updatable_groups
+from jaxferry.plan.device_updates import streamable_groups, updatable_groups
+from jaxferry.plan.place_bound import place_lower_bound_s
 from jaxferry.plan.relaxation import Penalty, least_time
 from jaxferry.plan.whole_step import StepCosts, first_trained
 from jaxferry.profiling.records import LayerProfile, Profile
@@ -32,9 +33,13 @@ def any_plan_lower_bound_s(profile: Profile, budget_bytes: int | None = None) ->
     """No plan has a smaller `steady_step_s`, with any modes, gradients, loads, updates and update order.
 
     Where groups may be updated on the device, that holds for plans within the budget: their optimizer state takes
-    memory, so no more of the host's work can go there than the fractional knapsack of the budget.
+    memory, so no more of the host's work can go there than the fractional knapsack of the budget. Where updates may
+    stream through the GPU, the links carry their state (`plan/place_bound.py`).
     """
     groups = updatable_groups(profile)
+    if streamable_groups(profile):
+        least_s = place_lower_bound_s(profile, budget_bytes)
+        return max(least_s, _lower_bound_s(_without_gradients(profile, groups)))
     if groups:
         least_s = sum(profile.group_update_s) - _most_moved_s(profile, groups, budget_bytes)
         return max(least_s, _lower_bound_s(_without_gradients(profile, groups)))

@@ -15,7 +15,8 @@ budget. No budget means unlimited memory: the search takes the fastest plan of t
 stay on the device. To plan for a device, pass its memory.
 
 Where a profile states `update_gpu_s`, groups may also be updated on the device, where their optimizer state then stays
-(`plan/device_updates.py`). If everything fits, the step is plain training.
+(`plan/device_updates.py`). If everything fits, the step is plain training. Where it also states `state_up_s` and
+`state_down_s`, updates may stream through the GPU (`plan/streamed_updates.py`); such a plan states its gap to a bound.
 
 A given reserve factor below 1 is an upper bound: fewer gradients may stay if that saves memory or time. With 1 no
 gradient is GO.
@@ -24,18 +25,22 @@ gradient is GO.
 import dataclasses
 import decimal
 import itertools
+from collections.abc import Collection
 
 import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
+from jaxferry.modes import UpdatePlace
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
-from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed, updatable_groups
+from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed, streamable_groups, updatable_groups
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gradients_to_host
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
+from jaxferry.plan.streamed_updates import StreamedUpdateSearch
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane, schedule_step
 from jaxferry.simulate.report import simulate
@@ -82,6 +87,7 @@ class AutoSearch:
         self.of_exact: list[Pool] = []
         self.recomputes = False
         self._placed: DeviceUpdateSearch | None = None
+        self._streamed: StreamedUpdateSearch | None = None
         self.saved_bytes = np.array([x.activation_bytes - x.kept_bytes(x.can_recompute) for x in profile.layers])
         self.gains = np.array([layer.backward_go_s - layer.backward_s for layer in profile.layers])
         self.sizes = [layer.grad_bytes for layer in profile.layers]
@@ -89,8 +95,12 @@ class AutoSearch:
         if (self.saved_bytes > 0).any():
             self._recompute()
 
-    def plan(self, budget_bytes: int | None) -> Plan:
+    def plan(self, budget_bytes: int | None, places: Collection[UpdatePlace] = tuple(UpdatePlace)) -> Plan:
         """The fastest plan within the budget; ties go to the leanest. None means no limit.
+
+        Args:
+          budget_bytes: the budget.
+          places: where updates may run, besides the host.
 
         Raises:
           BudgetError: if no plan fits.
@@ -98,7 +108,8 @@ class AutoSearch:
         unlimited = self._best(_UNLIMITED_BYTES if is_searched(len(self.sizes)) else None)
         best = unlimited if budget_bytes is None else self._best(budget_bytes)
         assert unlimited is not None
-        placed, most = self._on_device(budget_bytes), self._on_device(None)
+        placed = self._on_gpu(budget_bytes, best, places)
+        most = placed if budget_bytes is None else self._on_gpu(None, unlimited, places)
         if most is not None and most.objective_s < unlimited.objective_s:
             unlimited = dataclasses.replace(unlimited, objective_s=most.objective_s, needed_bytes=most.needed_bytes)
         if best is not None and placed is not None and placed.objective_s < best.objective_s:
@@ -132,6 +143,18 @@ class AutoSearch:
             self._placed = DeviceUpdateSearch(Auto.name, self.profile, self._frontier())
         return self._placed.best(budget_bytes)
 
+    def _on_gpu(self, budget_bytes: int | None, best: Best | None, places: Collection[UpdatePlace]) -> Placed | None:
+        """Likewise with updates that stream through the GPU as well, where these are faster than `best`."""
+        placed = self._on_device(budget_bytes) if UpdatePlace.RESIDENT in places else None
+        factor, may_stream = self.request.reserve_factor, UpdatePlace.GPU in places
+        if not may_stream or not streamable_groups(self.profile) or (factor is not None and factor < 1):
+            return placed
+        if self._streamed is None:
+            self.request.report("updates streamed through the GPU")
+            self._streamed = StreamedUpdateSearch(Auto.name, self.profile, self._frontier())
+        least_s = min((found.objective_s for found in (best, placed) if found is not None), default=np.inf)
+        return self._streamed.best(budget_bytes, least_s) or placed
+
     def _with_details(self, placed: Placed, unlimited: Best, budget_bytes: int | None) -> Plan:
         simulated = simulate(self.profile, placed.plan)
         limited = placed.objective_s > unlimited.objective_s * (1 + _ROUNDING)
@@ -142,6 +165,9 @@ class AutoSearch:
             "unlimited_steady_step_s": unlimited.objective_s,
             "unlimited_needed_bytes": unlimited.needed_bytes,
         }
+        if any(placed.plan.updates_streamed):
+            bound_s = min(any_plan_lower_bound_s(self.profile, budget_bytes), simulated.steady_step_s)
+            details |= {"lower_bound_s": bound_s, "gap": simulated.steady_step_s / bound_s - 1 if bound_s else 0.0}
         plan = dataclasses.replace(placed.plan, details=details)
         return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
 

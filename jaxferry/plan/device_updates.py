@@ -46,6 +46,12 @@ def updatable_groups(profile: Profile) -> list[int]:
     return [group for group, layer in layers if layer.has_gradient and layer.update_gpu_s is not None]
 
 
+def streamable_groups(profile: Profile) -> list[int]:
+    """The groups that a policy may stream: those whose layers state all times of that."""
+    layers = {group: profile.layers[profile.groups[group][0]] for group in updatable_groups(profile)}
+    return [group for group, x in layers.items() if x.state_up_s is not None and x.state_down_s is not None]
+
+
 class DeviceUpdateSearch:
     """The plans of one profile; answers any number of budgets.
 

@@ -9,6 +9,7 @@ from jaxferry.plan.l2l import L2L
 from jaxferry.plan.memferry import MemFerry
 from jaxferry.plan.native_offload import NativeOffload
 from jaxferry.plan.native_overlapped import NativeOverlapped
+from jaxferry.plan.twin_flow import TwinFlow
 from jaxferry.plan.zero_offload import ZeroOffload
 
 _POLICIES: dict[str, type[Policy]] = {
@@ -18,6 +19,7 @@ _POLICIES: dict[str, type[Policy]] = {
         NativeOffload,
         NativeOverlapped,
         L2L,
+        TwinFlow,
         MemFerry,
         GOMemFerry,
         Exact,

@@ -1,0 +1,161 @@
+"""Where updates run, as planners choose it: on the host, through the GPU or on the device; and what is proven of it."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import scipy.optimize
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxferry.errors import BudgetError, InputError
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.plan import place_bound
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
+from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.base import Request
+from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
+from jaxferry.plan.registry import make_policy
+from jaxferry.plan.twin_flow import TwinFlow
+from jaxferry.planning import make_plan
+from jaxferry.schedule import needed_bytes
+from jaxferry.simulate.report import simulate
+from profiles import UNLIMITED_BYTES, examples, profiles, transformer
+
+NEARLY = 1 + 1e-9
+
+
+def with_slow_host(profile, factor=3.0, link=1.0):
+    """The profile with host updates of a multiple of the GPU's time, and state of six bytes a byte of parameters.
+
+    Each layer has 40 times the bytes, so that its state takes far more than the subgroups on the device.
+    """
+    layers = [
+        dataclasses.replace(
+            layer,
+            update_s=factor * (layer.forward_s + layer.backward_s),
+            update_gpu_s=layer.update_s / 20,
+            param_bytes=40 * layer.param_bytes,
+            grad_bytes=40 * layer.grad_bytes,
+            state_bytes=240 * layer.param_bytes,
+            state_up_s=6 * layer.load_s / link,
+            state_down_s=7 * layer.offload_s / link,
+        )
+        for layer in profile.layers
+    ]
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def with_places(profile, places, modes):
+    layers = []
+    for index, layer in enumerate(profile.layers):
+        place = places[profile.group_of[index]]
+        mode = Mode.RESIDENT if place is UpdatePlace.RESIDENT else modes[index]
+        mode = Mode.GFGB if place is UpdatePlace.GPU and mode is Mode.RESIDENT else mode
+        layers.append(LayerPlan(layer.name, mode, GradientPlace.DEVICE, update=place))
+    return Plan("any", 1.0, tuple(layers))
+
+
+@pytest.mark.parametrize("after_all", [False, True])
+def test_auto_may_stream_and_is_never_slower_than_without_or_with_less_memory(after_all):
+    profile = dataclasses.replace(with_slow_host(transformer(6), link=8.0), updates_after_all=after_all)
+    everything = needed_bytes(profile, with_places(profile, [UpdatePlace.RESIDENT] * 6, [Mode.RESIDENT] * 6))
+    search, without = (AutoSearch(x, Request()) for x in (profile, profile.without_streaming()))
+    before_s, streams = np.inf, False
+    for share in (0.1, 0.3):
+        budget = int(everything * share)
+        plan = search.plan(budget)
+        step_s, without_s = (simulate(profile, x).steady_step_s for x in (plan, without.plan(budget)))
+        assert needed_bytes(profile, plan) <= budget
+        assert any_plan_lower_bound_s(profile, budget) <= step_s * NEARLY
+        assert step_s <= min(before_s, without_s) * NEARLY
+        if any(plan.updates_streamed):
+            assert plan.details["gap"] >= 0 and (after_all or step_s < 0.98 * without_s)
+        before_s, streams = step_s, streams or any(plan.updates_streamed)
+    assert streams or after_all
+
+
+@examples(4)
+@given(st.data())
+def test_no_plan_of_few_layers_is_below_the_bound_wherever_it_updates(data):
+    profile = data.draw(profiles(max_layers=2))
+    times = st.integers(0, 24).map(lambda eighths: eighths / 8)
+    layers = [
+        dataclasses.replace(
+            *(layer,),
+            update_gpu_s=data.draw(times),
+            state_up_s=data.draw(times),
+            state_down_s=data.draw(times),
+            state_bytes=6 * layer.param_bytes,
+        )
+        for layer in profile.layers
+    ]
+    profile = dataclasses.replace(profile, layers=tuple(layers))
+    for places in itertools.product(UpdatePlace, repeat=len(profile.groups)):
+        for mode in (Mode.GFGB, Mode.DHA, Mode.RELOAD):
+            plan = with_places(profile, places, [mode] * len(layers))
+            bound_s = any_plan_lower_bound_s(profile, needed_bytes(profile, plan))
+            assert bound_s <= simulate(profile, plan).steady_step_s * NEARLY
+
+
+def linear_program_s(table, budget_bytes):
+    """The least period if groups may be split among their options, by SciPy."""
+    groups, options, _ = table.shape
+    columns = groups * options
+    lanes = [np.append(table[:, :, lane].ravel(), -1.0) for lane in range(4)]
+    memory = np.append(table[:, :, 4].ravel() / budget_bytes, 0.0)
+    one_each = np.zeros((groups, columns + 1))
+    for group in range(groups):
+        one_each[group, group * options : (group + 1) * options] = 1.0
+    cost = np.append(np.zeros(columns), 1.0)
+    above = np.array([0.0, 0.0, 0.0, 0.0, 1.0])
+    return scipy.optimize.linprog(cost, np.array([*lanes, memory]), above, one_each, np.ones(groups)).fun
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
+def test_the_bound_is_nearly_that_of_the_linear_program(share, monkeypatch):
+    profile, seen = with_slow_host(transformer(12)), []
+    given_weights = place_bound._best_bound_s
+    monkeypatch.setattr(place_bound, "_best_bound_s", lambda *args: seen.append(args) or given_weights(*args))
+    budget = int(share * sum(7 * layer.param_bytes for layer in profile.layers))
+    found_s = place_bound.place_lower_bound_s(profile, budget)
+    best_s = linear_program_s(*seen[0])
+    assert 0.95 * best_s <= found_s <= best_s * NEARLY
+
+
+def test_a_bound_without_streaming_does_not_hold_with_it():
+    profile = with_slow_host(transformer(6), factor=10.0, link=8.0)
+    plan = with_places(profile, [UpdatePlace.GPU] * 6, [Mode.GFGB] * 6)
+    budget, step_s = needed_bytes(profile, plan), simulate(profile, plan).steady_step_s
+    assert any_plan_lower_bound_s(profile, budget) <= step_s < any_plan_lower_bound_s(profile.without_streaming(), 1)
+
+
+def test_twin_flow_is_zero_offload_with_a_fixed_share_of_updates_on_the_device():
+    profile = with_slow_host(transformer(8))
+    total = sum(layer.param_bytes for layer in profile.layers)
+    for ratio in (0.0, 0.5, 1.0):
+        plan = TwinFlow(ratio).plan(profile)
+        chosen = zip(profile.layers, plan.updates_on_device, strict=True)
+        assert sum(layer.param_bytes for layer, on_device in chosen if on_device) <= ratio * total
+        assert sorted(plan.updates_on_device) == list(plan.updates_on_device)
+        assert (plan.loads, plan.updates) == (Loads.BULK, Updates.AFTER_ALL)
+    assert all(plan.updates_on_device)
+    host = make_policy("zero-offload").plan(profile)
+    assert [layer.mode for layer in TwinFlow(0.0).plan(profile).layers] == [layer.mode for layer in host.layers]
+    with pytest.raises(InputError, match="ratio"):
+        TwinFlow(1.5)
+
+
+def test_twin_flow_takes_the_best_ratio_that_fits():
+    profile = with_slow_host(transformer(8))
+    least = needed_bytes(profile, TwinFlow(0.0).plan(profile))
+    most = needed_bytes(profile, TwinFlow(1.0).plan(profile))
+    steps_s = []
+    for budget in (least, (least + most) // 2, UNLIMITED_BYTES):
+        plan = make_plan(profile, "twin-flow", memory_budget_bytes=budget)
+        assert needed_bytes(profile, plan) <= budget
+        steps_s.append(plan.predicted.steady_step_s)
+    assert steps_s[0] > steps_s[1] > steps_s[2]
+    with pytest.raises(BudgetError):
+        make_policy("twin-flow").plan(profile, Request(memory_budget_bytes=least - 1))
