@@ -19,6 +19,7 @@ from jaxferry.profiling.estimate import estimate_profile, update_on_device_s
 from jaxferry.profiling.machines import MACHINES, Machine
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
 
 DEFAULT_MACHINE = "h200-pcie5"
 """The machine that a profile is estimated for if the device is not a known GPU (a CPU, for example)."""
@@ -65,6 +66,7 @@ def planning_profile(
         profile = given
     elif options.plan is None and _policy_of(options) is not None:
         profile = estimate_profile(partition_costs(parts, None), _machine_of(device_kind), {"device": device_kind})
+        profile = profile.without_streaming()  # those times are AdamW's
     else:
         profile = without_times(parts)
     is_offloaded = options.offload_activations
@@ -82,18 +84,27 @@ def with_updates_on_device(
 ) -> Profile:
     """The profile with the costs of updates on the device: its own, or estimated for a known GPU.
 
+    Masters and state that stream pass the links at the speeds of loads and offloads.
+
     Args as for `planning_profile`.
     """
     machine, layers = known_machine(device_kind), []
+    load_s_a_byte, offload_s_a_byte = fetch_seconds_a_byte(profile), save_seconds_a_byte(profile)
     for layer, segment in zip(profile.layers, parts.segments, strict=True):
         seconds, group = layer.update_gpu_s, parts.layers[segment.group]
         if seconds is None and machine is not None and profile.has_times:
             seconds = update_on_device_s(group.trained.num_parameters, machine)
         may_update = has_own_memory and state_bytes is not None and group.name in state_bytes
         size = 0 if state_bytes is None else state_bytes.get(group.name, 0)
-        layers.append(dataclasses.replace(layer, update_gpu_s=seconds if may_update else None, state_bytes=size))
-    profile = dataclasses.replace(profile, layers=tuple(layers))
-    return profile if has_own_memory else profile.without_streaming()
+        up_s, down_s = layer.state_up_s, layer.state_down_s
+        if profile.has_times:
+            up_s = size * load_s_a_byte if up_s is None else up_s
+            down_s = (size + layer.param_bytes) * offload_s_a_byte if down_s is None else down_s
+        if not may_update or seconds is None:
+            seconds = up_s = down_s = None
+        own = dataclasses.replace(layer, state_bytes=size, update_gpu_s=seconds, state_up_s=up_s, state_down_s=down_s)
+        layers.append(own)
+    return dataclasses.replace(profile, layers=tuple(layers))
 
 
 def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan:

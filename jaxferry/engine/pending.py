@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import jax
+import numpy as np
 
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import LossScale
+from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import HostGradient, Transport
 from jaxferry.errors import TaskError
+from jaxferry.partition import Layer
 from jaxferry.schedule import Kind
 
 
@@ -37,6 +40,27 @@ class Accumulated:
         stored = transport.store(group, on_device.pop(group), self.on_host.get(group), is_sum=True)
         jax.block_until_ready(transport.gather(group, stored))
         return dataclasses.replace(self, on_host={**self.on_host, group: stored}, on_device=on_device)
+
+    def brought(self, group: int, transport: Transport, layer: Layer, placement: Placement) -> Accumulated:
+        """Returns the same sums with one group's moved to the device, as its update there adds them up.
+
+        Args:
+          group: the group; its sum is in host memory.
+          transport: keeps it.
+          layer: the group's trained parameters.
+          placement: where arrays live.
+        """
+        on_host = dict(self.on_host)
+        stored, arrays = on_host.pop(group), []
+        flat = [np.asarray(vector) for vector in transport.gather(group, stored)]
+        for transfer in layer.transfers:
+            leaves = [layer.leaves[i] for i in transfer.leaves]
+            end = transfer.offset + sum(leaf.size for leaf in leaves)
+            part = flat[transfer.vector][transfer.offset : end].astype(leaves[0].master_dtype)
+            arrays.append(part.reshape(leaves[0].shape) if len(leaves) == 1 else part)
+        brought = jax.block_until_ready(jax.device_put(arrays, placement.device))
+        transport.recycle(group, stored)
+        return dataclasses.replace(self, on_host=on_host, on_device={**self.on_device, group: brought})
 
 
 @dataclasses.dataclass(frozen=True)

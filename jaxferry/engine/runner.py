@@ -113,7 +113,7 @@ class StepRunner:
     def _arrange_copies(self, state: TrainState, runnable: RunnableStep) -> None:
         """Loads the RESIDENT copies that this program reads, and moves optimizer state to where it updates.
 
-        Sums of micro-batches that it does not keep on the device are offloaded.
+        Sums of micro-batches move to where it adds to them.
         """
         program, transport, host = runnable.program, self._resources.transport, state.host
         for unit in host.units:
@@ -130,6 +130,9 @@ class StepRunner:
                 host.to_device(unit)
             elif unit.is_on_host and unit.layers[0] in program.streamed:
                 host.to_stream(unit, program.streamed[unit.layers[0]])
+        for group in sorted(state.accumulated.on_host.keys() & program.updated_on_device):
+            layer, placement = host.layers[group].trained, self._resources.placement
+            state.accumulated = state.accumulated.brought(group, transport, layer, placement)
         for group in sorted(state.accumulated.on_device.keys() - program.summed - program.updated_on_device):
             try:
                 state.accumulated = state.accumulated.offloaded(group, transport)

@@ -215,6 +215,22 @@ def test_a_batch_that_needs_the_memory_moves_updates_to_the_host_and_the_next_on
     assert_close(state.params, expected.params)
 
 
+@pytest.mark.parametrize("is_wide", [(True, False), (False, True)], ids=["host first", "device first"])
+def test_sums_follow_the_updates_between_micro_batches(is_wide):
+    probe = make(PLACES["all"], accumulate=2)
+    train(probe, probe.init(PARAMS), 2)
+    budget = probe.prepare(jnp.tile(batch(0), (1, 2))).peak.total - 1
+    step, expected_step = make(PLACES["all"], accumulate=2, memory_budget=budget), make([], accumulate=2)
+    state, expected, places = step.init(PARAMS), expected_step.init(PARAMS), []
+    for number in range(4):
+        words = jnp.tile(batch(number), (1, 1 + is_wide[number % 2]))
+        state, _ = step(state, words)
+        expected, _ = expected_step(expected, words)
+        places.append(bool(on_device(state)))
+    assert places == [not wide for wide in is_wide] * 2
+    assert_close(state.params, expected.params)
+
+
 def test_memory_counts_state_and_gradients_and_a_budget_below_moves_updates_to_the_host():
     step, host = make(PLACES["all"]), make([])
     on, off = (each.prepare(batch(0)) if train(each, each.init(PARAMS), 1) else None for each in (step, host))
