@@ -7,7 +7,7 @@ only picks the fastest plan that fits; so more memory is never slower.
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -52,18 +52,6 @@ def streamable_groups(profile: Profile) -> list[int]:
     return [group for group, x in layers.items() if x.state_up_s is not None and x.state_down_s is not None]
 
 
-def least_bytes(profile: Profile, groups: Collection[int]) -> int:
-    """A lower bound on the budget of any plan that updates these groups on the device.
-
-    When the last forward starts, their state is there, and all that earlier layers keep and have not saved.
-    """
-    layers = profile.layers
-    first = [layers[profile.groups[group][0]] for group in groups]
-    kept = sum(min(layer.kept_bytes(False), layer.kept_bytes(layer.can_recompute)) for layer in layers[:-1])
-    saved = sum(layer.save_bytes for layer in layers)
-    return sum(layer.state_bytes + layer.param_bytes for layer in first) + max(kept - saved, 0)
-
-
 class DeviceUpdateSearch:
     """The plans of one profile; answers any number of budgets.
 
@@ -103,8 +91,6 @@ class DeviceUpdateSearch:
         if groups == frozenset(range(len(self.profile.groups))):
             fits = budget_bytes is None or self._all_on_device.needed_bytes <= budget_bytes
             return self._all_on_device if fits else None
-        if budget_bytes is not None and least_bytes(self.profile, groups) > budget_bytes:
-            return None
         best = self._pool(groups).best(Objective.STEADY, budget_bytes, leanest=True)
         if best is None:
             return None

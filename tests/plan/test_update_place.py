@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxferry.errors import InputError
-from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Request
-from jaxferry.plan.device_updates import DeviceUpdateSearch, least_bytes
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.records import LayerPlan, Plan, Updates
 from jaxferry.planning import make_plan
@@ -51,25 +50,6 @@ def test_with_all_on_the_device_a_step_is_plain_training(updates):
     assert found.step_s == found.steady_step_s == pytest.approx(computing_s + updating_s)
     assert found.link_bytes == 0
     assert {task.lane for task in schedule_step(profile, plan).tasks} == {Lane.GPU}
-
-
-@deterministic
-@given(st.data())
-def test_no_plan_that_updates_groups_on_the_device_needs_less_than_the_bound_for_them(data):
-    profile = with_state(data.draw(profiles(max_layers=4, recomputing=True, programs=True)))
-    may = [group for group, members in enumerate(profile.groups) if profile.layers[members[0]].has_gradient]
-    on_device = data.draw(st.sets(st.sampled_from(may)))
-    plan = plan_with(profile, on_device, data.draw(st.sampled_from(list(Mode))), data.draw(st.sampled_from(Updates)))
-    again = [data.draw(st.sampled_from(Remat)) if each.can_recompute else Remat.NONE for each in profile.layers]
-    layers = (dataclasses.replace(layer, remat=remat) for layer, remat in zip(plan.layers, again, strict=True))
-    assert least_bytes(profile, on_device) <= needed_bytes(profile, dataclasses.replace(plan, layers=tuple(layers)))
-
-
-def test_choices_beyond_the_budget_are_not_searched():
-    profile = with_state(transformer(12))
-    search, pools = DeviceUpdateSearch("auto", profile, ()), []
-    search._pool = pools.append
-    assert search.best(least_bytes(profile, ())) is None and pools == []
 
 
 @deterministic
