@@ -107,5 +107,5 @@ def trace(
     parts = partition(loss_fn, params, (batch,), compute_dtype=compute_dtype, merge=merge)
     variants = RematVariants(parts, AUTO)
     profile = estimate_profile(partition_costs(parts, AUTO, temporaries=True), machine)
-    profile = with_program_facts(profile.without_streaming(), variants.base, variants.derivatives)
+    profile = with_program_facts(profile, variants.base, variants.derivatives)
     return Traced(batch_size, batch, variants, profile)
