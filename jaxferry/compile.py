@@ -489,9 +489,20 @@ class _StepCompiler:
         while summed and budget is not None and self._peak(program_of(plan)).total > budget:
             summed.pop()
         fitted = fit(
-            plan, budget, lambda plan: self._peak(program_of(plan)), self._variants.largest_first, parts.layers
+            plan,
+            budget,
+            lambda plan: self._peak(program_of(plan)),
+            self._variants.largest_first,
+            parts.layers,
+            self._updates(),
         )
         return program_of(fitted)
+
+    def _updates(self) -> list[list[int]]:
+        """The segments of each update, those of the most bytes first."""
+        parts = self._variants.base
+        units = sorted(self._resources.optimizer.units_of(parts.layers), key=lambda unit: -unit.num_bytes)
+        return [[n for n, segment in enumerate(parts.segments) if segment.group in unit.layers] for unit in units]
 
     def _lower(self, plan: Plan) -> StepProgram:
         parts, is_offloaded = self._variants.of(plan.recomputes), self._options.offload_activations

@@ -44,7 +44,15 @@ def test_the_check_says_that_a_python_is_missing(tmp_path):
 
 @pytest.mark.slow
 def test_the_check_itself_runs_without_a_gpu(tmp_path):
-    some = ("--only", "facts", "smoke_reference", "smoke_exact", "smoke_native-overlapped_device_put")
+    some = (
+        "facts",
+        "smoke_reference",
+        "smoke_exact",
+        "smoke_native-overlapped_device_put",
+        "smoke_gpu",
+        "smoke_resident",
+    )
+    some = ("--only", *some)
     finished = run_check(tmp_path, "--device", "cpu", *some)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     rows = rows_of(tmp_path)
@@ -53,13 +61,15 @@ def test_the_check_itself_runs_without_a_gpu(tmp_path):
         "exact/ferry/float32",
         "exact/device_put/float32",
         "native-overlapped/device_put/float32",
+        "gpu/ferry/float32",
+        "resident/ferry/float32",
     }
     assert all(row["off"] < 1e-4 for row in smoke)
     assert any("bytes_per_s" in row.get("result", ()) for row in rows)
 
 
 def test_every_policy_and_every_class_of_tests_has_a_stage():
-    assert {policy for policy, _, _ in check.smoke_cases()} == set(policies())
+    assert {policy for policy, _, _ in check.smoke_cases()} == {*policies(), *check.UPDATE_PLACES}
     names = [name for name, _ in check.test_groups(ROOT / "tests/gpu/test_operations.py")]
     assert names == ["TestCopies", "TestProducts", "TestFerry", "TestMarks", "functions"]
 

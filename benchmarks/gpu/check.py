@@ -49,6 +49,7 @@ MACHINE = (
 ORDER = ("native-overlapped", "exact", "zero-offload", "auto", "l2l", "memferry", "go-memferry", PLAIN, RECIPE)
 SIZES = {"gpu": {"124m": 110, "medium": 150, "xl": 240}, "cpu": {"tiny": 120}}
 """Sizes of the timed models, with the most seconds for each."""
+UPDATE_PLACES = ("gpu", "resident")
 FEW = ("native-overlapped", "exact", "zero-offload", PLAIN)
 
 
@@ -57,8 +58,8 @@ def python(*arguments):
 
 
 def smoke_cases():
-    """Every policy over the ferry, and what differs with plain copies and 16 bits."""
-    cases = [(policy, "ferry", "float32") for policy in POLICIES]
+    """Every policy over the ferry, updates on the device, and what differs with plain copies and 16 bits."""
+    cases = [(policy, "ferry", "float32") for policy in (*POLICIES, *UPDATE_PLACES)]
     cases += [(policy, "device_put", "float32") for policy in ("native-overlapped", "exact")]
     return cases + [(policy, "ferry", "bfloat16") for policy in ("native-overlapped", "go-memferry", "auto")]
 

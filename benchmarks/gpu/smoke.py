@@ -2,6 +2,8 @@
 
 smoke.py reference FILE.json                          plain JAX; run it on a CPU
 smoke.py POLICY TRANSPORT DTYPE FILE.json             one case, on JAX's first device
+
+POLICY may also be the place of all updates: those of `PLACES`.
 """
 
 import json
@@ -20,7 +22,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" 
 import jaxferry
 import model
 from benchmarks.gpu.stages import emit
+from jaxferry.modes import Mode, UpdatePlace
+from jaxferry.partition import partition
+from jaxferry.plan.records import LayerPlan, Plan
 
+PLACES = {"gpu": Mode.GFGB, "resident": Mode.RESIDENT}
+"""Updates that stream through the GPU, and such that stay there, each with the mode of its layers."""
 CONFIG = model.Config(num_layers=2, num_heads=4, channels=128, max_length=64, vocab_size=512)
 BATCH, LENGTH, NUM_STEPS, LEARNING_RATE = 4, 64, 3, 1e-3
 MOST_OFF = {"float32": 1e-3, "bfloat16": 2e-2}
@@ -62,15 +69,25 @@ def reference(dtype):
     return losses
 
 
+def plan_of(place, dtype):
+    """A plan that updates all parameters at one place."""
+    loss_fn, params, batch = make()
+    segments = partition(loss_fn, params, (batch,), compute_dtype=dtype).segments
+    layers = (LayerPlan(segment.name, PLACES[place], update=UpdatePlace(place)) for segment in segments)
+    return Plan(place, 1.0, tuple(layers))
+
+
 def smoke(policy, transport, dtype, expected):
     """Trains one case; returns whether the losses are those expected."""
     loss_fn, params, batch = make()
     begin_s = time.perf_counter()
+    chosen = {"policy": policy, "profile": "estimate"}
+    if policy in PLACES:
+        chosen = {"plan": plan_of(policy, jnp.dtype(dtype))}
     step = jaxferry.train_step(
         loss_fn,
         jaxferry.adamw(LEARNING_RATE),
-        policy=policy,
-        profile="estimate",
+        **chosen,
         transport=transport,
         compute_dtype=jnp.dtype(dtype),
         merge_small=False,

@@ -5,6 +5,7 @@ Plan --too large--> segments switch to RELOAD --still too large--> segments also
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -19,11 +20,16 @@ PeakOf = Callable[[Plan], Peak]
 
 
 def fit(
-    plan: Plan, budget_bytes: int | None, peak_of: PeakOf, may_recompute: Sequence[int], layers: Sequence[Layer]
+    plan: Plan,
+    budget_bytes: int | None,
+    peak_of: PeakOf,
+    may_recompute: Sequence[int],
+    layers: Sequence[Layer],
+    updates: Sequence[Sequence[int]] = (),
 ) -> Plan:
     """Switches as few segments as possible to RELOAD. If that is not enough, as few as possible also recompute.
 
-    A plan that does not fit is updated on the host first.
+    Before that, as few updates as possible move from the device to the host; all of them if that is not enough.
 
     Args:
       plan: the plan to fit.
@@ -31,6 +37,7 @@ def fit(
       peak_of: the most device memory that a step of a plan needs.
       may_recompute: segments that may recompute, in the order in which they are chosen.
       layers: the parameter groups, for the error.
+      updates: the segments of each update, in the order in which updates move to the host.
 
     Raises:
       BudgetError: if no such plan fits; it names the smallest budget.
@@ -38,6 +45,9 @@ def fit(
     if budget_bytes is None or peak_of(plan).total <= budget_bytes:
         return plan
     if any(layer.update is not UpdatePlace.HOST for layer in plan.layers):
+        fewer = _with_fewer_updates(plan, budget_bytes, peak_of, updates)
+        if fewer is not None:
+            return fewer
         return fit(plan.updated_on_host(), budget_bytes, peak_of, may_recompute, layers)
     plan = _with_less_room(plan, peak_of(plan).total - budget_bytes, budget_bytes, peak_of)
     if peak_of(plan).total <= budget_bytes:
@@ -52,6 +62,25 @@ def fit(
         peaks.append(min(map(peak_of, fallbacks), key=lambda peak: peak.total))
     smallest = min(peaks, key=lambda peak: peak.total)
     raise _too_small(layers, budget_bytes, smallest, sum(recomputing[peaks.index(smallest)].recomputes))
+
+
+def _with_fewer_updates(
+    plan: Plan, budget_bytes: int, peak_of: PeakOf, updates: Sequence[Sequence[int]]
+) -> Plan | None:
+    """The plan with as few updates as possible moved to the host; None if it does not fit without all of them."""
+    moved = [segments for segments in updates if any(plan.layers[i].update is not UpdatePlace.HOST for i in segments)]
+
+    def without(count: int) -> Plan:
+        chosen = {segment for segments in moved[:count] for segment in segments}
+        layers = (
+            dataclasses.replace(layer, update=UpdatePlace.HOST) if number in chosen else layer
+            for number, layer in enumerate(plan.layers)
+        )
+        return dataclasses.replace(plan, layers=tuple(layers))
+
+    counts = range(1, len(moved))
+    found = bisect.bisect_left(counts, True, key=lambda count: peak_of(without(count)).total <= budget_bytes)
+    return without(counts[found]) if found < len(counts) else None
 
 
 def _with_less_room(plan: Plan, excess_bytes: int, budget_bytes: int, peak_of: PeakOf) -> Plan:

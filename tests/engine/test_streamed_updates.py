@@ -229,13 +229,14 @@ def test_a_state_may_be_read_copied_changed_and_evaluated_between_steps():
 
 
 def test_a_budget_below_moves_updates_to_the_host():
-    step = make([], streamed=ALL)
-    state, _ = train(step, step.init(PARAMS), 1)
-    peak = step.prepare(batch(0)).peak.total
-    for budget, expected in ((peak, set(ALL)), (peak - 1, set())):
+    step, host = make([], streamed=ALL), make([])
+    for each in (step, host):
+        each.init(PARAMS)
+    peak, least = (each.prepare(batch(0)).peak.total for each in (step, host))
+    for budget, fewest, most in ((peak, 4, 4), (peak - 1, 1, 3), (least, 0, 0)):
         tight = make([], streamed=ALL, memory_budget=budget)
         state, _ = train(tight, tight.init(PARAMS), 1)
-        assert streaming(state).keys() == expected
+        assert fewest <= len(streaming(state)) <= most
         assert tight.prepare(batch(0)).peak.total <= budget
 
 
