@@ -8,6 +8,7 @@ native library's own queues).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -152,6 +153,7 @@ class Transport:
         self._programs: dict[Any, Any] = {}
         self._of_layer: dict[tuple[str, int, bool], Any] = {}
         self._spare: dict[Any, list[Vectors]] = {}
+        self._num_sum_vectors: collections.Counter[Any] = collections.Counter()
         self._adder = ThreadPoolExecutor(1, thread_name_prefix="jaxferry rows")
         self.held = HeldBytes()
         self.staging_bytes = 0
@@ -316,18 +318,23 @@ class Transport:
         Earlier reuse would be unsafe: if the program that wrote them fails late, so does all that uses them.
         """
         if gradient.is_gathered and gradient.is_reusable:
-            vectors = gradient.written or gradient.vectors
-            self._spares(vectors, is_pinned=bool(gradient.written)).append(vectors)
+            vectors, is_pinned = gradient.written or gradient.vectors, bool(gradient.written) or self._placement.is_cpu
+            spare = self._spares(vectors, is_pinned)
+            # Where the host adds, some sums are copies that nothing takes again.
+            if is_pinned or len(spare) < self._num_sum_vectors[_shapes(vectors)]:
+                spare.append(vectors)
 
     def _spares(self, like: Sequence[Any], is_pinned: bool) -> list[Vectors]:
         """Vectors of these shapes to write again: in pinned memory, or where the host adds gradients."""
-        key = (is_pinned or self._placement.is_cpu, *((vector.size, vector.dtype) for vector in like))
-        return self._spare.setdefault(key, [])
+        return self._spare.setdefault((is_pinned or self._placement.is_cpu, _shapes(like)), [])
 
     def _sum_vectors(self, layer: int) -> tuple[Vectors, bool]:
         """Vectors where the host adds gradients, and whether they are zeros."""
-        spare = self._spares(self._sums[layer].vectors, is_pinned=False)
-        return (spare.pop(), False) if spare else (tuple(self.program("zeros", layer, is_sum=True)()), True)
+        shapes = self._sums[layer].vectors
+        if spare := self._spares(shapes, is_pinned=False):
+            return spare.pop(), False
+        self._num_sum_vectors[_shapes(shapes)] += 1
+        return tuple(self.program("zeros", layer, is_sum=True)()), True
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
         raise NotImplementedError
@@ -406,6 +413,10 @@ class Transport:
         if name == "clear":
             return jax.jit(lambda vectors: zeros(), donate_argnums=0, keep_unused=True, out_shardings=gathered)
         return jax.jit(zeros, out_shardings=pinned if name == "empty" else gathered)
+
+
+def _shapes(vectors: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((vector.size, vector.dtype) for vector in vectors)
 
 
 def own_vectors(vectors: Vectors, gradient: HostGradient, placement: Placement) -> Vectors:
