@@ -74,13 +74,13 @@ class Model:
         state = self.optimizer.state_shapes().values()
         trained = [layer.trained for layer in self.layers]
         # Where gradients of fewer bits are summed, these arrive in memory of their own.
-        widened = [layer.wide for layer in trained if layer.wide is not layer and self._accumulates]
+        sums = sum(layer.wide.num_bytes for layer in trained if layer.wide is not layer and self._accumulates)
         return {
             "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
             "optimizer state": sum(map(aval_bytes, state)),
             "compute copy": sum(layer.num_bytes for layer in self.layers),
             "gradients": sum(layer.num_bytes for layer in trained),
-            "sums of gradients": sum(layer.num_bytes for layer in widened),
+            **({"sums of gradients": sums} if sums else {}),
         }
 
     def check_host_memory(self) -> None:

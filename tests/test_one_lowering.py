@@ -70,6 +70,8 @@ OFTEN = {
     "lookup that clips": ("auto",),
     "lookup that accumulates": ("memferry",),
     "frozen table": ("auto",),
+    "lookup": ("auto",),
+    "perceptron that offloads activations": ("memferry",),
     "gpt": ("memferry",),
     "gpt that may recompute": (),
     "gpt that offloads activations": (),
@@ -82,6 +84,8 @@ OFTEN_IN_A_BUDGET = {
     "lookup that accumulates": ("auto",),
     "gpt": ("go-memferry",),
     "frozen table": ("auto",),
+    "lookup": ("exact",),
+    "perceptron that offloads activations": ("exact",),
     "gpt that may recompute": ("memferry",),
     "gpt that offloads activations": (),
 }

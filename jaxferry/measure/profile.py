@@ -54,7 +54,7 @@ def measure_profile(
     offload_activations: bool = False,
     cache: MeasurementCache | None = None,
     progress: Report | None = None,
-    budget_s: float = BUDGET_S,
+    budget_s: float | None = None,
 ) -> Profile:
     """Measures the profile of a partition on this device (MemFerry, section IV-B).
 
@@ -70,10 +70,11 @@ def measure_profile(
       offload_activations: whether values wait in host memory for their backward.
       cache: earlier measurements; None for the user's own cache (`MeasurementCache`).
       progress: called with the next subject.
-      budget_s: seconds to spend; three repetitions of everything may exceed it.
+      budget_s: seconds to spend; three repetitions of everything may exceed it. None for `BUDGET_S`.
     """
     if cache is None:
         cache = default_cache(placement)
+    budget_s = BUDGET_S if budget_s is None else budget_s
     report = progress or _silent
     measured = _Measured(partition, recomputing or partition, programs, optimizer, placement, transport)
     temporaries = _temporary_bytes(measured.compiled, programs, cache, report)

@@ -45,14 +45,14 @@ def _on_a_machine(path, **facts):
 
 def test_the_machines_memory_is_the_default_budget(jaxferry, refused, profile):
     known = _on_a_machine(profile, memory_bytes=160_000_000)
-    shown = jaxferry("plan", profile, "--policy", "auto")
+    shown = jaxferry("plan", profile, "--policy", "exact")
     assert "memory budget 114.4 MiB: 75% of the device memory of a card (JAX's own limit" in shown.out
-    by_json = jaxferry("plan", profile, "--policy", "auto", "--json")
+    by_json = jaxferry("plan", profile, "--policy", "exact", "--json")
     assert "--memory-budget overrides it" in by_json.err
-    assert Plan.from_json(json.loads(by_json.out)) == make_plan(known, "auto", memory_budget_bytes=120_000_000)
+    assert Plan.from_json(json.loads(by_json.out)) == make_plan(known, "exact", memory_budget_bytes=120_000_000)
     assert "memory budget 114.4 MiB" in refused("plan", profile, "--policy", "zero-offload")
-    free = jaxferry("plan", profile, "--policy", "auto", "--memory-budget", "none", "--json")
-    assert (Plan.from_json(json.loads(free.out)), free.err) == (make_plan(known, "auto"), "")
+    free = jaxferry("plan", profile, "--policy", "exact", "--memory-budget", "none", "--json")
+    assert (Plan.from_json(json.loads(free.out)), free.err) == (make_plan(known, "exact"), "")
 
 
 def test_the_plan_states_the_host_memory_that_training_needs(jaxferry, profile):

@@ -47,7 +47,7 @@ CASES = [
     for mode in (Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.RELOAD)
     for transport in ("ferry", "device_put")
     for name, options in OPTIONS.items()
-    for often in [(mode is Mode.GFGB and transport == "ferry") or (mode is Mode.DHA and name in ("plain", "clipped"))]
+    for often in [transport == "ferry" and (mode is Mode.GFGB or (mode, name) == (Mode.DHA, "clipped"))]
 ]
 
 
@@ -67,12 +67,21 @@ def test_losses_and_states_are_those_of_updates_on_the_host(mode, transport, opt
 
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize(
-    ("transport", "reach"),
-    [("ferry", True), ("device_put", True), ("device_put", False)],
-    ids=["ferry", "device_put", "device_put where the CPU cannot reach pinned memory"],
+    ("transport", "reach", "options"),
+    [
+        ("ferry", True, {"clip_norm": 0.5}),
+        ("ferry", True, {"accumulate": 2}),
+        ("device_put", True, {}),
+        ("device_put", False, {}),  # the CPU cannot reach pinned memory
+        *(
+            pytest.param(transport, reach, options, marks=pytest.mark.slow)
+            for transport, reach in (("device_put", True), ("device_put", False))
+            for options in ({"clip_norm": 0.5}, {"accumulate": 2})
+        ),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"accumulate": 2}], ids=str)
-def test_the_way_of_accelerators_computes_the_same(options, transport, reach, monkeypatch):
+def test_the_way_of_accelerators_computes_the_same(transport, reach, options, monkeypatch):
     expected_step = make([], **options)
     _, expected = train(expected_step, expected_step.init(PARAMS))
     accelerator = emulate(monkeypatch)

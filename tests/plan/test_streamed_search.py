@@ -57,7 +57,7 @@ def with_places(profile, places, modes):
     return Plan("any", 1.0, tuple(layers))
 
 
-@pytest.mark.parametrize("after_all", [False, True])
+@pytest.mark.parametrize("after_all", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_auto_may_stream_and_is_never_slower_than_without_or_with_less_memory(after_all):
     profile = dataclasses.replace(with_slow_host(transformer(6), link=8.0), updates_after_all=after_all)
     everything = needed_bytes(profile, with_places(profile, [UpdatePlace.RESIDENT] * 6, [Mode.RESIDENT] * 6))
