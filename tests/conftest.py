@@ -53,7 +53,7 @@ _QUICK_CODE = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # No kernels of fusions by MLIR. Newer versions have no such choice, and end at flags that they do not know.
     _QUICK_CODE += ["--xla_cpu_use_fusion_emitters=false"]
-hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max_examples=10, phases=_PHASES)
+hypothesis.settings.register_profile("few", derandomize=True, deadline=None, max_examples=7, phases=_PHASES)
 
 
 def pytest_configure(config):

@@ -90,8 +90,8 @@ def frozen_copies(state):
 @pytest.mark.parametrize(
     "say",
     [
-        *("function", "tree of labels", "one pass"),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("prefix tree", "labels", "masks")),
+        *("tree of labels", "one pass"),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("function", "prefix tree", "labels", "masks")),
     ],
 )
 def test_however_it_is_said_it_is_what_plain_optax_does(task, say):
@@ -162,7 +162,7 @@ def test_the_copy_of_a_frozen_parameter_is_never_written_again_and_the_only_one(
     assert not masters_beside(state, known)
 
 
-@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("given", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_a_frozen_parameter_keeps_its_dtype_and_bits_whatever_the_compute_dtype(task, given, tmp_path):
     params = jax.tree.map(
         lambda x, label: x if label == "adapter" else x.astype(given), task.params, labels(task.params)
@@ -408,7 +408,10 @@ def quantised(dtype):
 
 @pytest.mark.parametrize(
     "dtype",
-    [jnp.int8, jnp.complex64, *(pytest.param(x, marks=pytest.mark.slow) for x in (bool, jnp.int32, jnp.float8_e4m3fn))],
+    [
+        jnp.int8,
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.complex64, bool, jnp.int32, jnp.float8_e4m3fn)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])

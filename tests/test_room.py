@@ -104,7 +104,7 @@ def test_copies_of_groups_of_any_shape_may_be_there_once_their_loads_can_start(l
 
 
 @every_kind
-@pytest.mark.parametrize("modes", [tuple(Mode), (Mode.GFGB, Mode.RELOAD)])
+@pytest.mark.parametrize("modes", [tuple(Mode), pytest.param((Mode.GFGB, Mode.RELOAD), marks=pytest.mark.slow)])
 def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates, modes):
     for profile, plan in drawn(80, seed=4, loads=[loads], updates=[updates], modes=modes):
         limit = max(int(step_demand(profile, plan)[1].natural[0]), plan.memory_bytes or 0)
@@ -184,7 +184,7 @@ def test_the_worst_peak_is_never_higher_than_with_two_slots(case):
 
 
 @pytest.mark.parametrize("name", policies())
-@pytest.mark.parametrize("activation_bytes", [0, 8_000_000])
+@pytest.mark.parametrize("activation_bytes", [pytest.param(0, marks=pytest.mark.slow), 8_000_000])
 def test_dependencies_grow_linearly_with_the_layers(name, activation_bytes):
     """Without activations every backward waits for room. The searches' modes are those of a short model, stretched."""
     short = make_plan(transformer(9), name)

@@ -111,7 +111,7 @@ def rows_first(params, tokens, x):
     return jnp.mean((h @ params["table"].T @ params["table"] + x) ** 2)
 
 
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("modes", "gradient", "options"),
     [
@@ -160,7 +160,7 @@ def test_nor_does_it_where_rows_and_dense_gradients_of_a_table_are_added(
     assert not accelerator.waits, accelerator.waits[0]
 
 
-@pytest.mark.parametrize("mode", [Mode.RESIDENT, Mode.DHA])
+@pytest.mark.parametrize("mode", [pytest.param(Mode.RESIDENT, marks=pytest.mark.slow), Mode.DHA])
 def test_a_state_may_be_forgotten_while_the_device_reads_its_parameters(accelerator, gpt, mode):
     emulator = library("cpu")
     step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, [mode]))

@@ -91,7 +91,9 @@ def test_a_mask_given_as_a_whole_tree_is_taken_apart(net):
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", SEPARABLE)
+@pytest.mark.parametrize(
+    "name", [x if n % 2 else pytest.param(x, marks=pytest.mark.slow) for n, x in enumerate(SEPARABLE)]
+)
 def test_the_update_of_a_part_is_that_part_of_the_whole_update(gpt, name):
     tree, avals = shapes(gpt)
     whole = WholeUpdate(SEPARABLE[name], tree, avals)

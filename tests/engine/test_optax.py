@@ -76,6 +76,9 @@ SEPARABLE = {
     "one pass": jaxferry.adamw(SCHEDULE, eps=1e-3, mask=each(lambda _, ndim: ndim > 1)),
 }
 LESS_OFTEN = (
+    "masked",
+    "tree of masked decay",
+    "schedule-free",
     "joined schedules",
     "labels",
     "hyperparameters",

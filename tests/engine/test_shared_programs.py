@@ -70,9 +70,9 @@ def test_a_step_with_another_plan_compiles_nothing(compiled):
     ("loss_fn", "optimizer", "options"),
     [
         (network(2.0), optax.sgd(0.1), {}),
-        (network(1.0), optax.sgd(0.2), {}),
+        pytest.param(network(1.0), optax.sgd(0.2), {}, marks=pytest.mark.slow),
         (network(1.0), optax.sgd(0.1), {"clip_norm": 1e-3}),
-        (network(1.0), optax.sgd(0.1), {"compute_dtype": jnp.bfloat16}),
+        pytest.param(network(1.0), optax.sgd(0.1), {"compute_dtype": jnp.bfloat16}, marks=pytest.mark.slow),
         (network(1.0), optax.sgd(0.1), {"accumulate": 2, "remat": "full"}),
     ],
     ids=["function", "optimizer", "clipping", "dtype", "accumulation"],

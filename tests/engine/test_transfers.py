@@ -290,8 +290,10 @@ def deep_loss(params, x):
 
 
 @pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("num_frozen", [0, 3])
+@pytest.mark.parametrize(
+    ("accumulate", "num_frozen"),
+    [(1, 3), (2, 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 0), (2, 3)))],
+)
 def test_steps_in_a_row_need_no_more_memory_than_one(accumulate, num_frozen, monkeypatch):
     plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.RELOAD, GradientPlace.DEVICE) for name in LAYERS))
     trainable = {name: index >= num_frozen for index, name in enumerate(LAYERS)}

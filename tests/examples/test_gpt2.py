@@ -93,7 +93,13 @@ def test_an_untrained_model_knows_nothing(params, tokens):
 
 
 # The parameter counts of the published GPT-2 checkpoints.
-@pytest.mark.parametrize(("size", "expected"), [("124m", 124439808), ("medium", 354823168), ("xl", 1557611200)])
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ("124m", 124439808),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("medium", 354823168), ("xl", 1557611200))),
+    ],
+)
 def test_sizes_are_the_published_ones(size, expected):
     assert model.count_parameters(model.SIZES[size]) == expected
 

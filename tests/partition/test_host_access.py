@@ -150,7 +150,11 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+OFTEN = ("plain", "transposed", "weight first", "leading dimensions", "cast")
+FORMS = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in PRODUCTS]
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_products_in_every_form_are_done_in_host_memory(name, calls):
     case = case_of(*PRODUCTS[name])
     arguments = (case.weights, *case.others)
@@ -250,7 +254,7 @@ def test_stored_gradients_are_those_that_the_backward_returns(name, native, accu
     assert bool(calls["dha_matmul_gradient"]) == native
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", FORMS)
 def test_gradients_of_products_in_every_form_are_never_whole(name, calls):
     case = case_of(*PRODUCTS[name])
     function, rest = case.backward()
