@@ -202,7 +202,8 @@ class TrainState:
         if step.is_updating:
             remedy = "restore a checkpoint" if self.checkpoint is None else f"restore {self.checkpoint}"
             outcome = f"the state lies between two steps: {remedy}"
-            self.damage = str(task_error(work, outcome))
+            failed = "a program of the step failed" if work.failure is None else str(task_error(work, outcome))
+            self.damage = failed if work.failure is not None else f"{failed} ({outcome})"
             return outcome
         self.step, self.accumulated, self.loss_scale = before.step, before.accumulated, before.loss_scale
         if step.has_added:

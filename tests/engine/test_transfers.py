@@ -11,7 +11,7 @@ import pytest
 import jaxferry
 import models
 from accelerator import emulate
-from jaxferry.engine import Operation
+from jaxferry.engine import Operation, norms
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.transport.device_put import DevicePut
 from jaxferry.engine.transport.ferry import Ferry
@@ -379,3 +379,30 @@ def test_rows_of_many_micro_batches_are_added_as_they_come(transport):
         gc.collect()
         counts.append(len(jax.live_arrays()))
     assert min(counts[-4:]) <= max(counts[4:8]) + 8
+
+
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_a_gradient_stays_until_its_norm_is_known_though_its_update_has_ended(transport, monkeypatch):
+    computed = norms._norm_of_vectors
+
+    def late(vectors):
+        time.sleep(0.05)
+        return computed(vectors)
+
+    monkeypatch.setattr(norms, "_norm_of_vectors", late)
+
+    def loss_fn(params, x):
+        # No program knows the norm of a gradient to which two add.
+        for name in ("l0", "l1", "l0"):
+            x = jnp.tanh(x @ params[name]["w"])
+        return jnp.mean(x**2)
+
+    params = {f"l{i}": {"w": np.full((8, 8), 0.1 + 0.01 * i, np.float32)} for i in range(2)}
+    places = {"l0": GradientPlace.HOST, "l1": GradientPlace.DEVICE, "l0#2": GradientPlace.HOST}
+    plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.GFGB, place) for name, place in places.items()))
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.0), transport=transport, plan=plan)
+    state, x = step.init(params), np.ones((2, 8), np.float32)
+    expected = float(optax.global_norm(jax.grad(loss_fn)(params, x)))
+    for _ in range(3):
+        state, metrics = step(state, x)
+        assert float(metrics["grad_norm"]) == pytest.approx(expected, rel=1e-5)

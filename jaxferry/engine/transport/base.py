@@ -153,7 +153,7 @@ class Transport:
         self._programs: dict[Any, Any] = {}
         self._of_layer: dict[tuple[str, int, bool], Any] = {}
         self._spare: dict[Any, list[Vectors]] = {}
-        self._num_sum_vectors: collections.Counter[Any] = collections.Counter()
+        self._num_sum_vectors: collections.Counter[int] = collections.Counter()
         self._adder = ThreadPoolExecutor(1, thread_name_prefix="jaxferry rows")
         self.held = HeldBytes()
         self.staging_bytes = 0
@@ -274,7 +274,7 @@ class Transport:
         """
         if onto is None:
             shapes = (self._sums if is_sum else self._gradients)[layer].vectors
-            if spare := self._spares(shapes, is_pinned=True):
+            if spare := self._spares(layer, shapes, is_pinned=True):
                 return spare.pop()
             if self._placement.is_cpu:
                 return tuple(self.program("empty", layer, is_sum)())
@@ -319,21 +319,25 @@ class Transport:
         """
         if gradient.is_gathered and gradient.is_reusable:
             vectors, is_pinned = gradient.written or gradient.vectors, bool(gradient.written) or self._placement.is_cpu
-            spare = self._spares(vectors, is_pinned)
+            spare = self._spares(layer, vectors, is_pinned)
             # Where the host adds, some sums are copies that nothing takes again.
-            if is_pinned or len(spare) < self._num_sum_vectors[_shapes(vectors)]:
+            if is_pinned or len(spare) < self._num_sum_vectors[layer]:
                 spare.append(vectors)
 
-    def _spares(self, like: Sequence[Any], is_pinned: bool) -> list[Vectors]:
-        """Vectors of these shapes to write again: in pinned memory, or where the host adds gradients."""
-        return self._spare.setdefault((is_pinned or self._placement.is_cpu, _shapes(like)), [])
+    def _spares(self, layer: int, like: Sequence[Any], is_pinned: bool) -> list[Vectors]:
+        """A layer's vectors of these shapes to write again: in pinned memory, or where the host adds gradients.
+
+        Each layer has its own: the norm of a gradient may be read when its vectors come back, and until the step ends.
+        """
+        shapes = tuple((vector.size, vector.dtype) for vector in like)
+        return self._spare.setdefault((layer, is_pinned or self._placement.is_cpu, shapes), [])
 
     def _sum_vectors(self, layer: int) -> tuple[Vectors, bool]:
         """Vectors where the host adds gradients, and whether they are zeros."""
         shapes = self._sums[layer].vectors
-        if spare := self._spares(shapes, is_pinned=False):
+        if spare := self._spares(layer, shapes, is_pinned=False):
             return spare.pop(), False
-        self._num_sum_vectors[_shapes(shapes)] += 1
+        self._num_sum_vectors[layer] += 1
         return tuple(self.program("zeros", layer, is_sum=True)()), True
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
@@ -413,10 +417,6 @@ class Transport:
         if name == "clear":
             return jax.jit(lambda vectors: zeros(), donate_argnums=0, keep_unused=True, out_shardings=gathered)
         return jax.jit(zeros, out_shardings=pinned if name == "empty" else gathered)
-
-
-def _shapes(vectors: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((vector.size, vector.dtype) for vector in vectors)
 
 
 def own_vectors(vectors: Vectors, gradient: HostGradient, placement: Placement) -> Vectors:
