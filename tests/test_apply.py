@@ -46,7 +46,7 @@ def everything(params, batch, scale, train=False):
     }
 
 
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_any_function_returns_what_plain_jit_does(gpt, transport):
     if transport == "ferry" and not is_available("cpu"):
         pytest.skip("needs the native library")

@@ -86,7 +86,7 @@ OFTEN_IN_A_BUDGET = {
     "frozen table": ("auto",),
     "lookup": ("exact",),
     "perceptron that offloads activations": ("exact",),
-    "gpt that may recompute": ("memferry",),
+    "gpt that may recompute": (),
     "gpt that offloads activations": (),
 }
 

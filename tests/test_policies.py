@@ -12,7 +12,7 @@ from jaxferry.profiling.records import LayerProfile, Profile
 from planned import assert_same_bits, step_of, train, trained
 from tolerances import LOSS_RTOL
 
-FEW = ("auto", "go-memferry")
+FEW = ("go-memferry",)
 WITHOUT_MOST = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in sorted(policies())]
 SGD, ADAMW_SLOW = optax.sgd(0.1), optax.adamw(1e-3)
 

@@ -414,8 +414,8 @@ def test_a_callback_that_raises_before_any_update_costs_no_bit(threads, remat, m
 @pytest.mark.parametrize(
     ("kind", "threads"),
     [
-        (Kind.SAVE, "lanes"),
         (Kind.FETCH, "one for the device"),
+        pytest.param(Kind.SAVE, "lanes", marks=pytest.mark.slow),
         pytest.param(Kind.SAVE, "one for the device", marks=pytest.mark.slow),
         pytest.param(Kind.FETCH, "lanes", marks=pytest.mark.slow),
     ],

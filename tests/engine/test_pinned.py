@@ -194,7 +194,7 @@ def crossings(monkeypatch):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 def test_no_gradient_and_no_compute_copy_crosses_between_the_clients(
     accelerator, crossings, transport, optimizer, plan
 ):

@@ -124,9 +124,9 @@ def test_one_plan_has_the_same_bits_run_after_run():
 @pytest.mark.parametrize(
     "optimizer",
     [
-        optax.lion(1e-3),
+        pytest.param(optax.lion(1e-3), marks=pytest.mark.slow),
         optax.adafactor(1e-2),
-        optax.sgd(1e-2),
+        pytest.param(optax.sgd(1e-2), marks=pytest.mark.slow),
         optax.chain(optax.add_noise(0.01, 0.55, 0), optax.sgd(0.1)),
     ],
     ids=["lion", "adafactor", "sgd", "noise"],
@@ -250,7 +250,9 @@ def test_a_budget_below_moves_updates_to_the_host():
 
 
 @pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}, {"accumulate": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 0.5}, pytest.param({"accumulate": 2}, marks=pytest.mark.slow)], ids=str
+)
 def test_live_bytes_stay_under_the_predicted_peak(options, monkeypatch):
     emulate(monkeypatch)
     step = make([], streamed=ALL, compute_dtype=jnp.float32, **options)
@@ -294,7 +296,7 @@ def test_a_failure_is_rolled_back_before_the_first_update_and_damages_the_state_
 
 
 @pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"clip_norm": 0.5}, marks=pytest.mark.slow)], ids=str)
 def test_recorded_steps_hold_the_moves(options, monkeypatch):
     emulate(monkeypatch)
     step = make([], streamed=["embed", "layer_1"], record_steps=3, compute_dtype=jnp.float32, **options)

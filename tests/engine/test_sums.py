@@ -46,7 +46,7 @@ def summed(gradients):
 
 
 @pytest.mark.usefixtures("_device")
-@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_on_host", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_sums_of_bfloat16_gradients_have_the_bits_of_sums_in_fp32_wherever_they_are(transport, is_on_host):
     """Sums in bfloat16 would end at 256, where the next number is larger by two."""
