@@ -19,7 +19,6 @@ from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.schedule import Kind, Lane
 from recorded import check_times
-from steps import wrap
 from updated import (
     OPTIONS,
     PARAMS,
@@ -28,6 +27,7 @@ from updated import (
     WORDS,
     assert_close,
     batch,
+    check_failure,
     loss_fn,
     make,
     on_device,
@@ -275,25 +275,8 @@ def test_auto_on_a_known_gpu_is_plain_training_if_everything_fits_and_less_of_it
 def test_a_failing_update_is_rolled_back_if_it_was_the_first_and_damages_the_state_otherwise(number, monkeypatch):
     step = make(PLACES["all"])
     state, _ = train(step, step.init(PARAMS), 2)
-    before, calls = state.params, []
-
-    def broken(function, *args):
-        calls.append(args)
-        if len(calls) == number + 1:
-            raise RuntimeError("no memory")
-        return function(*args)
-
-    with monkeypatch.context() as patch:
-        wrap(patch, Operation.UPDATE_ON_DEVICE, broken)
-        with pytest.raises(jaxferry.JaxFerryError, match=r"the update of layer '.*' failed: no memory"):
-            step(state, batch(2))
-            state.settle()
-    if number == 0:
-        jax.tree.map(np.testing.assert_array_equal, state.params, before)
-        train(step, state, 1)
-    else:
-        with pytest.raises(jaxferry.StateError, match="two steps"):
-            step(state, batch(2))
+    match = r"the update of layer '.*' failed: no memory"
+    check_failure(step, state, monkeypatch, Operation.UPDATE_ON_DEVICE, number, match, is_rolled_back=number == 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.5}], ids=str)

@@ -17,13 +17,13 @@ from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.schedule import Kind, Lane
 from recorded import check_times
-from steps import wrap
 from updated import (
     OPTIONS,
     PARAMS,
     PLACES,
     assert_close,
     batch,
+    check_failure,
     loss_fn,
     make,
     on_device,
@@ -274,25 +274,9 @@ def test_a_failure_is_rolled_back_before_the_first_update_and_damages_the_state_
 ):
     step = make([], streamed=ALL)
     state, _ = train(step, step.init(PARAMS), 2)
-    before, calls = state.params, []
-
-    def broken(function, *args):
-        calls.append(args)
-        if len(calls) == number + 1:
-            raise RuntimeError("no memory")
-        return function(*args)
-
-    with monkeypatch.context() as patch:
-        wrap(patch, operation, broken)
-        with pytest.raises(jaxferry.JaxFerryError, match=r"layer '.*' failed: no memory"):
-            step(state, batch(2))
-            state.settle()
-    if number == 0 and operation is not Operation.STORE_STATE:
-        jax.tree.map(np.testing.assert_array_equal, state.params, before)
-        train(step, state, 1)
-    else:
-        with pytest.raises(jaxferry.StateError, match="two steps"):
-            step(state, batch(2))
+    is_rolled_back = number == 0 and operation is not Operation.STORE_STATE
+    match = r"layer '.*' failed: no memory"
+    check_failure(step, state, monkeypatch, operation, number, match, is_rolled_back)
 
 
 @pytest.mark.usefixtures("in_parts")

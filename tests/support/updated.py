@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxferry
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
+from steps import wrap
 
 WIDTH, WORDS = 8, 12
 RNG = np.random.default_rng(0)
@@ -87,3 +89,26 @@ OPTIONS = {
     "skipping": {"skip_nonfinite": True},
     "bfloat16": {"compute_dtype": jnp.bfloat16},
 }
+
+
+def check_failure(step, state, monkeypatch, operation, number, match, is_rolled_back):
+    """Lets an operation's call with this number fail in a step, which is rolled back or damages the state."""
+    before, calls = state.params, []
+
+    def broken(function, *args):
+        calls.append(args)
+        if len(calls) == number + 1:
+            raise RuntimeError("no memory")
+        return function(*args)
+
+    with monkeypatch.context() as patch:
+        wrap(patch, operation, broken)
+        with pytest.raises(jaxferry.JaxFerryError, match=match):
+            step(state, batch(2))
+            state.settle()
+    if is_rolled_back:
+        jax.tree.map(np.testing.assert_array_equal, state.params, before)
+        train(step, state, 1)
+    else:
+        with pytest.raises(jaxferry.StateError, match="two steps"):
+            step(state, batch(2))
