@@ -26,6 +26,7 @@ import dataclasses
 import decimal
 import itertools
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
@@ -119,24 +120,19 @@ class AutoSearch:
             check_budget(Auto.name, budget_bytes or 0, leanest.needed_bytes, int(leanest.recomputes.sum()))
         assert best is not None
         plan = plan_of(Auto.name, self._used_reserve_factor(best.grad_on_host), self.profile, best)
-        limited = best.objective_s > unlimited.objective_s * (1 + _ROUNDING)
-        details = {
-            "objective": Objective.STEADY.value,
-            **({} if budget_bytes is None else {"memory_budget_bytes": budget_bytes}),
-            "binding": "memory" if limited else self._busiest_lane(best),
-            "unlimited_steady_step_s": unlimited.objective_s,
-            "unlimited_needed_bytes": unlimited.needed_bytes,
-        }
+        details = _details(best.objective_s, self._busiest_lane(best), unlimited, budget_bytes)
         plan = dataclasses.replace(plan, details=details)
         return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
 
-    def _on_device(self, budget_bytes: int | None) -> Placed | None:
-        """The fastest plan with updates on the device that fits.
-
-        A reserve factor below 1 asks for gradients that leave, so then there are none.
-        """
+    @property
+    def _gradients_leave(self) -> bool:
+        """Whether a reserve factor below 1 asks for gradients that leave, so that no update is on the device."""
         factor = self.request.reserve_factor
-        if not updatable_groups(self.profile) or (factor is not None and factor < 1):
+        return factor is not None and factor < 1
+
+    def _on_device(self, budget_bytes: int | None) -> Placed | None:
+        """The fastest plan with updates on the device that fits."""
+        if not updatable_groups(self.profile) or self._gradients_leave:
             return None
         if self._placed is None:
             self.request.report("updates on the device")
@@ -146,8 +142,7 @@ class AutoSearch:
     def _on_gpu(self, budget_bytes: int | None, best: Best | None, places: Collection[UpdatePlace]) -> Placed | None:
         """Likewise with updates that stream through the GPU as well, where these are faster than `best`."""
         placed = self._on_device(budget_bytes) if UpdatePlace.RESIDENT in places else None
-        factor, may_stream = self.request.reserve_factor, UpdatePlace.GPU in places
-        if not may_stream or not streamable_groups(self.profile) or (factor is not None and factor < 1):
+        if UpdatePlace.GPU not in places or not streamable_groups(self.profile) or self._gradients_leave:
             return placed
         if self._streamed is None:
             self.request.report("updates streamed through the GPU")
@@ -157,14 +152,8 @@ class AutoSearch:
 
     def _with_details(self, placed: Placed, unlimited: Best, budget_bytes: int | None) -> Plan:
         simulated = simulate(self.profile, placed.plan)
-        limited = placed.objective_s > unlimited.objective_s * (1 + _ROUNDING)
-        details = {
-            "objective": Objective.STEADY.value,
-            **({} if budget_bytes is None else {"memory_budget_bytes": budget_bytes}),
-            "binding": "memory" if limited else max(Lane, key=lambda lane: simulated.lanes[lane].busy_s).value,
-            "unlimited_steady_step_s": unlimited.objective_s,
-            "unlimited_needed_bytes": unlimited.needed_bytes,
-        }
+        busiest = max(Lane, key=lambda lane: simulated.lanes[lane].busy_s).value
+        details = _details(placed.objective_s, busiest, unlimited, budget_bytes)
         if any(placed.plan.updates_streamed):
             bound_s = min(any_plan_lower_bound_s(self.profile, budget_bytes), simulated.steady_step_s)
             details |= {"lower_bound_s": bound_s, "gap": simulated.steady_step_s / bound_s - 1 if bound_s else 0.0}
@@ -373,6 +362,18 @@ class AutoSearch:
             busy["H2D"] += layer.load_s * {DHA: 0, RELOAD: 2}.get(int(mode), 1)
             busy["D2H"] += 0.0 if host else layer.offload_s
         return max(busy, key=lambda lane: busy[lane])
+
+
+def _details(step_s: float, busiest_lane: str, unlimited: Best, budget_bytes: int | None) -> dict[str, Any]:
+    """What limits a plan's steady step, and what is possible without a budget."""
+    limited = step_s > unlimited.objective_s * (1 + _ROUNDING)
+    return {
+        "objective": Objective.STEADY.value,
+        **({} if budget_bytes is None else {"memory_budget_bytes": budget_bytes}),
+        "binding": "memory" if limited else busiest_lane,
+        "unlimited_steady_step_s": unlimited.objective_s,
+        "unlimited_needed_bytes": unlimited.needed_bytes,
+    }
 
 
 def _without_needless_memory(profile: Profile, plan: Plan) -> Plan:
