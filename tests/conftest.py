@@ -81,14 +81,28 @@ def pytest_collection_finish(session):
     gc.set_threshold(50_000, 20, 100)
 
 
+# A process that keeps gigabytes of programs becomes slower and slower; one that keeps none traces them again.
+_PROGRAMS_LIMIT_BYTES = 3 << 29
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forgotten_programs():
-    """Frees JAX's caches after each module: a process that keeps gigabytes of them becomes slower and slower."""
+    """Frees JAX's caches after a module where the process has become large.
+
+    What is left of a module is of no concern to the garbage collections that tests of later ones ask for.
+    """
     yield
     jax = sys.modules.get("jax")
-    if jax is not None:
+    if jax is not None and _resident_bytes() > _PROGRAMS_LIMIT_BYTES:
+        gc.unfreeze()
         jax.clear_caches()
         gc.collect()
+    gc.freeze()
 
 
 def pytest_make_parametrize_id(val):

@@ -172,6 +172,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_parameters_in_float64_train_by_plain_copies():
     environment = {**os.environ, "JAX_ENABLE_X64": "1"}
     subprocess.run([sys.executable, "-c", FLOAT64], env=environment, check=True)

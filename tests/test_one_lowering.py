@@ -72,7 +72,7 @@ OFTEN = {
     "frozen table": ("auto",),
     "lookup": ("auto",),
     "perceptron that offloads activations": ("memferry",),
-    "gpt": ("memferry",),
+    "gpt": (),
     "gpt that may recompute": (),
     "gpt that offloads activations": (),
 }

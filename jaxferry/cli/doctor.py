@@ -58,8 +58,10 @@ def examine(link_bytes: int) -> dict[str, Any]:
         in each check of the self-test there.
 
     Raises:
-      InputError: if JAX has no device, for example because JAX_PLATFORMS names a platform that the machine lacks.
+      InputError: if JAX has no device, for example because JAX_PLATFORMS names a platform that the machine lacks; if
+        the environment's limit of pinned memory is not a number.
     """
+    pinned_limit = _pinned_limit()
     try:
         devices = jax.devices()
     except RuntimeError as error:
@@ -73,7 +75,7 @@ def examine(link_bytes: int) -> dict[str, Any]:
         "libraries": [_library(name) for name in ("cpu", "cuda")],
         "link": _measure_link(devices[0], link_bytes),
         "self_test": _self_test(devices[0], link_bytes),
-        "pinned_limit": _pinned_limit(),
+        "pinned_limit": pinned_limit,
         "host_memory": [dataclasses.asdict(limit) for limit in host_memory.limits()],
     }
 

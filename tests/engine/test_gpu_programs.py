@@ -121,6 +121,7 @@ def test_a_loaded_layer_is_an_ordinary_argument_and_its_gradient_an_ordinary_res
         assert executable.get_compiled_memory_stats().host_argument_size_in_bytes == 0
 
 
+@pytest.mark.slow
 def test_without_the_library_programs_copy_the_layer_themselves_and_compute_nothing_on_the_host(model):
     for use in model.uses(Mode.DHA, GradientPlace.HOST):
         executable = model.compile(use, native=False)

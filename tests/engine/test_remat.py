@@ -73,7 +73,8 @@ def test_losses_agree_whatever_is_kept(gpt, remat):
     np.testing.assert_allclose(found, trained(gpt, SGD, 3)[1], rtol=LOSS_RTOL)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_plan_has_the_same_bits_with_the_same_remat(request, dtype):
     is_half = dtype == jnp.bfloat16
     task = request.getfixturevalue("small" if is_half else "gpt")

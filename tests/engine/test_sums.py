@@ -32,7 +32,7 @@ def loss_fn(params, x):
     return jnp.sum((y + x @ d).astype(jnp.float32))
 
 
-@pytest.fixture(params=["cpu", "accelerator"])
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), "accelerator"])
 def _device(request, monkeypatch):
     if request.param == "accelerator":
         emulate(monkeypatch)

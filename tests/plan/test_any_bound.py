@@ -5,6 +5,7 @@ import itertools
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given
 
 from jaxferry.modes import GradientPlace, Mode
@@ -38,6 +39,7 @@ def test_no_plan_of_two_layers_is_below_the_bound(profile):
             assert found.steady_step_s >= bound_s * (1 - 1e-12)
 
 
+@pytest.mark.slow
 def test_it_is_near_the_best_plans_of_transformers():
     gaps = []
     for seed in range(2):
