@@ -38,6 +38,7 @@ def planning_profile(
     given: Profile | None,
     device_kind: str,
     updates_after_all: bool = False,
+    updates_together: bool = False,
     staging_bytes: int = 0,
     state_bytes: Mapping[str, int] | None = None,
     has_own_memory: bool = True,
@@ -52,9 +53,10 @@ def planning_profile(
       given: the user's own or measured profile, or None.
       device_kind: the device's own name, such as `"NVIDIA H200"`.
       updates_after_all: whether updates wait for all gradients under any plan.
+      updates_together: whether one update covers all groups.
       staging_bytes: device memory that transfers need besides the moved bytes.
-      state_bytes: bytes of masters and optimizer state of each parameter group, by name; None if groups are updated
-        together, which no policy plans for.
+      state_bytes: bytes of masters and optimizer state of each parameter group, by name; None if some groups are
+        updated together and not all, which no policy plans for.
       has_own_memory: whether device memory is not host memory, so that a policy may update groups on the device.
 
     Raises:
@@ -71,7 +73,7 @@ def planning_profile(
         profile = without_times(parts)
     is_offloaded = options.offload_activations
     profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
-    profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
+    profile = dataclasses.replace(profile, updates_after_all=updates_after_all, updates_together=updates_together)
     return with_updates_on_device(profile, parts, device_kind, state_bytes, has_own_memory)
 
 
@@ -84,11 +86,12 @@ def with_updates_on_device(
 ) -> Profile:
     """The profile with the costs of updates on the device: its own, or estimated for a known GPU.
 
-    Masters and state that stream pass the links at the speeds of loads and offloads.
+    Masters and state that stream pass the links at the speeds of loads and offloads. One update of all groups does not
+    stream, and none is on the device unless all groups may be updated there.
 
     Args as for `planning_profile`.
     """
-    machine, layers = known_machine(device_kind), []
+    machine, layers, is_together = known_machine(device_kind), [], profile.updates_together
     load_s_a_byte, offload_s_a_byte = fetch_seconds_a_byte(profile), save_seconds_a_byte(profile)
     for layer, segment in zip(profile.layers, parts.segments, strict=True):
         seconds, group = layer.update_gpu_s, parts.layers[segment.group]
@@ -97,11 +100,13 @@ def with_updates_on_device(
         may_update = has_own_memory and state_bytes is not None and group.name in state_bytes
         size = 0 if state_bytes is None else state_bytes.get(group.name, 0)
         up_s, down_s = layer.state_up_s, layer.state_down_s
-        if profile.has_times:
+        if profile.has_times and not is_together:
             up_s = size * load_s_a_byte if up_s is None else up_s
             down_s = (size + layer.param_bytes) * offload_s_a_byte if down_s is None else down_s
         if not may_update or seconds is None:
             seconds = up_s = down_s = None
+        if is_together:
+            up_s = down_s = None
         own = dataclasses.replace(layer, state_bytes=size, update_gpu_s=seconds, state_up_s=up_s, state_down_s=down_s)
         layers.append(own)
     return dataclasses.replace(profile, layers=tuple(layers))

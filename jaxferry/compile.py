@@ -330,22 +330,27 @@ class Compiler:
             given if isinstance(given, Profile) else None,
             self._shared.placement.device_kind,
             self._needs_all_gradients(variants.base),
+            self.model.optimizer.is_joint,
             self._transport_of(variants.base.layers).staging_bytes,
             self._state_bytes(variants.base),
             not self._shared.placement.is_cpu,
         )
 
     def _state_bytes(self, parts: Partition) -> dict[str, int] | None:
-        """Bytes of masters and optimizer state of each group that the segments read; None if some update together."""
-        optimizer = self.model.optimizer
-        if not optimizer.is_by_layer(parts.layers):
+        """Bytes of masters and optimizer state of each group that the segments read.
+
+        None if some groups are updated together and not all. One update of all is shared out by parameters.
+        """
+        optimizer, groups = self.model.optimizer, parts.layers
+        if not optimizer.is_joint and not optimizer.is_by_layer(groups):
             return None
         read = {segment.group for segment in parts.segments}
-        return {
-            parts.layers[unit.layers[0]].name: unit.num_bytes
-            for unit in optimizer.units_of(parts.layers)
-            if read.issuperset(unit.layers)
-        }
+        found: dict[str, int] = {}
+        for unit in optimizer.units_of(groups):
+            sizes = {groups[group].name: groups[group].trained.num_parameters for group in unit.layers}
+            if read.issuperset(unit.layers):
+                found |= {name: -(-unit.num_bytes * size // sum(sizes.values())) for name, size in sizes.items()}
+        return found
 
     def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
         remat = self._options.remat
@@ -362,7 +367,12 @@ class Compiler:
                 progress=progress,
             )
         facts = {**profile.machine, "host_bytes": self.model.host_bytes(), **self._shared.placement.memory_facts()}
-        return dataclasses.replace(profile, machine=facts, updates_after_all=self._needs_all_gradients(variants.base))
+        return dataclasses.replace(
+            profile,
+            machine=facts,
+            updates_after_all=self._needs_all_gradients(variants.base),
+            updates_together=self.model.optimizer.is_joint,
+        )
 
 
 class Shared:

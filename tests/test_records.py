@@ -13,7 +13,7 @@ from profiles import transformer
 
 PREDICTED = {"forward_s": 1, "step_s": 2, "steady_step_s": 2, "peak_device_bytes": 3}
 DOCUMENTS = {
-    Profile: {**transformer(2).to_json(), "updates_after_all": True},
+    Profile: {**transformer(2).to_json(), "updates_after_all": True, "updates_together": True},
     Plan: {
         "format": "jaxferry.plan/1",
         "policy": "exact",
@@ -37,6 +37,7 @@ DOCUMENTS = {
     [
         (Profile, (), "machine", "machin"),
         (Profile, (), "updates_after_all", "update_after_all"),
+        (Profile, (), "updates_together", "updates_togeter"),
         (Profile, ("layers", 1), "load_s", "laod_s"),
         (Plan, (), "format", "fromat"),
         (Plan, (), "reserve_factor", "reserve_facter"),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
+from jaxferry.engine.host.pieces import Span
 from jaxferry.engine.host.streamed import subgroups_of
 from jaxferry.engine.host.update_group import Subgroup, UpdateGroup, masters_by_leaf
 from jaxferry.engine.instruction import Operation, StepProgram
@@ -243,7 +244,7 @@ class DeviceUpdateCompiler:
     def _streamed_update(self, subgroup: Subgroup, group: int, uses: list[Any], loss: Any) -> _Wanted:
         unit, trained, streamed, moved = subgroup.unit, subgroup.trained, subgroup.streamed, subgroup.moved
         whole, num = self._layers[group], len(unit.masters)
-        compute = self._computing(unit, [trained], [whole])
+        compute = self._computing(unit, [trained], [whole], subgroup.spans)
         avals = [*unit.masters, *unit.state]
         stays = [i for i in range(len(avals)) if i not in set(moved)]
 
@@ -260,12 +261,21 @@ class DeviceUpdateCompiler:
         content, is_shared = self._updates.plain_content(unit)
         indices = [leaf.index for leaf in whole.leaves]
         chosen = tuple(indices.index(leaf.index) for leaf in trained.leaves)
-        layouts = (whole.layout, chosen, streamed.layout, tuple(moved))
-        own = ("streamed update", content, layouts, _content(arguments), self._placement)
+        layouts = (whole.layout, chosen, trained.layout, streamed.layout, tuple(moved))
+        starts = tuple(
+            subgroup.spans[leaf.index].start if leaf.index in subgroup.spans else 0 for leaf in trained.leaves
+        )
+        own = ("streamed update", content, layouts, starts, _content(arguments), self._placement)
         shared = own if is_shared else None
         return _Wanted(own, shared, lambda: self._lowered(update, (0, 1), *arguments), arguments)
 
-    def _computing(self, unit: UpdateGroup, layers: Sequence[Layer], given: Sequence[Layer]) -> Callable[..., Any]:
+    def _computing(
+        self,
+        unit: UpdateGroup,
+        layers: Sequence[Layer],
+        given: Sequence[Layer],
+        spans: Mapping[int, Span] | None = None,
+    ) -> Callable[..., Any]:
         """The update of a unit, for a jitted function.
 
         It maps `(masters, state, gradients, norm, scale, loss)` to masters, state and the parameters in the compute
@@ -275,7 +285,9 @@ class DeviceUpdateCompiler:
           unit: the unit.
           layers: its parameters.
           given: the layers that `gradients` hold the uses of; they may have further parameters.
+          spans: by index of the leaf, the elements that the unit holds where these are not all.
         """
+        spans = {} if spans is None else spans
         own = {leaf.index for layer in layers for leaf in layer.leaves}
         plain, masters_of = self._updates.plain(unit, layers), masters_by_leaf(unit, layers)
 
@@ -286,7 +298,8 @@ class DeviceUpdateCompiler:
             for layer, uses in zip(given, gradients, strict=True):
                 for leaf, gradient in zip(layer.leaves, _total(layer, uses), strict=True):
                     if leaf.index in own:
-                        found[leaf.index] = gradient / scale.astype(gradient.dtype)
+                        held = spans[leaf.index].of(gradient) if leaf.index in spans else gradient
+                        found[leaf.index] = held / scale.astype(gradient.dtype)
             made, is_finite = plain(masters, state, found, norm), jnp.isfinite(loss)
             masters, state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), made, (masters, state))
             by_leaf = masters_of(masters)

@@ -1,8 +1,8 @@
 """Plans that keep the optimizer state of some groups on the device and update them there.
 
-Which groups: the first k of several orders, from none to all. For each choice the other layers take the modes and
-gradients of plans that the search without such updates found, or one mode for all. Neither depends on the budget, which
-only picks the fastest plan that fits; so more memory is never slower.
+Which groups: the first k of several orders, from none to all; none or all if one update covers them. For each choice
+the other layers take the modes and gradients of plans that the search without such updates found, or one mode for all.
+Neither depends on the budget, which only picks the fastest plan that fits; so more memory is never slower.
 """
 
 import dataclasses
@@ -74,6 +74,9 @@ class DeviceUpdateSearch:
 
     def _choices(self) -> list[frozenset[int]]:
         groups, layers = updatable_groups(self.profile), self.profile.layers
+        if self.profile.updates_together:
+            # `_best_of` knows plain training.
+            return [frozenset(groups)] if len(groups) == len(self.profile.groups) else []
         first = {group: layers[self.profile.groups[group][0]] for group in groups}
         size = {group: max(first[group].state_bytes + first[group].param_bytes, 1) for group in groups}
         orders = [

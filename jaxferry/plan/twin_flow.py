@@ -27,7 +27,8 @@ RATIOS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 class TwinFlow(Policy):
     """ZeRO-Offload with a fixed share of the parameters updated on the device.
 
-    A profile without `update_gpu_s`, and a reserve factor below 1, leave all updates on the host.
+    All updates stay on the host if the profile states no `update_gpu_s` or one update covers all groups, and with a
+    reserve factor below 1.
 
     Args:
       ratio: the share of parameter bytes, in [0, 1], that is updated on the device at most; None for the best of
@@ -47,7 +48,8 @@ class TwinFlow(Policy):
         """The fastest of the ratios that fits; ties go to the least."""
         request = request or Request()
         reserve_factor, budget_bytes = self.reserve_factor(request), request.memory_budget_bytes
-        ratios = self.ratios if reserve_factor >= 1 and updatable_groups(profile) else (0.0,)
+        may_share = reserve_factor >= 1 and updatable_groups(profile) and not profile.updates_together
+        ratios = self.ratios if may_share else (0.0,)
         plans = [self._plan_of(profile, reserve_factor, ratio) for ratio in ratios]
         needed = [needed_bytes(profile, plan) for plan in plans]
         if budget_bytes is not None:

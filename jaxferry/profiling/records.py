@@ -69,6 +69,7 @@ _FLAGS = {
     "fused_backward": False,
 }
 _FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0)}
+_PROFILE_FLAGS = ("updates_after_all", "updates_together")
 _UPDATES_ON_DEVICE = ("update_gpu_s", "state_up_s", "state_down_s")
 _ON_DEVICE = (*_UPDATES_ON_DEVICE, "state_bytes")
 _OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", "temporary_bytes", *_ON_DEVICE, *_FACTS)
@@ -315,6 +316,8 @@ class Profile:
         or a later one.
       updates_after_all: whether updates wait for all gradients under any plan, as with clipping, accumulation or an
         optimizer that looks at all parameters at once.
+      updates_together: whether one update covers all parameter groups, so that none streams and a plan has them all
+        updated in the same place.
 
     Raises:
       InputError: if a field is not acceptable.
@@ -323,10 +326,12 @@ class Profile:
     machine: Mapping[str, Any]
     layers: tuple[LayerProfile, ...]
     updates_after_all: bool = False
+    updates_together: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.updates_after_all, bool):
-            raise InputError(f"updates_after_all must be true or false, got {self.updates_after_all!r}")
+        for name in _PROFILE_FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if not isinstance(self.machine, Mapping):
             raise InputError(f"machine must be a JSON object, got {self.machine!r}")
         object.__setattr__(self, "machine", dict(self.machine))
@@ -412,13 +417,13 @@ class Profile:
           InputError: if a key is missing or a value not acceptable; the message names layer and key.
         """
         fields = check_format(document, PROFILE_FORMAT)
-        check_spelling(fields, ("format", "machine", "layers", "updates_after_all"), "profile")
+        check_spelling(fields, ("format", "machine", "layers", *_PROFILE_FLAGS), "profile")
         machine = fields.get("machine", {})
         layers = check_list(required(fields, "layers", "profile"), "layers")
         records = tuple(LayerProfile.from_json(layer, index) for index, layer in enumerate(layers))
         if not any(layer.has_gradient for layer in records):
             raise InputError("layers: at least one must have a gradient (has_gradient)")
-        return cls(machine, records, fields.get("updates_after_all", False))
+        return cls(machine, records, **{name: fields[name] for name in _PROFILE_FLAGS if name in fields})
 
     def to_json(self) -> dict[str, Any]:
         """The profile as `jaxferry.profile/1`."""
@@ -426,7 +431,7 @@ class Profile:
             "format": PROFILE_FORMAT,
             "machine": dict(self.machine),
             "layers": [layer.to_json() for layer in self.layers],
-            **({"updates_after_all": True} if self.updates_after_all else {}),
+            **{name: True for name in _PROFILE_FLAGS if getattr(self, name)},
         }
 
     @classmethod

@@ -129,7 +129,7 @@ def _others(profile: Profile, plan: Plan, number: int) -> Iterator[tuple[str, La
         is_possible = may_reload and (mode is not Mode.DFGB or (layer.backward_reads and not is_last))
         if mode is not chosen.mode and is_possible:
             yield mode.value, chosen.with_mode(mode)
-    is_alone = len(profile.groups[profile.group_of[number]]) == 1
+    is_alone = len(profile.groups[profile.group_of[number]]) == 1 and not profile.updates_together
     if layer.update_gpu_s is not None and layer.has_gradient and is_alone and chosen.update is UpdatePlace.HOST:
         moved = dataclasses.replace(chosen, mode=Mode.RESIDENT, gradient=GradientPlace.DEVICE)
         yield "its update on the device", dataclasses.replace(moved, update=UpdatePlace.RESIDENT)

@@ -249,8 +249,10 @@ def test_memory_counts_state_and_gradients_and_a_budget_below_moves_updates_to_t
     assert dataclasses.asdict(roomy.prepare(batch(0)).peak) == dataclasses.asdict(on.peak)
 
 
-def test_auto_on_a_known_gpu_is_plain_training_if_everything_fits_and_less_of_it_in_less_memory(monkeypatch):
-    expected_step = make([])
+@pytest.mark.parametrize("optimizer", [jaxferry.adamw(1e-2), JOINT], ids=["by layer", "joint"])
+@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters at once")
+def test_auto_on_a_known_gpu_is_plain_training_if_everything_fits_and_less_of_it_in_less_memory(optimizer, monkeypatch):
+    expected_step = make([], optimizer)
     _, expected = train(expected_step, expected_step.init(PARAMS), 2)
     emulate(monkeypatch)
     monkeypatch.setattr(Placement, "device_kind", "NVIDIA H200")
@@ -259,7 +261,7 @@ def test_auto_on_a_known_gpu_is_plain_training_if_everything_fits_and_less_of_it
     options = {"policy": "auto", "profile": estimate_profile(costs, slow_host), "compute_dtype": jnp.float32}
 
     def train_within(budget):
-        step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), memory_budget=budget, **options)
+        step = jaxferry.train_step(loss_fn, optimizer, memory_budget=budget, **options)
         state, losses = train(step, step.init(PARAMS), 2)
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         return on_device(state), step.prepare(batch(0))
@@ -269,6 +271,7 @@ def test_auto_on_a_known_gpu_is_plain_training_if_everything_fits_and_less_of_it
     assert train_within(prepared.peak.total)[0] == everything
     some, tight = train_within(int(0.8 * prepared.peak.total))
     assert some < everything and tight.peak.total <= 0.8 * prepared.peak.total
+    assert optimizer is not JOINT or not some
 
 
 @pytest.mark.parametrize("number", [0, 1])

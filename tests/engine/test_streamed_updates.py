@@ -152,6 +152,43 @@ def test_a_joint_optimizer_cannot_stream():
 
 
 @pytest.mark.usefixtures("in_parts")
+def test_parameters_larger_than_a_subgroup_are_cut_so_that_the_device_holds_no_more_than_planned():
+    step = make([], streamed=ALL)
+    state, _ = train(step, step.init(PARAMS), 1)
+    sizes = {unit.layers[0]: [each.streamed.num_bytes for each in unit.subgroups] for unit in state.host.units}
+    profile = step.prepare(batch(0)).profile
+    for group, own in sizes.items():
+        whole, planned = state.host.layers[group].trained, profile.layers[profile.groups[group][0]]
+        assert len(own) == planned_streaming.num_subgroups(planned) >= 3
+        assert sum(own) == 12 * whole.num_parameters
+        # 16 elements, with two moments each.
+        assert max(own) - min(own) <= 2 * 16 * 12
+        assert max(own) < 12 * max(leaf.size for leaf in whole.leaves)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_state_that_does_not_move_is_cut_with_its_parameter():
+    """Integers stay on the device."""
+
+    def update(gradients, seen, params=None):
+        seen = jax.tree.map(lambda g, n: n + (g > 0), gradients, seen)
+        return jax.tree.map(lambda g, n: -0.1 * g / (1 + n), gradients, seen), seen
+
+    counting = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int32), params), update
+    )
+    results = []
+    for step in (make([], counting), make([], counting, streamed=ALL)):
+        state, losses = train(step, step.init(PARAMS), 3)
+        state.opt_state = jax.tree.map(lambda n: 2 * n, state.opt_state)
+        state, more = train(step, state, 2, first=3)
+        results.append((losses + more, state.opt_state))
+    assert min(streaming(state).values()) >= 2
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, results[1][1], results[0][1])
+
+
+@pytest.mark.usefixtures("in_parts")
 def test_frozen_parameters_and_such_that_no_segment_reads_stay_with_the_host():
     params = {**PARAMS, "unread": {"w": np.ones(3, np.float32)}}
     optimizer = optax.adamw(1e-2, weight_decay=0.5)

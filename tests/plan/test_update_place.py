@@ -145,6 +145,16 @@ def test_auto_is_one_knob_from_everything_offloaded_to_plain_training(after_all)
     assert make_plan(profile, "auto").layers == plan.layers
 
 
+def test_one_update_of_all_groups_has_one_place():
+    profile = dataclasses.replace(with_state(transformer(4)), updates_after_all=True, updates_together=True)
+    everything = make_plan(profile, "auto")
+    assert all(everything.updates_on_device)
+    needed = needed_bytes(profile, everything)
+    assert make_plan(profile, "auto", memory_budget_bytes=needed).layers == everything.layers
+    assert not any(make_plan(profile, "auto", memory_budget_bytes=needed - 1).updates_on_device)
+    assert not any(make_plan(profile, "twin-flow", memory_budget_bytes=needed).updates_on_device)
+
+
 def test_a_reserve_factor_below_one_keeps_updates_on_the_host():
     plan = make_plan(with_state(transformer(3)), "auto", reserve_factor=0.5)
     assert not any(plan.updates_on_device)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Key, Pieces, cut, on_host
+from jaxferry.engine.host.pieces import Key, Pieces, Span, cut, on_host
 from jaxferry.engine.host.pinned import on_cpu, to_pinned
 from jaxferry.engine.host.streamed import masters_of, replace_state, state_of, stream, subgroups_of
 from jaxferry.engine.host.update_group import UpdateGroup
@@ -275,4 +275,5 @@ class HostArrays:
 def _add(found: dict[Any, Parts], arrays: Iterable[tuple[Key, jax.Array]]) -> None:
     """Adds arrays by name and part."""
     for (name, part), array in arrays:
+        assert not isinstance(part, Span)
         found.setdefault(name, {})[part] = array

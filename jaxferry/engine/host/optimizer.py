@@ -15,6 +15,7 @@ import jax
 import optax
 
 from jaxferry.engine.host.optimized_tree import OptimizedTree
+from jaxferry.engine.host.pieces import Key, Span
 from jaxferry.engine.host.stacked_update import part_aval
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.engine.host.update_group import UpdateGroup, updated_together
@@ -132,22 +133,34 @@ class HostOptimizer:
         """Whether each layer has an update of its own."""
         return not self.is_joint and all(len(unit.layers) == 1 for unit in self.units_of(layers))
 
-    def part_of(self, unit: UpdateGroup, leaves: Sequence[Leaf]) -> UpdateGroup:
-        """Returns the update of some parameters of a unit alone, with shapes instead of arrays."""
-        if not leaves:
+    def is_elementwise(self, leaf: Leaf) -> bool:
+        """Whether any elements of a parameter are updated alone exactly as within the whole."""
+        return self._tree.by_part.obstacle(leaf.source) is None
+
+    def part_of(self, unit: UpdateGroup, held: Sequence[tuple[Leaf, Span | None]]) -> UpdateGroup:
+        """Returns the update of some parameters of a unit alone, with shapes instead of arrays.
+
+        Args:
+          unit: the unit.
+          held: these parameters, each with its elements if they are not all; only where `is_elementwise`.
+        """
+        if not held:
             return UpdateGroup(unit.layers, (), [], [], [])
-        if unit.parts:
-            return self._unit(unit.layers, tuple(leaf.source for leaf in leaves), tuple(leaf.part for leaf in leaves))
-        return self._unit(unit.layers, tuple(sorted({leaf.source for leaf in leaves})), ())
+        if unit.parts or any(span for _, span in held):
+            parts = tuple(span or (leaf.part if unit.parts else None) for leaf, span in held)
+            return self._unit(unit.layers, tuple(leaf.source for leaf, _ in held), parts)
+        return self._unit(unit.layers, tuple(sorted({leaf.source for leaf, _ in held})), ())
 
     def takes_parts_of(self, unit: UpdateGroup, parts: Sequence[Sequence[Leaf]]) -> bool:
         """Whether each of these parts of a unit's parameters is updated alone exactly as within the unit."""
         leaves = [sorted({leaf.source for leaf in part}) for part in parts if part]
         return bool(unit.parts) or len(leaves) == 1 or all(map(self._tree.takes, leaves))
 
-    def _unit(self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Part | None, ...]) -> UpdateGroup:
+    def _unit(
+        self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Part | Span | None, ...]
+    ) -> UpdateGroup:
         if parts:
-            held = list(zip(leaves, parts, strict=True))
+            held: list[Key] = list(zip(leaves, parts, strict=True))
             masters: list[Any] = [part_aval(self.avals[leaf], part) for leaf, part in held]
             state: list[Any] = [*self._tree.by_part.state_avals(held)]
             keys = self._tree.by_part.state_keys(held)

@@ -16,7 +16,31 @@ import numpy as np
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Part
 
-Key = tuple[Any, Part | None]
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Consecutive elements of a flattened array, or of the flattened part of one.
+
+    Attributes:
+      start, stop: its first element, and the one after its last.
+      part: the part that is flattened; None for the whole array.
+    """
+
+    start: int
+    stop: int
+    part: Part | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def of(self, array: Any) -> Any:
+        """Returns these elements of an array of any shape."""
+        return array.reshape(-1)[self.start : self.stop]
+
+
+Key = tuple[Any, Part | Span | None]
 """Identifies an array: a parameter's number or the path of a leaf of the state, and its part; None for the whole."""
 
 
@@ -61,18 +85,19 @@ class Pieces:
     def __init__(self, arrays: Mapping[Any, Mapping[Part | None, Any]], placement: Placement) -> None:
         self._placement = placement
         self._arrays = {name: dict(parts) for name, parts in arrays.items()}
-        self._given: dict[Key, jax.Array] = {}
+        self._given: dict[tuple[Any, Part | None], jax.Array] = {}
 
     def take(self, key: Key) -> jax.Array:
         """Returns the array of a key; a copy if it has been taken before, since updates work in place."""
-        if key in self._given:
-            return on_host(self._given[key], self._placement)
         name, part = key
+        assert not isinstance(part, Span)
+        if (name, part) in self._given:
+            return on_host(self._given[name, part], self._placement)
         known = self._arrays[name]
         if part not in known:
             known = self._arrays[name] = self._in_form_of(part, together(known))
-        self._given[key] = known.pop(part)
-        return self._given[key]
+        self._given[name, part] = known.pop(part)
+        return self._given[name, part]
 
     def left(self) -> dict[Any, dict[Part | None, Any]]:
         """Returns all arrays by name and part, taken or not, each once."""

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxferry.engine.host.pieces import Key
+from jaxferry.engine.host.pieces import Key, Span
 from jaxferry.engine.host.separable import SHARED, WholeUpdate
 from jaxferry.partition import Part
 from jaxferry.partition.elementwise import ELEMENTWISE
 from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, live_equations, trace
 
-Held = Sequence[tuple[int, Part | None]]
-"""Leaves of the model's tree, each with its part; None for a whole leaf."""
+Held = Sequence[tuple[int, Part | Span | None]]
+"""Leaves of the model's tree, each with its part or some of its elements; None for a whole leaf."""
 
 
 class PartOptimizer:
@@ -77,18 +77,21 @@ class PartOptimizer:
         """Returns the same with each leaf's place among the leaves that the optimizer sees."""
         return [(self._places[leaf], part) for leaf, part in held]
 
-    def _state(self, held: Held) -> list[tuple[int, Part | None]]:
+    def _state(self, held: Held) -> list[Key]:
         """Returns the leaves of the state that belong to these parts, or are shared."""
-        found: list[tuple[int, Part | None]] = []
+        found: list[Key] = []
         for i, owner in enumerate(self._whole.owners):
             found += [(i, None)] if owner == SHARED else [(i, part) for leaf, part in held if leaf == owner]
         return found
 
 
-def part_aval(aval: Any, part: Part | None) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a part of an array."""
+def part_aval(aval: Any, part: Part | Span | None) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a part of an array, or of some of its elements."""
     shape = tuple(aval.shape)
-    shape = shape if part is None else (*shape[: part.axis], *shape[part.axis + 1 :])
+    if isinstance(part, Span):
+        shape = (part.size,)
+    elif part is not None:
+        shape = (*shape[: part.axis], *shape[part.axis + 1 :])
     return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 

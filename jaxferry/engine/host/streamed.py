@@ -2,14 +2,16 @@
 
     unit --cut--> subgroups, each some of its parameters --> masters and state in flat vectors in pinned memory
 
-The subgroups of a unit follow each other through the device, so that it never holds the whole unit. What is too small
-to move, such as Adam's count, stays on the device.
+The subgroups of a unit follow each other through the device, so that it never holds the whole unit. They are of equal
+size, as planned: a parameter that is updated element-wise is cut where a subgroup ends. What is too small to move, such
+as Adam's count, stays on the device.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,34 +19,47 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Key, on_host
+from jaxferry.engine.host.pieces import Key, Span, on_host
 from jaxferry.engine.host.pinned import on_cpu, to_pinned
 from jaxferry.engine.host.update_group import Subgroup, UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Layer, Leaf, make_layer
 
+_ALIGNMENT = 16
+"""Parameters are cut at multiples of so many elements: a cache line of fp32."""
+
+_Share = list[tuple[Leaf, Span | None]]
+"""The parameters of a subgroup, each with its elements if they are not all."""
+
 
 def subgroups_of(optimizer: HostOptimizer, unit: UpdateGroup, layers: Sequence[Layer], count: int) -> list[Subgroup]:
-    """Cuts a unit into subgroups of about equal bytes, at most one for each parameter; without arrays.
+    """Cuts a unit into subgroups of about equal bytes; without arrays.
 
     Args:
       optimizer: the host optimizer.
       unit: the unit of one layer; masters and state may be shapes.
       layers: the parameter groups.
-      count: the number of subgroups. Some hold nothing if single parameters are larger than their share.
+      count: the number of subgroups. Some hold nothing if parameters that cannot be cut are larger than their share.
     """
     trained = layers[unit.layers[0]].trained
-    shares = _shares(trained, count)
-    if not optimizer.takes_parts_of(unit, shares):
-        shares = [list(trained.leaves), *([] for _ in shares[1:])]
-    units = [optimizer.part_of(unit, leaves) for leaves in shares]
+    shares = _shares(trained, count, {leaf.index for leaf in trained.leaves if optimizer.is_elementwise(leaf)})
+    whole = [[leaf for leaf, _ in share] for share in shares if not any(span for _, span in share)]
+    if not optimizer.takes_parts_of(unit, whole):
+        shares = [[(leaf, None) for leaf in trained.leaves], *([] for _ in shares[1:])]
+    units = [optimizer.part_of(unit, share) for share in shares]
     found = []
-    for own, leaves in zip(units, shares, strict=True):
-        vectors = sorted({leaf.vector for leaf in leaves})
-        numbered = (dataclasses.replace(leaf, vector=vectors.index(leaf.vector)) for leaf in leaves)
-        layer = Layer(trained.name, tuple(numbered))
-        found.append(Subgroup(own, layer, tuple(vectors), _layout(trained.name, own)))
+    for own, share in zip(units, shares, strict=True):
+        vectors = sorted({leaf.vector for leaf, _ in share})
+        layer = Layer(trained.name, tuple(_held(leaf, span, vectors) for leaf, span in share))
+        spans = {leaf.index: span for leaf, span in share if span}
+        found.append(Subgroup(own, layer, spans, tuple(vectors), _layout(trained.name, own)))
     return found
+
+
+def _held(leaf: Leaf, span: Span | None, vectors: Sequence[int]) -> Leaf:
+    """A leaf of a subgroup, in its place in these vectors of the unit's layer."""
+    leaf = dataclasses.replace(leaf, vector=vectors.index(leaf.vector))
+    return leaf if span is None else dataclasses.replace(leaf, shape=(span.size,), offset=leaf.offset + span.start)
 
 
 def stream(unit: UpdateGroup, subgroups: list[Subgroup], placement: Placement, pack: Callable[[Layer], Any]) -> None:
@@ -59,7 +74,8 @@ def stream(unit: UpdateGroup, subgroups: list[Subgroup], placement: Placement, p
     masters = dict(zip(unit.keys, unit.masters, strict=True))
     state = dict(zip(unit.state_keys, unit.state, strict=True))
     for each in subgroups:
-        arrays = [*map(masters.__getitem__, each.unit.keys), *map(state.__getitem__, each.unit.state_keys)]
+        arrays = [_piece(masters, key) for key in each.unit.keys]
+        arrays += [_piece(state, key) for key in each.unit.state_keys]
         if each.streamed.leaves:
             each.vectors = to_pinned(pack(each.streamed)([arrays[i] for i in each.moved]), placement)
         moved, num = set(each.moved), len(each.unit.masters)
@@ -73,53 +89,102 @@ def stream(unit: UpdateGroup, subgroups: list[Subgroup], placement: Placement, p
 
 def masters_of(unit: UpdateGroup, placement: Placement) -> list[jax.Array]:
     """Copies of a streamed unit's masters in host memory."""
-    found: dict[Key, jax.Array] = {}
+    found: dict[Key, Any] = {}
     for each in unit.subgroups:
-        found |= zip(each.unit.keys, _copies(each, range(len(each.unit.masters)), placement), strict=True)
-    return [found[key] for key in unit.keys]
+        found |= zip(each.unit.keys, _views(each, placement)[: len(each.unit.masters)], strict=True)
+    return _copies(found, unit.keys, unit.masters, placement)
 
 
 def state_of(unit: UpdateGroup, placement: Placement) -> list[jax.Array]:
     """Copies of a streamed unit's optimizer state in host memory."""
-    found: dict[Key, jax.Array] = {}
+    found: dict[Key, Any] = {}
     for each in unit.subgroups:
-        first = len(each.unit.masters)
-        chosen = range(first, first + len(each.unit.state))
-        found |= zip(each.unit.state_keys, _copies(each, chosen, placement), strict=True)
-    return [found[key] for key in unit.state_keys]
+        found |= zip(each.unit.state_keys, _views(each, placement)[len(each.unit.masters) :], strict=True)
+    return _copies(found, unit.state_keys, unit.state, placement)
 
 
 def replace_state(unit: UpdateGroup, leaves: Mapping[Key, jax.Array], placement: Placement) -> bool:
     """Replaces leaves of a streamed unit's state; False, and nothing is done, if one of them moves."""
     for each in unit.subgroups:
         num, moved = len(each.unit.masters), set(each.moved)
-        if any(key in leaves and num + i in moved for i, key in enumerate(each.unit.state_keys)):
+        if any(_whole(key) in leaves and num + i in moved for i, key in enumerate(each.unit.state_keys)):
             return False
     for each in unit.subgroups:
         pairs = zip(each.unit.state_keys, each.unit.state, strict=True)
         each.unit.state = [
-            jax.device_put(_own(leaves[key]), placement.device) if key in leaves else leaf for key, leaf in pairs
+            jax.device_put(_own(_piece(leaves, key)), placement.device) if _whole(key) in leaves else leaf
+            for key, leaf in pairs
         ]
     return True
 
 
-def _copies(subgroup: Subgroup, chosen: Sequence[int], placement: Placement) -> list[jax.Array]:
-    """Copies in host memory of some of a subgroup's masters and state, by their places in `[*masters, *state]`."""
+def _whole(key: Key) -> Key:
+    """The key of the array that holds these elements."""
+    name, part = key
+    return (name, part.part) if isinstance(part, Span) else key
+
+
+def _piece(arrays: Mapping[Key, Any], key: Key) -> Any:
+    """The array of a key, or its elements as a view."""
+    _, part = key
+    array = arrays[_whole(key)]
+    return part.of(np.asarray(array)) if isinstance(part, Span) else array
+
+
+def _views(subgroup: Subgroup, placement: Placement) -> list[Any]:
+    """A subgroup's masters, then its state; what moves are views of its vectors."""
     flat = [np.asarray(vector) for vector in on_cpu(subgroup.vectors, placement)]
     arrays: list[Any] = [*subgroup.unit.masters, *subgroup.unit.state]
     for leaf in subgroup.streamed.leaves:
         arrays[leaf.index] = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
-    return [_copied(arrays[i], placement) for i in chosen]
+    return arrays
 
 
-def _shares(layer: Layer, count: int) -> list[list[Leaf]]:
-    """Spreads the leaves of a layer over shares, in the order of their offsets."""
-    shares: list[list[Leaf]] = [[] for _ in range(count)]
-    total, before = max(layer.num_parameters, 1), 0
+def _copies(found: Mapping[Key, Any], keys: Sequence[Key], avals: Sequence[Any], placement: Placement) -> list[Any]:
+    """Copies in host memory of whole arrays, of which some are found in pieces."""
+    pieces: dict[Key, list[Key]] = {}
+    for key in found:
+        pieces.setdefault(_whole(key), []).append(key)
+    copies = []
+    for key, aval in zip(keys, avals, strict=True):
+        array = found.get(key)
+        if array is None:
+            ordered = sorted(pieces[key], key=_start)
+            array = np.concatenate([np.asarray(found[piece]) for piece in ordered]).reshape(aval.shape)
+        copies.append(_copied(array, placement))
+    return copies
+
+
+def _start(key: Key) -> int:
+    _, span = key
+    assert isinstance(span, Span)
+    return span.start
+
+
+def _shares(layer: Layer, count: int, can_cut: Collection[int]) -> list[_Share]:
+    """Spreads the leaves of a layer over shares, in the order of their offsets.
+
+    Args:
+      layer: the layer.
+      count: the number of shares.
+      can_cut: indices of the leaves that are cut where a share ends; others are whole.
+    """
+    shares: list[_Share] = [[] for _ in range(count)]
+    total, before = layer.num_parameters, 0
     for leaf in sorted(layer.leaves, key=lambda leaf: (leaf.vector, leaf.offset)):
-        shares[min(count - 1, (2 * before + leaf.size) * count // (2 * total))].append(leaf)
+        if leaf.index in can_cut:
+            inner = [(total * number // count - before) // _ALIGNMENT * _ALIGNMENT for number in range(1, count)]
+            bounds = [0, *(min(max(bound, 0), leaf.size) for bound in inner), leaf.size]
+            for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+                if start < stop:
+                    is_all = stop - start == leaf.size
+                    shares[number].append((leaf, None if is_all else Span(start, stop, leaf.part)))
+        else:
+            number = (2 * before + leaf.size) * count // (2 * max(total, 1))
+            shares[min(count - 1, number)].append((leaf, None))
         before += leaf.size
-    return [[leaf for leaf in layer.leaves if leaf in share] for share in shares]
+    order = {leaf.index: place for place, leaf in enumerate(layer.leaves)}
+    return [sorted(share, key=lambda each: order[each[0].index]) for share in shares]
 
 
 def _layout(name: str, unit: UpdateGroup) -> Layer:

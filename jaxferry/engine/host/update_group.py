@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.engine.host.pieces import Key
+from jaxferry.engine.host.pieces import Key, Span
 from jaxferry.partition import Layer, Part
 from jaxferry.partition.graph import aval_bytes
 
@@ -25,7 +25,7 @@ class UpdateGroup:
       state: leaves of the Optax state, in host memory.
       state_keys: their paths, and which part of a stacked parameter they belong to.
       programs: compiled updates, by which of the layers any segment reads.
-      parts: for each master its part of the leaf; empty if all are whole.
+      parts: for each master its part of the leaf, or some elements of it; empty if all are whole.
       is_on_device: whether masters and state are on the device instead.
       subgroups: what holds them if updates stream them through the GPU; masters and state are then shapes.
     """
@@ -36,7 +36,7 @@ class UpdateGroup:
     state: list[jax.Array]
     state_keys: list[Key]
     programs: dict[tuple[bool, ...], Any] = dataclasses.field(default_factory=dict)
-    parts: tuple[Part | None, ...] = ()
+    parts: tuple[Part | Span | None, ...] = ()
     is_on_device: bool = False
     subgroups: list[Subgroup] = dataclasses.field(default_factory=list)
 
@@ -51,18 +51,19 @@ class UpdateGroup:
         return sum(map(aval_bytes, (*self.masters, *self.state)))
 
     @property
-    def keys(self) -> list[tuple[int, Part | None]]:
+    def keys(self) -> list[Key]:
         """Leaf and part of each master."""
         return list(zip(self.leaves, self.parts or [None] * len(self.leaves), strict=True))
 
 
 @dataclasses.dataclass
 class Subgroup:
-    """Some parameters of a unit with their optimizer state, which updates stream through the GPU together.
+    """Parameters of a unit, or elements of them, with their optimizer state, which stream through the GPU together.
 
     Attributes:
       unit: the update of these parameters alone; masters and state are shapes, but for state that stays on the device.
       trained: these parameters, at their offsets in vectors of the unit's layer.
+      spans: by index of the leaf, its elements that are of this subgroup; empty for those that are whole.
       touched: the numbers of these vectors.
       streamed: the layout of what moves, in flat vectors of its own: masters, then leaves of the state, by index.
       vectors: these vectors, in pinned memory; empty if only shapes are wanted.
@@ -70,6 +71,7 @@ class Subgroup:
 
     unit: UpdateGroup
     trained: Layer
+    spans: Mapping[int, Span]
     touched: tuple[int, ...]
     streamed: Layer
     vectors: tuple[jax.Array, ...] = ()

@@ -21,12 +21,13 @@ from jaxferry.engine.host.fused import clip_factor, fused_rule, fused_update
 from jaxferry.engine.host.optimized_tree import OptimizedTree
 from jaxferry.engine.host.pinned import can_view
 from jaxferry.engine.host.separable import init_content
+from jaxferry.engine.host.stacked_update import Held
 from jaxferry.engine.host.subtree import path_names, subtree
 from jaxferry.engine.host.update_group import UpdateGroup, by_leaf, packed, put_together, taken_apart
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.optimizers import FusedTransformation, HostRule
-from jaxferry.partition import Layer, Part
+from jaxferry.partition import Layer
 
 
 class UpdatePrograms:
@@ -236,7 +237,7 @@ class UpdatePrograms:
 
     def _part_update(
         self,
-        held: Sequence[tuple[int, Part | None]],
+        held: Held,
         layers: Sequence[Layer],
         masters: Any,
         state: Any,
