@@ -348,8 +348,9 @@ class Compiler:
         found: dict[str, int] = {}
         for unit in optimizer.units_of(groups):
             sizes = {groups[group].name: groups[group].trained.num_parameters for group in unit.layers}
+            total = max(sum(sizes.values()), 1)
             if read.issuperset(unit.layers):
-                found |= {name: -(-unit.num_bytes * size // sum(sizes.values())) for name, size in sizes.items()}
+                found |= {name: -(-unit.num_bytes * size // total) for name, size in sizes.items()}
         return found
 
     def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
