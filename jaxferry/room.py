@@ -80,7 +80,7 @@ class Spans:
     Attributes:
       first_start, first_end: of the copy for the forward, both inclusive.
       second_start, second_end: of the copy that is loaded later.
-      next_start: first place of the copy for the next step's forward; 2L or more is outside this step.
+      next_start: first place of the copy for the next step's forward; from 2L on, a place of that step.
       next_waits_for: the lowest layer whose offload that copy's load, or an earlier one, waits for; L if none.
     """
 
@@ -118,7 +118,7 @@ def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
     of_group = np.array(held.profile.group_of)
     first_place = np.where(held.first_ends_by_backward, 2 * size - 1 - held.first_end, held.first_end)
     reusable = np.where(updated[of_group] > 0, updated[of_group], first_place + 1)
-    next_wait = np.where(held.loads_forward, np.where(first_wait > 0, 2 * size, reusable), 0)
+    next_wait = np.where(held.loads_forward, np.where(first_wait > 0, 2 * size + first_wait, reusable), 0)
     lowest = _lowest_offloads(held, after_all)[of_group]
     next_waits_for = size - _in_link_order(np.where(held.loads_forward, size - lowest, 0), order)
     return Spans(
