@@ -1,5 +1,7 @@
 """Shared by the benchmarks: facts about the machine, interleaved timing, and JSON output."""
 
+import contextlib
+import ctypes
 import json
 import statistics
 import threading
@@ -11,11 +13,23 @@ import jax
 from benchmarks.machine import facts
 
 RESULTS = Path(__file__).parent / "results"
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
 
 
 def machine():
     """Returns the facts about the machine that results depend on."""
     return facts(jax.devices()[0].device_kind, jax=jax.__version__)
+
+
+def keep_freed_memory():
+    """Makes the C library keep freed memory.
+
+    XLA's CPU client takes each result from it; memory that Linux gives back page by page costs up to a tenth of a step.
+    On a GPU, memory stays in JAX's pool.
+    """
+    with contextlib.suppress(AttributeError):  # only GNU's has mallopt
+        for option, num_bytes in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**28), (M_MMAP_THRESHOLD, 2**25)):
+            ctypes.CDLL(None).mallopt(option, num_bytes)
 
 
 def thread_cpu_s(prefix):

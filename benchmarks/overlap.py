@@ -34,8 +34,6 @@ steps over the simulation with each task's actual sleep.
 """
 
 import argparse
-import contextlib
-import ctypes
 import dataclasses
 import itertools
 import json
@@ -82,15 +80,6 @@ DRY_STOLEN = 0.005
 MOST_DRY_RUNS = 4
 NUM_PLAIN = 4
 AWAKE_S = 5e-4
-
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of malloc.h
-
-
-def keep_freed_memory():
-    """Makes the C library keep freed memory."""
-    with contextlib.suppress(AttributeError):  # only GNU's has mallopt
-        for option, num_bytes in ((M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**28), (M_MMAP_THRESHOLD, 2**25)):
-            ctypes.CDLL(None).mallopt(option, num_bytes)
 
 
 def last_as_long_as(duration_s):
@@ -228,16 +217,16 @@ class Model:
         self.fastest_s = min(self.fastest_s, *times_s)
         return times_s
 
-    def profile(self):
+    def profile(self, num_profiles=NUM_PROFILES):
         """Returns the median of several profiles by compute over plain gradient, and that gradient's seconds."""
         step = jaxferry.train_step(self.loss_fn, jaxferry.adamw(1e-4), profile="measure")
         measured = []
-        for _ in range(NUM_PROFILES):
+        for _ in range(num_profiles):
             before_s = self.plain_s()
             profile = step.measure(self.params, self.batch)
             plain_s = statistics.median(before_s + self.plain_s())
             measured.append((works_s(profile)["compute"] / plain_s, profile, plain_s))
-        _, profile, plain_s = sorted(measured, key=lambda found: found[0])[NUM_PROFILES // 2]
+        _, profile, plain_s = sorted(measured, key=lambda found: found[0])[num_profiles // 2]
         return profile, plain_s
 
 
@@ -383,7 +372,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4, help="consecutive steps per policy; the first is not timed")
     parser.add_argument("--rounds", type=int, default=6)
     arguments = parser.parse_args()
-    keep_freed_memory()
+    measure.keep_freed_memory()
     path = measure.RESULTS / "overlap.json"
     found = json.loads(path.read_text()) if arguments.only and path.exists() else {}
     if arguments.only != "trained":

@@ -5,11 +5,16 @@ also on the device where the state stays (`resident`), and also streamed through
 the host-only step over the others. With the batch of `simulated` the GPU takes longest; `host_bound` has one sample, so
 that updates take longest on all machines.
 
+Nodes of 8 A100 or H100 train data-parallel with the state of the optimizer split over the devices (ZeRO): each loads,
+updates and sends an eighth of every layer over its own link, and gathers layers and scatters gradients over NVLink. The
+host's bandwidth, twice that of one socket, is shared by all. Direct Host Access and GO are left out there.
+
 The sweep gives the 7B model on the H100 node budgets from the smallest to that of plain training. Step time must never
 increase with the budget.
 
 With everything on the device, a step is plain training. So a GPT-2 trains here with all groups updated on the device (a
-CPU), in turns with one jitted Optax step of the same model. Expected: at most 1.03 times its time.
+CPU), in turns with one jitted Optax step of the same model, both with a C library that keeps freed memory (without, it
+is 1.05 to 1.08 times its time). Expected: at most 1.03 times its time.
 
     python benchmarks/update_placement.py [--batch 8] [--length 1024] [--only simulated|host_bound|trained]
         [--models 7B 13B]
@@ -65,6 +70,10 @@ SYSTEMS = ("rtx4090-pcie4", "a100-pcie4", "h100-pcie5")
 PLACES = {"host": (), "resident": (UpdatePlace.RESIDENT,), "anywhere": tuple(UpdatePlace)}
 SWEPT = ("7B", "h100-pcie5")
 POINTS = 16
+NUM_DEVICES, NUM_SOCKETS = 8, 2
+# One direction of NVLink (NVIDIA's A100 and H100 data sheets state 600 and 900 GB/s for both).
+NVLINK_BYTES_PER_S = {"a100-pcie4": 300e9, "h100-pcie5": 450e9}
+LEFT_OUT_S = 1e3
 TRAINED_STEPS = 12
 
 
@@ -76,6 +85,30 @@ def partition_of(config, batch, length):
 
 def profile_of(parts, costs, derivatives, machine):
     return with_program_facts(estimate_profile(costs, machine), parts, derivatives)
+
+
+def on_node(profile, nvlink_bytes_per_s):
+    """The profile of one of the devices of a node; transfers over NVLink are part of those over its own link."""
+    others, layers = (NUM_DEVICES - 1) / NUM_DEVICES, []
+    for layer in profile.layers:
+        gather_s = layer.param_bytes * others / nvlink_bytes_per_s
+        scatter_s = layer.grad_bytes * others / nvlink_bytes_per_s
+        layers.append(
+            dataclasses.replace(
+                layer,
+                load_s=layer.load_s / NUM_DEVICES + gather_s,
+                offload_s=layer.offload_s / NUM_DEVICES + scatter_s,
+                update_s=layer.update_s / NUM_SOCKETS,
+                update_gpu_s=layer.update_gpu_s / NUM_DEVICES + gather_s + scatter_s,
+                state_bytes=layer.state_bytes // NUM_DEVICES,
+                state_up_s=layer.state_up_s / NUM_DEVICES,
+                state_down_s=layer.state_down_s / NUM_DEVICES,
+                forward_dha_s=LEFT_OUT_S,
+                backward_dha_s=LEFT_OUT_S,
+                backward_go_s=LEFT_OUT_S,
+            )
+        )
+    return dataclasses.replace(profile, layers=tuple(layers))
 
 
 def compare(profile, budget_bytes):
@@ -138,6 +171,7 @@ def draw(swept, path):
 
 def train():
     """The seconds of steps of plain JAX and of a plan that updates everything on the device, in turns."""
+    measure.keep_freed_memory()
     config = dataclasses.replace(model.SIZES["tiny"], num_layers=6, channels=256, vocab_size=4096)
     loss_fn, params = model.make_loss(config), jax.jit(model.make_init(config))(jax.random.key(0))
     batch = {"tokens": jax.random.randint(jax.random.key(1), (8, 129), 0, config.vocab_size)}
@@ -171,6 +205,7 @@ def train():
 
 
 def simulate(models, batch, length, swept_at=None):
+    """Rows of the models on one device and on nodes."""
     rows, swept = [], None
     for name in track(models, console=Console(stderr=True)):
         parts = partition_of(MODELS[name], batch, length)
@@ -178,30 +213,35 @@ def simulate(models, batch, length, swept_at=None):
         for system in SYSTEMS:
             machine = MACHINES[system]
             profile = profile_of(parts, costs, derivatives, machine)
-            rows.append({"model": name, "machine": system, **compare(profile, int(machine.memory_bytes))})
+            budget_bytes, about = int(machine.memory_bytes), {"model": name, "machine": system}
+            rows.append({**about, "num_devices": 1, **compare(profile, budget_bytes)})
+            if system in NVLINK_BYTES_PER_S:
+                node = on_node(profile, NVLINK_BYTES_PER_S[system])
+                rows.append({**about, "num_devices": NUM_DEVICES, **compare(node, budget_bytes)})
             if (name, system) == swept_at:
                 swept = sweep(profile)
-    found = {"batch": batch, "length": length, "num_devices": 1, "estimated": True, "rows": rows}
+    found = {"batch": batch, "length": length, "estimated": True, "rows": rows}
     return found | ({} if swept is None else {"sweep": swept})
 
 
 def merged(before, after):
     """All rows in the order of the models, each the later one of its model and machine."""
-    rows = {(row["model"], row["machine"]): row for row in (*before, *after)}
-    return [rows[key] for key in itertools.product(MODELS, SYSTEMS) if key in rows]
+    rows = {(row["model"], row["machine"], row["num_devices"]): row for row in (*before, *after)}
+    return [rows[key] for key in itertools.product(MODELS, SYSTEMS, (1, NUM_DEVICES)) if key in rows]
 
 
 def print_rows(rows):
-    heads = ("model", "machine", "host only", "resident", "anywhere", "ratio", "bound", "on the device", "streamed")
+    heads = ("model", "machine", "devices", "host only", "resident", "anywhere", "ratio", "bound", "stays", "streams")
     table = Table(*heads, title="steady step")
     for row in rows:
+        about = (row["model"], row["machine"], str(row["num_devices"]))
         if "ratio" not in row:
-            table.add_row(row["model"], row["machine"], "does not fit", *["-"] * 6)
+            table.add_row(*about, "does not fit", *["-"] * 6)
             continue
         anywhere = row["anywhere"]
         times = [f"{row[name]['steady_step_s']:.3f} s" for name in ("host", "resident", "anywhere")]
         counts = [str(anywhere[f"layers_{place}"]) for place in ("updated_on_device", "streamed")]
-        table.add_row(row["model"], row["machine"], *times, f"{row['ratio']:.2f}", f"{row['bound_s']:.3f} s", *counts)
+        table.add_row(*about, *times, f"{row['ratio']:.2f}", f"{row['bound_s']:.3f} s", *counts)
     Console().print(table)
 
 

@@ -1,0 +1,213 @@
+"""Measures what updates on the device gain where the host is slow: trained over an emulated link, by an emulated host.
+
+The GPT-2 of `overlap.py` trains here; that file tells what the emulation does and what it cannot show. The speed of the
+host's memory is set so that its updates take HOST times the compute time of a step, and those of the links so that a
+load of all parameters takes LINK of it. Updates on the device really run, on the core that computes. Plans train in
+turns, with two budgets: SPARE times the smallest in which any plan runs.
+
+- `host`: the best plan of `auto` without updates on the device, within the budget;
+- `anywhere`: the plan of `auto` within the same budget: some groups stream through the device or stay there;
+- `unlimited`: the plan of `auto` without a budget: what is faster on the device stays there.
+
+The profile is measured; an update on the device is timed as one jitted `jaxferry.adamw`, and its state is taken to pass
+the links at their emulated speeds.
+
+Expected: `anywhere` at least 1.4 times as fast as `host`, and within 1.1 of the proven bound on any plan in that
+budget; `unlimited` within 1.1 of the compute time.
+
+    python benchmarks/slow_host.py [--steps 4] [--rounds 4]
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+
+import overlap  # sets the environment before jax is imported
+
+import jax  # isort: skip
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import jaxferry
+import measure
+from jaxferry.compare import works_s
+from jaxferry.native.library import library
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
+from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.base import Request
+from jaxferry.planning import make_plan
+
+HOST, LINK = 2.0, 0.1
+SPARE = {"little": 1.1, "more": 1.5}
+STATE_BYTES = 12  # a parameter, in fp32: master and two moments
+NUM_UPDATES = 5
+
+
+def set_speeds(of):
+    """Sets the emulator's speeds; returns them in bytes per second. A plain gradient takes the compute time."""
+    sent = sum(leaf.nbytes for leaf in jax.tree.leaves(of.params))
+    # Per parameter, in fp32: read and write master and two moments, read the gradient, write the compute copy.
+    speeds = {
+        "load": sent / (LINK * of.fastest_s),
+        "store": sent / (LINK * of.fastest_s),
+        "host": 8 * sent / (HOST * of.fastest_s),
+    }
+    for part, bytes_per_s in speeds.items():
+        library("cpu").set_bandwidth(part, bytes_per_s)
+    return speeds
+
+
+def device_update_s(num_parameters):
+    """Seconds of an AdamW update of so many parameters in the device's memory, in place."""
+    optimizer = jaxferry.adamw(1e-4)
+    params = {"w": jnp.full(num_parameters, 0.1)}
+    state = optimizer.init(params)
+
+    def update(params, state, gradient):
+        updates, state = optimizer.update({"w": gradient}, state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    jitted = jax.jit(update, donate_argnums=(0, 1))
+    seconds, gradient = [], jnp.full(num_parameters, 0.01)
+    for _ in range(NUM_UPDATES + 1):
+        start_s = time.perf_counter()
+        params, state = jax.block_until_ready(jitted(params, state, gradient))
+        seconds.append(time.perf_counter() - start_s)
+    return statistics.median(seconds[1:])
+
+
+def with_device_updates(profile, speeds):
+    """The profile with the times of updates on the device."""
+    sizes = {layer.param_bytes // 4 for layer in profile.layers}
+    update_s, layers = {size: device_update_s(size) for size in sizes}, []
+    for layer in profile.layers:
+        state_bytes = STATE_BYTES * layer.param_bytes // 4
+        layers.append(
+            dataclasses.replace(
+                layer,
+                update_gpu_s=update_s[layer.param_bytes // 4],
+                state_bytes=state_bytes,
+                state_up_s=state_bytes / speeds["load"],
+                state_down_s=(state_bytes + layer.param_bytes) / speeds["store"],
+            )
+        )
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def plans_of(profile, known):
+    """Plans and budgets by name, and by memory. `known` is the profile with the times of device updates."""
+    smallest = AutoSearch(profile, Request()).pool.smallest_needed_bytes()
+    plans = {("unlimited", "all"): (make_plan(known, "auto"), None)}
+    for memory, spare in SPARE.items():
+        budget = int(spare * smallest)
+        for name, one in (("host", profile), ("anywhere", known)):
+            plans[name, memory] = make_plan(one, "auto", memory_budget_bytes=budget), budget
+    return plans
+
+
+class Trained:
+    """One plan in training."""
+
+    def __init__(self, of, plan):
+        self._of = of
+        self.step = jaxferry.train_step(of.loss_fn, jaxferry.adamw(1e-4), plan=plan)
+        self._state = self.step.init(of.params)
+        self.losses = []
+
+    def step_s(self, num_steps):
+        """The mean seconds of consecutive steps; the first of them is not counted."""
+        start_s = 0.0
+        for number in range(num_steps + 1):
+            if number == 1:
+                self._state.block_until_ready()
+                start_s = time.perf_counter()
+            self._state, metrics = self.step(self._state, self._of.batch)
+            self.losses.append(float(metrics["loss"]))
+        self._state.block_until_ready()
+        return (time.perf_counter() - start_s) / num_steps
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4)
+    arguments = parser.parse_args()
+    measure.keep_freed_memory()
+    of = overlap.Model()
+    speeds = set_speeds(of)
+    profile, plain_s = of.profile(num_profiles=1)
+    known = with_device_updates(profile, speeds)
+    plans = plans_of(profile, known)
+    trained = {key: Trained(of, plan) for key, (plan, _) in plans.items()}
+    rounds = []
+    for number in range(arguments.rounds + 1):
+        before_s = of.plain_s()
+        seconds = {key: each.step_s(arguments.steps) for key, each in trained.items()}
+        slowness = statistics.median(before_s + of.plain_s()) / plain_s
+        if number:  # the first one compiles
+            rounds.append({"slowness": slowness, "step_s": seconds})
+    compute_s, rows = works_s(profile)["compute"], []
+    for key, (plan, budget) in plans.items():
+        name, memory = key
+        predicted_s = plan.predicted.steady_step_s
+        least_s = compute_s if budget is None else any_plan_lower_bound_s(known, budget)
+        host = ("host", "more" if budget is None else memory)
+        rows.append(
+            {
+                "plan": name,
+                "memory": memory,
+                "budget_bytes": budget,
+                "step_s": statistics.median(one["step_s"][key] for one in rounds),
+                "predicted_s": predicted_s,
+                "bound_s": least_s,
+                "host_over_this": statistics.median(one["step_s"][host] / one["step_s"][key] for one in rounds),
+                "measured_over_predicted": statistics.median(one["step_s"][key] / predicted_s for one in rounds),
+                "measured_over_bound": statistics.median(one["step_s"][key] / least_s for one in rounds),
+                "predicted_over_bound": predicted_s / least_s,
+                "peak_device_bytes": trained[key].step.prepare(of.batch).peak.total,
+                "layers_resident": sum(plan.updates_on_device),
+                "layers_streamed": sum(plan.updates_streamed),
+                "losses": trained[key].losses[:4],
+            }
+        )
+    heads = (
+        "plan",
+        "memory",
+        "step [s]",
+        "predicted [s]",
+        "host / this",
+        "/ predicted",
+        "/ bound",
+        "resident",
+        "streamed",
+    )
+    table = Table(*heads)
+    for row in rows:
+        times = (row["step_s"], row["predicted_s"], row["host_over_this"])
+        ratios = (row["measured_over_predicted"], row["measured_over_bound"])
+        counts = (row["layers_resident"], row["layers_streamed"])
+        table.add_row(row["plan"], row["memory"], *(f"{x:.3f}" for x in (*times, *ratios)), *map(str, counts))
+    Console().print(table)
+    print({name: round(seconds, 3) for name, seconds in works_s(profile).items()})
+    measure.write(
+        "slow_host",
+        {
+            "benchmark": "slow_host",
+            "machine": measure.machine(),
+            "model": {"name": f"GPT-2 {overlap.CONFIG}", "batch": overlap.BATCH, "sequence": overlap.LENGTH},
+            "expected": {"host_over_anywhere": 1.4, "anywhere_over_bound": 1.1, "unlimited_over_compute": 1.1},
+            "emulated_bytes_per_s": speeds,
+            "host_over_compute": HOST,
+            "work_s": works_s(profile),
+            "rows": rows,
+            "rounds": [
+                {**one, "step_s": {" ".join(key): seconds for key, seconds in one["step_s"].items()}} for one in rounds
+            ],
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
