@@ -476,11 +476,17 @@ class _StepCompiler:
         return dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
 
     def _first(self, runnable: RunnableStep) -> RunnableStep:
-        """The step that runs first: its updates start after all gradients have arrived."""
+        """The step that runs first: its updates start after all gradients have arrived.
+
+        With updates on the device all their gradients then stay there. If these do not fit, the step runs as planned.
+        """
         if runnable.rules.need_all_gradients:
             return runnable
         program = self._lower(dataclasses.replace(runnable.program.plan, updates=Updates.AFTER_ALL))
         program = program.with_sums_of(runnable.program.summed)
+        most = max(self._peak(runnable.program).total, self._options.memory_budget_bytes or 0)
+        if program.updated_on_device and self._peak(program).total > most:
+            return runnable
         tasks = TaskList(program.schedule)
         return dataclasses.replace(runnable, program=program, tasks=tasks, loads_ahead=(), is_first=True)
 

@@ -8,10 +8,11 @@
      "predicted": {"forward_s": 0.1, "step_s": 0.5, "steady_step_s": 0.45, "peak_device_bytes": 1000}}
 
 A layer may have the key `remat`: `"full"` if its backward runs its forward again; the default is `"none"`. It may have
-the key `update`: `"resident"` if its parameters are updated on the device, where their optimizer state stays; the
-default is `"host"`. A plan may have the key `update_order`: `"need"` if the host picks the update that the next forward
-needs first; the default is `"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill.
-All further top-level keys, such as `lower_bound_s` and `gap` of `exact`, are the plan's `details`.
+the key `update`: `"resident"` if its parameters are updated on the device, where their optimizer state stays; `"gpu"`
+if masters and state come to the device for the update only; the default is `"host"`. A plan may have the key
+`update_order`: `"need"` if the host picks the update that the next forward needs first; the default is `"backward"`. It
+may have the key `memory_bytes`, the device memory that gradients may fill. All further top-level keys, such as
+`lower_bound_s` and `gap` of `exact`, are the plan's `details`.
 """
 
 import dataclasses

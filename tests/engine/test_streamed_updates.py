@@ -14,6 +14,7 @@ from jaxferry.engine import Operation
 from jaxferry.engine.host import pinned
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
+from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.schedule import Kind, Lane
 from recorded import check_times
@@ -167,6 +168,32 @@ def test_parameters_larger_than_a_subgroup_are_cut_so_that_the_device_holds_no_m
 
 
 @pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("transport", ["ferry", "device_put"])
+def test_a_scalar_among_parameters_that_are_cut_is_where_the_next_step_reads_it(transport):
+    params = {
+        "a": {"b": np.zeros(17, np.float32), "g": np.float32(1.1), "w": np.ones((13, 17), np.float32)},
+        "m": {"w": np.ones((17, 3), np.float32), "none": np.zeros((0, 3), np.float32)},
+    }
+
+    def loss(params, x):
+        a = params["a"]
+        return jnp.mean((jnp.tanh(x @ a["w"] * a["g"] + a["b"]) @ params["m"]["w"]) ** 2) + params["m"]["none"].sum()
+
+    x, found = jnp.linspace(0, 0.1, 52).reshape(4, 13), []
+    names = [segment.name for segment in partition(loss, params, (x,)).segments]
+    for place in (UpdatePlace.HOST, UpdatePlace.GPU):
+        plan = Plan("test", 1.0, tuple(LayerPlan(name, Mode.GFGB, update=place) for name in names))
+        step = jaxferry.train_step(loss, optax.adamw(1e-2), plan=plan, transport=transport)
+        state = step.init(params)
+        found.append([])
+        for _ in range(4):
+            state, metrics = step(state, x)
+            found[-1].append(float(metrics["loss"]))
+    assert min(streaming(state).values()) >= 2
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+
+
+@pytest.mark.usefixtures("in_parts")
 def test_state_that_does_not_move_is_cut_with_its_parameter():
     """Integers stay on the device."""
 
@@ -288,7 +315,9 @@ def test_a_budget_below_moves_updates_to_the_host():
 
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_norm": 0.5}, pytest.param({"accumulate": 2}, marks=pytest.mark.slow)], ids=str
+    "options",
+    [{}, {"mode": Mode.DHA}, {"clip_norm": 0.5}, pytest.param({"accumulate": 2}, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_live_bytes_stay_under_the_predicted_peak(options, monkeypatch):
     emulate(monkeypatch)
@@ -301,6 +330,28 @@ def test_live_bytes_stay_under_the_predicted_peak(options, monkeypatch):
         state, _ = step(state, batch(number))
         most.append(watch.most)
     assert 0 < max(most) <= step.prepare(batch(0)).peak.total
+
+
+def test_the_first_step_needs_no_more_memory_than_the_next(monkeypatch):
+    """It would keep all gradients on the device if its updates waited for them."""
+    monkeypatch.setattr(planned_streaming, "SUBGROUP_BYTES", 4000)
+    emulate(monkeypatch)
+    params = {f"layer_{i:02}": {"w": np.eye(32, dtype=np.float32)} for i in range(12)}
+
+    def loss(params, x):
+        for layer in params.values():
+            x = jnp.tanh(x @ layer["w"])
+        return jnp.mean(x**2)
+
+    x = jnp.ones((2, 32))
+    names = [segment.name for segment in partition(loss, params, (x,)).segments]
+    plan = Plan("test", 1.0, tuple(LayerPlan(name, Mode.DHA, update=UpdatePlace.GPU) for name in names))
+    step = jaxferry.train_step(loss, jaxferry.adamw(1e-2), plan=plan, compute_dtype=jnp.float32)
+    state = step.init(params)
+    watch = Watch(step, x, monkeypatch)
+    watch.start(state)
+    step(state, x)
+    assert 0 < watch.most <= step.prepare(x).peak.total
 
 
 @pytest.mark.usefixtures("in_parts")

@@ -162,29 +162,34 @@ def _start(key: Key) -> int:
 
 
 def _shares(layer: Layer, count: int, can_cut: Collection[int]) -> list[_Share]:
-    """Spreads the leaves of a layer over shares, in the order of their offsets.
+    """Spreads the leaves of a layer over shares; those of a share lie side by side, as one transfer moves small ones.
 
     Args:
       layer: the layer.
       count: the number of shares.
       can_cut: indices of the leaves that are cut where a share ends; others are whole.
     """
-    shares: list[_Share] = [[] for _ in range(count)]
-    total, before = layer.num_parameters, 0
-    for leaf in sorted(layer.leaves, key=lambda leaf: (leaf.vector, leaf.offset)):
-        if leaf.index in can_cut:
-            inner = [(total * number // count - before) // _ALIGNMENT * _ALIGNMENT for number in range(1, count)]
-            bounds = [0, *(min(max(bound, 0), leaf.size) for bound in inner), leaf.size]
-            for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
-                if start < stop:
-                    is_all = stop - start == leaf.size
-                    shares[number].append((leaf, None if is_all else Span(start, stop, leaf.part)))
-        else:
-            number = (2 * before + leaf.size) * count // (2 * max(total, 1))
-            shares[min(count - 1, number)].append((leaf, None))
-        before += leaf.size
-    order = {leaf.index: place for place, leaf in enumerate(layer.leaves)}
-    return [sorted(share, key=lambda each: order[each[0].index]) for share in shares]
+    ordered = sorted(layer.leaves, key=lambda leaf: (leaf.vector, leaf.offset))
+    first = dict(zip([leaf.index for leaf in ordered], itertools.accumulate((x.size for x in ordered), initial=0)))
+    ends = [_end(ordered, first, layer.num_parameters * number // count, can_cut) for number in range(1, count)]
+    shares: list[_Share] = []
+    for low, high in itertools.pairwise([0, *ends, layer.num_parameters]):
+        shares.append([])
+        for leaf in layer.leaves:
+            start, stop = max(low - first[leaf.index], 0), min(high - first[leaf.index], leaf.size)
+            if start < stop or (leaf.size == 0 and len(shares) == 1):
+                is_all = leaf.size in (0, stop - start)
+                shares[-1].append((leaf, None if is_all else Span(start, stop, leaf.part)))
+    return shares
+
+
+def _end(ordered: Sequence[Leaf], first: Mapping[int, int], wanted: int, can_cut: Collection[int]) -> int:
+    """The element at which a share may end that is to end at this one; `first` holds that of each leaf."""
+    leaf = next(leaf for leaf in reversed(ordered) if first[leaf.index] <= wanted)
+    inner = min(wanted - first[leaf.index], leaf.size)
+    if leaf.index in can_cut:
+        return first[leaf.index] + inner // _ALIGNMENT * _ALIGNMENT
+    return first[leaf.index] + (leaf.size if 2 * inner >= leaf.size else 0)
 
 
 def _layout(name: str, unit: UpdateGroup) -> Layer:
