@@ -87,7 +87,7 @@ def with_updates_on_device(
     """The profile with the costs of updates on the device: its own, or estimated for a known GPU.
 
     Masters and state that stream pass the links at the speeds of loads and offloads. One update of all groups does not
-    stream, and none is on the device unless all groups may be updated there.
+    stream.
 
     Args as for `planning_profile`.
     """
@@ -100,12 +100,12 @@ def with_updates_on_device(
         may_update = has_own_memory and state_bytes is not None and group.name in state_bytes
         size = 0 if state_bytes is None else state_bytes.get(group.name, 0)
         up_s, down_s = layer.state_up_s, layer.state_down_s
-        if profile.has_times and not is_together:
+        if profile.has_times:
             up_s = size * load_s_a_byte if up_s is None else up_s
             down_s = (size + layer.param_bytes) * offload_s_a_byte if down_s is None else down_s
         if not may_update or seconds is None:
-            seconds = up_s = down_s = None
-        if is_together:
+            seconds = None
+        if is_together or seconds is None:
             up_s = down_s = None
         own = dataclasses.replace(layer, state_bytes=size, update_gpu_s=seconds, state_up_s=up_s, state_down_s=down_s)
         layers.append(own)

@@ -154,7 +154,7 @@ class HostOptimizer:
     def takes_parts_of(self, unit: UpdateGroup, parts: Sequence[Sequence[Leaf]]) -> bool:
         """Whether each of these parts of a unit's parameters is updated alone exactly as within the unit."""
         leaves = [sorted({leaf.source for leaf in part}) for part in parts if part]
-        return bool(unit.parts) or len(leaves) == 1 or all(map(self._tree.takes, leaves))
+        return bool(unit.parts) or leaves == [sorted(set(unit.leaves))] or all(map(self._tree.takes, leaves))
 
     def _unit(
         self, layers: tuple[int, ...], leaves: tuple[int, ...], parts: tuple[Part | Span | None, ...]
