@@ -52,6 +52,8 @@ def threads(request, monkeypatch):
         emulate(monkeypatch)
 
 
+# The emulated accelerator runs programs in a few threads, and those that wait for offloads may take all of them.
+@pytest.mark.cpu_device
 def test_loads_begin_while_the_step_before_is_in_its_backward():
     step, params = made(record_steps=4)
     native = library("cpu")

@@ -43,12 +43,13 @@ def in_parts(monkeypatch):
     monkeypatch.setattr(planned_streaming, "SUBGROUP_BYTES", 400)
 
 
+OFTEN = [*((Mode.GFGB, name) for name in ("plain", "bfloat16", "accumulated")), (Mode.DHA, "clipped")]
 CASES = [
     pytest.param(mode, transport, options, id=f"{mode}-{transport}-{name}", marks=[] if often else pytest.mark.slow)
     for mode in (Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.RELOAD)
     for transport in ("ferry", "device_put")
     for name, options in OPTIONS.items()
-    for often in [transport == "ferry" and (mode is Mode.GFGB or (mode, name) == (Mode.DHA, "clipped"))]
+    for often in [transport == "ferry" and (mode, name) in OFTEN]
 ]
 
 
@@ -70,10 +71,10 @@ def test_losses_and_states_are_those_of_updates_on_the_host(mode, transport, opt
 @pytest.mark.parametrize(
     ("transport", "reach", "options"),
     [
-        ("ferry", True, {"clip_norm": 0.5}),
         ("ferry", True, {"accumulate": 2}),
-        ("device_put", True, {}),
         ("device_put", False, {}),  # the CPU cannot reach pinned memory
+        pytest.param("ferry", True, {"clip_norm": 0.5}, marks=pytest.mark.slow),
+        pytest.param("device_put", True, {}, marks=pytest.mark.slow),
         *(
             pytest.param(transport, reach, options, marks=pytest.mark.slow)
             for transport, reach in (("device_put", True), ("device_put", False))
@@ -102,7 +103,11 @@ def test_the_way_of_accelerators_computes_the_same(transport, reach, options, mo
     accelerator.check()
 
 
-@pytest.mark.parametrize("optimizer", [jaxferry.adamw(1e-2), optax.adamw(1e-2)], ids=["fused", "optax"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(jaxferry.adamw(1e-2), marks=pytest.mark.slow), optax.adamw(1e-2)],
+    ids=["fused", "optax"],
+)
 def test_twenty_steps_differ_by_rounding_alone(optimizer):
     expected_step, step = make([], optimizer), make([], optimizer, streamed=ALL)
     expected, expected_losses = train(expected_step, expected_step.init(PARAMS), 20)
@@ -316,7 +321,10 @@ def test_a_budget_below_moves_updates_to_the_host():
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"mode": Mode.DHA}, {"clip_norm": 0.5}, pytest.param({"accumulate": 2}, marks=pytest.mark.slow)],
+    [
+        {},
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ({"mode": Mode.DHA}, {"clip_norm": 0.5}, {"accumulate": 2})),
+    ],
     ids=str,
 )
 def test_live_bytes_stay_under_the_predicted_peak(options, monkeypatch):
