@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from jaxferry.engine import RematVariants
 from jaxferry.engine.facts import with_program_facts, without_times
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.modes import Mode
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.options import Options
 from jaxferry.partition import AUTO, Partition
 from jaxferry.plan.base import Request
@@ -128,14 +128,21 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
       InputError: if the plan is for another model, or the policy does not exist.
     """
     parts, policy = variants.base, _policy_of(options)
+    is_alone = parts.graph.num_devices == 1
     if options.plan is not None:
         _check_names("plan", options.plan, parts)
+        if not is_alone and options.plan != loaded(options.plan):
+            raise InputError(
+                "the plan reads layers in host memory, writes gradients there, or updates on the device, which several "
+                "devices do not: plan modes GFGB, RELOAD and RESIDENT, gradients on the device and updates on the host"
+            )
         return _as_run(options.plan, profile)
     if policy is None:
         layers = tuple(LayerPlan(segment.name, Mode.GFGB) for segment in parts.segments)
         plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
         return _as_run(with_update_order(profile, plan), profile)
-    return _plan_within(variants, options, profile, policy, options.memory_budget_bytes)
+    plan = _plan_within(variants, options, profile, policy, options.memory_budget_bytes)
+    return plan if is_alone else _as_run(loaded(plan), profile)
 
 
 def leanest_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan | None:
@@ -146,7 +153,22 @@ def leanest_plan(variants: RematVariants, options: Options, profile: Profile) ->
     policy = _policy_of(options)
     if options.plan is not None or policy is None:
         return None
-    return _plan_within(variants, options, profile, policy, 1)
+    plan = _plan_within(variants, options, profile, policy, 1)
+    return plan if variants.base.graph.num_devices == 1 else _as_run(loaded(plan), profile)
+
+
+def loaded(plan: Plan) -> Plan:
+    """The plan with what several devices can do: layers that are read in host memory are loaded (RELOAD) instead."""
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            mode=Mode.RELOAD if layer.mode in (Mode.DHA, Mode.DFGB) else layer.mode,
+            gradient=GradientPlace.DEVICE,
+            update=UpdatePlace.HOST,
+        )
+        for layer in plan.layers
+    )
+    return plan if layers == plan.layers else dataclasses.replace(plan, layers=layers, predicted=None)
 
 
 def _plan_within(

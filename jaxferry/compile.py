@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core
 
 from jaxferry.choice import (
@@ -198,6 +199,7 @@ class Compiler:
         """The prepared step for arguments of this structure; prepares it on the first call."""
 
         def make() -> tuple[Prepared, _Cut]:
+            self._check_batch(args, kwargs)
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
             is_first = self._known_layers is None
             try:
@@ -210,13 +212,24 @@ class Compiler:
 
         return self._prepared.get(structure_of(args, kwargs), make)[0]
 
+    def _check_batch(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Raises InputError if the devices of a mesh cannot share these arguments."""
+        num = self._shared.placement.num_devices
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves((args, split_flags(kwargs)[0]))]
+        sizes = [shape[0] for shape in shapes if shape]
+        if num > 1 and not any(size and size % num == 0 for size in sizes):
+            raise InputError(
+                f"a batch is split over the mesh along its first axis, whose size must be a multiple of {num} devices: "
+                f"got {', '.join(map(str, dict.fromkeys(sizes))) or 'no arrays'}"
+            )
+
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
         """Measures what each layer costs on the device."""
         self._shared.prefetch.take(None)
         variants, programs = self._variants(self._cut(args, kwargs))
         placement, state_bytes = self._shared.placement, self._state_bytes(variants.base)
         measured = self._measured(variants, programs)
-        return with_updates_on_device(measured, variants.base, placement.device_kind, state_bytes, not placement.is_cpu)
+        return with_updates_on_device(measured, variants.base, placement.device_kind, state_bytes, placement.updates)
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""
@@ -259,10 +272,11 @@ class Compiler:
         cuts = _CUTS.setdefault(jaxpr, {})
         names, machine = self._merging(known)
         rule = names or (machine and machine.name)
-        key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen, rule)
+        num = self._shared.placement.num_devices
+        key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen, rule, num)
         if key not in cuts:
             merge = merge_rule(names, machine)
-            parts = partition(*given, compute_dtype=dtype, layers=known, frozen=frozen, merge=merge)
+            parts = partition(*given, compute_dtype=dtype, layers=known, frozen=frozen, merge=merge, num_devices=num)
             cuts[key] = _Cut(parts, jaxpr, key)
         cut = cuts[key]
         if known is None:
@@ -293,6 +307,7 @@ class Compiler:
             compute_dtype=model.compute_dtype,
             layers=self._known_layers,
             frozen=model.optimizer.frozen,
+            num_devices=self._shared.placement.num_devices,
         )
 
     def _variants(self, cut: _Cut) -> tuple[RematVariants, Programs]:
@@ -333,7 +348,7 @@ class Compiler:
             self.model.optimizer.is_joint,
             self._transport_of(variants.base.layers).staging_bytes,
             self._state_bytes(variants.base),
-            not self._shared.placement.is_cpu,
+            self._shared.placement.updates,
         )
 
     def _state_bytes(self, parts: Partition) -> dict[str, int] | None:
@@ -537,7 +552,8 @@ class _StepCompiler:
         """The most device memory that a step needs; compiles programs to learn the size of their temporaries."""
         self._programs.require(self._keys(program))
         groups = program.partition.layers
-        sums = sum(groups[group].trained.wide.num_bytes for group in program.summed)
+        num = self._resources.placement.num_devices
+        sums = sum(-(-groups[group].trained.wide.num_bytes // num) for group in program.summed)
         updates = self._device_updates.compile(program, self._programs)
         other_bytes = self._resources.transport.staging_bytes + sums + updates.device_bytes
         known = self._programs.temporary_bytes
@@ -570,8 +586,8 @@ class _StepCompiler:
                 )
 
     def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
-        device = self._resources.placement.device
-        constants = {n: jax.device_put(c, device) for n, c in program.partition.graph.constants.items()}
+        graph, put = program.partition.graph, self._resources.placement.put
+        constants = {n: put(graph, n, constant) for n, constant in graph.constants.items()}
         tasks, rules = TaskList(program.schedule), rules_of(self._options)
         norms = Norms(self._resources.placement, on_host=rules.clips)
         updates = self._device_updates.compile(program, self._programs)

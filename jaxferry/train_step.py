@@ -19,6 +19,7 @@ import optax
 from jaxferry.compile import Compiler, Prepared, Shared
 from jaxferry.engine import (
     LossScale,
+    Placement,
     StepResult,
     TrainState,
     checkpoint,
@@ -58,6 +59,7 @@ def train_step(
     skip_nonfinite: bool = False,
     check_gradients: bool | None = None,
     device: jax.Device | None = None,
+    mesh: jax.sharding.Mesh | None = None,
     transport: str | None = None,
     record_steps: int = 0,
     cached_shapes: int = CACHED_SHAPES,
@@ -113,6 +115,11 @@ def train_step(
         `clip_norm` and `accumulate`; elsewhere the update is applied, with a warning. False: never, for optimizers that
         handle such gradients (`optax.zero_nans`).
       device: the device to train on; by default JAX's first.
+      mesh: the devices that share each batch, such as `jax.make_mesh((8,), ("data",))`, in place of `device`: all of
+        this process, with automatic or explicit axes. The batch's first axis is split over them; the loss and its
+        gradients are those of the whole batch, as in a `jax.jit` with a sharded batch. Each device loads a share of
+        every layer over its own link and gathers the others' from the devices; a share of each gradient leaves over
+        each link. Layers are then loaded, not read in host memory, gradients offloaded, and updates on the host.
       transport: `"ferry"`: the native library moves layers and gradients on its own queues and computes in host memory
         (the default if it is built and no parameter is trained in float64). `"device_put"`: plain JAX does both by
         copies; results are the same except for the order in which products in host memory are summed.
@@ -151,7 +158,7 @@ def train_step(
         cached_shapes=cached_shapes,
         merge_small=merge_small,
     )
-    return TrainStep(loss_fn, optimizer, options, device, transport)
+    return TrainStep(loss_fn, optimizer, options, make_placement(device, mesh), transport)
 
 
 class TrainStep:
@@ -162,10 +169,10 @@ class TrainStep:
         loss_fn: Callable[..., Any],
         optimizer: optax.GradientTransformation,
         options: Options,
-        device: jax.Device | None,
+        placement: Placement,
         transport: str | None = None,
     ) -> None:
-        self._placement, self._wanted_transport = make_placement(device), transport
+        self._placement, self._wanted_transport = placement, transport
         options = options.on(self._placement.memory_facts().get("memory_limit_bytes"))
         self._loss_fn, self._optax, self._options = loss_fn, optimizer, options
         choose_transport(transport, self._placement)
@@ -332,7 +339,7 @@ class TrainStep:
         state.arrange(evaluator.partition.layers)
         state.fill()
         graphs = [prepared.partition.graph for prepared in compiler.prepared]
-        held_bytes = sum(graph.num_bytes(constant) for graph in graphs for constant in graph.constants)
+        held_bytes = sum(graph.held_bytes(*graph.constants) for graph in graphs)
         return evaluator.run(state, _leaves(args, kwargs), held_bytes)
 
     @property

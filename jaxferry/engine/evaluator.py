@@ -73,9 +73,10 @@ class Evaluator:
         self._make_room(state, other_bytes)
         state.host.refresh()
         partition = self.partition
-        leaves = [jax.device_put(leaf, self._placement.device) for leaf in batch]
-        values = {**partition.graph.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
-        values = {number: jax.device_put(value, self._placement.device) for number, value in values.items()}
+        graph, put = partition.graph, self._placement.put
+        leaves = [put(graph, number, leaf) for number, leaf in zip(graph.batch, batch, strict=True)]
+        values = {number: put(graph, number, value) for number, value in graph.constants.items()}
+        values |= zip(graph.batch, leaves, strict=True)
         if self._programs.prelude is not None:
             values |= zip(partition.prelude_outputs, self._programs.prelude(leaves), strict=True)
         held: dict[int, DeviceLayer] = {}

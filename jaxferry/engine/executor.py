@@ -176,7 +176,7 @@ def store_state(step: StepContext, instruction: Instruction) -> Wait | None:
 
 def save(step: StepContext, instruction: Instruction) -> Wait | None:
     """Moves values to pinned host memory. Programs that need their memory wait for the end of this task."""
-    arrays = _move(step, instruction, step.values, step.offloaded, step.runnable.resources.placement.pinned)
+    arrays = _move(step, instruction, step.values, step.offloaded, "pinned_host")
     for value in instruction.values:
         # The runtime frees memory of the device only after its last read.
         step.values.pop(value).delete()
@@ -185,7 +185,7 @@ def save(step: StepContext, instruction: Instruction) -> Wait | None:
 
 def fetch(step: StepContext, instruction: Instruction) -> None:
     """Moves values back to the device."""
-    _move(step, instruction, step.offloaded, step.values, step.runnable.resources.placement.device)
+    _move(step, instruction, step.offloaded, step.values, "device")
     # Pinned memory is free at once, whatever the device still reads: `release` drops it when the step has ended.
     step.fetched += [step.offloaded.pop(value) for value in instruction.values]
 
@@ -282,9 +282,11 @@ def _move(
     instruction: Instruction,
     source: dict[int, Any],
     target: dict[int, Any],
-    memory: jax.sharding.Sharding,
+    memory_kind: str,
 ) -> list[jax.Array]:
-    arrays: list[jax.Array] = step.ran(jax.device_put([source[value] for value in instruction.values], memory))
+    found = [source[value] for value in instruction.values]
+    where = [array.sharding.with_memory_kind(memory_kind) for array in found]
+    arrays: list[jax.Array] = step.ran(jax.device_put(found, where))
     if arrays and (mark := step.mark(instruction.index)) is not None:
         mark.watch(arrays)
     target |= zip(instruction.values, arrays, strict=True)
@@ -364,12 +366,13 @@ def _update_unread(step: StepContext) -> Wait | None:
 
 def _update_unit(step: StepContext, unit: UpdateGroup, gradients: Sequence[Vectors], norm: jax.Array | None) -> None:
     host, placement = step.state.host, step.runnable.resources.placement
-    num_trained = [len(host.layers[group].trained.vectors) for group in unit.layers]
+    trained = [host.layers[group].trained for group in unit.layers]
+    num_trained = [len(layer.vectors) for layer in trained]
     old = [host.vectors[group][:num] for group, num in zip(unit.layers, num_trained, strict=True)]
     program = unit.programs[tuple(bool(used) for used in gradients)]
     made = program(unit.masters, unit.state, update_targets(old, placement), gradients, norm, step.scale)
     unit.masters, unit.state, packed = jax.block_until_ready(made)
     # The gradients have arrived, so no program of this step reads the compute copy any more.
-    for group, new, num in zip(unit.layers, updated_vectors(old, packed, placement), num_trained, strict=True):
+    for group, new, num in zip(unit.layers, updated_vectors(old, packed, placement, trained), num_trained, strict=True):
         host.vectors[group] = (*new, *host.vectors[group][num:])
     step.gradients.recycle(unit)

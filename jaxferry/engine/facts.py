@@ -73,8 +73,8 @@ def _add_moves(facts: list[dict[str, Any]], partition: Partition, derivatives: M
     """Adds the bytes of the values that wait in host memory."""
     order = places(partition)
     for value, (last_forward, backward) in offloaded_values(partition, derivatives).items():
-        facts[order[last_forward][1]]["save_bytes"] += partition.graph.num_bytes(value)
-        facts[order[backward][1]]["fetch_bytes"] += partition.graph.num_bytes(value)
+        facts[order[last_forward][1]]["save_bytes"] += partition.graph.held_bytes(value)
+        facts[order[backward][1]]["fetch_bytes"] += partition.graph.held_bytes(value)
 
 
 def _add_workspace(

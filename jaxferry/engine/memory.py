@@ -19,7 +19,6 @@ import jax
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind
 from jaxferry.partition import Derivative, Partition, Segment
-from jaxferry.partition.graph import aval_bytes
 from jaxferry.schedule import Lane, leading_loads
 
 _SCALAR_BYTES = {ProgramKind.FORWARD: 1, ProgramKind.LOSS: 5, ProgramKind.BACKWARD: 4}
@@ -171,8 +170,9 @@ class LiveValues:
 
     def __init__(self, partition: Partition, derivatives: Mapping[int, Derivative]) -> None:
         self._partition, self._derivatives = partition, derivatives
-        self._size, graph = partition.graph.num_bytes, partition.graph
-        self._alive = sum(map(self._size, (*graph.batch, *graph.constants, *partition.prelude_outputs)))
+        self._graph = graph = partition.graph
+        self._size = graph.held_bytes
+        self._alive = self._size(*graph.batch, *graph.constants, *partition.prelude_outputs)
         self._cotangents: dict[int, int] = {}
         self._reused: dict[int, int] = {}
 
@@ -181,23 +181,23 @@ class LiveValues:
         segment = self._partition.segments[number]
         self._alive += _SCALAR_BYTES[kind]
         if kind is not ProgramKind.BACKWARD:
-            self._alive += sum(map(self._size, (*segment.outputs, *segment.nondiff_outputs)))
+            self._alive += self._size(*segment.outputs, *segment.nondiff_outputs)
         if kind is ProgramKind.FORWARD:
-            self._alive += self._derivatives[segment.program].saved_bytes
+            self._alive += self._saved_bytes(segment)
         added: set[int] = set()
         if kind is not ProgramKind.FORWARD:
             added = {v for v in segment.inputs if v in self._cotangents}
             self._cotangents |= {v: self._size(v) for v in segment.inputs}
         reused = self._reused_bytes(segment) if kind is ProgramKind.BACKWARD else 0
         # While two cotangents are added, both are alive besides their sum.
-        return self._alive + sum(self._cotangents.values()) + 2 * sum(map(self._size, added)) - reused
+        return self._alive + sum(self._cotangents.values()) + 2 * self._size(*added) - reused
 
     def leave(self, kind: ProgramKind, number: int, frees: Sequence[int]) -> None:
         """Ends the program and frees these values."""
         segment = self._partition.segments[number]
-        self._alive -= sum(map(self._size, frees))
+        self._alive -= self._size(*frees)
         if kind is ProgramKind.BACKWARD:
-            self._alive -= self._derivatives[segment.program].saved_bytes
+            self._alive -= self._saved_bytes(segment)
             self._cotangents = {v: n for v, n in self._cotangents.items() if v not in segment.outputs}
 
     def _reused_bytes(self, segment: Segment) -> int:
@@ -210,8 +210,12 @@ class LiveValues:
             donated = _by_shape((*derivative.saved, *(avals[value] for value in segment.outputs)))
             made = _by_shape((*derivative.row_gradients, *(avals[value] for value in segment.inputs)))
             reused = (donated & made).elements()
-            self._reused[segment.program] = sum(aval_bytes(jax.ShapeDtypeStruct(*shape)) for shape in reused)
+            structs = [jax.ShapeDtypeStruct(*shape) for shape in reused]
+            self._reused[segment.program] = self._graph.device_bytes(*structs)
         return self._reused[segment.program]
+
+    def _saved_bytes(self, segment: Segment) -> int:
+        return self._graph.device_bytes(*self._derivatives[segment.program].saved)
 
 
 def _by_shape(avals: Iterable[Any]) -> collections.Counter[Any]:
@@ -278,7 +282,8 @@ class _Transfers:
         """The bytes of an offload's gradient; only the touched rows of a lookup's table are on the device."""
         partition = self._program.partition
         derivative = self._program.derivatives[partition.segments[instruction.segment].program]
-        return derivative.row_gradient_bytes or partition.layers[instruction.group].trained.num_bytes
+        dense_bytes = -(-partition.layers[instruction.group].trained.num_bytes // partition.graph.num_devices)
+        return derivative.row_gradient_bytes or dense_bytes
 
     def _copies(self) -> list[int]:
         copies = [0] * self._num_places
@@ -304,7 +309,7 @@ class _Transfers:
         for instruction in instructions:
             for value in instruction.values if instruction.operation is Operation.FETCH else ():
                 for place in range(gone_from[value], self._last_program[instruction.index] + 1):
-                    offloaded[place] += partition.graph.num_bytes(value)
+                    offloaded[place] += partition.graph.held_bytes(value)
         return offloaded
 
     def _add_kept_gradients(self) -> None:

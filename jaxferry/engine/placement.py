@@ -1,4 +1,10 @@
-"""Where arrays live: the device, its pinned host memory, and the CPU backend that runs the optimizer."""
+"""Where arrays live: the devices, their pinned host memory, and the CPU backend that runs the optimizer.
+
+    one device:       vectors (pinned) --load--> parameters
+    several devices:  vectors, a share each (pinned) --load--> shares --gather--> parameters, on each device
+
+The batch, and the values that programs compute from it, are split over several devices (`Graph.split_axis`).
+"""
 
 from __future__ import annotations
 
@@ -8,18 +14,23 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxferry.errors import InputError
+from jaxferry.partition.graph import Graph
+
+DATA = "data"
+"""The axis of a mesh along which devices share a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Shardings for all arrays of the engine, each over a mesh with a `data` axis (of size 1).
+    """Shardings for all arrays of the engine, over a mesh with a `data` axis.
 
     Attributes:
-      device: memory of the accelerator: loaded parameters, activations, gradients before their offload.
-      pinned: host memory that the accelerator can reach: the compute copy of the parameters, arriving gradients.
+      device: memory of each accelerator: loaded parameters, gradients before their offload; and activations, of one.
+      pinned: host memory that accelerators can reach: the compute copy of the parameters, arriving gradients. Several
+        share each of these vectors (`partition.SharedLayer`).
       host: ordinary memory of the CPU backend: master parameters and optimizer state.
       host_compute: memory for scalars that jitted functions of the CPU backend return.
     """
@@ -31,8 +42,42 @@ class Placement:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the device is itself a CPU, so that the optimizer can access its pinned memory directly."""
-        return self.platform == "cpu"
+        """Whether the device is itself a CPU, so that the optimizer can access its pinned memory directly.
+
+        Several CPU devices are driven as accelerators are.
+        """
+        return self.platform == "cpu" and self.num_devices == 1
+
+    @property
+    def updates(self) -> bool:
+        """Whether updates may run on the device: it has memory of its own, and shares no parameters with others."""
+        return not self.is_cpu and self.num_devices == 1
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices that share a batch."""
+        return int(self.device.mesh.size)
+
+    @functools.cached_property
+    def shares(self) -> NamedSharding:
+        """Memory of the accelerators for vectors that they share: loaded ones, and gradients that leave."""
+        return self.pinned.with_memory_kind("device")
+
+    @functools.cached_property
+    def pinned_alone(self) -> NamedSharding:
+        """Host memory that the first accelerator can reach, for arrays that nothing splits."""
+        return _alone(self.device.mesh.devices.flat[0], "pinned_host")
+
+    def of(self, graph: Graph, aval: Any) -> NamedSharding:
+        """Memory of the accelerators for the batch or a value that is computed from it."""
+        axis = graph.split_axis(aval)
+        if axis is None:
+            return self.device
+        return NamedSharding(self.device.mesh, PartitionSpec(*[None] * axis, DATA), memory_kind="device")
+
+    def put(self, graph: Graph, number: int, array: Any) -> Any:
+        """Moves the batch or a constant, a value of this number, to the accelerators."""
+        return jax.device_put(array, self.of(graph, graph.avals[number]))
 
     @functools.cached_property
     def platform(self) -> str:
@@ -58,15 +103,18 @@ class Placement:
         return self.pinned if self.is_cpu else self.host
 
 
-def make_placement(device: Any = None) -> Placement:
-    """Makes the placement for one `jax.Device`, by default JAX's first.
+def make_placement(device: Any = None, mesh: Any = None) -> Placement:
+    """Makes the placement for one `jax.Device`, by default JAX's first, or for the devices of a mesh.
 
     Raises:
-      InputError: if `device` is not a device, if it has no pinned host memory, or if the CPU backend is disabled.
+      InputError: if `device` is not a device or `mesh` no mesh of one axis, `data`; if a device has no pinned host
+        memory or is of another process; or if the CPU backend is disabled.
     """
     chosen: Any = jax.devices()[0] if device is None else device
     if not isinstance(chosen, jax.Device):
         raise InputError(f"device must be one of jax.devices(), or None for the first of them, got {device!r}")
+    devices = [chosen] if mesh is None else _devices_of(mesh, device)
+    chosen = devices[0]
     try:
         cpu = chosen if chosen.platform == "cpu" else jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -78,12 +126,31 @@ def make_placement(device: Any = None) -> Placement:
     if "pinned_host" not in kinds:
         raise InputError(f"{chosen} has no pinned_host memory (it has {', '.join(sorted(kinds))})")
 
-    def sharding(where: Any, kind: str) -> NamedSharding:
-        return NamedSharding(Mesh(np.array([where]), ("data",)), PartitionSpec(), memory_kind=kind)
-
+    # Programs know nothing of explicit axes, whatever the given mesh has.
+    own = Mesh(np.array(devices), (DATA,), axis_types=(AxisType.Auto,))
+    is_shared = PartitionSpec(DATA) if len(devices) > 1 else PartitionSpec()
     return Placement(
-        device=sharding(chosen, "device"),
-        pinned=sharding(chosen, "pinned_host"),
-        host=sharding(cpu, "unpinned_host"),
-        host_compute=sharding(cpu, "device"),
+        device=NamedSharding(own, PartitionSpec(), memory_kind="device"),
+        pinned=NamedSharding(own, is_shared, memory_kind="pinned_host"),
+        host=_alone(cpu, "unpinned_host"),
+        host_compute=_alone(cpu, "device"),
     )
+
+
+def _alone(device: Any, kind: str) -> NamedSharding:
+    mesh = Mesh(np.array([device]), (DATA,), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+
+
+def _devices_of(mesh: Any, device: Any) -> list[Any]:
+    if device is not None:
+        raise InputError("device and mesh are given both: a mesh names its devices")
+    if not isinstance(mesh, Mesh):
+        raise InputError(f'mesh must be a jax.sharding.Mesh, such as jax.make_mesh((8,), ("data",)), got {mesh!r}')
+    if tuple(mesh.axis_names) != (DATA,):
+        raise InputError(f"mesh must have one axis, {DATA!r}, got {', '.join(map(repr, mesh.axis_names))}")
+    devices = list(mesh.devices.flat)
+    elsewhere = [str(each) for each in devices if each.process_index != jax.process_index()]
+    if elsewhere:
+        raise InputError(f"mesh has devices of other processes ({', '.join(elsewhere)}): train on those of this one")
+    return devices

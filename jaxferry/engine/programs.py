@@ -29,6 +29,7 @@ from jaxferry.partition import (
     differentiate,
     host_stores,
     read_in_place,
+    shared,
     store_in_place,
 )
 from jaxferry.partition.graph import evaluate
@@ -170,7 +171,10 @@ def make_prelude(partition: ForwardPartition, placement: Placement) -> Compiled 
         evaluate(partition.prelude, values)
         return [values[value] for value in partition.prelude_outputs]
 
-    return jax.jit(prelude, out_shardings=placement.device)
+    shardings: Any = placement.device
+    if placement.num_devices > 1:
+        shardings = [placement.of(graph, graph.avals[value]) for value in partition.prelude_outputs]
+    return jax.jit(prelude, out_shardings=shardings)
 
 
 def is_finite(values: Sequence[jax.Array]) -> jax.Array:
@@ -192,7 +196,12 @@ def squared_norm(gradients: Sequence[Gradient]) -> jax.Array | None:
 def joined(layer: Layer, gradients: Sequence[Gradient]) -> list[Gradient]:
     """The gradients of a layer as programs return them: small ones are joined, unless some are rows of lookups."""
     arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
-    return list(layer.join_small(arrays)) if len(arrays) == len(gradients) else list(gradients)
+    return list(gradients) if len(arrays) < len(gradients) else list(layer.join_small(arrays))
+
+
+def has_rows(gradients: Sequence[Gradient]) -> bool:
+    """Whether some gradients are rows of lookups."""
+    return any(isinstance(gradient, RowGradient) for gradient in gradients)
 
 
 class _Maker:
@@ -220,8 +229,8 @@ class _Maker:
         memories = (self._placement.device, self._placement.pinned)
         fused_bytes = None if key.writes is Target.DEVICE else host_stores.FUSED_BYTES
         uses = (key.kind, key.reads, key.writes, self._native, self._is_scaled, place, fused_bytes)
-        layer = self._partition.layers[segment.group]
-        return (segment.content, segment.remat, layer.layout, layer.trained.layout, uses, memories)
+        layer, shared = self._partition.layers[segment.group], self._partition.graph.batch_size
+        return (segment.content, segment.remat, layer.layout, layer.trained.layout, uses, memories, shared)
 
     def _segment(self, key: ProgramKey) -> Segment:
         if key.kind is ProgramKind.EVALUATION:
@@ -242,7 +251,8 @@ class _Maker:
             function, arguments = self._loss(derivative), self._arguments(segment) + scale * self._is_scaled
         else:
             function = derivative.backward
-            arguments = [self._placed(avals) for avals in derivative.backward_arguments(self._partition.graph)]
+            weights, *others = derivative.backward_arguments(self._partition.graph)
+            arguments = [self._whole(weights), *map(self._placed, others)]
         layer = self._partition.layers[segment.group]
         function, arguments = self._sourced(key, layer, function, arguments)
         if key.kind is ProgramKind.FORWARD:
@@ -272,12 +282,16 @@ class _Maker:
         """
         device, pinned = self._placement.device, self._placement.pinned
         if key.writes is Target.DEVICE:
+            own = shared(layer.trained, self._placement.num_devices)
 
             def returned(*given: Any) -> Any:
                 gradients, rest = function(*given)
-                return joined(layer.trained, gradients), rest, squared_norm(gradients)
+                made = joined(own, gradients)
+                return made, rest, squared_norm(gradients if own is layer.trained else made)
 
-            return self._traced(returned, *arguments, donate=(4, 5) if key.kind is ProgramKind.BACKWARD else ())
+            where = self._with_gradients(returned, arguments)
+            used = (4, 5) if key.kind is ProgramKind.BACKWARD else ()
+            return self._traced(returned, *arguments, donate=used, shardings=where)
         accumulate = key.writes is Target.HOST_SUM
         store = store_in_place(function, layer.trained, arguments, accumulate=accumulate, native=self._native)
 
@@ -317,17 +331,39 @@ class _Maker:
         return loss
 
     def _arguments(self, segment: Segment) -> list[Any]:
-        return [self._of(segment.weights), self._of(segment.inputs), self._of(segment.nondiff_inputs)]
+        read = (segment.weights, segment.inputs, segment.nondiff_inputs)
+        weights, *others = [[self._partition.graph.avals[value] for value in values] for values in read]
+        return [self._whole(weights), *map(self._placed, others)]
 
-    def _of(self, values: Sequence[int]) -> list[Any]:
-        return self._placed([self._partition.graph.avals[value] for value in values])
+    def _whole(self, avals: Sequence[Any]) -> list[Any]:
+        """Structs of arrays that each device has all of: parameters."""
+        return [self._struct(aval, self._placement.device, aval.weak_type) for aval in avals]
 
     def _placed(self, avals: Sequence[Any]) -> list[Any]:
-        return [self._struct(aval, self._placement.device, aval.weak_type) for aval in avals]
+        """Structs of values, which devices may share."""
+        return [self._struct(aval, self._placement.of(self._partition.graph, aval), aval.weak_type) for aval in avals]
+
+    def _with_gradients(self, function: Function, arguments: Sequence[Any]) -> Any:
+        """The shardings of results: devices share gradients and values; each has all of gradients with rows."""
+        if self._placement.num_devices == 1:
+            return self._placement.device
+        gradients, rest, norm = jax.eval_shape(function, *arguments)
+        where = self._placement.device if has_rows(gradients) else self._placement.shares
+        return (
+            jax.tree.map(lambda _: where, gradients),
+            self._shared(rest),
+            None if norm is None else self._placement.device,
+        )
+
+    def _shared(self, results: Any) -> Any:
+        """The shardings of values."""
+        return jax.tree.map(lambda aval: self._placement.of(self._partition.graph, aval), results)
 
     def _struct(self, aval: Any, where: Any, weak_type: bool = False) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=where, weak_type=weak_type)
 
     def _traced(self, function: Function, *args: Any, donate: tuple[int, ...] = (), shardings: Any = None) -> Any:
-        shardings = self._placement.device if shardings is None else shardings
+        if shardings is None:
+            is_alone = self._placement.num_devices == 1
+            shardings = self._placement.device if is_alone else self._shared(jax.eval_shape(function, *args))
         return jax.jit(function, donate_argnums=donate, out_shardings=shardings).trace(*args)

@@ -41,7 +41,8 @@ class RematVariants:
     def largest_first(self) -> list[int]:
         """Segments that may recompute, largest residuals first."""
         numbers = [number for number, may in enumerate(self.may_recompute) if may]
-        held = {n: self.derivatives[self.base.segments[n].program].saved_bytes for n in numbers}
+        graph, saved = self.base.graph, {n: self.derivatives[self.base.segments[n].program].saved for n in numbers}
+        held = {n: graph.device_bytes(*avals) for n, avals in saved.items()}
         return sorted(numbers, key=lambda number: (-held[number], number))
 
     def of(self, recomputes: Sequence[bool]) -> Partition:

@@ -197,7 +197,8 @@ class StepContext:
         placement, partition = self.runnable.resources.placement, self.program.partition
         # A CPU reads NumPy's memory in place, so copy it: the caller may change it before the step has ended.
         own = [np.array(leaf) if isinstance(leaf, np.ndarray) and placement.is_cpu else leaf for leaf in batch]
-        leaves = [jax.device_put(leaf, placement.device) for leaf in own]
+        graph = partition.graph
+        leaves = [placement.put(graph, number, leaf) for number, leaf in zip(graph.batch, own, strict=True)]
         values = {**self.runnable.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
         if self.runnable.programs.prelude is not None:
             values |= zip(partition.prelude_outputs, self.runnable.programs.prelude(leaves), strict=True)
@@ -238,7 +239,8 @@ class StepContext:
         if value in self.cotangents:
             return self.cotangents[value]
         aval = self.program.partition.graph.avals[value]
-        return jnp.zeros(aval.shape, aval.dtype, device=self.runnable.resources.placement.device)
+        placement, graph = self.runnable.resources.placement, self.program.partition.graph
+        return jnp.zeros(aval.shape, aval.dtype, device=placement.of(graph, aval))
 
     def make_room(self, instruction: Instruction) -> None:
         """Ensures that the offloads whose memory this program reuses have finished when the device runs it.

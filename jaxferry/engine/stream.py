@@ -100,11 +100,11 @@ def held_bytes(
     """Returns the device memory in use while each segment runs."""
     graph, last_reader = partition.graph, last_readers(partition)
     given = {*graph.batch, *graph.constants, *partition.prelude_outputs}
-    always = other_bytes + sum(graph.num_bytes(value) for value in given)
+    always = other_bytes + graph.held_bytes(*given)
     crossing: dict[int, int] = {}
     needs = []
     for place, (segment, key) in enumerate(zip(partition.segments, stream.keys(partition), strict=True)):
-        crossing |= {v: graph.num_bytes(v) for v in (*segment.outputs, *segment.nondiff_outputs)}
+        crossing |= {v: graph.held_bytes(v) for v in (*segment.outputs, *segment.nondiff_outputs)}
         parameters = sum(partition.layers[layer].num_bytes for layer in stream.layers_at(partition, place))
         held = parameters + always + sum(crossing.values())
         needs.append(Peak(parameters, held, held + temporary_bytes[key]))

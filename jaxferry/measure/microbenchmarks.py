@@ -231,7 +231,7 @@ def update_subject(
             masters, state, vectors = arguments
             made = program(masters, state, update_targets(vectors, placement), gradients, *scalars)
             masters, state, packed = jax.block_until_ready(made)
-            current[:] = [masters, state, updated_vectors(vectors, packed, placement)]
+            current[:] = [masters, state, updated_vectors(vectors, packed, placement, parts)]
             return current
 
         return median_s(update, lambda num_calls: [tuple(current)], effort)

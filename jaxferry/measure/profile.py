@@ -188,7 +188,7 @@ class _Measured:
             self._stores.append(store)
         self._add_updates(optimizer, placement)
         self._updates_on_device: dict[int, Any] = {}
-        if not placement.is_cpu:  # the memory of a CPU device is that of the host
+        if placement.updates:
             self._add_updates_on_device(optimizer, placement, make_transport(transport, placement, partition.layers))
         self.compiled = list(dict.fromkeys(key for variants in self._variants for key in variants.values()))
 

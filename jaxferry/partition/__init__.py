@@ -17,6 +17,7 @@ from jaxferry.partition.layout import Layer, Leaf, Part, Transfer, make_layer, w
 from jaxferry.partition.remat import check_remat, remat_of, with_remat
 from jaxferry.partition.rows import Gradient, RowGradient
 from jaxferry.partition.segments import ForwardPartition, Partition, Segment
+from jaxferry.partition.shared_layout import SharedLayer, shared
 from jaxferry.partition.table import print_table, table
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Partition",
     "RowGradient",
     "Segment",
+    "SharedLayer",
     "Trainable",
     "Transfer",
     "check_byte_order",
@@ -45,6 +47,7 @@ __all__ = [
     "print_table",
     "read_in_place",
     "remat_of",
+    "shared",
     "store_in_place",
     "table",
     "traced_jaxpr",

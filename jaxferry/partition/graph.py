@@ -7,6 +7,7 @@ slice of the list and runs without jaxpr surgery.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import weakref
@@ -63,6 +64,7 @@ class Graph:
       constants: arrays that the function closed over, by number.
       outputs: the flattened outputs.
       out_tree: the tree of the outputs.
+      num_devices: the number of devices that share a batch.
     """
 
     equations: tuple[Equation, ...]
@@ -72,10 +74,42 @@ class Graph:
     constants: Mapping[int, Any]
     outputs: tuple[Atom, ...]
     out_tree: jax.tree_util.PyTreeDef
+    num_devices: int = 1
 
     def num_bytes(self, value: int) -> int:
         """Bytes of one value."""
         return aval_bytes(self.avals[value])
+
+    @functools.cached_property
+    def batch_size(self) -> int:
+        """The size of the axis along which devices share the batch; 0 if there is one device or no such axis.
+
+        It is the most frequent first axis of the arguments.
+        """
+        sizes = collections.Counter(self.avals[value].shape[0] for value in self.batch if self.avals[value].shape)
+        size = sizes.most_common(1)[0][0] if sizes and self.num_devices > 1 else 0
+        return int(size) if size % self.num_devices == 0 else 0
+
+    def split_axis(self, aval: type_of_aval) -> int | None:
+        """The axis along which an array of the step is split over the devices; None if each device has all of it.
+
+        It is the first of the batch's size, or else the first axis of all if that is a multiple, as where batch and
+        positions are one axis. Whatever is chosen, programs compute the same: it decides only what they must exchange.
+        """
+        size = self.batch_size
+        if not size or not aval.shape or not aval.size:
+            return None
+        if size in aval.shape:
+            return int(aval.shape.index(size))
+        return 0 if aval.shape[0] % size == 0 else None
+
+    def device_bytes(self, *avals: type_of_aval) -> int:
+        """The bytes that these arrays take on each device."""
+        return sum(aval_bytes(aval) // (1 if self.split_axis(aval) is None else self.num_devices) for aval in avals)
+
+    def held_bytes(self, *values: int) -> int:
+        """The bytes that these values take on each device."""
+        return self.device_bytes(*(self.avals[value] for value in values))
 
 
 def aval_bytes(aval: type_of_aval) -> int:

@@ -114,13 +114,13 @@ class Layer:
     def trained(self) -> Layer:
         """The layer without its frozen parameters, as gradients and updates move it; its vectors come first."""
         leaves = tuple(leaf for leaf in self.leaves if leaf.is_trained)
-        return self if leaves == self.leaves else Layer(self.name, leaves)
+        return self if leaves == self.leaves else dataclasses.replace(self, leaves=leaves)
 
     @functools.cached_property
     def wide(self) -> Layer:
         """The layer as the sums of its gradients over micro-batches are stored: in fp32 where it has fewer bits."""
         leaves = tuple(dataclasses.replace(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.leaves)
-        return self if leaves == self.leaves else Layer(self.name, leaves)
+        return self if leaves == self.leaves else dataclasses.replace(self, leaves=leaves)
 
     @property
     def num_parameters(self) -> int:
@@ -171,6 +171,10 @@ class Layer:
             for index, part in zip(transfer.leaves, parts, strict=True):
                 gradients[index] = part.reshape(self.leaves[index].shape)
         return [gradients[index] for index in range(len(self.leaves))]
+
+    def pack_joined(self, joined: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Packs what `join_small` returns into flat vectors, inside a jitted function."""
+        return self.pack(self.split_small(joined))
 
     def pack(self, leaves: Sequence[Any], into: Sequence[jax.Array] | None = None) -> tuple[jax.Array, ...]:
         """Packs arrays of the leaves' shapes (any dtype) into flat vectors, inside a jitted function.

@@ -38,14 +38,14 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
             counted[segment.program, kind] = _ProgramCosts(partition.graph, segment, remat)
         return counted[segment.program, kind]
 
-    held: set[int] = set()
+    graph, held = partition.graph, set[int]()
     result = []
     for number, segment in enumerate(partition.segments):
         program = program_costs(segment, remat, "own")
         # A value that several backwards read is kept once and counted with the first segment that keeps it.
         before, own = set(held), program.kept_values(segment)
         held |= own
-        kept_bytes = program.derivative.saved_bytes + sum(map(partition.graph.num_bytes, own - before))
+        kept_bytes = graph.device_bytes(*program.derivative.saved) + graph.held_bytes(*own - before)
         is_last = number == len(partition.segments) - 1
         costs = program.of(partition, segment, kept_bytes)
         if temporaries:
@@ -58,7 +58,7 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
             # Later segments may recompute too; they then need this segment's outputs, which it keeps for them.
             shared = {v for later in partition.segments[number + 1 :] for v in later.inputs}
             kept = again.kept_values(segment) | (own & shared)
-            again_bytes = again.derivative.saved_bytes + sum(map(partition.graph.num_bytes, kept - before))
+            again_bytes = graph.device_bytes(*again.derivative.saved) + graph.held_bytes(*kept - before)
             if again_bytes < kept_bytes:
                 costs = dataclasses.replace(costs, recomputation=program.recomputation(again, again_bytes))
                 if temporaries:

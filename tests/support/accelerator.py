@@ -175,7 +175,7 @@ def emulate(monkeypatch):
 
     monkeypatch.setattr(Placement, "is_cpu", property(lambda self: False))
     # The package's attribute of this name is the function.
-    monkeypatch.setattr(importlib.import_module("jaxferry.train_step"), "make_placement", lambda device=None: placement)
+    monkeypatch.setattr(importlib.import_module("jaxferry.train_step"), "make_placement", lambda *given: placement)
     monkeypatch.setattr(jax, "device_put", accelerator.put)
     monkeypatch.setattr(_Program, "accelerator", accelerator)
     monkeypatch.setattr(jax, "jit", lambda function, **options: _Program(_JIT(function, **options)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,13 +10,13 @@ import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.pieces import Key, Pieces, Span, cut, on_host
-from jaxferry.engine.host.pinned import on_cpu, to_pinned
+from jaxferry.engine.host.pinned import from_shares, on_cpu, to_pinned
 from jaxferry.engine.host.streamed import masters_of, replace_state, state_of, stream, subgroups_of
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import Vectors
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
-from jaxferry.partition import Layer, Leaf, Part
+from jaxferry.partition import Layer, Leaf, Part, shared
 
 Parts = dict[Part | None, jax.Array]
 """A whole array under None, or its parts."""
@@ -120,7 +120,7 @@ class HostArrays:
             layer, old = self.layers[group], self.vectors[group]
             own = layer.trained
             made = to_pinned(
-                self._packing(own)([self._master_of(leaf, trained) for leaf in own.leaves]), self._placement
+                self._packing(own)([self._master_of(leaf, trained) for leaf in own.leaves]), self._placement, own
             )
             self.vectors[group] = (*made, *old[len(made) :])
             ORPHANED_COPIES.drop(self._placement, old)
@@ -152,11 +152,19 @@ class HostArrays:
             frozen = [leaf for leaf in layer.leaves if not leaf.is_trained]
             missing = [leaf for leaf in frozen if (leaf.source, leaf.part) not in self._frozen]
             numbers = {leaf.vector for leaf in missing}
-            flat = {number: np.asarray(on_cpu([vectors[number]], self._placement)[0]) for number in numbers}
+            flat = self._on_cpu(layer, vectors, numbers)
             for leaf in missing:
                 own = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
                 found.setdefault(leaf.source, {})[leaf.part] = on_host(own, self._placement)
         return found
+
+    def _on_cpu(self, layer: Layer, vectors: Vectors, numbers: Collection[int]) -> dict[int, np.ndarray]:
+        """Some vectors of a layer's compute copy, by number."""
+        num = self._placement.num_devices
+        if num == 1 or not numbers:
+            return {number: np.asarray(on_cpu([vectors[number]], self._placement)[0]) for number in numbers}
+        whole = from_shares(vectors, self._placement, shared(layer, num))
+        return {number: np.asarray(whole[number]) for number in numbers}
 
     def optimizer_state(self) -> dict[str, Parts]:
         """Returns the stored leaves of the optimizer's state, by path and part."""
@@ -222,7 +230,7 @@ class HostArrays:
         programs = {layer.layout: self._packing(layer) for layer in self.layers}
         for layer in self.layers[len(self.vectors) :]:
             leaves = [self._master_of(leaf, trained) for leaf in layer.leaves]
-            self.vectors.append(to_pinned(programs[layer.layout](leaves), self._placement))
+            self.vectors.append(to_pinned(programs[layer.layout](leaves), self._placement, layer))
             for leaf in layer.leaves:
                 if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
                     del self._frozen[leaf.source, leaf.part]

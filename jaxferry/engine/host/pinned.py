@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxferry.engine.placement import Placement
+from jaxferry.partition import Layer, SharedLayer, shared
 
 Vectors = tuple[jax.Array, ...]
 
@@ -43,9 +44,14 @@ def can_view(placement: Placement) -> bool:
         return False
 
 
+def writes_in_place(placement: Placement) -> bool:
+    """Whether updates may write the compute copy by its address: of one device, in memory that the CPU reaches."""
+    return placement.num_devices == 1 and can_view(placement)
+
+
 def _reaches(placement: Placement) -> bool:
     expected = np.arange(_CHECKED_BYTES, dtype=np.uint8)
-    array = jax.block_until_ready(jax.device_put(expected.copy(), placement.pinned))
+    array = jax.block_until_ready(jax.device_put(expected.copy(), placement.pinned_alone))
     if not _is_mapped(array.unsafe_buffer_pointer(), array.nbytes):
         return False
     view = _bytes_of(array)
@@ -82,15 +88,37 @@ def _view(address: int, shape: tuple[int, ...], dtype: np.dtype, placement: Plac
     return jax.device_put(np.asarray(_Memory(address, num_bytes)).view(dtype).reshape(shape), placement.host)
 
 
+def from_shares(vectors: Sequence[jax.Array], placement: Placement, layer: Layer) -> Vectors:
+    """The CPU backend's vectors of a layer that several devices share: copies; waits for them.
+
+    Args:
+      vectors: all vectors of the layer in pinned memory, or the first ones.
+      placement: where arrays live.
+      layer: the layer, as the devices share it.
+    """
+    assert isinstance(layer, SharedLayer)
+    return tuple(jax.device_put(v, placement.host) for v in layer.from_shares([np.asarray(v) for v in vectors]))
+
+
 def as_numpy(array: jax.Array) -> np.ndarray:
     """A writable view of an array in host memory; waits for the array."""
     return _bytes_of(jax.block_until_ready(array)).view(array.dtype).reshape(array.shape)
 
 
-def to_pinned(vectors: Sequence[jax.Array], placement: Placement) -> Vectors:
-    """Copies vectors of the CPU backend into pinned memory, unless they are there already."""
+def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer) -> Vectors:
+    """Copies vectors of the CPU backend into pinned memory, unless they are there already.
+
+    Args:
+      vectors: all vectors of a layer, or the first ones.
+      placement: where arrays live.
+      layer: the layer.
+    """
     if placement.is_cpu:
         return tuple(vectors)
+    layer = shared(layer, placement.num_devices)
+    if isinstance(layer, SharedLayer):
+        given = layer.to_shares([np.asarray(vector) for vector in vectors])
+        return tuple(jax.device_put(vector, placement.pinned) for vector in given)
     # From NumPy: another client's array would pass through a literal. JAX may keep the NumPy array that it is given.
     return tuple(jax.device_put(np.array(vector), placement.pinned) for vector in vectors)
 
@@ -108,7 +136,7 @@ def update_targets(vectors: Sequence[Vectors], placement: Placement) -> list[Vec
     """
     if placement.is_cpu:
         return list(vectors)
-    if not can_view(placement):
+    if not writes_in_place(placement):
         return [() for _ in vectors]
     return _addresses(tuple(vector.unsafe_buffer_pointer() for of_layer in vectors for vector in of_layer), placement)
 
@@ -118,7 +146,9 @@ def _addresses(addresses: tuple[int, ...], placement: Placement) -> jax.Array:
     return jax.device_put(np.asarray(addresses, np.uint64).view(np.uint8), placement.host)
 
 
-def updated_vectors(old: Sequence[Vectors], made: Sequence[Vectors], placement: Placement) -> list[Vectors]:
+def updated_vectors(
+    old: Sequence[Vectors], made: Sequence[Vectors], placement: Placement, layers: Sequence[Layer]
+) -> list[Vectors]:
     """The compute copy after an update, in pinned memory.
 
     Args:
@@ -126,11 +156,13 @@ def updated_vectors(old: Sequence[Vectors], made: Sequence[Vectors], placement: 
       made: what the update has returned for each layer: vectors of the CPU backend, or nothing if it has written into
         the old ones.
       placement: where arrays live.
+      layers: their trained parameters.
     """
     if placement.is_cpu:
         return list(made)
-    if not can_view(placement):
-        return [jax.block_until_ready(to_pinned(vectors, placement)) for vectors in made]
+    if not writes_in_place(placement):
+        pairs = zip(made, layers, strict=True)
+        return [jax.block_until_ready(to_pinned(vectors, placement, layer)) for vectors, layer in pairs]
     for targets, vectors in zip(old, made, strict=True):
         for target, vector in zip(targets, vectors, strict=bool(vectors)):
             np.copyto(as_numpy(target), np.asarray(vector))

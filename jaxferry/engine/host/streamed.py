@@ -79,7 +79,8 @@ def stream(unit: UpdateGroup, subgroups: list[Subgroup], placement: Placement, p
         arrays = [_piece(masters, key) for key in each.unit.keys]
         arrays += [_piece(state, key) for key in each.unit.state_keys]
         if each.streamed.leaves:
-            each.vectors = to_pinned(pack(each.streamed)([arrays[i] for i in each.moved]), placement)
+            packed = pack(each.streamed)([arrays[i] for i in each.moved])
+            each.vectors = to_pinned(packed, placement, each.streamed)
         moved, num = set(each.moved), len(each.unit.masters)
         each.unit.state = [
             leaf if num + i in moved else jax.device_put(_own(arrays[num + i]), placement.device)

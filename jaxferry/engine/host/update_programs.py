@@ -19,7 +19,7 @@ import optax
 
 from jaxferry.engine.host.fused import clip_factor, fused_rule, fused_update
 from jaxferry.engine.host.optimized_tree import OptimizedTree
-from jaxferry.engine.host.pinned import can_view
+from jaxferry.engine.host.pinned import writes_in_place
 from jaxferry.engine.host.separable import init_content
 from jaxferry.engine.host.stacked_update import Held
 from jaxferry.engine.host.subtree import path_names, subtree
@@ -139,7 +139,16 @@ class UpdatePrograms:
             return None
         is_fused = self._rule(unit, self._state_tree(unit), [layers[unit.layers[0]].trained], reads) is not None
         place = self._placement
-        return ("update", key, is_fused, self._clip_norm, self._accumulates, place, place.is_cpu, can_view(place))
+        return (
+            "update",
+            key,
+            is_fused,
+            self._clip_norm,
+            self._accumulates,
+            place,
+            place.is_cpu,
+            writes_in_place(place),
+        )
 
     def text(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> str:
         """Returns the text of a unit's update before XLA compiles it; masters and state may be shapes."""
@@ -279,7 +288,7 @@ class UpdatePrograms:
 
 def _targets(layers: Sequence[Layer], placement: Placement) -> Any:
     """Shapes of what `pinned.update_targets` returns on an accelerator."""
-    if not can_view(placement):
+    if not writes_in_place(placement):
         return [() for _ in layers]
     num_bytes = 8 * sum(len(layer.vectors) for layer in layers)
     return jax.ShapeDtypeStruct((num_bytes,), jnp.uint8, sharding=placement.host)

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.pieces import on_host
-from jaxferry.engine.host.pinned import Vectors, borrowed, on_cpu
+from jaxferry.engine.host.pinned import Vectors, borrowed, from_shares, on_cpu
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.native import NativeLibrary
-from jaxferry.partition import Gradient, Layer, RowGradient
+from jaxferry.partition import Gradient, Layer, RowGradient, shared
 
 _OF_LOADS = frozenset({"unpack", "load", "load onto", "arrived"})
 """Programs that move parameters; all others move gradients."""
@@ -150,6 +150,10 @@ class Transport:
         self._placement, self._layers = placement, list(layers)
         self._gradients = [layer.trained for layer in layers]
         self._sums = [layer.wide for layer in self._gradients] if accumulates else self._gradients
+        # As they are on the device, and in the memory that it reaches; where the host adds, layers are whole.
+        self._there = [
+            [shared(x, placement.num_devices) for x in own] for own in (self._layers, self._gradients, self._sums)
+        ]
         self._programs: dict[Any, Any] = {}
         self._of_layer: dict[tuple[str, int, bool], Any] = {}
         self._spare: dict[Any, list[Vectors]] = {}
@@ -166,7 +170,7 @@ class Transport:
           vectors: its parameters.
           mark: records when the copy starts and ends; None for no record.
         """
-        size = sum(v.nbytes for v in vectors)
+        size = self._layers[layer].num_bytes
         self.held.add(size)
         try:
             return self._load(layer, size, vectors, mark)
@@ -306,9 +310,12 @@ class Transport:
             gradient.copy = None
             if not gradient.is_gathered:
                 written = gradient.vectors
-                # Views are remembered. That pays where later steps write the same memory: the library writes in place.
-                view = borrowed if gradient.is_reusable and self.library is not None else on_cpu
-                gradient.vectors = view(written, self._placement)
+                if self._placement.num_devices > 1:
+                    gradient.vectors = from_shares(written, self._placement, self._there[1][layer])
+                else:
+                    # Views are remembered. That pays where later steps write the same memory, as by the library.
+                    view = borrowed if gradient.is_reusable and self.library is not None else on_cpu
+                    gradient.vectors = view(written, self._placement)
                 gradient.written, gradient.is_gathered = written, True
             return gradient.vectors
 
@@ -367,7 +374,7 @@ class Transport:
 
         if self._placement.is_cpu:
             return HostGradient(dense(gradients), True)
-        rows = jax.device_put(gradients, self._placement.pinned)
+        rows = jax.device_put(self._of_one(gradients), self._placement.pinned_alone)
         if mark is not None:
             mark.watch(jax.tree.leaves(rows))
 
@@ -378,12 +385,18 @@ class Transport:
         # In the order of the stores, so that each finds the sum that it adds to.
         return HostGradient((), False, finish=self._adder.submit(arrived).result)
 
+    def _of_one(self, arrays: Any) -> Any:
+        """Arrays of which each device has all, as arrays of the first device."""
+        if self._placement.num_devices == 1:
+            return arrays
+        return jax.tree.map(lambda array: array.addressable_shards[0].data, arrays)
+
     def program(self, name: str, layer: int, is_sum: bool = False) -> Any:
         """The jitted function of a name, for sums over micro-batches if so; groups of the same layout share it."""
         known = self._of_layer.get((name, layer, is_sum))
         if known is None:
-            moved = self._layers if name in _OF_LOADS else self._sums if is_sum else self._gradients
-            made = moved[layer]
+            kinds = self._there if name in _OF_LOADS or name == "pack" else (self._layers, self._gradients, self._sums)
+            made = kinds[0 if name in _OF_LOADS else 2 if is_sum else 1][layer]
             key = (name, made.layout)
             if key not in self._programs:
                 content = (type(self), *key, self._placement, self._placement.is_cpu)

@@ -31,7 +31,11 @@ def choose_transport(name: str | None, placement: Placement, layers: Sequence[La
         self-test, or with gradients of a dtype that it does not support.
     """
     others = {vector.dtype for layer in layers for vector in layer.trained.vectors}.difference(DTYPES)
-    [device] = placement.device.device_set
+    device, *others_sharing = placement.device.mesh.devices.flat
+    if others_sharing:
+        if name == "ferry":
+            raise InputError("transport 'ferry' moves the layers of one device, and the mesh has several")
+        name = "device_put"
     if name is None:
         return "ferry" if is_usable(device) and not others else "device_put"
     if name not in TRANSPORTS:

@@ -35,7 +35,7 @@ class DevicePut(Transport):
         super().__init__(placement, layers, accumulates)
         # The flat vectors exist beside the parameters split from them, and beside the gradients packed into them.
         most = max(max(layer.num_bytes, sums.num_bytes) for layer, sums in zip(layers, self._sums, strict=True))
-        self.staging_bytes = 0 if placement.is_cpu else 2 * most
+        self.staging_bytes = 0 if placement.is_cpu else 2 * -(-most // placement.num_devices)
 
     def store(
         self,
@@ -88,7 +88,7 @@ class DevicePut(Transport):
             delete_all(arrays)
             return cut
 
-        copies = [jax.device_put(v, self._placement.device) for v in vectors]
+        copies = [jax.device_put(v, self._placement.shares) for v in vectors]
         if mark is not None:
             mark.watch(copies)
         return DeviceLayer(layer, size, copies, arrive)
@@ -103,12 +103,13 @@ class DevicePut(Transport):
             return layer.pack(_dense(split(layer, gradients)), computable(into))
 
         def pack(gradients: Sequence[Gradient]) -> Vectors:
-            return layer.pack(_dense(split(layer, gradients)))
+            arrays = [gradient for gradient in gradients if not isinstance(gradient, RowGradient)]
+            return layer.pack_joined(arrays) if len(arrays) == len(gradients) else layer.pack(_dense(gradients))
 
         made = {
             "unpack": lambda: jax.jit(unpack, out_shardings=device),
             "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=gathered),
-            "pack": lambda: jax.jit(pack, out_shardings=device),
+            "pack": lambda: jax.jit(pack, out_shardings=self._placement.shares),
         }
         return made[name]() if name in made else super()._jitted(name, layer)
 
