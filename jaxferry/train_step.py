@@ -26,6 +26,7 @@ from jaxferry.engine import (
     choose_transport,
     make_placement,
     masters_layer_by_layer,
+    outside_mesh,
 )
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
@@ -192,9 +193,10 @@ class TrainStep:
           InputError: if a trained parameter is not real floating point.
           HostMemoryError: if host memory cannot hold them; nothing is allocated then.
         """
-        compiler = self._adopt(params)
-        compiler.model.check_host_memory()
-        return compiler.model.new_state(compiler.model.masters(jax.tree.leaves(params)), compiler.layers)
+        with outside_mesh():
+            compiler = self._adopt(params)
+            compiler.model.check_host_memory()
+            return compiler.model.new_state(compiler.model.masters(jax.tree.leaves(params)), compiler.layers)
 
     def declare(self, params: Any) -> None:
         """States the model's parameters without making a state, so that `prepare` can be called for a plan alone.
@@ -205,7 +207,8 @@ class TrainStep:
         Raises:
           InputError: as for `init`.
         """
-        self._adopt(params)
+        with outside_mesh():
+            self._adopt(params)
 
     def init_from(self, init_fn: Callable[[Any], Any], rng: Any) -> TrainState:
         """Initialises a model that fits into no single memory: runs `init_fn(rng)` layer by layer on the CPU.
@@ -217,10 +220,11 @@ class TrainStep:
         Raises:
           HostMemoryError: if host memory cannot hold the model; nothing is allocated then.
         """
-        compiler = self._adopt(jax.eval_shape(init_fn, rng))
-        compiler.model.check_host_memory()
-        masters = masters_layer_by_layer(init_fn, rng, compiler.model.layers, self._placement)
-        return compiler.model.new_state(masters, compiler.layers)
+        with outside_mesh():
+            compiler = self._adopt(jax.eval_shape(init_fn, rng))
+            compiler.model.check_host_memory()
+            masters = masters_layer_by_layer(init_fn, rng, compiler.model.layers, self._placement)
+            return compiler.model.new_state(masters, compiler.layers)
 
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step.
@@ -245,11 +249,12 @@ class TrainStep:
           TaskError: if a task of this step or of the previous one failed; the message states the outcome.
           StateError: if the state belongs to another step or to the parent of this forked process, or is damaged.
         """
-        prepared = self._arranged(state, args, kwargs)
-        state.fill()
-        number = state.step
-        result = prepared.runner.step(state, _leaves(args, kwargs))
-        return state, self._metrics(number, prepared.partition, result)
+        with outside_mesh():
+            prepared = self._arranged(state, args, kwargs)
+            state.fill()
+            number = state.step
+            result = prepared.runner.step(state, _leaves(args, kwargs))
+            return state, self._metrics(number, prepared.partition, result)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Prepared:
         """Partitions, plans and compiles for arguments of this structure; results are cached.
@@ -264,7 +269,8 @@ class TrainStep:
           BudgetError: if no plan fits into `memory_budget`.
           StateError: if the model is not known yet: call `init`, `init_from`, `restore` or `declare` first.
         """
-        return self.compiler.prepare(args, kwargs)
+        with outside_mesh():
+            return self.compiler.prepare(args, kwargs)
 
     def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
         """Measures the profile that policies plan with: what each layer costs on the device.
@@ -276,7 +282,8 @@ class TrainStep:
           *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
-        return self._adopt(params).measure(args, kwargs)
+        with outside_mesh():
+            return self._adopt(params).measure(args, kwargs)
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
         """Compiles the step and the host updates ahead of the first step.
@@ -286,7 +293,8 @@ class TrainStep:
           *args: the step's arguments; arrays or shape structs.
           **kwargs: likewise.
         """
-        self._arranged(state, args, kwargs)
+        with outside_mesh():
+            self._arranged(state, args, kwargs)
 
     def _arranged(self, state: TrainState, args: Any, kwargs: Any) -> Prepared:
         self._check(state)
@@ -333,14 +341,15 @@ class TrainStep:
         """
         self._check(state)
         compiler = self.compiler
-        evaluator = compiler.evaluator(function, args, kwargs)
-        self._shared.prefetch.take(None)
-        state.settle()
-        state.arrange(evaluator.partition.layers)
-        state.fill()
-        graphs = [prepared.partition.graph for prepared in compiler.prepared]
-        held_bytes = sum(graph.held_bytes(*graph.constants) for graph in graphs)
-        return evaluator.run(state, _leaves(args, kwargs), held_bytes)
+        with outside_mesh():
+            evaluator = compiler.evaluator(function, args, kwargs)
+            self._shared.prefetch.take(None)
+            state.settle()
+            state.arrange(evaluator.partition.layers)
+            state.fill()
+            graphs = [prepared.partition.graph for prepared in compiler.prepared]
+            held_bytes = sum(graph.held_bytes(*graph.constants) for graph in graphs)
+            return evaluator.run(state, _leaves(args, kwargs), held_bytes)
 
     @property
     def options(self) -> Options:
@@ -465,7 +474,8 @@ class TrainStep:
         if params is None:
             params = saved.dictionary() if known is None else known.model.params
         try:
-            state = self._restored(saved, params)
+            with outside_mesh():
+                state = self._restored(saved, params)
         except JaxFerryError:
             # A state in training keeps its model.
             self._compiler = known

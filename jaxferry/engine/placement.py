@@ -8,8 +8,10 @@ The batch, and the values that programs compute from it, are split over several 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -135,6 +137,16 @@ def make_placement(device: Any = None, mesh: Any = None) -> Placement:
         host=_alone(cpu, "unpinned_host"),
         host_compute=_alone(cpu, "device"),
     )
+
+
+@contextlib.contextmanager
+def outside_mesh() -> Iterator[None]:
+    """Leaves the mesh of `jax.set_mesh`, if one is set: the engine's arrays and programs name their own."""
+    if jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
+        yield
 
 
 def _alone(device: Any, kind: str) -> NamedSharding:

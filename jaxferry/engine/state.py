@@ -26,7 +26,7 @@ from jaxferry.engine.pending import (
     PendingStep,
     task_error,
 )
-from jaxferry.engine.placement import Placement
+from jaxferry.engine.placement import Placement, outside_mesh
 from jaxferry.engine.prefetch import Prefetch
 from jaxferry.engine.process import Process
 from jaxferry.engine.transport.base import DeviceLayer
@@ -110,7 +110,7 @@ class TrainState:
             raise StateError("state.params is assigned while gradients are accumulated: assign it after an update")
         self.settle()
         masters = masters_from_arrays(leaves, [aval.dtype for aval in self.optimizer.avals], self._placement)
-        with deferred_interrupts():
+        with deferred_interrupts(), outside_mesh():
             if self.prefetch is not None:
                 self.prefetch.work.stop()  # the next step frees the copies of the old parameters
             self.resident = {}
@@ -154,7 +154,8 @@ class TrainState:
         masters = [self._owned(master) for master in self.masters()]
         optimizer = {name: self._owned(leaf) for name, leaf in self.stored_optimizer_state().items()}
         args = (self._tree, self.optimizer, self._placement, self.host.layers, masters, optimizer)
-        made = TrainState(*args, self.updated_step, self.loss_scale)
+        with outside_mesh():
+            made = TrainState(*args, self.updated_step, self.loss_scale)
         made._is_arranged, made.checkpoint = self._is_arranged, self.checkpoint
         return made
 
@@ -163,7 +164,7 @@ class TrainState:
         known = self.optimizer.state_shapes()
         own = {name: self._owned(leaf, known[name].dtype) for name, leaf in leaves.items()}
         self.settle()
-        with deferred_interrupts():
+        with deferred_interrupts(), outside_mesh():
             self.host.replace_state(own)
 
     def _owned(self, leaf: Any, dtype: Any = None) -> jax.Array:

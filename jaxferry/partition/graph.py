@@ -232,8 +232,14 @@ def known_jaxpr(
     """
     leaves, params_tree = jax.tree.flatten(params)
     rest, rest_tree = jax.tree.flatten((args, dict(kwargs)))
+    # Without shardings: over a mesh with explicit axes these would be part of every type.
+    rest = [_shape_of(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in rest]
     traced = _known_call(function, params_tree, rest_tree).trace(leaves, rest)
     return traced.jaxpr, jax.tree.structure(traced.out_info)
+
+
+def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=getattr(array, "weak_type", False))
 
 
 class _Flagged(functools.partial):

@@ -224,8 +224,9 @@ def test_where_the_device_is_no_cpu_the_compute_copy_is_written_in_place_or_made
     expected.step(gradients_at(0, jnp.bfloat16))
     place = make_placement()
     monkeypatch.setattr(type(place), "is_cpu", property(lambda self: False))
-    for module in ("pinned", "update_programs") if not reaches else ():
-        monkeypatch.setattr(f"jaxferry.engine.host.{module}.can_view", lambda placement: False)
+    for name in ("can_view", "writes_in_place") if not reaches else ():
+        for module in ("pinned", "update_programs"):
+            monkeypatch.setattr(f"jaxferry.engine.host.{module}.{name}", lambda placement: False, raising=False)
     updater = Updater.make(PAIRS["adamw"][0], jnp.bfloat16)
     assert "jaxferry_host_step" in updater.unit.programs[(True,)].as_text()
     gradients = gradients_at(0, jnp.bfloat16)

@@ -30,8 +30,9 @@ def accelerator(monkeypatch):
 
 @pytest.fixture
 def unreachable(monkeypatch):
-    for module in ("pinned", "update_programs"):
-        monkeypatch.setattr(f"jaxferry.engine.host.{module}.can_view", lambda placement: False)
+    for name in ("can_view", "writes_in_place"):
+        for module in ("pinned", "update_programs"):
+            monkeypatch.setattr(f"jaxferry.engine.host.{module}.{name}", lambda placement: False, raising=False)
 
 
 @pytest.fixture

@@ -64,14 +64,14 @@ def compare(task: Task) -> Comparison:
     return Comparison(
         partition=partition,
         losses=tuple(losses),
-        plain_losses=tuple(_plain_losses(task, optimizer)),
+        plain_losses=tuple(plain_losses(task, optimizer)),
         device_param_bytes_peak=peak,
         param_bytes=sum(layer.num_bytes for layer in partition.layers),
         messages=tuple(str(w.message) for w in caught if issubclass(w.category, UserWarning)),
     )
 
 
-def _plain_losses(task: Task, optimizer: optax.GradientTransformation) -> Iterator[float]:
+def plain_losses(task: Task, optimizer: optax.GradientTransformation) -> Iterator[float]:
     """One jitted step of Optax, with float32 masters where parameters have 16 bits, as JaxFerry keeps them."""
 
     def loss_and_aux(masters: Any, batch: Any) -> Any:

@@ -1,0 +1,309 @@
+"""Several devices that share each batch: `train_step(mesh=...)`.
+
+Here they are two CPU devices (`conftest.py`); more of them are those of another process.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxferry
+from jaxferry.engine import make_placement
+from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.partition import make_layer, shared
+from jaxferry.plan.records import LayerPlan, Plan
+from watched import device_arrays
+
+NUM_STEPS, BATCH, WIDTH, WORDS = 5, 4, 6, 7
+NAMES = ("table", "first", "second", "head")
+"""Sizes that two devices do not divide, in a vector of several parameters."""
+
+
+def params():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"table": (WORDS, WIDTH), "first": (WIDTH, 9), "second": (9, WIDTH), "head": (WIDTH, WORDS)}
+    drawn = {name: 0.3 * jax.random.normal(key, shapes[name]) for name, key in zip(NAMES, keys, strict=True)}
+    return {name: {"w": w, **({} if name == "table" else {"b": jnp.zeros(w.shape[-1])})} for name, w in drawn.items()}
+
+
+def loss_fn(params, batch, key):
+    """Dropout, a norm over the whole batch as in BatchNorm, and auxiliary results."""
+    x = params["table"]["w"][batch["x"]]
+    x = jnp.tanh(x @ params["first"]["w"] + params["first"]["b"])
+    x = x * jax.random.bernoulli(key, 0.8, x.shape)
+    x = x @ params["second"]["w"]
+    mean = x.mean((0, 1))
+    x = (x - mean) * jax.lax.rsqrt(x.var((0, 1)) + 1e-3) + params["second"]["b"]
+    logits = jax.nn.log_softmax(x @ params["head"]["w"] + params["head"]["b"])
+    return -jnp.take_along_axis(logits, batch["y"][..., None], -1).mean(), {"mean": mean, "logits": logits}
+
+
+def batches(num=NUM_STEPS, size=BATCH):
+    generator = np.random.default_rng(0)
+    return [
+        ({name: generator.integers(0, WORDS, (size, 3)) for name in ("x", "y")}, jax.random.key(number))
+        for number in range(num)
+    ]
+
+
+def mesh(axis_type=AxisType.Auto, num=2):
+    return jax.make_mesh((num,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:num])
+
+
+def train(step, state, given):
+    metrics = []
+    for batch in given:
+        state, found = step(state, *batch)
+        metrics.append(jax.device_get(found))
+    return state, metrics
+
+
+def trained(given=None, **options):
+    step = jaxferry.train_step(loss_fn, options.pop("optimizer", optax.adamw(1e-2)), **options)
+    state, metrics = train(step, step.init(params()), given or batches())
+    return step, state, metrics
+
+
+def assert_same(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A step on one device, its state and metrics."""
+    return trained(transport="device_put")
+
+
+MODES = (Mode.RELOAD, Mode.RESIDENT, Mode.GFGB, Mode.GFGB)
+
+
+def plan(modes=MODES, **changes):
+    layers = (LayerPlan(name, mode, **changes) for name, mode in zip(NAMES, modes, strict=True))
+    return Plan("any", 1.0, tuple(layers))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate": 2, "clip_norm": 0.1},
+        {"plan": plan(), "remat": "full", "offload_activations": True, "record_steps": 2},
+        pytest.param({"policy": "auto", "profile": "estimate", "remat": "auto"}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters at once")
+def test_losses_results_and_parameters_are_those_of_one_device(options):
+    given = batches(4)
+    _, expected, expected_metrics = trained(given, transport="device_put", **options)
+    step, state, metrics = trained(given, mesh=mesh(), **options)
+    assert_same([m["loss"] for m in metrics], [m["loss"] for m in expected_metrics])
+    assert_same([m["aux"] for m in metrics], [m["aux"] for m in expected_metrics])
+    assert_same(state.params, expected.params)
+    assert (step.recorded() is None) == ("record_steps" not in options)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_batches_and_parameters_may_be_global_arrays_under_a_mesh_that_is_set(alone, axis_type):
+    _, _, expected = alone
+    own = mesh(axis_type)
+    spread = [jax.device_put(batch, NamedSharding(own, PartitionSpec("data"))) for batch, _ in batches()]
+    given = [(batch, key) for batch, (_, key) in zip(spread, batches(), strict=True)]
+    with jax.set_mesh(own):
+        step = jaxferry.train_step(loss_fn, optax.adamw(1e-2), mesh=own)
+        whole = jax.device_put(params(), NamedSharding(own, PartitionSpec()))
+        state, metrics = train(step, step.init(whole), given)
+        assert_same([m["loss"] for m in metrics], [m["loss"] for m in expected])
+        step.evaluate(state, *given[0])
+        state.params, state.opt_state = state.params, state.copy().opt_state
+        train(step, state, given[:1])
+
+
+def test_a_function_of_the_parameters_may_have_a_batch_that_devices_cannot_share(alone):
+    step, state, _ = trained(mesh=mesh())
+    assert_same(step.evaluate(state, *batches(1, 3)[0])[0], alone[0].evaluate(alone[1], *batches(1, 3)[0])[0])
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_devices(tmp_path):
+    _, _, expected = trained(batches(6), transport="device_put")
+    step, state, _ = trained(batches(6)[:3], mesh=mesh())
+    step.save(state, tmp_path / "saved")
+    alone = jaxferry.train_step(loss_fn, optax.adamw(1e-2), transport="device_put")
+    _, metrics = train(alone, alone.restore(tmp_path / "saved", params()), batches(6)[3:])
+    assert_same([m["loss"] for m in metrics], [m["loss"] for m in expected[3:]])
+    alone.save(state := alone.restore(tmp_path / "saved", params()), tmp_path / "again")
+    _, metrics = train(step, step.restore(tmp_path / "again"), batches(6)[3:])
+    assert_same([m["loss"] for m in metrics], [m["loss"] for m in expected[3:]])
+    assert state.step == 3
+
+
+def test_each_device_holds_no_more_than_predicted_and_less_than_one_alone(monkeypatch):
+    """The bytes of all arrays on the first device while programs run."""
+
+    all_reload = plan((Mode.RELOAD,) * 4)
+
+    def most(**options):
+        step = jaxferry.train_step(lambda *given: loss_fn(*given)[0], optax.sgd(0.1), plan=all_reload, **options)
+        state, given = step.init(params()), batches(2, 64)
+        train(step, state, given)
+        held, run = [0], jax.stages.Compiled.__call__
+        before = {id(array) for array in device_arrays()}
+
+        def called(program, *arguments):
+            made = run(program, *arguments)
+            own = [array for array in device_arrays() if id(array) not in before and not array.is_deleted()]
+            held.append(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in own))
+            return made
+
+        with monkeypatch.context() as patched:
+            patched.setattr(jax.stages.Compiled, "__call__", called)
+            train(step, state, given)
+        return max(held), step.prepare(*given[0]).peak.held
+
+    (alone, predicted_alone), (found, predicted) = most(transport="device_put"), most(mesh=mesh())
+    assert 0 < found <= predicted
+    assert found < 0.75 * alone <= 0.75 * predicted_alone
+
+
+def test_only_programs_of_the_gpu_lane_exchange_anything():
+    """Shares leave and arrive without a word between devices, in whatever order tasks become ready."""
+    step, _, _ = trained(mesh=mesh())
+    prepared = step.prepare(*batches(1)[0])
+    resources = prepared.runner.runnable.resources
+    transport, groups = resources.transport, prepared.partition.layers
+    own = make_placement(mesh=mesh())
+    for number, group in enumerate(groups):
+        layer = shared(group.trained, 2)
+        sizes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer.leaves]
+        joined = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.shares) for x in jax.eval_shape(layer.join_small, sizes)
+        ]
+        assert exchanges(transport.program("pack", number).lower(joined)) == set()
+        vectors = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=own.shares) for v in layer.vectors]
+        assert exchanges(transport.program("unpack", number).lower(vectors)) == {"all-gather"}
+
+
+def exchanges(lowered):
+    """The kinds of collectives in a program."""
+    kinds = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+    text = lowered.compile().as_text()
+    return {kind for kind in kinds if f" {kind}(" in text or f" {kind}-start(" in text}
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 8])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
+def test_a_share_of_a_layer_holds_its_part_of_each_parameter(num, dtype):
+    shapes = [(), (5,), (3, 4), (0, 2), (300, 301)]
+    avals = [jax.ShapeDtypeStruct(shape, dtype if i % 2 else np.float32) for i, shape in enumerate(shapes)]
+    paths = [str(i) for i in range(len(shapes))]
+    layer = make_layer("layer", range(len(shapes)), paths, avals, [np.dtype(np.float32)] * len(shapes), frozen={2})
+    leaves = [jnp.asarray(np.random.default_rng(i).normal(size=x.shape), x.dtype) for i, x in enumerate(avals)]
+    there = shared(layer, num)
+    vectors = there.pack(leaves)
+    assert [(v.shape, v.dtype) for v in vectors] == [(v.shape, v.dtype) for v in there.vectors]
+    for found, leaf in zip(there.unpack(vectors), leaves, strict=True):
+        np.testing.assert_array_equal(found, leaf)
+    joined = there.trained.join_small([leaves[i] for i, leaf in enumerate(layer.leaves) if leaf.is_trained])
+    for found, vector in zip(there.trained.pack_joined(joined), vectors, strict=False):
+        np.testing.assert_array_equal(found, vector)
+    if num > 1:
+        host = [np.asarray(vector) for vector in layer.pack(leaves)]
+        for found, vector in zip(there.to_shares(host), vectors, strict=True):
+            np.testing.assert_array_equal(found, vector)
+        for found, vector in zip(there.from_shares([np.asarray(v) for v in vectors]), host, strict=True):
+            np.testing.assert_array_equal(found, vector)
+        row = np.asarray(vectors[-1]).reshape(num, -1)
+        assert row.shape[1] == sum(-(-leaf.size // num) for leaf in layer.leaves if leaf.vector == len(vectors) - 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": "all"}, "mesh must be a jax.sharding.Mesh"),
+        ({"mesh": "two axes"}, "mesh must have one axis, 'data', got 'data', 'model'"),
+        ({"mesh": "mesh", "device": "first"}, "device and mesh are given both"),
+        ({"mesh": "mesh", "transport": "ferry"}, "moves the layers of one device"),
+    ],
+)
+def test_other_meshes_are_errors(options, message):
+    known = {
+        "mesh": mesh(),
+        "two axes": jax.make_mesh((2, 1), ("data", "model")),
+        "first": jax.devices()[0],
+    }
+    options = {name: known.get(value, value) for name, value in options.items()}
+    with pytest.raises(InputError, match=message):
+        jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
+
+
+def test_a_batch_that_the_devices_cannot_share_is_an_error():
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh())
+    state = step.init(params())
+    with pytest.raises(InputError, match="must be a multiple of 2 devices: got 3"):
+        step(state, *batches(1, 3)[0])
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes"),
+    [
+        (Mode.DHA, {}),
+        (Mode.GFGB, {"gradient": GradientPlace.HOST}),
+        (Mode.RESIDENT, {"update": UpdatePlace.RESIDENT}),
+    ],
+)
+def test_plans_for_one_device_alone_are_errors(mode, changes):
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh(), plan=plan([mode] * 4, **changes))
+    step.declare(params())
+    with pytest.raises(InputError, match="which several devices do not"):
+        step.prepare(*batches(1)[0])
+
+
+def test_a_mesh_of_one_device_is_that_device(alone):
+    _, _, metrics = trained(mesh=mesh(num=1), transport="device_put")
+    assert [m["loss"] for m in metrics] == [m["loss"] for m in alone[2]]
+
+
+WITH_DEVICES = Path(__file__).parent / "support" / "mesh_losses.py"
+
+
+def losses_of_models(num_devices, *names):
+    """The losses of models on meshes of up to this many devices, by name and number, beside those of plain Optax."""
+    flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(WITH_DEVICES), str(num_devices), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_losses(found):
+    for name, by_number in found.items():
+        plain = by_number.pop("plain")
+        assert by_number
+        for number, losses in by_number.items():
+            np.testing.assert_allclose(losses, plain, rtol=1e-5, err_msg=f"{name} on {number} devices")
+
+
+def test_eight_devices_train_a_model_as_plain_optax_does():
+    check_losses(losses_of_models(8, "residual MLPs"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_any_model_trains_on_several_devices_as_plain_optax_does(num_devices):
+    found = losses_of_models(num_devices)
+    assert len(found) > 25
+    check_losses(found)
