@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from jaxferry.engine import RematVariants
 from jaxferry.engine.facts import with_program_facts, without_times
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.modes import Mode
 from jaxferry.options import Options
 from jaxferry.partition import AUTO, Partition
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
-from jaxferry.planning import as_run, plan_for, with_update_order
+from jaxferry.planning import as_run, loaded, plan_for, with_update_order
 from jaxferry.profiling.estimate import estimate_profile, update_on_device_s
 from jaxferry.profiling.machines import MACHINES, Machine
 from jaxferry.profiling.records import Profile
@@ -62,12 +62,15 @@ def planning_profile(
     Raises:
       InputError: if the given profile is for another model.
     """
-    parts = variants.base
+    parts, num_devices = variants.base, variants.base.graph.num_devices
     if given is not None:
         _check_names("profile", given, parts)
+        if given.num_devices != num_devices:
+            raise InputError(f"the profile is of {given.num_devices} devices, and {num_devices} train")
         profile = given
     elif options.plan is None and _policy_of(options) is not None:
-        profile = estimate_profile(partition_costs(parts, None), _machine_of(device_kind), {"device": device_kind})
+        costs, facts = partition_costs(parts, None), {"device": device_kind}
+        profile = estimate_profile(costs, _machine_of(device_kind), facts, num_devices)
         profile = profile.without_streaming()  # those times are AdamW's
     else:
         profile = without_times(parts)
@@ -128,10 +131,9 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
       InputError: if the plan is for another model, or the policy does not exist.
     """
     parts, policy = variants.base, _policy_of(options)
-    is_alone = parts.graph.num_devices == 1
     if options.plan is not None:
         _check_names("plan", options.plan, parts)
-        if not is_alone and options.plan != loaded(options.plan):
+        if profile.num_devices > 1 and options.plan != loaded(options.plan):
             raise InputError(
                 "the plan reads layers in host memory, writes gradients there, or updates on the device, which several "
                 "devices do not: plan modes GFGB, RELOAD and RESIDENT, gradients on the device and updates on the host"
@@ -141,8 +143,7 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
         layers = tuple(LayerPlan(segment.name, Mode.GFGB) for segment in parts.segments)
         plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
         return _as_run(with_update_order(profile, plan), profile)
-    plan = _plan_within(variants, options, profile, policy, options.memory_budget_bytes)
-    return plan if is_alone else _as_run(loaded(plan), profile)
+    return _plan_within(variants, options, profile, policy, options.memory_budget_bytes)
 
 
 def leanest_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan | None:
@@ -153,22 +154,7 @@ def leanest_plan(variants: RematVariants, options: Options, profile: Profile) ->
     policy = _policy_of(options)
     if options.plan is not None or policy is None:
         return None
-    plan = _plan_within(variants, options, profile, policy, 1)
-    return plan if variants.base.graph.num_devices == 1 else _as_run(loaded(plan), profile)
-
-
-def loaded(plan: Plan) -> Plan:
-    """The plan with what several devices can do: layers that are read in host memory are loaded (RELOAD) instead."""
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            mode=Mode.RELOAD if layer.mode in (Mode.DHA, Mode.DFGB) else layer.mode,
-            gradient=GradientPlace.DEVICE,
-            update=UpdatePlace.HOST,
-        )
-        for layer in plan.layers
-    )
-    return plan if layers == plan.layers else dataclasses.replace(plan, layers=layers, predicted=None)
+    return _plan_within(variants, options, profile, policy, 1)
 
 
 def _plan_within(

@@ -337,7 +337,8 @@ class Compiler:
     def _profile(self, variants: RematVariants, programs: Programs) -> Profile:
         """The profile to plan and lower with: the user's own, measured, estimated, or of sizes only."""
         options, given = self._options, self._options.profile
-        if given == MEASURE or (given is None and needs_times(options.policy)):
+        is_alone = self._shared.placement.num_devices == 1
+        if given == MEASURE or (given is None and needs_times(options.policy) and is_alone):
             given = self._measured(variants, programs)
         return planning_profile(
             variants,
@@ -369,6 +370,8 @@ class Compiler:
         return found
 
     def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
+        if self._shared.placement.num_devices > 1:
+            raise InputError('profiles are measured on one device: with a mesh give a profile, or profile="estimate"')
         remat = self._options.remat
         with progress_bar("measuring") as progress:
             profile = measure_profile(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxferry.errors import BudgetError
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto, AutoSearch
 from jaxferry.plan.base import Objective, Request, read_objective
@@ -23,6 +24,7 @@ __all__ = [
     "as_run",
     "compare",
     "knee",
+    "loaded",
     "make_plan",
     "plan_for",
     "sweep",
@@ -82,8 +84,24 @@ def _with_gap(profile: Profile, plan: Plan) -> Plan:
 
 
 def as_run(profile: Profile, plan: Plan) -> Plan:
-    """The plan, with updates after all gradients if the profile says that they wait for them."""
+    """The plan, with updates after all gradients if the profile says that they wait for them; and see `loaded`."""
+    if profile.num_devices > 1:
+        plan = loaded(plan)
     return dataclasses.replace(plan, updates=Updates.AFTER_ALL) if profile.updates_after_all else plan
+
+
+def loaded(plan: Plan) -> Plan:
+    """The plan with what several devices do: layers are loaded, gradients stay until they leave, the host updates."""
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            mode=Mode.RELOAD if layer.mode in (Mode.DHA, Mode.DFGB) else layer.mode,
+            gradient=GradientPlace.DEVICE,
+            update=UpdatePlace.HOST,
+        )
+        for layer in plan.layers
+    )
+    return plan if layers == plan.layers else dataclasses.replace(plan, layers=layers, predicted=None)
 
 
 @dataclasses.dataclass(frozen=True)

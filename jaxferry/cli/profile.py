@@ -20,7 +20,7 @@ from jaxferry.errors import InputError
 from jaxferry.merging import merges_of_small
 from jaxferry.model import Model
 from jaxferry.options import Options
-from jaxferry.partition import AUTO, REMAT, partition
+from jaxferry.partition import AUTO, REMAT, Partition, partition
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES, find_machine
 from jaxferry.profiling.records import Profile
@@ -56,6 +56,9 @@ def profile(
     transport: Annotated[
         str | None, typer.Option(help=f"The transport: {' or '.join(TRANSPORTS)}; default: that of a training step.")
     ] = None,
+    devices: Annotated[
+        int, typer.Option("--devices", min=1, help="Devices that share a batch; for --machine alone.")
+    ] = 1,
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
     ] = None,
@@ -68,10 +71,12 @@ def profile(
     """
     if estimate and machine is None:
         raise InputError(f"--estimate needs --machine: one of {', '.join(MACHINES)}, or a JSON file")
+    if devices > 1 and machine is None:
+        raise InputError("--devices needs --machine: profiles are measured on one device")
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
     if machine is not None:
-        made = estimate_model(model, machine, compute_dtype, remat)
+        made = estimate_model(model, machine, compute_dtype, remat, devices)
     else:
         made = measure_model(model, optimizer, compute_dtype, remat, transport)
     if output is not None:
@@ -82,7 +87,9 @@ def profile(
         _print(made)
 
 
-def estimate_model(model: str, machine: str, compute_dtype: str | None = None, remat: str = AUTO) -> Profile:
+def estimate_model(
+    model: str, machine: str, compute_dtype: str | None = None, remat: str = AUTO, devices: int = 1
+) -> Profile:
     """Estimates the profile of the model `module:function` on a built-in machine or one described in a file.
 
     Raises:
@@ -94,11 +101,17 @@ def estimate_model(model: str, machine: str, compute_dtype: str | None = None, r
         known = call_model(model)
         given = (known.loss_fn, known.shapes(), (known.batch_of(0),))
         merge = functools.partial(merges_of_small, machine=figures)
-        parts = partition(*given, compute_dtype=dtype, merge=merge)
+        parts = partition(*given, compute_dtype=dtype, merge=merge, num_devices=devices)
+        _check_batch(parts, devices)
     sizes = Model(known.shapes(), OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
     facts = {"model": model, "remat": remat, "host_bytes": sizes.host_bytes()}
-    profile = estimate_profile(partition_costs(parts, remat, temporaries=True), figures, facts)
+    profile = estimate_profile(partition_costs(parts, remat, temporaries=True), figures, facts, devices)
     return with_program_facts(profile, parts, derivatives_of(parts, "none" if remat == AUTO else remat))
+
+
+def _check_batch(parts: Partition, devices: int) -> None:
+    if devices > 1 and not parts.graph.batch_size:
+        raise InputError(f"the first axis of the model's batch must be a multiple of {devices} devices")
 
 
 def measure_model(

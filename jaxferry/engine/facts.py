@@ -49,9 +49,10 @@ def without_times(partition: Partition) -> Profile:
     layers = []
     for segment in partition.segments:
         layer = partition.layers[segment.group]
-        facts |= {"param_bytes": layer.num_bytes, "grad_bytes": layer.trained.num_bytes}
+        grad_bytes = -(-layer.trained.num_bytes // partition.graph.num_devices)
+        facts |= {"param_bytes": layer.num_bytes, "grad_bytes": grad_bytes}
         layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
-    return Profile({}, tuple(layers))
+    return Profile({}, tuple(layers), num_devices=partition.graph.num_devices)
 
 
 def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: int) -> dict[str, Any]:

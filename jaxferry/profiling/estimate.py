@@ -7,12 +7,15 @@ The profile is marked as estimated; measured profiles replace it.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxferry.errors import InputError
 from jaxferry.profiling.machines import Machine
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.records import LayerProfile, Profile, backward_variant, forward_variant
+
+_BOTH = (False, True)
 
 UPDATE_BYTES_PER_PARAMETER = 30
 """Host memory traffic of a one-pass AdamW step: it reads a 16-bit gradient, writes a 16-bit parameter, and reads and
@@ -80,20 +83,85 @@ class LayerCosts:
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def estimate_profile(layers: Iterable[LayerCosts], machine: Machine, facts: dict[str, Any] | None = None) -> Profile:
+def estimate_profile(
+    layers: Iterable[LayerCosts], machine: Machine, facts: dict[str, Any] | None = None, num_devices: int = 1
+) -> Profile:
     """Estimates the profile of a model on a machine.
 
+    Several devices share a batch: each has its part of the work, of the activations, of each load and of each gradient.
+    A load includes gathering the others' shares, an offload adding up their gradients. All links together move no more
+    than host memory does.
+
     Args:
-      layers: the costs, in forward order.
-      machine: the machine's figures.
+      layers: the costs of the whole batch, in forward order; only `activation_bytes` are those of one device.
+      machine: the machine's figures; those of the GPU and its link are of each device.
       facts: further facts for the profile's `machine`, which always contains `"estimated": true`.
+      num_devices: the number of devices.
 
     Raises:
       InputError: if there is no layer, or two share a name.
     """
     about = {"estimated": True, **machine.to_json(), **(facts or {})}
     del about["format"]
-    return Profile(about, tuple(_estimate_layer(layer, machine) for layer in layers))
+    if num_devices == 1:
+        return Profile(about, tuple(_estimate_layer(layer, machine) for layer in layers))
+    shares = tuple(_estimate_share(layer, machine, num_devices) for layer in layers)
+    return Profile(about, shares, num_devices=num_devices)
+
+
+def _estimate_share(layer: LayerCosts, machine: Machine, num_devices: int) -> LayerProfile:
+    """The profile of a layer on each of several devices.
+
+    What these do not do, reading parameters or writing gradients in host memory, is as slow as if the copies of all
+    devices passed one link in turn, and takes the memory of the whole. So no plan gains by it; see `planning.as_run`.
+    """
+    to_others = machine.interconnect_bytes_per_s or machine.link_bytes_per_s
+    machine = dataclasses.replace(
+        machine, link_bytes_per_s=min(machine.link_bytes_per_s, machine.host_bytes_per_s / num_devices)
+    )
+    in_turn_s = [num_devices * _transfer_s(machine, size) for size in (layer.param_bytes, layer.grad_bytes)]
+    own = _estimate_layer(_share_of_work(layer, num_devices), machine)
+    shares = [-(-size // num_devices) for size in (layer.param_bytes, layer.grad_bytes)]
+    exchanged_s = [(num_devices - 1) * share / to_others for share in shares]
+    sizes = dict.fromkeys((forward_variant(True, again) for again in _BOTH), layer.param_bytes)
+    for flags in itertools.product(_BOTH, repeat=3):
+        sizes[backward_variant(*flags)] = flags[0] * layer.param_bytes + flags[1] * layer.grad_bytes
+    known = layer.temporary_bytes
+    return dataclasses.replace(
+        own,
+        grad_bytes=shares[1],
+        load_s=_transfer_s(machine, shares[0]) + exchanged_s[0],
+        offload_s=_transfer_s(machine, shares[1]) + exchanged_s[1],
+        forward_dha_s=own.forward_s + in_turn_s[0],
+        backward_dha_s=own.backward_s + in_turn_s[0],
+        backward_go_s=own.backward_s + in_turn_s[1],
+        update_gpu_s=None,
+        state_up_s=None,
+        state_down_s=None,
+        temporary_bytes={key: known.get(key, 0) + sizes.get(key, 0) for key in {**known, **sizes}},
+    )
+
+
+def _share_of_work(layer: LayerCosts, num_devices: int) -> LayerCosts:
+    """The costs of a layer's programs on each device: its part of everything but the bytes of the parameters."""
+
+    def shared_bytes(num_bytes: float) -> float:
+        own = min(layer.param_bytes, num_bytes)
+        return own + (num_bytes - own) / num_devices
+
+    again = layer.recomputation
+    inter = ("inter_forward_flops", "inter_forward_bytes", "inter_backward_flops", "inter_backward_bytes")
+    return dataclasses.replace(
+        layer,
+        forward_flops=layer.forward_flops / num_devices,
+        backward_flops=layer.backward_flops / num_devices,
+        forward_bytes=shared_bytes(layer.forward_bytes),
+        backward_bytes=shared_bytes(layer.backward_bytes),
+        **{key: getattr(layer, key) / num_devices for key in inter},
+        recomputation=None
+        if again is None
+        else dataclasses.replace(again, flops=again.flops / num_devices, bytes=again.bytes / num_devices),
+    )
 
 
 def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:

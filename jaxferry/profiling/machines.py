@@ -52,7 +52,8 @@ _REQUIRED = (
     "link_bytes_per_s",
     "host_bytes_per_s",
 )
-_OPTIONAL = ("efficiency", "launch_s", "link_latency_s", "issue_s", "host_memory_bytes")
+_OPTIONAL = ("efficiency", "launch_s", "link_latency_s", "issue_s", "host_memory_bytes", "interconnect_bytes_per_s")
+_MAY_BE_UNKNOWN = ("host_memory_bytes", "interconnect_bytes_per_s")
 _MAY_BE_ZERO = ("launch_s", "link_latency_s", "issue_s")
 
 JAX_SHARE = 0.75
@@ -77,6 +78,7 @@ class Machine:
       link_latency_s: fixed time per transfer.
       issue_s: time of the host's thread to issue the programs and transfers of a segment for one step.
       host_memory_bytes: size of host memory; None if it is not known.
+      interconnect_bytes_per_s: bandwidth from each device to the others, in each direction; None for that of the link.
       sources: source of each figure, by field.
 
     Raises:
@@ -95,6 +97,7 @@ class Machine:
     link_latency_s: float = _LINK_LATENCY_S
     issue_s: float = _ISSUE_S
     host_memory_bytes: float | None = None
+    interconnect_bytes_per_s: float | None = None
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,7 +105,7 @@ class Machine:
         where = f'machine "{self.name}"'
         for key in _REQUIRED + _OPTIONAL:
             value = getattr(self, key)
-            if key == "host_memory_bytes" and value is None:
+            if key in _MAY_BE_UNKNOWN and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise InputError(f"{where}: {key} must be a number, got {value!r}")
@@ -143,6 +146,7 @@ def _host(channels: int, megatransfers: int, source: str) -> tuple[float, str]:
 _PCIE3 = (12000 * 2**20, "12 GB/s: Beaumont et al., hal-03580767, Table 1; its L2L column says 12000 MiB/s")
 _PCIE4 = (24.8e9, "nvbandwidth host_to_device_memcpy_ce on an A100 SXM4: forums.developer.nvidia.com, thread 352186")
 _PCIE5 = (55.6e9, "nvbandwidth host_to_device_memcpy_ce: NVIDIA technical blog on nvbandwidth")
+_NVLINK4 = (450e9, "half of 900 GB/s in both directions: NVIDIA H100 data sheet, SXM5 (unconfirmed)")
 _E5 = _host(4, 2400, "Intel Xeon E5-2686 v4, one socket (its family; this model: unconfirmed)")
 _MILAN = _host(8, 3200, "AMD EPYC 7003 data sheet, one socket")
 _SAPPHIRE = _host(8, 4800, "Intel Xeon Platinum 8480, one socket (its generation; this model: unconfirmed)")
@@ -150,7 +154,12 @@ _DESKTOP = _host(2, 5200, "AMD Ryzen 9 7950X (its family; this model: unconfirme
 
 
 def _machine(
-    name: str, gpu: str, peaks: tuple[float, float, float, float], link: tuple[float, str], host: tuple[float, str]
+    name: str,
+    gpu: str,
+    peaks: tuple[float, float, float, float],
+    link: tuple[float, str],
+    host: tuple[float, str],
+    interconnect: tuple[float, str] | None = None,
 ) -> Machine:
     flops, float32_flops, memory_bytes, memory_bytes_per_s = peaks
     of_gpu = dict.fromkeys(("flops_per_s", "float32_flops_per_s", "memory_bytes", "memory_bytes_per_s"), gpu)
@@ -162,7 +171,11 @@ def _machine(
         memory_bytes_per_s=memory_bytes_per_s,
         link_bytes_per_s=link[0],
         host_bytes_per_s=host[0],
-        sources=_COMMON_SOURCES | of_gpu | {"link_bytes_per_s": link[1], "host_bytes_per_s": host[1]},
+        interconnect_bytes_per_s=None if interconnect is None else interconnect[0],
+        sources=_COMMON_SOURCES
+        | of_gpu
+        | {"link_bytes_per_s": link[1], "host_bytes_per_s": host[1]}
+        | ({} if interconnect is None else {"interconnect_bytes_per_s": interconnect[1]}),
     )
 
 
@@ -178,8 +191,8 @@ MACHINES: Mapping[str, Machine] = {
         _machine("v100-pcie3", *_V100, _PCIE3, _E5),
         _machine("a100-pcie3", *_A100, _PCIE3, _MILAN),
         _machine("a100-pcie4", *_A100, _PCIE4, _MILAN),
-        _machine("h100-pcie5", *_H100, _PCIE5, _SAPPHIRE),
-        _machine("h200-pcie5", *_H200, _PCIE5, _SAPPHIRE),
+        _machine("h100-pcie5", *_H100, _PCIE5, _SAPPHIRE, _NVLINK4),
+        _machine("h200-pcie5", *_H200, _PCIE5, _SAPPHIRE, _NVLINK4),
         _machine("rtx4090-pcie4", *_RTX4090, _PCIE4, _DESKTOP),
     )
 }

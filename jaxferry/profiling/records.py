@@ -318,6 +318,7 @@ class Profile:
         optimizer that looks at all parameters at once.
       updates_together: whether one update covers all parameter groups, so that none streams and a plan has them all
         updated in the same place.
+      num_devices: the number of devices that share a batch, each with the sizes and times of the layers.
 
     Raises:
       InputError: if a field is not acceptable.
@@ -327,11 +328,15 @@ class Profile:
     layers: tuple[LayerProfile, ...]
     updates_after_all: bool = False
     updates_together: bool = False
+    num_devices: int = 1
 
     def __post_init__(self) -> None:
         for name in _PROFILE_FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        num = self.num_devices
+        if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+            raise InputError(f"num_devices must be a whole number of at least 1, got {num!r}")
         if not isinstance(self.machine, Mapping):
             raise InputError(f"machine must be a JSON object, got {self.machine!r}")
         object.__setattr__(self, "machine", dict(self.machine))
@@ -417,13 +422,14 @@ class Profile:
           InputError: if a key is missing or a value not acceptable; the message names layer and key.
         """
         fields = check_format(document, PROFILE_FORMAT)
-        check_spelling(fields, ("format", "machine", "layers", *_PROFILE_FLAGS), "profile")
+        optional = (*_PROFILE_FLAGS, "num_devices")
+        check_spelling(fields, ("format", "machine", "layers", *optional), "profile")
         machine = fields.get("machine", {})
         layers = check_list(required(fields, "layers", "profile"), "layers")
         records = tuple(LayerProfile.from_json(layer, index) for index, layer in enumerate(layers))
         if not any(layer.has_gradient for layer in records):
             raise InputError("layers: at least one must have a gradient (has_gradient)")
-        return cls(machine, records, **{name: fields[name] for name in _PROFILE_FLAGS if name in fields})
+        return cls(machine, records, **{name: fields[name] for name in optional if name in fields})
 
     def to_json(self) -> dict[str, Any]:
         """The profile as `jaxferry.profile/1`."""
@@ -432,6 +438,7 @@ class Profile:
             "machine": dict(self.machine),
             "layers": [layer.to_json() for layer in self.layers],
             **{name: True for name in _PROFILE_FLAGS if getattr(self, name)},
+            **({"num_devices": self.num_devices} if self.num_devices > 1 else {}),
         }
 
     @classmethod

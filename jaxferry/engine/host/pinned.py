@@ -105,19 +105,21 @@ def as_numpy(array: jax.Array) -> np.ndarray:
     return _bytes_of(jax.block_until_ready(array)).view(array.dtype).reshape(array.shape)
 
 
-def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer) -> Vectors:
+def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer | None = None) -> Vectors:
     """Copies vectors of the CPU backend into pinned memory, unless they are there already.
 
     Args:
       vectors: all vectors of a layer, or the first ones.
       placement: where arrays live.
-      layer: the layer.
+      layer: the layer; needed where several devices share its vectors.
     """
     if placement.is_cpu:
         return tuple(vectors)
-    layer = shared(layer, placement.num_devices)
-    if isinstance(layer, SharedLayer):
-        given = layer.to_shares([np.asarray(vector) for vector in vectors])
+    if placement.num_devices > 1:
+        assert layer is not None
+        there = shared(layer, placement.num_devices)
+        assert isinstance(there, SharedLayer)
+        given = there.to_shares([np.asarray(vector) for vector in vectors])
         return tuple(jax.device_put(vector, placement.pinned) for vector in given)
     # From NumPy: another client's array would pass through a literal. JAX may keep the NumPy array that it is given.
     return tuple(jax.device_put(np.array(vector), placement.pinned) for vector in vectors)
@@ -147,7 +149,7 @@ def _addresses(addresses: tuple[int, ...], placement: Placement) -> jax.Array:
 
 
 def updated_vectors(
-    old: Sequence[Vectors], made: Sequence[Vectors], placement: Placement, layers: Sequence[Layer]
+    old: Sequence[Vectors], made: Sequence[Vectors], placement: Placement, layers: Sequence[Layer] = ()
 ) -> list[Vectors]:
     """The compute copy after an update, in pinned memory.
 
@@ -156,12 +158,13 @@ def updated_vectors(
       made: what the update has returned for each layer: vectors of the CPU backend, or nothing if it has written into
         the old ones.
       placement: where arrays live.
-      layers: their trained parameters.
+      layers: their trained parameters; needed where several devices share the vectors.
     """
     if placement.is_cpu:
         return list(made)
     if not writes_in_place(placement):
-        pairs = zip(made, layers, strict=True)
+        wanted: Sequence[Layer | None] = layers or [None] * len(made)
+        pairs = zip(made, wanted, strict=True)
         return [jax.block_until_ready(to_pinned(vectors, placement, layer)) for vectors, layer in pairs]
     for targets, vectors in zip(old, made, strict=True):
         for target, vector in zip(targets, vectors, strict=bool(vectors)):
