@@ -2,6 +2,7 @@
 #
 #   make train ARGS="--size 124m --steps 5"     make test ARGS="-k partition"
 #   make train EXAMPLE=bert
+#   make train DEVICES=8
 #   make test PYTHON=python3.13 VENV=.venv-3.13
 #   make test SLOW=1 TEST_EXTRAS=test,models
 #   make sanitize CXX=clang++
@@ -15,6 +16,8 @@ TEST_EXTRAS ?= test
 SLOW ?=
 # The example that `make train` trains.
 EXAMPLE ?= gpt2
+# Number of devices that share each batch: all but the examples bert and roberta take it.
+DEVICES ?=
 # Number of test processes; each takes about 2 GB of memory.
 JOBS ?= 2
 
@@ -32,7 +35,7 @@ help:
 	@echo "make train | test | attack | docs | sanitize | lint | format | typecheck | clean   (README.md, CONTRIBUTING.md)"
 
 train: install-train
-	@$(VENV)/bin/python examples/$(EXAMPLE)/train.py $(ARGS)
+	@$(VENV)/bin/python examples/$(EXAMPLE)/train.py $(if $(DEVICES),--devices $(DEVICES)) $(ARGS)
 
 test: install-test
 	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(if $(SLOW),,-m "not slow") $(ARGS)

@@ -21,6 +21,9 @@ ReserveFactor = Annotated[float, typer.Option(help="Share of gradient bytes that
 ComputeDtype = Annotated[
     str | None, typer.Option(help=f"{', '.join(COMPUTE_DTYPES)}; default: bfloat16, or float32 on a CPU.")
 ]
+Devices = Annotated[
+    int, typer.Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
+]
 Data = Annotated[Path | None, typer.Option(help="A text file or folder; default: Python's standard library.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the initial parameters and the order of the data.")]
 LearningRate = Annotated[float | None, typer.Option(help="Learning rate after the warm-up; default: that of the size.")]

@@ -17,6 +17,7 @@ import weights as published
 from examples.common import command_line
 from examples.common.sampling import print_sample
 from examples.common.training import Run, console
+from jaxferry.meshes import mesh_of
 
 # GPT-3's (Brown et al. 2020, table 2.1), except for the tiny model.
 LEARNING_RATES = {"tiny": 1e-3, "124m": 6e-4, "medium": 3e-4, "xl": 2e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
@@ -36,6 +37,7 @@ def train(
     memory_budget: command_line.MemoryBudget = None,
     reserve_factor: command_line.ReserveFactor = 1.0,
     compute_dtype: command_line.ComputeDtype = None,
+    devices: command_line.Devices = 1,
     data: command_line.Data = None,
     seed: command_line.Seed = 0,
     lr: command_line.LearningRate = None,
@@ -48,6 +50,7 @@ def train(
     export: command_line.Export = None,
     sample_tokens: command_line.SampleTokens = 96,
 ) -> int:
+    mesh = mesh_of(devices)
     config = command_line.read_size(model.SIZES, size, seq)
     corpus = text_data.load(data, config.vocab_size, weights)
     train_batches = text_data.Batches(corpus.train, batch, seq, seed)
@@ -59,6 +62,7 @@ def train(
         reserve_factor=reserve_factor,
         policy=policy,
         compute_dtype=command_line.read_dtype(compute_dtype),
+        mesh=mesh,
     )
     run = Run(step, train_batches, valid_batches, batch * seq)
     params = None if weights is None else published.load(config, weights)

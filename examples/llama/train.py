@@ -18,6 +18,7 @@ from examples.common.sampling import print_sample
 from examples.common.training import Run, console, count_parameters
 from examples.llama import model, sample
 from examples.llama import weights as published
+from jaxferry.meshes import mesh_of
 
 # The published ones of pretraining, except for the tiny model.
 LEARNING_RATES = {"tiny": 1e-3, "3.2-1b": 3e-4, "2-7b": 3e-4, "3-8b": 3e-4}
@@ -40,6 +41,7 @@ def train(
     memory_budget: command_line.MemoryBudget = None,
     reserve_factor: command_line.ReserveFactor = 1.0,
     compute_dtype: command_line.ComputeDtype = None,
+    devices: command_line.Devices = 1,
     data: command_line.Data = None,
     seed: command_line.Seed = 0,
     lr: command_line.LearningRate = None,
@@ -52,6 +54,7 @@ def train(
     export: command_line.Export = None,
     sample_tokens: command_line.SampleTokens = 96,
 ) -> int:
+    mesh = mesh_of(devices)
     config = dataclasses.replace(command_line.read_size(model.SIZES, size, seq), lora_rank=lora_rank)
     corpus = load_text(data, config.vocab_size, weights)
     dtype = command_line.read_dtype(compute_dtype)
@@ -62,6 +65,7 @@ def train(
         reserve_factor=reserve_factor,
         policy=policy,
         compute_dtype=dtype,
+        mesh=mesh,
     )
     train_batches = Batches(corpus.train, batch, seq, seed)
     valid_batches = Batches(corpus.validation, batch, seq, seed)

@@ -13,6 +13,7 @@ import jaxferry
 from examples.common import command_line, digits
 from examples.common.training import Run, console, count_parameters
 from examples.resnet import model
+from jaxferry.meshes import mesh_of
 
 # The published one (He et al. 2016, section 3.4), except for the tiny model.
 LEARNING_RATES = {"tiny": 0.05, "18": 0.1, "50": 0.1}
@@ -30,6 +31,7 @@ def train(
     memory_budget: command_line.MemoryBudget = None,
     reserve_factor: command_line.ReserveFactor = 1.0,
     compute_dtype: command_line.ComputeDtype = None,
+    devices: command_line.Devices = 1,
     seed: command_line.Seed = 0,
     lr: command_line.LearningRate = None,
     metrics: command_line.Metrics = None,
@@ -38,6 +40,7 @@ def train(
     keep_last: command_line.KeepLast = None,
     resume: command_line.Resume = None,
 ) -> int:
+    mesh = mesh_of(devices)
     config = command_line.read_choice("--size", model.SIZES, size)
     seen, unseen = digits.load()
     step = jaxferry.train_step(
@@ -47,6 +50,7 @@ def train(
         reserve_factor=reserve_factor,
         policy=policy,
         compute_dtype=command_line.read_dtype(compute_dtype),
+        mesh=mesh,
     )
     train_batches, valid_batches = (
         digits.Batches(images, batch, seed, config.image_size, config.num_colours) for images in (seen, unseen)

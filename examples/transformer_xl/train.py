@@ -16,6 +16,7 @@ from examples.common import command_line
 from examples.common.training import Run, console, count_parameters
 from examples.transformer_xl import data as text_data
 from examples.transformer_xl import model, sample
+from jaxferry.meshes import mesh_of
 
 # Those of GPT-3 models of the same size (Brown et al. 2020, table 2.1), except for the tiny model.
 LEARNING_RATES = {
@@ -46,6 +47,7 @@ def train(
     memory_budget: command_line.MemoryBudget = None,
     reserve_factor: command_line.ReserveFactor = 1.0,
     compute_dtype: command_line.ComputeDtype = None,
+    devices: command_line.Devices = 1,
     data: command_line.Data = None,
     seed: command_line.Seed = 0,
     lr: command_line.LearningRate = None,
@@ -56,6 +58,7 @@ def train(
     resume: command_line.Resume = None,
     sample_tokens: command_line.SampleTokens = 96,
 ) -> int:
+    mesh = mesh_of(devices)
     config = command_line.read_choice("--size", model.SIZES, size)
     corpus = text_data.load(data, config.vocab_size)
     dtype, memory = command_line.read_dtype(compute_dtype), memory or seq
@@ -66,6 +69,7 @@ def train(
         reserve_factor=reserve_factor,
         policy=policy,
         compute_dtype=dtype,
+        mesh=mesh,
     )
     run = Run(
         step,

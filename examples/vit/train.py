@@ -13,6 +13,7 @@ import jaxferry
 from examples.common import command_line, digits
 from examples.common.training import Run, console, count_parameters
 from examples.vit import model
+from jaxferry.meshes import mesh_of
 
 LEARNING_RATES = {"tiny": 1e-3, "base": 1e-3, "large": 1e-3}
 WARMUP_STEPS = 50
@@ -29,6 +30,7 @@ def train(
     memory_budget: command_line.MemoryBudget = None,
     reserve_factor: command_line.ReserveFactor = 1.0,
     compute_dtype: command_line.ComputeDtype = None,
+    devices: command_line.Devices = 1,
     seed: command_line.Seed = 0,
     lr: command_line.LearningRate = None,
     metrics: command_line.Metrics = None,
@@ -37,6 +39,7 @@ def train(
     keep_last: command_line.KeepLast = None,
     resume: command_line.Resume = None,
 ) -> int:
+    mesh = mesh_of(devices)
     config = command_line.read_choice("--size", model.SIZES, size)
     seen, unseen = digits.load()
     step = jaxferry.train_step(
@@ -46,6 +49,7 @@ def train(
         reserve_factor=reserve_factor,
         policy=policy,
         compute_dtype=command_line.read_dtype(compute_dtype),
+        mesh=mesh,
     )
     train_batches, valid_batches = (
         digits.Batches(images, batch, seed, config.image_size, config.num_colours) for images in (seen, unseen)

@@ -16,4 +16,7 @@ Remat = Annotated[str, typer.Option(help="What is recomputed in the backward.")]
 OffloadActivations = Annotated[
     bool, typer.Option("--offload-activations", help="Offload values that cross segments to host memory.")
 ]
+Devices = Annotated[
+    int, typer.Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the initial parameters, if a function makes them.")]

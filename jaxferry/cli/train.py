@@ -15,6 +15,7 @@ from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer,
 from jaxferry.cli.resumed import as_arguments, resumed_options, save_options
 from jaxferry.cli.step_options import (
     ComputeDtype,
+    Devices,
     MemoryBudget,
     OffloadActivations,
     Optimizer,
@@ -28,6 +29,7 @@ from jaxferry.engine import TrainState
 from jaxferry.engine.host.checkpoint import Keep, check_target
 from jaxferry.engine.interrupts import Terminated, raising_terminated
 from jaxferry.errors import CheckpointError, InputError
+from jaxferry.meshes import mesh_of
 from jaxferry.plan.registry import policies
 from jaxferry.record_steps import make_recording
 from jaxferry.records import write_json
@@ -48,7 +50,7 @@ def register(app: typer.Typer) -> None:
 
 _KEPT = (
     *("optimizer", "learning_rate", "policy", "plan", "profile", "memory_budget", "reserve_factor", "clip_norm"),
-    *("accumulate", "compute_dtype", "remat", "offload_activations"),
+    *("accumulate", "compute_dtype", "remat", "offload_activations", "devices"),
 )
 """Options that a resumed run has from the saved one, unless they are given again."""
 
@@ -71,6 +73,7 @@ def train(
     compute_dtype: ComputeDtype = None,
     remat: Remat = "none",
     offload_activations: OffloadActivations = False,
+    devices: Devices = 1,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
     save_every: Annotated[
@@ -105,12 +108,14 @@ def train(
         if resumed:
             console.print(f"as the saved run: {as_arguments(resumed)}", soft_wrap=True, markup=False)
         given |= resumed.keys()
+    mesh = mesh_of(values["devices"])
     saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in given})
     _check_outputs(saves, trace, record)
     with user_code(model):
         user = call_model(model)
         user.check_is_whole()
-        step = _step_of(user, values, record_steps=0 if trace is None and record is None else _STEPS_IN_TRACE)
+        num_recorded = 0 if trace is None and record is None else _STEPS_IN_TRACE
+        step = _step_of(user, values, record_steps=num_recorded, mesh=mesh)
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
         run = _Run(user, step, state, console, saves)
     with raising_terminated():
@@ -130,13 +135,13 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _step_of(user: UserModel, values: Mapping[str, Any], record_steps: int) -> TrainStep:
-    """The training step for values of the options in `_KEPT`."""
-    own = {name: value for name, value in values.items() if name not in ("optimizer", "learning_rate")}
+def _step_of(user: UserModel, values: Mapping[str, Any], **more: Any) -> TrainStep:
+    """The training step for values of the options in `_KEPT`, and more arguments of `train_step`."""
+    own = {name: value for name, value in values.items() if name not in ("optimizer", "learning_rate", "devices")}
     own["memory_budget"] = read_budget(values["memory_budget"])
     own["compute_dtype"] = read_dtype(values["compute_dtype"])
     optimizer = make_optimizer(values["optimizer"], values["learning_rate"])
-    return train_step(user.loss_fn, optimizer, record_steps=record_steps, **own)
+    return train_step(user.loss_fn, optimizer, **own, **more)
 
 
 @dataclasses.dataclass(frozen=True)

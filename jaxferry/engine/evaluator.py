@@ -78,7 +78,8 @@ class Evaluator:
         values = {number: put(graph, number, value) for number, value in graph.constants.items()}
         values |= zip(graph.batch, leaves, strict=True)
         if self._programs.prelude is not None:
-            values |= zip(partition.prelude_outputs, self._programs.prelude(leaves), strict=True)
+            made = self._placement.in_turn(self._programs.prelude(leaves))
+            values |= zip(partition.prelude_outputs, made, strict=True)
         held: dict[int, DeviceLayer] = {}
         try:
             for place in range(len(partition.segments)):
@@ -138,11 +139,12 @@ class Evaluator:
     def _run(self, place: int, held: dict[int, DeviceLayer], state: TrainState, values: dict[int, Any]) -> None:
         segment, key = self.partition.segments[place], self._keys[place]
         by_dha = key.reads is Source.HOST
-        outputs, nondiff_outputs = self._programs[key](
+        made = self._programs[key](
             list(state.host.vectors[segment.group]) if by_dha else held[segment.group].parameters(),
             [values[v] for v in segment.inputs],
             [values[v] for v in segment.nondiff_inputs],
         )
+        outputs, nondiff_outputs = self._placement.in_turn(made)
         values |= zip((*segment.outputs, *segment.nondiff_outputs), (*outputs, *nondiff_outputs), strict=True)
         for value in {*segment.inputs, *segment.nondiff_inputs}:
             if self._last_reader.get(value) == place:

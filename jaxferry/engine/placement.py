@@ -77,6 +77,14 @@ class Placement:
             return self.device
         return NamedSharding(self.device.mesh, PartitionSpec(*[None] * axis, DATA), memory_kind="device")
 
+    def in_turn(self, made: Any) -> Any:
+        """Waits for the results of a program that may exchange values, if the devices are several CPU devices.
+
+        These run programs in a common pool of threads. Two such programs at a time could take all threads, each waiting
+        for a part of itself that gets none.
+        """
+        return jax.block_until_ready(made) if self.platform == "cpu" and self.num_devices > 1 else made
+
     def put(self, graph: Graph, number: int, array: Any) -> Any:
         """Moves the batch or a constant, a value of this number, to the accelerators."""
         return jax.device_put(array, self.of(graph, graph.avals[number]))

@@ -169,7 +169,7 @@ class StepContext:
     def __init__(self, runnable: RunnableStep, state: TrainState, batch: Sequence[Any], copies: DeviceCopies) -> None:
         self.runnable, self.program, self.state, self.copies = runnable, runnable.program, state, copies
         placement, rules, accumulated = runnable.resources.placement, runnable.rules, state.accumulated
-        self.values = self._given(batch)
+        self._in_turn, self.values = placement.in_turn, self._given(batch)
         self.offloaded: dict[int, jax.Array] = {}
         self.fetched: list[jax.Array] = []
         self.saved: dict[int, list[Any]] = {}
@@ -201,7 +201,8 @@ class StepContext:
         leaves = [placement.put(graph, number, leaf) for number, leaf in zip(graph.batch, own, strict=True)]
         values = {**self.runnable.constants, **dict(zip(partition.graph.batch, leaves, strict=True))}
         if self.runnable.programs.prelude is not None:
-            values |= zip(partition.prelude_outputs, self.runnable.programs.prelude(leaves), strict=True)
+            made = placement.in_turn(self.runnable.programs.prelude(leaves))
+            values |= zip(partition.prelude_outputs, made, strict=True)
         return values
 
     @property
@@ -221,7 +222,7 @@ class StepContext:
 
     def ran(self, made: Any) -> Any:
         """Waits for results if threads do the work themselves, so that errors surface before anything changes."""
-        return jax.block_until_ready(made) if self.does_what_it_issues else made
+        return jax.block_until_ready(made) if self.does_what_it_issues else self._in_turn(made)
 
     def mark(self, index: int) -> TaskMark | None:
         """Records when a task's copy starts and ends; None without a recorder."""

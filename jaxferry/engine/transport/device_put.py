@@ -84,7 +84,7 @@ class DevicePut(Transport):
             return DeviceLayer(layer, size, unpack(vectors))
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            cut: Sequence[jax.Array] = unpack(arrays)
+            cut: Sequence[jax.Array] = self._placement.in_turn(unpack(arrays))
             delete_all(arrays)
             return cut
 
