@@ -1,0 +1,153 @@
+"""Profiles and plans of several devices that share a batch."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+from jaxferry.cli import main
+from jaxferry.errors import InputError
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.plan.registry import policies
+from jaxferry.planning import as_run, make_plan
+from jaxferry.profiling.estimate import LayerCosts, estimate_profile
+from jaxferry.profiling.machines import Machine
+from jaxferry.profiling.records import Profile
+from jaxferry.simulate.report import predict
+
+MACHINE = Machine(
+    name="round",
+    flops_per_s=1000.0,
+    float32_flops_per_s=500.0,
+    memory_bytes=1e6,
+    memory_bytes_per_s=1e6,
+    link_bytes_per_s=10.0,
+    host_bytes_per_s=60.0,
+    interconnect_bytes_per_s=20.0,
+    efficiency=0.5,
+    launch_s=0.0,
+    link_latency_s=0.0,
+)
+COSTS = LayerCosts(
+    name="layer",
+    num_parameters=40,
+    param_bytes=80,
+    grad_bytes=80,
+    activation_bytes=7,
+    forward_flops=1000,
+    forward_bytes=100,
+    backward_flops=2000,
+    backward_bytes=100,
+    dha_bytes_forward=30,
+    dha_bytes_backward=90,
+)
+
+
+@pytest.mark.parametrize(("num", "load_s"), [(1, 8.0), (4, 2.0 + 3.0), (8, 10 / 7.5 + 3.5)])
+def test_each_device_has_its_part_of_the_work_and_of_what_moves(num, load_s):
+    """A share over the link, then the others' from the devices; eight links share the host's 60 bytes a second."""
+    profile = estimate_profile([COSTS], MACHINE, num_devices=num)
+    (layer,) = profile.layers
+    assert profile.num_devices == num
+    assert (layer.forward_s, layer.backward_s) == (2 / num, 4 / num)
+    assert layer.load_s == layer.offload_s == pytest.approx(load_s)
+    assert (layer.param_bytes, layer.grad_bytes, layer.update_s) == (80, 80 // num, 20.0)
+    assert (layer.update_gpu_s is None) == (num > 1)
+
+
+def test_devices_exchange_over_their_links_if_no_other_way_is_known():
+    machine = dataclasses.replace(MACHINE, interconnect_bytes_per_s=None)
+    (layer,) = estimate_profile([COSTS], machine, num_devices=4).layers
+    assert layer.load_s == pytest.approx(2.0 + 6.0)
+
+
+def chain(num):
+    layers = [dataclasses.replace(COSTS, name=f"layer {i}", forward_flops=1000 * (1 + i % 3)) for i in range(5)]
+    return estimate_profile(layers, MACHINE, num_devices=num)
+
+
+@pytest.mark.parametrize("policy", policies())
+@pytest.mark.parametrize("budget", [None, 700, 520])
+def test_every_policy_plans_what_several_devices_do(policy, budget):
+    plan = make_plan(chain(4), policy, memory_budget_bytes=budget)
+    assert {layer.mode for layer in plan.layers} <= {Mode.GFGB, Mode.RELOAD, Mode.RESIDENT}
+    assert {layer.gradient for layer in plan.layers} == {GradientPlace.DEVICE}
+    assert {layer.update for layer in plan.layers} == {UpdatePlace.HOST}
+    again = predict(chain(4), dataclasses.replace(plan, predicted=None))
+    assert again.predicted == plan.predicted
+    if budget is not None:
+        assert plan.predicted.peak_device_bytes <= budget
+
+
+def test_a_profile_says_of_how_many_devices_it_is():
+    document = chain(4).to_json()
+    assert document["num_devices"] == 4 and "num_devices" not in chain(1).to_json()
+    assert Profile.from_json(json.loads(json.dumps(document))) == chain(4)
+    for wrong in (0, -1, 1.5, True, "4", None):
+        with pytest.raises(InputError, match="num_devices must be a whole number of at least 1"):
+            Profile.from_json({**document, "num_devices": wrong})
+
+
+def loss_fn(params, batch):
+    for name in params:
+        batch = jnp.tanh(batch @ params[name]["w"])
+    return jnp.mean(batch**2)
+
+
+PARAMS = {f"l{i}": {"w": np.full((16, 16), 0.1, np.float32)} for i in range(3)}
+BATCH = np.ones((4, 16), np.float32)
+
+
+def prepared(num, **options):
+    mesh = jax.make_mesh((num,), ("data",), devices=jax.devices()[:num])
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh, **options)
+    step.declare(PARAMS)
+    return step.prepare(BATCH)
+
+
+def test_a_step_on_a_mesh_is_planned_with_the_profile_of_its_devices():
+    found = prepared(2, policy="auto", profile="estimate")
+    assert found.profile.num_devices == 2
+    assert found.plan == as_run(found.profile, found.plan)
+    costs = found.profile.layers[0]
+    assert costs.grad_bytes == 16 * 16 * 4 // 2 and costs.param_bytes == 16 * 16 * 4
+    # An alone standing policy measures nothing on a mesh.
+    assert prepared(2, policy="auto").plan.layers == found.plan.layers
+    with pytest.raises(InputError, match="the profile is of 2 devices, and 1 train"):
+        prepared(1, policy="auto", profile=found.profile)
+    with pytest.raises(InputError, match="profiles are measured on one device"):
+        prepared(2, policy="auto", profile="measure")
+
+
+def status_of(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return ended.value.code
+
+
+def test_the_command_line_estimates_several_devices(tmp_path, capsys):
+    path = tmp_path / "four.json"
+    arguments = ("profile", "--model", "gpt2:tiny", "--machine", "h100-pcie5", "-o", path)
+    assert status_of(*arguments, "--devices", 4) == 0
+    assert Profile.load(path).num_devices == 4
+    assert status_of("plan", path, "--policy", "auto", "--json") == 0
+    assert status_of(*arguments, "--devices", 3) == 2
+    assert "must be a multiple of 3 devices" in capsys.readouterr().err
+    assert status_of("profile", "--model", "gpt2:tiny", "--devices", 2) == 2
+    assert "--devices needs --machine" in capsys.readouterr().err
+
+
+def test_more_devices_than_there_are_is_an_error(capsys):
+    assert status_of("train", "--model", "gpt2:tiny", "--steps", 1, "--devices", 4096) == 2
+    assert "--devices must be at most" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_jaxferry_train_shares_batches(capsys):
+    assert status_of("train", "--model", "gpt2:tiny", "--steps", 1, "--devices", 2) == 0
+    assert "1 steps: loss" in capsys.readouterr().out
