@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from jaxferry.choice import (
@@ -68,6 +67,7 @@ from jaxferry.partition import (
     traced_jaxpr,
     with_flags,
 )
+from jaxferry.partition.graph import Graph
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.planning import with_update_order
 from jaxferry.profiling.machines import Machine
@@ -199,7 +199,6 @@ class Compiler:
         """The prepared step for arguments of this structure; prepares it on the first call."""
 
         def make() -> tuple[Prepared, _Cut]:
-            self._check_batch(args, kwargs)
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
             is_first = self._known_layers is None
             try:
@@ -211,17 +210,6 @@ class Compiler:
                 return self._compiled(self._cut(args, kwargs))
 
         return self._prepared.get(structure_of(args, kwargs), make)[0]
-
-    def _check_batch(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Raises InputError if the devices of a mesh cannot share these arguments."""
-        num = self._shared.placement.num_devices
-        shapes = [np.shape(leaf) for leaf in jax.tree.leaves((args, split_flags(kwargs)[0]))]
-        sizes = [shape[0] for shape in shapes if shape]
-        if num > 1 and not any(size and size % num == 0 for size in sizes):
-            raise InputError(
-                f"a batch is split over the mesh along its first axis, whose size must be a multiple of {num} devices: "
-                f"got {', '.join(map(str, dict.fromkeys(sizes))) or 'no arrays'}"
-            )
 
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
         """Measures what each layer costs on the device."""
@@ -243,6 +231,7 @@ class Compiler:
         return self._evaluators.get((function, structure_of(args, kwargs)), make)[0]
 
     def _compiled(self, cut: _Cut) -> tuple[Prepared, _Cut]:
+        _check_shared(cut.parts.graph)
         variants, programs = self._variants(cut)
         profile = self._profile(variants, programs)
         resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
@@ -596,6 +585,16 @@ class _StepCompiler:
         updates = self._device_updates.compile(program, self._programs)
         given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)
         return RunnableStep(*given, ahead)
+
+
+def _check_shared(graph: Graph) -> None:
+    """Raises InputError if the devices of a mesh cannot share a batch."""
+    if graph.num_devices > 1 and not graph.batch_size:
+        sizes = ", ".join(map(str, dict.fromkeys(graph.first_axes)))
+        raise InputError(
+            "a batch is split over the mesh along its first axis, whose size must be a multiple of "
+            f"{graph.num_devices} devices: got {sizes or 'no arrays'}"
+        )
 
 
 def _check_fixed_remat(parts: Partition, plan: Plan | None) -> None:

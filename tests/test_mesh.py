@@ -296,10 +296,6 @@ def check_losses(found):
             np.testing.assert_allclose(losses, plain, rtol=1e-5, err_msg=f"{name} on {number} devices")
 
 
-def test_eight_devices_train_a_model_as_plain_optax_does():
-    check_losses(losses_of_models(8, "residual MLPs"))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_devices", [2, 8])

@@ -84,11 +84,16 @@ class Graph:
     def batch_size(self) -> int:
         """The size of the axis along which devices share the batch; 0 if there is one device or no such axis.
 
-        It is the most frequent first axis of the arguments.
+        It is the most frequent first axis of the arguments that the devices divide; of several, the longest.
         """
-        sizes = collections.Counter(self.avals[value].shape[0] for value in self.batch if self.avals[value].shape)
-        size = sizes.most_common(1)[0][0] if sizes and self.num_devices > 1 else 0
-        return int(size) if size % self.num_devices == 0 else 0
+        sizes = collections.Counter(self.first_axes)
+        fitting = [size for size in sizes if size and size % self.num_devices == 0]
+        return max(fitting, key=lambda size: (sizes[size], size), default=0) if self.num_devices > 1 else 0
+
+    @property
+    def first_axes(self) -> list[int]:
+        """The sizes of the first axes of the arguments."""
+        return [int(self.avals[value].shape[0]) for value in self.batch if self.avals[value].shape]
 
     def split_axis(self, aval: type_of_aval) -> int | None:
         """The axis along which an array of the step is split over the devices; None if each device has all of it.
