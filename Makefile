@@ -16,7 +16,7 @@ TEST_EXTRAS ?= test
 SLOW ?=
 # The example that `make train` trains.
 EXAMPLE ?= gpt2
-# Number of devices that share each batch: all but the examples bert and roberta take it.
+# Number of devices that share each batch; without an accelerator, virtual CPU devices.
 DEVICES ?=
 # Number of test processes; each takes about 2 GB of memory.
 JOBS ?= 2

@@ -13,6 +13,7 @@ from examples.bert import fill, model
 from examples.common import command_line
 from examples.common.text import Corpus
 from examples.common.training import Run, console, count_parameters
+from jaxferry.meshes import mesh_of
 
 WARMUP_STEPS = 100
 
@@ -62,6 +63,7 @@ def make_app(example):
         memory_budget: command_line.MemoryBudget = None,
         reserve_factor: command_line.ReserveFactor = 1.0,
         compute_dtype: command_line.ComputeDtype = None,
+        devices: command_line.Devices = 1,
         data: command_line.Data = None,
         seed: command_line.Seed = 0,
         lr: command_line.LearningRate = None,
@@ -72,6 +74,7 @@ def make_app(example):
         resume: command_line.Resume = None,
         sample_tokens: command_line.FillTokens = 8,
     ) -> int:
+        mesh = mesh_of(devices)
         config = command_line.read_size(example.sizes, size, seq)
         corpus = example.load(data, config.vocab_size)
         train_batches = example.make_batches(corpus.train, batch, seq, seed, corpus.tokenizer)
@@ -83,6 +86,7 @@ def make_app(example):
             reserve_factor=reserve_factor,
             policy=policy,
             compute_dtype=command_line.read_dtype(compute_dtype),
+            mesh=mesh,
         )
         run = Run(step, train_batches, valid_batches, batch * seq)
         init_fn = model.make_init(config)
