@@ -1,15 +1,18 @@
 """Attacks the library for some time, each attack in turn with its own seed, and reports what held.
 
-    python tests/attack/campaign.py [--seconds 600] [--seed 0] [--only flip kill] [--output campaign.json]
+    python tests/attack/campaign.py [--seconds 600] [--first 0] [--only flip kill] [--output campaign.json]
 
-An attack that got through is printed with the seed that repeats it: `--only NAME --first SEED --tries 1`.
+An attack that got through is printed with the seed that repeats it: `--only NAME --first SEED --tries 1`. A crash, or a
+round of ten minutes, ends the campaign with the stacks of all threads; the output then has the rounds before it.
 """
 
 import argparse
 import collections
+import faulthandler
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 import traceback
@@ -20,9 +23,12 @@ HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[2]), str(HERE.parents[1]), str(HERE.parents[1] / "support")]
 
 from attack.attacks import ATTACKS, Shared  # noqa: E402 - found by the lines above
+from benchmarks.machine import facts  # noqa: E402
+
+MAX_ROUND_S = 600
 
 
-def run(names, seconds, first=0, tries=None, report=None):
+def run(names, seconds, first=0, tries=None, report=None, after_round=None):
     """Runs a campaign.
 
     Args:
@@ -31,6 +37,7 @@ def run(names, seconds, first=0, tries=None, report=None):
       first: the seed of the first round.
       tries: the most rounds; None for as many as there is time for.
       report: called with a line for each attack that got through.
+      after_round: called after each round with the results so far.
 
     Returns:
       By name, the numbers tried and held, and a list of (seed, error).
@@ -52,7 +59,16 @@ def run(names, seconds, first=0, tries=None, report=None):
                 if time.monotonic() >= end_s:
                     break
             seed += 1
+            if after_round is not None:
+                after_round(results)
     return results
+
+
+def commit():
+    """The commit of the repository, with `-dirty` if files have changed since; None outside a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="]
+    found = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
+    return found.stdout.strip() or None
 
 
 def main():
@@ -63,16 +79,24 @@ def main():
     parser.add_argument("--only", nargs="+", choices=sorted(ATTACKS), default=list(ATTACKS))
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     arguments = parser.parse_args()
-    results = run(arguments.only, arguments.seconds, arguments.first, arguments.tries, print)
+    about = {"commit": commit(), "machine": facts("cpu"), "first": arguments.first}
+    start_s = time.monotonic()
+
+    def write(results):
+        faulthandler.dump_traceback_later(MAX_ROUND_S, exit=True)
+        if arguments.output is not None:
+            document = about | {"seconds": round(time.monotonic() - start_s), "attacks": results}
+            arguments.output.write_text(json.dumps(document, indent=2) + "\n")
+
+    faulthandler.enable()
+    write({})
+    results = run(arguments.only, arguments.seconds, arguments.first, arguments.tries, print, write)
     print(f"{'attack':<12}{'tried':>8}{'held':>8}{'lost':>8}")
     for name, result in results.items():
         print(f"{name:<12}{result['tried']:>8}{result['held']:>8}{len(result['lost']):>8}")
     kinds = collections.Counter(error for result in results.values() for _, error in result["lost"])
     for error, count in kinds.most_common():
         print(f"{count} times: {error}")
-    if arguments.output is not None:
-        document = {"seconds": arguments.seconds, "first": arguments.first, "attacks": results}
-        arguments.output.write_text(json.dumps(document, indent=2) + "\n")
     return 1 if kinds else 0
 
 
