@@ -33,6 +33,7 @@ from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateErro
 from jaxferry.model import Model, abstract
 from jaxferry.options import CACHED_SHAPES, Options, read_options
 from jaxferry.partition import Partition, Trainable
+from jaxferry.partition.graph import result_shapes
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Run
@@ -221,7 +222,7 @@ class TrainStep:
           HostMemoryError: if host memory cannot hold the model; nothing is allocated then.
         """
         with outside_mesh():
-            compiler = self._adopt(jax.eval_shape(init_fn, rng))
+            compiler = self._adopt(result_shapes(init_fn, rng))
             compiler.model.check_host_memory()
             masters = masters_layer_by_layer(init_fn, rng, compiler.model.layers, self._placement)
             return compiler.model.new_state(masters, compiler.layers)

@@ -247,6 +247,11 @@ def _shape_of(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, weak_type=getattr(array, "weak_type", False))
 
 
+def result_shapes(function: Callable[..., Any], *args: Any) -> Any:
+    """As `jax.eval_shape`, whose every call JAX would keep as long as the function lives."""
+    return jax.eval_shape(lambda *args: function(*args), *args)
+
+
 class _Flagged(functools.partial):
     """A function of the user's with keyword arguments that are not traced."""
 

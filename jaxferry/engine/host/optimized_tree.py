@@ -12,6 +12,7 @@ import optax
 from jaxferry.engine.host.separable import WholeUpdate, part_content
 from jaxferry.engine.host.stacked_update import PartOptimizer
 from jaxferry.engine.host.subtree import select, subtree
+from jaxferry.partition.graph import result_shapes
 
 
 class OptimizedTree:
@@ -58,7 +59,7 @@ class OptimizedTree:
 
     def state(self, leaves: Sequence[int]) -> Any:
         """Shapes of the Optax state of these leaves."""
-        return jax.eval_shape(self.optimizer.init, self.subtree(select(self.avals, leaves)))
+        return result_shapes(self.optimizer.init, self.subtree(select(self.avals, leaves)))
 
     def takes_parts(self, parts: Sequence[Sequence[int]]) -> bool:
         """Whether each of these parts is updated alone exactly as within the whole tree; sets `prunes` if so.

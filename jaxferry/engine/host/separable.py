@@ -22,7 +22,7 @@ import optax
 
 from jaxferry.engine.host.subtree import path_names, subtree
 from jaxferry.errors import InputError
-from jaxferry.partition.graph import Equation, Graph, trace
+from jaxferry.partition.graph import Equation, Graph, result_shapes, trace
 from jaxferry.partition.keys import Canonical, bytes_of
 
 SHARED = -1
@@ -57,7 +57,7 @@ class WholeUpdate:
     ) -> None:
         self.leaves = [leaf for leaf in range(len(avals)) if leaf not in hidden]
         params = subtree(tree, {leaf: avals[leaf] for leaf in self.leaves}, prune=False)
-        state = jax.eval_shape(optimizer.init, params)
+        state = result_shapes(optimizer.init, params)
         names = dict(zip(path_names(params), self.leaves, strict=True))
         self.state_names, self.state_avals = path_names(state), jax.tree.leaves(state)
         self.owners = [_owner(name, names) for name in self.state_names]
@@ -153,7 +153,7 @@ def part_content(
     `prune` is passed to `subtree`, here and in `init_content`.
     """
     params = subtree(tree, {leaf: avals[leaf] for leaf in leaves}, prune)
-    graph = trace_update(optimizer, params, jax.eval_shape(optimizer.init, params))
+    graph = trace_update(optimizer, params, result_shapes(optimizer.init, params))
     return _content(graph, _makers(graph), (*graph.parameters, *graph.batch), graph.outputs)
 
 

@@ -28,6 +28,7 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.optimizers import FusedTransformation, HostRule
 from jaxferry.partition import Layer
+from jaxferry.partition.graph import result_shapes
 
 
 class UpdatePrograms:
@@ -214,7 +215,7 @@ class UpdatePrograms:
             return self._tree.state(unit.leaves)
         if not isinstance(self._tree.optimizer, FusedTransformation) or len(set(unit.leaves)) < len(unit.leaves):
             return None
-        return jax.eval_shape(self._tree.optimizer.init, self._tree.subtree_of(unit.leaves))
+        return result_shapes(self._tree.optimizer.init, self._tree.subtree_of(unit.leaves))
 
     def _decays(self, rule: HostRule, unit: UpdateGroup) -> list[bool] | None:
         """Returns which masters of a unit of parts decay, by the mask of the model's own tree."""

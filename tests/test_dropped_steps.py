@@ -1,0 +1,62 @@
+"""Training steps that nobody holds any more leave nothing behind: no arrays, programs or other objects."""
+
+import gc
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+
+PARAMS = {name: {"w": np.full((4, 4), 0.1, np.float32)} for name in "ab"}
+MAX_OBJECTS = 250
+"""Objects that caches of Python and JAX may gain in all. A training step has thousands, its traces some hundred."""
+
+
+def loss_fn(params, x):
+    return jnp.mean(jnp.tanh(x @ params["a"]["w"]) @ params["b"]["w"])
+
+
+def train(optimizer, **options):
+    step = jaxferry.train_step(loss_fn, optimizer, **options)
+    state = step.init(PARAMS)
+    for _ in range(2):
+        state, _ = step(state, jnp.ones((2, 4)))
+    step.evaluate(state, jnp.ones((2, 4)))
+    return step, state
+
+
+def left(known):
+    """Numbers of arrays beyond the known ones, of programs, and of Python's objects, once threads are done."""
+    end_s = time.monotonic() + 60
+    while True:
+        gc.collect()
+        arrays = sum(id(array) not in known for array in jax.live_arrays())
+        if arrays == 0 or time.monotonic() > end_s:
+            return arrays, len(jax.devices()[0].client.live_executables()), len(gc.get_objects())
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "optimizer", "options"),
+    [
+        pytest.param(2, optax.adam(1e-2), {"accumulate": 2, "clip_norm": 1.0}, id="few"),
+        pytest.param(60, jaxferry.adamw(1e-2), {"record_steps": 2}, marks=pytest.mark.slow, id="many"),
+    ],
+)
+def test_dropped_steps_leave_nothing(num_steps, optimizer, options):
+    others = jax.live_arrays()
+    known = {id(array) for array in others}
+    held = train(optimizer, **options)
+    held_counts = len(jax.live_arrays()) - len(others), *left({id(array) for array in jax.live_arrays()})[1:]
+    del held
+    before = left(known)
+    assert all(count > less for count, less in zip(held_counts, before, strict=True)), "the counts count a step"
+    for _ in range(num_steps):
+        train(optimizer, **options)
+    arrays, programs, objects = left(known)
+    assert arrays == 0 and programs <= before[1]
+    assert objects - before[2] < MAX_OBJECTS
