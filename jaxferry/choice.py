@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Mapping
 
 from jaxferry.engine import RematVariants
-from jaxferry.engine.facts import with_program_facts, without_times
+from jaxferry.engine.facts import with_program_facts, with_sum_bytes, without_times
+from jaxferry.engine.lower import summed_groups
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
 from jaxferry.options import Options
@@ -76,6 +77,7 @@ def planning_profile(
         profile = without_times(parts)
     is_offloaded = options.offload_activations
     profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
+    profile = with_sum_bytes(profile, parts, summed_groups(parts, variants.derivatives, options.accumulate))
     profile = dataclasses.replace(profile, updates_after_all=updates_after_all, updates_together=updates_together)
     return with_updates_on_device(profile, parts, device_kind, state_bytes, has_own_memory)
 

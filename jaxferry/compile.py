@@ -48,9 +48,10 @@ from jaxferry.engine import (
     make_lanes,
     make_transport,
     peak_bytes,
-    summable_groups,
+    summed_groups,
     with_sums,
 )
+from jaxferry.engine.facts import with_sum_bytes
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.measure.profile import measure_profile
 from jaxferry.merging import merge_rule
@@ -375,8 +376,9 @@ class Compiler:
                 progress=progress,
             )
         facts = {**profile.machine, "host_bytes": self.model.host_bytes(), **self._shared.placement.memory_facts()}
+        groups = summed_groups(variants.base, variants.derivatives, self._options.accumulate)
         return dataclasses.replace(
-            profile,
+            with_sum_bytes(profile, variants.base, groups),
             machine=facts,
             updates_after_all=self._needs_all_gradients(variants.base),
             updates_together=self.model.optimizer.is_joint,
@@ -461,8 +463,8 @@ class _StepCompiler:
         program = self._fitted(plan)
         if program.plan != plan:
             # The budget has changed the plan, so the other order of updates may be faster now.
-            ordered = with_update_order(self._profile, program.plan)
-            program = self._lower(ordered).with_sums_of(program.summed)
+            ordered = with_update_order(self._profile_of(program.plan, program.summed), program.plan)
+            program = self._lower(ordered, program.summed)
         if self._profile.has_times or program.plan != plan:
             program = self._predicted(program)
         keys = self._keys(program)
@@ -474,11 +476,12 @@ class _StepCompiler:
         runner = StepRunner(self._first(runnable), runnable)
         is_changed = program.plan.layers != plan.layers
         size = self._programs.num_executables
-        return Prepared(program, self._profile, peak_ahead(ahead), is_changed, size, runner)
+        profile = self._profile_of(program.plan, program.summed)
+        return Prepared(program, profile, peak_ahead(ahead), is_changed, size, runner)
 
     def _predicted(self, program: StepProgram) -> StepProgram:
         """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
-        profile = self._profile
+        profile = self._profile_of(program.plan, program.summed)
         predicted = simulate_schedule(profile, program.schedule).predicted if profile.has_times else None
         return dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
 
@@ -489,8 +492,8 @@ class _StepCompiler:
         """
         if runnable.rules.need_all_gradients:
             return runnable
-        program = self._lower(dataclasses.replace(runnable.program.plan, updates=Updates.AFTER_ALL))
-        program = program.with_sums_of(runnable.program.summed)
+        plan = dataclasses.replace(runnable.program.plan, updates=Updates.AFTER_ALL)
+        program = self._lower(plan, runnable.program.summed)
         most = max(self._peak(runnable.program).total, self._options.memory_budget_bytes or 0)
         if program.updated_on_device and self._peak(program).total > most:
             return runnable
@@ -500,14 +503,10 @@ class _StepCompiler:
     def _fitted(self, plan: Plan) -> StepProgram:
         """The program of the plan that fits into the memory budget."""
         budget, parts = self._options.memory_budget_bytes, self._variants.base
-        summed: list[int] = []
-        if self._options.accumulate > 1:
-            summed = summable_groups(parts, self._variants.derivatives, plan.gradients)
-            on_device = self._lower(plan).updated_on_device
-            summed = [group for group in summed if group not in on_device]
+        summed = self._summed_groups(plan)
 
         def program_of(plan: Plan) -> StepProgram:
-            return self._lower(plan).with_sums_of(frozenset(summed))
+            return self._lower(plan, frozenset(summed))
 
         # Sums on the device only save transfers that are hidden anyway: give them up before loading a group twice.
         while summed and budget is not None and self._peak(program_of(plan)).total > budget:
@@ -528,9 +527,21 @@ class _StepCompiler:
         units = sorted(self._resources.optimizer.units_of(parts.layers), key=lambda unit: -unit.num_bytes)
         return [[n for n, segment in enumerate(parts.segments) if segment.group in unit.layers] for unit in units]
 
-    def _lower(self, plan: Plan) -> StepProgram:
+    def _summed_groups(self, plan: Plan | None = None) -> list[int]:
+        """The groups whose sums over micro-batches can leave the device, under this or any plan."""
+        return summed_groups(self._variants.base, self._variants.derivatives, self._options.accumulate, plan)
+
+    def _profile_of(self, plan: Plan, summed: frozenset[int]) -> Profile:
+        """The profile of a step that sums the gradients of these groups on the device; other gradients leave each."""
+        apart = {*self._summed_groups(plan)} - summed
+        if not apart:
+            return self._profile
+        return with_sum_bytes(self._profile, self._variants.base, {*self._summed_groups()} - apart)
+
+    def _lower(self, plan: Plan, summed: frozenset[int] = frozenset()) -> StepProgram:
         parts, is_offloaded = self._variants.of(plan.recomputes), self._options.offload_activations
-        return lower(parts, self._variants.derivatives, plan, self._profile, is_offloaded)
+        profile = self._profile_of(plan, summed)
+        return lower(parts, self._variants.derivatives, plan, profile, is_offloaded).with_sums_of(summed)
 
     def _keys(self, program: StepProgram) -> list[Any]:
         keys: Sequence[Any] = program.keys

@@ -10,12 +10,13 @@ import jax
 from jaxferry.compile import Prepared
 from jaxferry.engine import TrainState
 from jaxferry.errors import StateError
-from jaxferry.profiling.records import LayerProfile
 from jaxferry.recording import RecordedTask, Recording
 from jaxferry.schedule import Kind, Task
 from jaxferry.simulate.memory_kinds import device_bytes_by_kind
 from jaxferry.simulate.report import link_bytes
 from jaxferry.train_step import TrainStep
+
+_OF_UPDATES = (Kind.REFRESH, Kind.STATE_UP, Kind.STATE_DOWN)
 
 
 def make_recording(
@@ -47,8 +48,8 @@ def make_recording(
     tasks = []
     for task, start_s, end_s in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
         layer, number = profile.layers[task.segment], first + task.step
-        moved = _moved_bytes(layer, task)
         batch = number % accumulate
+        moved = _moved_bytes(prepared, task, is_last=batch == accumulate - 1)
         tasks.append(RecordedTask(task.name, task.kind, layer.name, task.lane, number, batch, moved, start_s, end_s))
     return Recording(
         model=model,
@@ -63,6 +64,14 @@ def make_recording(
     )
 
 
-def _moved_bytes(layer: LayerProfile, task: Task) -> int:
-    """The bytes of a task on the host link; of a lookup's gradient only the rows leave."""
-    return layer.device_gradient_bytes if task.kind is Kind.OFFLOAD else link_bytes(layer, task)
+def _moved_bytes(prepared: Prepared, task: Task, is_last: bool) -> int:
+    """The bytes of a task on the host link; of a lookup's gradient only the rows leave.
+
+    Before the last micro-batch, sums stay on the device, and nothing is updated.
+    """
+    layer = prepared.profile.layers[task.segment]
+    stays = prepared.partition.segments[task.segment].group in prepared.program.summed
+    if not is_last and (task.kind in _OF_UPDATES or (task.kind is Kind.OFFLOAD and stays)):
+        return 0
+    has_rows = task.kind is Kind.OFFLOAD and layer.gradient_rows
+    return layer.device_gradient_bytes if has_rows else link_bytes(layer, task)

@@ -141,7 +141,7 @@ def _seconds_a_byte(transfers: Iterable[tuple[float, int]]) -> float:
 
 def save_seconds_a_byte(profile: Profile) -> float:
     """Seconds per byte from the device to host memory."""
-    return _seconds_a_byte((layer.offload_s, layer.grad_bytes) for layer in profile.layers)
+    return _seconds_a_byte((layer.offload_s, layer.offload_bytes) for layer in profile.layers)
 
 
 def fetch_seconds_a_byte(profile: Profile) -> float:
@@ -412,7 +412,7 @@ class _StepBuilder:
         self.list.add_bytes(backward, start_bytes=profile.device_gradient_bytes)
         task = self.list.emit(Kind.OFFLOAD, Lane.D2H, layer, ("offload_s", profile.offload_s), (backward,))
         self.offloads[layer] = task
-        self.list.add_bytes(task, end_bytes=profile.device_gradient_bytes, host_start_bytes=profile.grad_bytes)
+        self.list.add_bytes(task, end_bytes=profile.device_gradient_bytes, host_start_bytes=profile.offload_bytes)
         return task
 
     def update(self, layer: int, after: tuple[int, ...]) -> None:
@@ -424,7 +424,8 @@ class _StepBuilder:
             return
         duration = ("update_s", self.profile.group_update_s[group])
         task = self.list.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted(after)))
-        self.list.add_bytes(task, host_end_bytes=sum(self.layers[other].grad_bytes for other in members))
+        arrived = [self.list.tasks[self.arrivals[other]] for other in members if other in self.arrivals]
+        self.list.add_bytes(task, host_end_bytes=sum(each.host_start_bytes for each in arrived))
         self.updates[group] = task
 
     def update_on_device(self, layer: int, after: tuple[int, ...]) -> None:

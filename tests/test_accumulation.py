@@ -1,5 +1,6 @@
 """Gradients of several micro-batches for one update."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -232,3 +233,32 @@ def test_micro_batches_may_differ_in_shape_and_so_in_where_their_plans_add_up_gr
         return state.params
 
     assert_same_bits(run(places), run(dict.fromkeys(places, GradientPlace.HOST)))
+
+
+def test_the_prediction_has_the_last_micro_batch_offload_sums_in_fp32():
+    """Only offloads take time, a second each: sums of bfloat16 gradients are twice as wide."""
+    params, batch = {name: np.eye(4, dtype=np.float32) for name in "abc"}, jnp.ones((2, 4))
+
+    def loss_fn(params, x):
+        for name in "abcb":  # gradients of several uses are summed in host memory
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x**2)
+
+    def prepared(**options):
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), compute_dtype=jnp.bfloat16, **options)
+        step.init(params)
+        return step.prepare(batch)
+
+    sizes = prepared().profile
+    profile = dataclasses.replace(
+        sizes, layers=tuple(dataclasses.replace(each, offload_s=1.0) for each in sizes.layers)
+    )
+    one, many = prepared(profile=profile), prepared(profile=profile, accumulate=N)
+    assert one.plan.predicted.steady_step_s == pytest.approx(4)
+    assert many.plan.predicted.steady_step_s == pytest.approx(6)
+    assert [layer.sum_bytes for layer in many.profile.layers] == [4 * 16, 0, 4 * 16, 0]
+    again, back = prepared(profile=many.profile, accumulate=N), prepared(profile=many.profile)
+    assert (again.profile, back.profile) == (many.profile, one.profile)
+    tight = prepared(profile=profile, accumulate=N, memory_budget=one.peak.total)
+    assert not tight.program.summed
+    assert tight.plan.predicted.steady_step_s == pytest.approx(4)

@@ -13,6 +13,7 @@ from jaxferry.plan.records import Plan
 from jaxferry.record_steps import make_recording
 from jaxferry.recording import Recording
 from jaxferry.schedule import Kind, Lane
+from jaxferry.simulate.report import simulate
 
 WIDTH, DEPTH = 16, 3
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -35,13 +36,45 @@ def recording():
     return make_recording(step, state, step.prepare(batch), model="tiny")
 
 
-def test_each_step_moves_each_layer_once_either_way(recording):
+def test_each_step_loads_each_layer_and_the_last_micro_batch_offloads_its_sum(recording):
     for number in {task.step for task in recording.tasks}:
         of_step = [task for task in recording.tasks if task.step == number]
-        for kind in (Kind.LOAD, Kind.OFFLOAD):
+        for kind, num_bytes in ((Kind.LOAD, LAYER_BYTES), (Kind.OFFLOAD, LAYER_BYTES * (number % 2))):
             moved = {task.layer: task.num_bytes for task in of_step if task.kind is kind}
-            assert moved == {f"layer_{i}": LAYER_BYTES for i in range(DEPTH)}
+            assert moved == {f"layer_{i}": num_bytes for i in range(DEPTH)}
         assert all(task.num_bytes == 0 for task in of_step if task.lane in (Lane.GPU, Lane.HOST))
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_offloads_have_the_bytes_that_the_transport_is_given(is_tight):
+    """Sums in fp32 leave twice the bytes of bfloat16 gradients; within a tight budget, each gradient leaves."""
+    params, batch = {f"layer_{i}": np.eye(WIDTH, dtype=np.float32) for i in range(DEPTH)}, jnp.ones((2, WIDTH))
+    options = {"compute_dtype": jnp.bfloat16, "accumulate": 3, "record_steps": 6}
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), **options)
+    state = step.init(params)
+    if is_tight:
+        budget = step.prepare(batch).peak.total - 1
+        step = jaxferry.train_step(loss_fn, optax.sgd(0.1), memory_budget=budget, **options)
+        state = step.init(params)
+    prepared, given = step.prepare(batch), []
+    transport = prepared.runner.runnable.resources.transport
+    store = transport.store
+
+    def spied(layer, arrays, *more):
+        given[-1] += sum(array.nbytes for array in arrays)
+        return store(layer, arrays, *more)
+
+    transport.store = spied
+    for _ in range(6):
+        given.append(0)
+        state, _ = step(state, batch)
+    made = make_recording(step, state, prepared)
+    recorded = [sum(t.num_bytes for t in made.tasks if t.kind is Kind.OFFLOAD and t.step == n) for n in range(6)]
+    assert recorded == given
+    half, num_summed = LAYER_BYTES // 2, len(prepared.program.summed)
+    assert num_summed < DEPTH if is_tight else num_summed == DEPTH
+    assert given[:2] == [(DEPTH - num_summed) * half] * 2 and given[2] == (DEPTH + num_summed) * half
+    assert simulate(made.profile, made.plan).link_bytes == given[2] + DEPTH * half
 
 
 def test_steps_and_micro_batches_have_their_numbers(recording):

@@ -16,7 +16,7 @@ from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.lanes import make_lanes
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
-from jaxferry.engine.lower import lower, summable_groups
+from jaxferry.engine.lower import lower, summed_groups
 from jaxferry.engine.memory import Footprint, Peak, footprints, loads_ahead, peak_bytes
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.placement import Placement, make_placement, outside_mesh
@@ -90,7 +90,7 @@ __all__ = [
     "outside_mesh",
     "peak_bytes",
     "program_keys",
-    "summable_groups",
+    "summed_groups",
     "trace_program",
     "with_sums",
 ]

@@ -6,7 +6,7 @@ With them, lowering a plan for a profile gives the tasks that the engine runs: t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxferry.engine.lower import last_readers, offloaded_values
@@ -40,6 +40,24 @@ def with_program_facts(
     _add_workspace(facts, profile, partition, derivatives, staging_bytes)
     pairs = zip(profile.layers, facts, strict=True)
     return dataclasses.replace(profile, layers=tuple(dataclasses.replace(layer, **fact) for layer, fact in pairs))
+
+
+def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[int]) -> Profile:
+    """The profile for a step in which sums over micro-batches of these groups leave the device, and no other sums.
+
+    A sum that is wider than the gradient takes as much longer.
+    """
+    layers = []
+    for layer, segment in zip(profile.layers, partition.segments, strict=True):
+        trained = partition.layers[segment.group].trained
+        is_wider = segment.group in groups and trained.wide is not trained
+        sums = dataclasses.replace(layer, sum_bytes=trained.wide.num_bytes if is_wider else 0)
+        if sums.sum_bytes != layer.sum_bytes:
+            sums = dataclasses.replace(
+                sums, offload_s=layer.offload_s * sums.offload_bytes / max(layer.offload_bytes, 1)
+            )
+        layers.append(sums)
+    return dataclasses.replace(profile, layers=tuple(layers))
 
 
 def without_times(partition: Partition) -> Profile:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from jaxferry.engine.instruction import Drop, Instruction, Operation, StepProgram
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, places, program_keys
-from jaxferry.modes import GradientPlace
+from jaxferry.modes import GradientPlace, UpdatePlace
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
@@ -168,18 +168,27 @@ class _Lowering:
         return self._partition.layers[self._partition.segments[self._tasks[load].segment].group].layout
 
 
-def summable_groups(
-    partition: Partition, derivatives: Mapping[int, Derivative], gradients: Sequence[GradientPlace]
+def summed_groups(
+    partition: Partition, derivatives: Mapping[int, Derivative], accumulate: int, plan: Plan | None = None
 ) -> list[int]:
-    """Groups whose gradients can be summed on the device: the plan keeps them there, and one program computes them.
+    """Groups whose gradients can be summed on the device before they leave: one program computes them.
 
     Gradients of a group with several uses are summed on the host under every plan, so all plans give the same bits.
+
+    Args:
+      partition: the segments.
+      derivatives: by program number.
+      accumulate: the number of micro-batches; there are no sums of one.
+      plan: decides whose gradients leave the device; None for all.
     """
+    if accumulate == 1:
+        return []
     uses = collections.Counter(segment.group for segment in partition.segments)
+    layers = [None] * len(partition.segments) if plan is None else plan.layers
     return [
         segment.group
-        for segment, place in zip(partition.segments, gradients, strict=True)
-        if place is GradientPlace.DEVICE
+        for segment, layer in zip(partition.segments, layers, strict=True)
+        if (layer is None or (layer.gradient is GradientPlace.DEVICE and layer.update is UpdatePlace.HOST))
         and uses[segment.group] == 1
         and segment.trained
         and not derivatives[segment.program].has_rows

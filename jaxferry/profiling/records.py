@@ -47,6 +47,7 @@ _PROGRAM_BYTES = (
     "forward_workspace_bytes",
     "backward_workspace_bytes",
     "row_gradient_bytes",
+    "sum_bytes",
 )
 _BYTES = ("param_bytes", "grad_bytes", "activation_bytes", *_PROGRAM_BYTES)
 _SECONDS = (
@@ -75,7 +76,7 @@ _ON_DEVICE = (*_UPDATES_ON_DEVICE, "state_bytes")
 _OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", "temporary_bytes", *_ON_DEVICE, *_FACTS)
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
 _OF_GRADIENT = {
-    **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "state_bytes"), 0),
+    **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "sum_bytes", "state_bytes"), 0),
     **dict.fromkeys(("offload_s", "update_s"), 0.0),
     **dict.fromkeys(_UPDATES_ON_DEVICE),
 }
@@ -116,7 +117,7 @@ class LayerProfile:
       backward_s: T_BP = T_CBP, backward with parameters and gradient on the device.
       backward_dha_s: T_BP^H, backward that reads its parameters in host memory.
       backward_go_s: T_GBP, backward that writes its gradient to host memory, parameters on the device.
-      offload_s: gradient device to host.
+      offload_s: gradient, or its sum of `sum_bytes`, device to host.
       update_s: the optimizer step on the host.
       inter_forward_s: T_FP(A), parameterless compute right after this layer's forward.
       inter_backward_s: T_BP(A), parameterless compute right before this layer's backward.
@@ -127,6 +128,7 @@ class LayerProfile:
         again does in any case.
       gradient_rows: whether the gradient leaves as rows of lookups. Such a gradient is never GO.
       row_gradient_bytes: bytes of these rows on the device; 0 counts `grad_bytes`, those of the whole table.
+      sum_bytes: bytes of the gradient's sum over micro-batches if that leaves the device instead and is wider; else 0.
       has_backward: whether there is a backward. Without one, all times and byte counts of the backward, of
         recomputation, of the gradient and of kept activations are 0, and given values are ignored.
       has_gradient: whether the backward computes a gradient of the parameters. Without one, `grad_bytes`, `offload_s`
@@ -178,6 +180,7 @@ class LayerProfile:
     forward_workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     row_gradient_bytes: int = 0
+    sum_bytes: int = 0
     update_gpu_s: float | None = None
     state_up_s: float | None = None
     state_down_s: float | None = None
@@ -264,6 +267,11 @@ class LayerProfile:
     def device_gradient_bytes(self) -> int:
         """Bytes of the gradient on the device."""
         return self.row_gradient_bytes if self.gradient_rows and self.row_gradient_bytes else self.grad_bytes
+
+    @property
+    def offload_bytes(self) -> int:
+        """Bytes that leave the device in `offload_s`."""
+        return self.sum_bytes or self.grad_bytes
 
     @property
     def can_recompute(self) -> bool:

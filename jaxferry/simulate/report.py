@@ -118,7 +118,7 @@ def link_bytes(layer: LayerProfile, task: Task) -> int:
     if task.lane is Lane.H2D:
         return layer.param_bytes
     if task.lane is Lane.D2H:
-        return layer.grad_bytes
+        return layer.offload_bytes
     if task.lane is not Lane.GPU:
         return 0
     reads = 0
