@@ -130,25 +130,25 @@ class AutoSearch:
         factor = self.request.reserve_factor
         return factor is not None and factor < 1
 
-    def _on_device(self, budget_bytes: int | None) -> Placed | None:
-        """The fastest plan with updates on the device that fits."""
+    def _on_device(self, budget_bytes: int | None, below_s: float) -> Placed | None:
+        """The fastest plan with updates on the device that fits, if it is faster than `below_s`."""
         if not updatable_groups(self.profile) or self._gradients_leave:
             return None
         if self._placed is None:
             self.request.report("updates on the device")
             self._placed = DeviceUpdateSearch(Auto.name, self.profile, self._frontier())
-        return self._placed.best(budget_bytes)
+        return self._placed.best(budget_bytes, below_s)
 
     def _on_gpu(self, budget_bytes: int | None, best: Best | None, places: Collection[UpdatePlace]) -> Placed | None:
-        """Likewise with updates that stream through the GPU as well, where these are faster than `best`."""
-        placed = self._on_device(budget_bytes) if UpdatePlace.RESIDENT in places else None
+        """Likewise with updates that stream through the GPU as well, if it is faster than `best`."""
+        best_s = np.inf if best is None else best.objective_s
+        placed = self._on_device(budget_bytes, best_s) if UpdatePlace.RESIDENT in places else None
         if UpdatePlace.GPU not in places or not streamable_groups(self.profile) or self._gradients_leave:
             return placed
         if self._streamed is None:
             self.request.report("updates streamed through the GPU")
             self._streamed = StreamedUpdateSearch(Auto.name, self.profile, self._frontier())
-        least_s = min((found.objective_s for found in (best, placed) if found is not None), default=np.inf)
-        return self._streamed.best(budget_bytes, least_s) or placed
+        return self._streamed.best(budget_bytes, best_s if placed is None else placed.objective_s) or placed
 
     def _with_details(self, placed: Placed, unlimited: Best, budget_bytes: int | None) -> Plan:
         simulated = simulate(self.profile, placed.plan)

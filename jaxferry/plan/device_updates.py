@@ -3,6 +3,8 @@
 Which groups: the first k of several orders, from none to all; none or all if one update covers them. For each choice
 the other layers take the modes and gradients of plans that the search without such updates found, or one mode for all.
 Neither depends on the budget, which only picks the fastest plan that fits; so more memory is never slower.
+
+Choices are evaluated in the order of a lower bound on the time of their plans that fit, until no other can be faster.
 """
 
 import dataclasses
@@ -23,6 +25,7 @@ from jaxferry.simulate.report import simulate
 
 _POINTS, _LEAST_POINTS = 12, 2
 _STARTS = 8
+_ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,15 @@ class Placed:
     plan: Plan
     objective_s: float
     needed_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plans:
+    """The plans of a choice of groups, evaluated on demand; of each a lower bound on its time, and its memory."""
+
+    pool: Pool
+    bound_s: np.ndarray
+    needed_bytes: np.ndarray
 
 
 def updatable_groups(profile: Profile) -> list[int]:
@@ -67,15 +79,39 @@ class DeviceUpdateSearch:
         self.starts = [starts[number] for number in chosen] if starts else []
         self.choices = self._choices()
 
-    def best(self, budget_bytes: int | None) -> Placed | None:
-        """The fastest plan that fits; ties go to the leanest. None if none fits."""
-        found = [placed for groups in self.choices if (placed := self._best_of(groups, budget_bytes)) is not None]
-        return min(found, key=lambda placed: (placed.objective_s, placed.needed_bytes), default=None)
+    def best(self, budget_bytes: int | None, below_s: float = np.inf) -> Placed | None:
+        """The fastest plan that fits, if it is faster than `below_s`; ties go to the leanest. None if there is none."""
+        found: list[tuple[float, int, int, Placed]] = []
+        least_s = below_s
+        bounds = [self._bound_s(groups, budget_bytes) for groups in self.choices]
+        for number in sorted(range(len(bounds)), key=lambda number: bounds[number]):
+            if bounds[number] == np.inf or bounds[number] * (1 - _ROUNDING) > least_s:
+                break
+            placed = self.best_of(self.choices[number], budget_bytes)
+            if placed is not None and placed.objective_s < below_s:
+                found.append((placed.objective_s, placed.needed_bytes, number, placed))
+                least_s = min(least_s, placed.objective_s)
+        return min(found)[-1] if found else None
+
+    def _bound_s(self, groups: frozenset[int], budget_bytes: int | None) -> float:
+        """No plan with this choice that fits is faster; infinite if none fits."""
+        if self._is_plain(groups):
+            bound_s, needed_bytes = self._all_on_device.objective_s, self._all_on_device.needed_bytes
+            return bound_s if budget_bytes is None or needed_bytes <= budget_bytes else np.inf
+        state_bytes = sum(self.profile.layers[self.profile.groups[group][0]].state_bytes for group in groups)
+        if budget_bytes is not None and state_bytes > budget_bytes:
+            return np.inf
+        plans = self._plans(groups)
+        fits = True if budget_bytes is None else plans.needed_bytes <= budget_bytes
+        return float(plans.bound_s.min(initial=np.inf, where=fits))
+
+    def _is_plain(self, groups: frozenset[int]) -> bool:
+        return groups == frozenset(range(len(self.profile.groups)))
 
     def _choices(self) -> list[frozenset[int]]:
         groups, layers = updatable_groups(self.profile), self.profile.layers
         if self.profile.updates_together:
-            # `_best_of` knows plain training.
+            # `best_of` knows plain training.
             return [frozenset(groups)] if len(groups) == len(self.profile.groups) else []
         first = {group: layers[self.profile.groups[group][0]] for group in groups}
         size = {group: max(first[group].state_bytes + first[group].param_bytes, 1) for group in groups}
@@ -90,11 +126,15 @@ class DeviceUpdateSearch:
         points = np.unique(np.linspace(1, len(groups), most).astype(int))
         return list(dict.fromkeys(frozenset(order[:count]) for order in orders for count in points))
 
-    def _best_of(self, groups: frozenset[int], budget_bytes: int | None) -> Placed | None:
-        if groups == frozenset(range(len(self.profile.groups))):
+    def best_of(self, groups: frozenset[int], budget_bytes: int | None) -> Placed | None:
+        """The fastest plan with one of `choices` that fits; None if none fits."""
+        if self._is_plain(groups):
             fits = budget_bytes is None or self._all_on_device.needed_bytes <= budget_bytes
             return self._all_on_device if fits else None
-        best = self._pool(groups).best(Objective.STEADY, budget_bytes, leanest=True)
+        pool = self._plans(groups).pool
+        if not pool.evaluated:
+            pool.run()
+        best = pool.best(Objective.STEADY, budget_bytes, leanest=True)
         if best is None:
             return None
         plan = self._with_updates(plan_of(self.policy, 1.0, self.profile, best), groups)
@@ -112,19 +152,17 @@ class DeviceUpdateSearch:
         return Placed(plan, simulate(self.profile, plan).steady_step_s, needed_bytes(self.profile, plan))
 
     @functools.cache  # noqa: B019 - as long as the search lives
-    def _pool(self, groups: frozenset[int]) -> Pool:
+    def _plans(self, groups: frozenset[int]) -> _Plans:
         pool = Pool(as_updated(self.profile, groups, self.profile.updates_after_all), by_need_on_frontier=True)
         members = [member for group in groups for member in self.profile.groups[group]]
         starts = [(best.modes, best.grad_on_host, best.recomputes) for best in self.starts]
         none = np.zeros(len(self.profile.layers), dtype=bool)
         uniform = [np.full(len(none), mode, dtype=np.int8) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
         starts += [(modes, grad_on_host, none) for modes in uniform for grad_on_host in (none, ~none)]
-        for modes, grad_on_host, recomputes in starts:
-            own, on_host = modes.copy(), grad_on_host.copy()
-            own[members], on_host[members] = RESIDENT, False
-            pool.add(own, on_host, recomputes=recomputes)
-        pool.run()
-        return pool
+        modes, grad_on_host, recomputes = (np.stack(part) for part in zip(*starts, strict=True))
+        modes[:, members], grad_on_host[:, members] = RESIDENT, False
+        pool.add(modes, grad_on_host, recomputes=recomputes)
+        return _Plans(pool, *pool.evaluate.bounds(modes, grad_on_host, recomputes))
 
     def _with_updates(self, plan: Plan, groups: Sequence[int] | frozenset[int] | range) -> Plan:
         chosen = {member for group in groups for member in self.profile.groups[group]}

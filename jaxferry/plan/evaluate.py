@@ -9,6 +9,7 @@ from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.plan.recurrences import Batch, Chain, Step
 from jaxferry.profiling.records import Profile
+from jaxferry.room import UNLIMITED
 from jaxferry.simulate.machine import STEPS_BY_NEED
 
 _MOST_STEPS = 24
@@ -93,6 +94,22 @@ class PlanEvaluator:
         fields = [field.name for field in dataclasses.fields(Outcomes)]
         return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
 
+    def bounds(
+        self, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Lower bounds on `steady_step_s`, and `needed_bytes`, without running a step; arguments (plans, layers).
+
+        A period is no shorter than the GPU's or the host's work. With updates by need `steady_step_s` is a mean over
+        steps of the GPU. All updates of a step but the first start after the GPU's end in the step before the first, so
+        the host's work counts one time less.
+        """
+        modes, grad_on_host, again = (flags.T.copy() for flags in (modes, grad_on_host, recomputes))
+        after_all = self.profile.updates_after_all
+        batch = Batch(self.profile, modes, grad_on_host, False, after_all, again, memory_bytes=UNLIMITED)
+        first, last = _steps_by_need(batch.num_layers)
+        host_s = sum(self.profile.group_update_s) * (1 - 1 / (last - first))
+        return np.maximum(batch.gpu_s, host_s), batch.needs.natural
+
     def plan(self, plan: Plan) -> Outcomes:
         """Evaluates one plan; arrays of one element.
 
@@ -152,7 +169,7 @@ def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
 
 def _measured_period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
     """The mean between two steps of a chain, as in the simulator; stops once all boundary times grow equally."""
-    first, last = STEPS_BY_NEED if is_searched(chain.batch.num_layers) else _FEW_STEPS_BY_NEED
+    first, last = _steps_by_need(chain.batch.num_layers)
     ends = [steps[0].last_program]
     while len(steps) < last:
         before = chain.boundary()
@@ -162,3 +179,8 @@ def _measured_period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
         if len(steps) > 2 and np.all(growth.max(axis=0) - growth.min(axis=0) <= _SAME * chain.host):
             return growth[0]
     return (ends[last - 1] - ends[first - 1]) / (last - first)
+
+
+def _steps_by_need(num_layers: int) -> tuple[int, int]:
+    """The first and the last step of the mean."""
+    return STEPS_BY_NEED if is_searched(num_layers) else _FEW_STEPS_BY_NEED

@@ -80,6 +80,13 @@ class Batch:
         """The bytes that each program needs on the device."""
         return demand(self.held, self.recomputes, self.bulk, self.after_all)
 
+    @property
+    def gpu_s(self) -> np.ndarray:
+        """The GPU's work in a step, (plans,)."""
+        runs_back = [layer.has_backward for layer in self.layers]
+        parameterless_s = sum(x.inter_forward_s + x.inter_backward_s * x.has_backward for x in self.layers)
+        return self.forward_s.sum(axis=0) + self.backward_s[runs_back].sum(axis=0) + parameterless_s
+
     def _room(self, memory_bytes: int) -> None:
         self.room: np.ndarray | None = None
         self.room_matters = np.zeros(self.num_plans, dtype=bool)

@@ -2,17 +2,21 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxferry.errors import InputError
+from jaxferry.holdings import as_updated
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Request
+from jaxferry.plan.device_updates import DeviceUpdateSearch
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.records import LayerPlan, Plan, Updates
+from jaxferry.plan.search import Pool
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
@@ -169,3 +173,48 @@ def test_no_plan_within_a_budget_is_below_the_bound(data):
     plan = plan_with(profile, on_device, mode, gradient=gradient)
     bound_s = any_plan_lower_bound_s(profile, needed_bytes(profile, plan))
     assert bound_s <= simulate(profile, plan).steady_step_s * (1 + 1e-9)
+
+
+@examples(20)
+@given(st.data())
+def test_the_bound_of_a_plan_holds_in_both_orders_of_updates(data):
+    profile = with_state(data.draw(profiles(max_layers=5)))
+    on_device = data.draw(st.sets(st.sampled_from(range(len(profile.groups)))))
+    updates_after_all = data.draw(st.booleans())
+    profile = dataclasses.replace(
+        as_updated(profile, on_device, updates_after_all), updates_after_all=updates_after_all
+    )
+    generator = np.random.default_rng(data.draw(st.integers(0, 99)))
+    shape = (8, len(profile.layers))
+    can_recompute = np.array([layer.can_recompute for layer in profile.layers])
+    modes, on_host = generator.integers(0, 5, shape).astype(np.int8), generator.integers(0, 2, shape).astype(bool)
+    again = generator.integers(0, 2, shape).astype(bool) & can_recompute
+    evaluate = PlanEvaluator(profile)
+    bound_s, needed = evaluate.bounds(modes, on_host, again)
+    assert (bound_s >= sum(profile.group_update_s) * 2 / 3).all()
+    for by_need in (False, True):
+        found = evaluate(modes, on_host, again, by_need=by_need)
+        inside = found.in_window
+        assert (bound_s[inside] <= found.steady_step_s[inside] * (1 + 1e-9)).all()
+        assert (needed == found.needed_bytes).all()
+
+
+@examples(4)
+@given(st.data())
+def test_the_choices_that_the_search_leaves_out_are_no_better(data):
+    profile = with_state(data.draw(profiles(max_layers=6, min_layers=2)))
+    updates_after_all = data.draw(st.booleans())
+    profile = dataclasses.replace(profile, updates_after_all=updates_after_all)
+    pool = Pool(profile)
+    size = len(profile.layers)
+    for mode in range(5):
+        pool.add(np.full(size, mode), np.arange(size) % 2 == 0)
+    pool.run()
+    search, everything = (DeviceUpdateSearch("auto", profile, pool.frontier()) for _ in range(2))
+    unlimited = [everything.best_of(groups, None) for groups in everything.choices]
+    for budget in {None, *(placed.needed_bytes for placed in unlimited)}:
+        found = [everything.best_of(groups, budget) for groups in everything.choices]
+        fits = [placed for placed in found if placed is not None and (budget is None or placed.needed_bytes <= budget)]
+        best = min(fits, key=lambda placed: (placed.objective_s, placed.needed_bytes), default=None)
+        assert search.best(budget) == best
+        assert best is None or search.best(budget, best.objective_s) is None
