@@ -2,9 +2,10 @@
 
 own batch --trace--> smallest budget --secant--> another size --trace--> ... --> largest batch --auto--> forecast
 
-The device memory of the leanest plan is close to linear in the batch size, so a few traces find the largest batch: its
-size was traced, and the next one, which does not fit. Larger batches may fit if layers are read in host memory. That is
-no answer: products of many rows read a layer again and again, so such steps are slower for each sample.
+The device memory of the leanest plan is close to linear in the batch size, from what parameters and gradients alone
+need. So a few traces find the largest batch: its size was traced, and the next one, which does not fit. Larger batches
+may fit if layers are read in host memory. That is no answer: products of many rows read a layer again and again, so
+such steps are slower for each sample.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jaxferry.simulate.report import simulate
 from jaxferry.units import format_bytes
 
 MOST_TRACES = 30
-"""Traces of a search; a memory that is linear in the batch size needs four."""
+"""Traces of a search; a memory that is linear in the batch size needs three."""
 
 _MOST_GUESSES = 6
 """Traces at sizes where a line meets the budget; the search then halves."""
@@ -126,8 +127,9 @@ class Sizes:
         return min(max(self._where_the_budget_ends([*fitting[-2:], *others[:1]][-2:]), first), last)
 
     def _where_the_budget_ends(self, needs: list[tuple[int, int]]) -> int:
-        """The size at which the line through one or two sizes with their needs meets the budget."""
-        (one, bytes_of_one), (two, bytes_of_two) = [(0, 0), *needs][-2:]
+        """The size at which the line through the largest two sizes, or through one and none, meets the budget."""
+        first = next(iter(self._known.values()))
+        (one, bytes_of_one), (two, bytes_of_two) = [(0, self._need(first.without_samples)), *needs][-2:]
         slope = (bytes_of_two - bytes_of_one) / (two - one)
         return int(one + (self._budget_bytes - bytes_of_one) / slope) if slope > 0 else 2 * two
 

@@ -23,6 +23,15 @@ from jaxferry.profiling.records import Profile, backward_variant, forward_varian
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.schedule import needed_bytes
 
+_BATCH_BYTES = (
+    "activation_bytes",
+    "row_gradient_bytes",
+    "forward_workspace_bytes",
+    "backward_workspace_bytes",
+    "save_bytes",
+    "fetch_bytes",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
@@ -49,6 +58,16 @@ class Traced:
     def smallest_bytes(self) -> int:
         """The device memory of the leanest plan, which may read all layers in host memory: DHA."""
         return min(self.loading_bytes, self._leanest_bytes(DHA))
+
+    @functools.cached_property
+    def without_samples(self) -> Traced:
+        """The model with what takes memory for any batch: parameters and their gradients."""
+        none: dict[str, Any] = dict.fromkeys(_BATCH_BYTES, 0) | {"temporary_bytes": {}}
+        layers = tuple(
+            dataclasses.replace(layer, **none, recompute_activation_bytes=0 if layer.can_recompute else None)
+            for layer in self.profile.layers
+        )
+        return Traced(0, None, self.variants, dataclasses.replace(self.profile, layers=layers))
 
     def _leanest_bytes(self, mode: int) -> int:
         layers = self.profile.layers

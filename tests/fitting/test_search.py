@@ -38,6 +38,10 @@ class Fake:
     loading_bytes: int
     smallest_bytes: int
 
+    @property
+    def without_samples(self):
+        return Fake(0, 0, 0)
+
 
 @pytest.mark.parametrize("own", [1, 7, 50, 999])
 @pytest.mark.parametrize(
@@ -57,6 +61,22 @@ def test_memory_that_does_not_grow_with_the_batch_ends_the_search():
     sizes = Sizes(lambda size: Fake(size, 10, 10), 100)
     sizes.of(4)
     assert sizes.largest(loading=True).batch_size > 4
+
+
+def test_memory_that_is_linear_in_the_batch_needs_three_traces():
+    sizes, sizes_traced = traced(16), []
+
+    def counted(size):
+        sizes_traced.append(size)
+        return traced(size)
+
+    for budget in (sizes.loading_bytes * 3 + 1, sizes.loading_bytes * 5 + 70):
+        sizes_traced.clear()
+        known = Sizes(counted, budget)
+        known.of(16)
+        largest = known.largest(loading=True)
+        assert largest.loading_bytes <= budget
+        assert sorted(sizes_traced) == [16, largest.batch_size, largest.batch_size + 1]
 
 
 @pytest.mark.parametrize("own", [1, pytest.param(100, marks=pytest.mark.slow)])
