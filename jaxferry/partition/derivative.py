@@ -101,14 +101,23 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
       graph: the segment's graph.
       segment: the segment.
       remat: what to save between the two: one of `REMAT`, `AUTO`, or a policy as in `jax.checkpoint_policies`; None
-        uses the segment's own choice.
+        uses the segment's own choice. All but policies are differentiated once for each graph.
 
     Raises:
       InputError: if the policy returns anything but True (keep) or False (recompute).
     """
+    remat = segment.remat if remat is None else remat
+    if not isinstance(remat, str):
+        return _differentiate(graph, segment, remat)
+    key = differentiate, segment.signature, "none" if remat == AUTO else remat
+    if key not in graph.kept:
+        graph.kept[key] = _differentiate(graph, segment, remat)
+    return dataclasses.replace(graph.kept[key], segment=segment)
+
+
+def _differentiate(graph: Graph, segment: Segment, remat: Any) -> Derivative:
     if not segment.runs_back:
         return _forward_only(segment)
-    remat = segment.remat if remat is None else remat
     if remat == "full":
         made = _recomputing_forward(segment)
     else:

@@ -65,6 +65,7 @@ class Graph:
       outputs: the flattened outputs.
       out_tree: the tree of the outputs.
       num_devices: the number of devices that share a batch.
+      kept: what was computed from slices of the equations, for later calls with the same slice.
     """
 
     equations: tuple[Equation, ...]
@@ -75,6 +76,7 @@ class Graph:
     outputs: tuple[Atom, ...]
     out_tree: jax.tree_util.PyTreeDef
     num_devices: int = 1
+    kept: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def num_bytes(self, value: int) -> int:
         """Bytes of one value."""

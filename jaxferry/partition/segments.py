@@ -52,6 +52,12 @@ class Segment:
     remat: Any = "none"
 
     @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for segments with the same equations and values of one graph."""
+        values = (self.weights, self.inputs, self.nondiff_inputs, self.outputs, self.nondiff_outputs)
+        return (self.equations, *values, self.trained)
+
+    @property
     def runs_back(self) -> bool:
         """Whether it has a backward: some parameter in it or before it is trained."""
         return bool(self.trained or self.inputs)

@@ -35,7 +35,7 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
 
     def program_costs(segment: Segment, remat: Any, kind: str) -> _ProgramCosts:
         if (segment.program, kind) not in counted:
-            counted[segment.program, kind] = _ProgramCosts(partition.graph, segment, remat)
+            counted[segment.program, kind] = _program_costs(partition.graph, segment, remat)
         return counted[segment.program, kind]
 
     graph, held = partition.graph, set[int]()
@@ -66,6 +66,18 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
                     costs = dataclasses.replace(costs, temporary_bytes={**costs.temporary_bytes, **more})
         result.append(costs)
     return tuple(result)
+
+
+def _program_costs(graph: Graph, segment: Segment, remat: Any) -> _ProgramCosts:
+    """Counts a program, once for each graph unless it recomputes by a policy."""
+    remat = segment.remat if remat is None else remat
+    if not isinstance(remat, str):
+        return _ProgramCosts(graph, segment, remat)
+    key = _ProgramCosts, segment.signature, "none" if remat == AUTO else remat
+    if key not in graph.kept:
+        graph.kept[key] = _ProgramCosts(graph, segment, remat)
+    found: _ProgramCosts = graph.kept[key]
+    return found
 
 
 class _ProgramCosts:
