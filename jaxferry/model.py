@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -68,20 +68,7 @@ class Model:
 
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory that a training step keeps, by what they are for."""
-        leaves = [leaf for layer in self.layers for leaf in layer.leaves]
-        # The compute copy of a frozen parameter is its only copy if the dtypes agree.
-        own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
-        state = self.optimizer.state_shapes().values()
-        trained = [layer.trained for layer in self.layers]
-        # Where gradients of fewer bits are summed, these arrive in memory of their own.
-        sums = sum(layer.wide.num_bytes for layer in trained if layer.wide is not layer and self._accumulates)
-        return {
-            "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
-            "optimizer state": sum(map(aval_bytes, state)),
-            "compute copy": sum(layer.num_bytes for layer in self.layers),
-            "gradients": sum(layer.num_bytes for layer in trained),
-            **({"sums of gradients": sums} if sums else {}),
-        }
+        return _host_bytes(self.layers, self.optimizer.state_shapes().values(), self._accumulates)
 
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there.
@@ -114,6 +101,38 @@ class Model:
         scale = self._options.loss_scale or UNSCALED
         tree = jax.tree.structure(self.params)
         return TrainState(tree, self.optimizer, self._placement, layers, masters, optimizer, step, scale)
+
+
+def host_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dtype: Any) -> dict[str, int]:
+    """`Model.host_bytes` for an optimizer that trains all parameters; its update is not traced.
+
+    Args:
+      params: the tree of parameters; shapes are enough.
+      optimizer: the Optax transformation.
+      compute_dtype: the dtype in which the device sees parameters; None for their own.
+    """
+    layers = layers_by_path(params, compute_dtype)
+    dtypes = _master_dtypes(layers)
+    leaves, tree = jax.tree.flatten(params)
+    masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
+    state = jax.eval_shape(optimizer.init, jax.tree.unflatten(tree, masters))
+    return _host_bytes(layers, jax.tree.leaves(state), accumulates=False)
+
+
+def _host_bytes(layers: Sequence[Layer], state: Iterable[Any], accumulates: bool) -> dict[str, int]:
+    leaves = [leaf for layer in layers for leaf in layer.leaves]
+    # The compute copy of a frozen parameter is its only copy if the dtypes agree.
+    own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
+    trained = [layer.trained for layer in layers]
+    # Where gradients of fewer bits are summed, these arrive in memory of their own.
+    sums = sum(layer.wide.num_bytes for layer in trained if layer.wide is not layer and accumulates)
+    return {
+        "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
+        "optimizer state": sum(map(aval_bytes, state)),
+        "compute copy": sum(layer.num_bytes for layer in layers),
+        "gradients": sum(layer.num_bytes for layer in trained),
+        **({"sums of gradients": sums} if sums else {}),
+    }
 
 
 def abstract(params: Any) -> Any:

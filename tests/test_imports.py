@@ -57,7 +57,7 @@ RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 STRANGERS = {("engine", "simulate"), ("simulate", "engine")}
 
 # Optional, or needed by checkpoints alone: the only packages that a function may import.
-OPTIONAL = {"matplotlib", "safetensors", "xxhash"}
+OPTIONAL = {"matplotlib", "orbax", "safetensors", "xxhash"}
 
 
 def find_modules(root):

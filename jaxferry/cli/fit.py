@@ -15,13 +15,11 @@ from jaxferry.cli.common import AsJson, print_json, print_report, progress, read
 from jaxferry.cli.model import UserModel, make_optimizer, read_dtype, read_workload
 from jaxferry.cli.step_options import ComputeDtype, MemoryBudget, Optimizer
 from jaxferry.cli.user_code import FORMS, find_function, user_code
-from jaxferry.engine import make_placement
 from jaxferry.errors import InputError
 from jaxferry.fitting.records import Fit
 from jaxferry.fitting.search import find_fit
 from jaxferry.fitting.traced import Traced, trace
-from jaxferry.model import Model
-from jaxferry.options import Options
+from jaxferry.model import host_bytes
 from jaxferry.profiling.machines import MACHINES, find_machine
 from jaxferry.records import write_json
 from jaxferry.report.fit import fit_lines, fit_table, reason_lines
@@ -67,9 +65,9 @@ def fit(
     if budget.num_bytes is None:
         raise InputError("--memory-budget must be a size such as 8GiB, got 'none': fit answers for a size of memory")
     known = figures.host_memory_bytes
-    host_bytes = None if known is None else int(known)
+    host_memory_bytes = None if known is None else int(known)
     if host_memory is not None:
-        host_bytes = parse_bytes(host_memory, "--host-memory")
+        host_memory_bytes = parse_bytes(host_memory, "--host-memory")
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
     with user_code(workload, _WORKLOAD), progress("fit") as report:
         sizes = _Sizes(workload, batch_size, length)
@@ -87,8 +85,8 @@ def fit(
             model=workload,
             machine=figures.name,
             budget_bytes=budget.num_bytes,
-            host_bytes=Model(params, update, Options(compute_dtype=dtype), make_placement(), None).host_bytes(),
-            host_memory_bytes=host_bytes,
+            host_bytes=host_bytes(params, update, dtype),
+            host_memory_bytes=host_memory_bytes,
             report=report,
         )
     if output is not None:

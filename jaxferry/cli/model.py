@@ -1,10 +1,12 @@
 """Loads the model that the command line names, and its optimizer."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,11 @@ import optax
 import typer
 
 from jaxferry.cli.user_code import FORMS, find_function
-from jaxferry.engine import TrainState
 from jaxferry.errors import InputError
-from jaxferry.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from jaxferry.engine import TrainState
+    from jaxferry.train_step import TrainStep
 
 ModelName = Annotated[
     str,

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore
 
 from jaxferry.engine.host.checkpoint.about import About, Leaf
@@ -48,15 +47,23 @@ def write_arrays(parts: Mapping[str, Leaves], checkpoint: pathlib.Path) -> None:
       parts: the leaves of `params`, `optimizer` and `extra`.
       checkpoint: its folder.
     """
+    ocp = _orbax()
     arrays = {part: _filled(_numbered(list(leaves.values()))) for part, leaves in parts.items()}
     saved = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_without_copies())) as checkpointer:
         checkpointer.save(checkpoint / FOLDER, args=saved)
 
 
+def _orbax() -> Any:
+    """The package, which nothing but checkpoints needs."""
+    import orbax.checkpoint
+
+    return orbax.checkpoint
+
+
 def _without_copies() -> Any:
     """Returns Orbax's handlers of arrays; by default it copies all NumPy arrays first, which doubles host memory."""
-    handlers = ocp.type_handlers
+    handlers = _orbax().type_handlers
     if "deepcopy_host_arrays" not in inspect.signature(handlers.NumpyHandler).parameters:
         return None  # an Orbax without the choice
     return handlers.create_type_handler_registry(
@@ -79,7 +86,7 @@ def read_arrays(about: About, checkpoint: pathlib.Path) -> dict[str, dict[str, A
         del described["extra"]
     empty = {part: _empty(leaves) for part, leaves in described.items()}
     wanted = {part: _filled(arrays) for part, arrays in empty.items()}
-    folder = checkpoint / FOLDER
+    folder, ocp = checkpoint / FOLDER, _orbax()
     try:
         if not about.has_digests:
             _check_stored(folder, described)
