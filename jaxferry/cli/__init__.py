@@ -3,10 +3,12 @@
 Only the module of the command that runs is imported: most need JAX, which takes seconds.
 """
 
+import contextlib
+import gc
 import importlib
-import importlib.metadata
 import io
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -27,6 +29,11 @@ COMMANDS = {
     "build-native": "Build the native libraries for the installed jaxlib.",
 }
 """The commands with their summaries."""
+
+_ON_DEVICE = ("profile", "train", "bench", "doctor")
+"""Commands that run on a device, where an array in a cycle of garbage holds memory."""
+
+_COLLECTED_OBJECTS = 100_000
 
 
 def make_app(*loaded: str | None) -> typer.Typer:
@@ -52,7 +59,8 @@ def _not_loaded() -> None:
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        print(f"jaxferry {importlib.metadata.version('jaxferry')}")
+        metadata = importlib.import_module("importlib.metadata")  # nothing else needs it
+        print(f"jaxferry {metadata.version('jaxferry')}")
         raise typer.Exit
 
 
@@ -82,8 +90,10 @@ def main(arguments: list[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # letters that the terminal cannot encode must not fail
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
-        app = make_app(command)
-        status = app(arguments or ["--help"], prog_name="jaxferry", standalone_mode=False)
+        with _rare_collections():
+            app = make_app(command)
+        with contextlib.nullcontext() if command in _ON_DEVICE else _rare_collections():
+            status = app(arguments or ["--help"], prog_name="jaxferry", standalone_mode=False)
     except JaxFerryError as error:
         _fail(str(error))
     except typer.Abort:
@@ -91,6 +101,17 @@ def main(arguments: list[str] | None = None) -> None:
     except _UsageError as error:
         _fail(getattr(error, "format_message", error.__str__)())
     sys.exit(status if isinstance(status, int) else 0)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Lets Python look for garbage after more new objects than by default; imports and traces make many that stay."""
+    before = gc.get_threshold()
+    gc.set_threshold(_COLLECTED_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _fail(message: str) -> None:
