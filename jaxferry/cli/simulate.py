@@ -10,7 +10,7 @@ from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_r
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.records import Profile
 from jaxferry.records import write_json
-from jaxferry.report.tables import simulation_lines, simulation_table
+from jaxferry.report.simulation import simulation_lines, simulation_table
 from jaxferry.schedule import schedule_chain
 from jaxferry.simulate.machine import run
 from jaxferry.simulate.report import simulate as simulate_plan

@@ -12,7 +12,6 @@ from jaxferry.dry_run import DryRun
 from jaxferry.plan.exact import Exact
 from jaxferry.plan.records import Plan
 from jaxferry.planning import Compared, SweepPoint
-from jaxferry.simulate.report import CHAIN_STEPS, Simulation
 from jaxferry.units import format_bytes, format_seconds
 
 
@@ -100,39 +99,6 @@ def comparison_lines(compared: Compared) -> list[str]:
         f"gap: steady step over {format_seconds(compared.lower_bound_s)}, a lower bound for all modes and gradient "
         "places; exact also proves its gap to the best plan of GFGB, DHA and DFGB"
     ]
-
-
-def simulation_table(simulation: Simulation) -> Table:
-    """Returns the use of the lanes in one step."""
-    table = _table("lane", "busy", "idle", "used", title="lanes, one step")
-    for lane, use in simulation.lanes.items():
-        total_s = use.busy_s + use.idle_s
-        share = use.busy_s / total_s if total_s > 0 else 0.0
-        table.add_row(lane.value, format_seconds(use.busy_s), format_seconds(use.idle_s), f"{share:.0%}")
-    return table
-
-
-def simulation_lines(simulation: Simulation) -> list[str]:
-    """Returns times, memory and the critical path."""
-    shown = list(simulation.critical_path)
-    if len(shown) > 12:
-        shown = [*shown[:6], f"... {len(shown) - 12} more ...", *shown[-6:]]
-    one_step = max(held for _, held in simulation.device_bytes)
-    return [
-        f"forward {format_seconds(simulation.forward_s)}, step {format_seconds(simulation.step_s)}, "
-        f"steady step {format_seconds(simulation.steady_step_s)}",
-        f"peak device memory {format_bytes(simulation.peak_device_bytes)} over a chain of {CHAIN_STEPS} steps, where "
-        f"loads start during the previous step; {format_bytes(one_step)} in a single step",
-        f"host link {format_bytes(simulation.link_bytes)} per step",
-        *_streaming_lines(simulation),
-        f"critical path: {' > '.join(shown)}",
-    ]
-
-
-def _streaming_lines(simulation: Simulation) -> list[str]:
-    num_bytes = simulation.streamed_state_bytes
-    where = "of masters and optimizer state in pinned host memory, streamed through the GPU"
-    return [f"{format_bytes(num_bytes)} {where}"] if num_bytes else []
 
 
 def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
