@@ -51,7 +51,8 @@ def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[in
     for layer, segment in zip(profile.layers, partition.segments, strict=True):
         trained = partition.layers[segment.group].trained
         is_wider = segment.group in groups and trained.wide is not trained
-        sums = dataclasses.replace(layer, sum_bytes=trained.wide.num_bytes if is_wider else 0)
+        sum_bytes = -(-trained.wide.num_bytes // partition.graph.num_devices) if is_wider else 0
+        sums = dataclasses.replace(layer, sum_bytes=sum_bytes)
         if sums.sum_bytes != layer.sum_bytes:
             sums = dataclasses.replace(
                 sums, offload_s=layer.offload_s * sums.offload_bytes / max(layer.offload_bytes, 1)
