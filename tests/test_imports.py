@@ -15,7 +15,7 @@ ROOT = Path(jaxferry.errors.__file__).parent
 LAYERS = (
     ("errors",),
     ("units", "modes"),
-    ("host_memory",),
+    ("host_memory", "meshes"),
     ("records",),
     ("native",),
     ("optimizers",),
