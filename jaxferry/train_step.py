@@ -26,10 +26,10 @@ from jaxferry.engine import (
     choose_transport,
     make_placement,
     masters_layer_by_layer,
-    outside_mesh,
 )
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
+from jaxferry.meshes import outside_mesh
 from jaxferry.model import Model, abstract
 from jaxferry.options import CACHED_SHAPES, Options, read_options
 from jaxferry.partition import Partition, Trainable

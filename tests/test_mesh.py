@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxferry
 from jaxferry.engine import make_placement
@@ -131,6 +131,21 @@ def test_batches_and_parameters_may_be_global_arrays_under_a_mesh_that_is_set(al
         train(step, state, given[:1])
 
 
+def test_a_model_may_name_the_axis_of_an_automatic_mesh(alone):
+    own = mesh()
+
+    def constrained(params, batch, key):
+        table = jax.lax.with_sharding_constraint(params["table"]["w"], PartitionSpec("data"))
+        mean = jax.shard_map(lambda x: x, mesh=own, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+        x = {name: mean(value) for name, value in batch.items()}
+        return loss_fn({**params, "table": {"w": table}}, x, key)
+
+    with jax.set_mesh(own):
+        step = jaxferry.train_step(constrained, optax.adamw(1e-2), mesh=own)
+        _, metrics = train(step, step.init(params()), batches())
+    assert_same([m["loss"] for m in metrics], [m["loss"] for m in alone[2]])
+
+
 def test_a_function_of_the_parameters_may_have_a_batch_that_devices_cannot_share(alone):
     step, state, _ = trained(mesh=mesh())
     assert_same(step.evaluate(state, *batches(1, 3)[0])[0], alone[0].evaluate(alone[1], *batches(1, 3)[0])[0])
@@ -233,6 +248,9 @@ def test_a_share_of_a_layer_holds_its_part_of_each_parameter(num, dtype):
     [
         ({"mesh": "all"}, "mesh must be a jax.sharding.Mesh"),
         ({"mesh": "two axes"}, "mesh must have one axis, 'data', got 'data', 'model'"),
+        ({"mesh": "no devices"}, "mesh must have devices, each once, got none"),
+        ({"mesh": "twice"}, "mesh must have devices, each once, got"),
+        ({"mesh": "manual"}, "must be automatic or explicit"),
         ({"mesh": "mesh", "device": "first"}, "device and mesh are given both"),
         ({"mesh": "mesh", "transport": "ferry"}, "moves the layers of one device"),
     ],
@@ -241,6 +259,9 @@ def test_other_meshes_are_errors(options, message):
     known = {
         "mesh": mesh(),
         "two axes": jax.make_mesh((2, 1), ("data", "model")),
+        "no devices": Mesh(np.array([]), ("data",)),
+        "twice": Mesh(np.array(jax.devices()[:1] * 2), ("data",)),
+        "manual": mesh(AxisType.Manual),
         "first": jax.devices()[0],
     }
     options = {name: known.get(value, value) for name, value in options.items()}

@@ -19,7 +19,7 @@ from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.lower import lower, summed_groups
 from jaxferry.engine.memory import Footprint, Peak, footprints, loads_ahead, peak_bytes
 from jaxferry.engine.norms import Norms
-from jaxferry.engine.placement import Placement, make_placement, outside_mesh
+from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.prefetch import PrefetchSlot
 from jaxferry.engine.process import Process
 from jaxferry.engine.program_keys import (
@@ -87,7 +87,6 @@ __all__ = [
     "make_transport",
     "masters_from_arrays",
     "masters_layer_by_layer",
-    "outside_mesh",
     "peak_bytes",
     "program_keys",
     "summed_groups",

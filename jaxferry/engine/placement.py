@@ -8,10 +8,8 @@ The batch, and the values that programs compute from it, are split over several 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -147,16 +145,6 @@ def make_placement(device: Any = None, mesh: Any = None) -> Placement:
     )
 
 
-@contextlib.contextmanager
-def outside_mesh() -> Iterator[None]:
-    """Leaves the mesh of `jax.set_mesh`, if one is set: the engine's arrays and programs name their own."""
-    if jax.sharding.get_abstract_mesh().empty:
-        yield
-        return
-    with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
-        yield
-
-
 def _alone(device: Any, kind: str) -> NamedSharding:
     mesh = Mesh(np.array([device]), (DATA,), axis_types=(AxisType.Auto,))
     return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
@@ -170,6 +158,10 @@ def _devices_of(mesh: Any, device: Any) -> list[Any]:
     if tuple(mesh.axis_names) != (DATA,):
         raise InputError(f"mesh must have one axis, {DATA!r}, got {', '.join(map(repr, mesh.axis_names))}")
     devices = list(mesh.devices.flat)
+    if not devices or len(set(devices)) < len(devices):
+        raise InputError(f"mesh must have devices, each once, got {', '.join(map(str, devices)) or 'none'}")
+    if AxisType.Manual in mesh.axis_types:
+        raise InputError(f"the axis {DATA!r} of mesh must be automatic or explicit, got a manual one")
     elsewhere = [str(each) for each in devices if each.process_index != jax.process_index()]
     if elsewhere:
         raise InputError(f"mesh has devices of other processes ({', '.join(elsewhere)}): train on those of this one")

@@ -26,11 +26,12 @@ from jaxferry.engine.pending import (
     PendingStep,
     task_error,
 )
-from jaxferry.engine.placement import Placement, outside_mesh
+from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import Prefetch
 from jaxferry.engine.process import Process
 from jaxferry.engine.transport.base import DeviceLayer
 from jaxferry.errors import StateError
+from jaxferry.meshes import outside_mesh
 from jaxferry.partition import Layer
 from jaxferry.units import format_bytes
 
