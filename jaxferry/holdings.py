@@ -62,9 +62,10 @@ def effective(profile: Profile, plan: Plan) -> Plan:
     recomputes = np.array(plan.recomputes)[:, None]
     modes, grad_on_host = effective_codes(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None], recomputes)
     places = (GradientPlace.DEVICE, GradientPlace.HOST)
+    as_given = (modes == mode_codes(plan)[:, None]) & (grad_on_host == gradient_flags(plan)[:, None])
     layers = tuple(
-        dataclasses.replace(layer, mode=MODES[int(mode)], gradient=places[int(host)])
-        for layer, mode, host in zip(plan.layers, modes[:, 0], grad_on_host[:, 0], strict=True)
+        layer if same else dataclasses.replace(layer, mode=MODES[int(mode)], gradient=places[int(host)])
+        for layer, mode, host, same in zip(plan.layers, modes[:, 0], grad_on_host[:, 0], as_given[:, 0], strict=True)
     )
     updates = Updates.AFTER_ALL if profile.updates_after_all else plan.updates
     return dataclasses.replace(plan, layers=layers, updates=updates)

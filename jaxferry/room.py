@@ -327,7 +327,11 @@ def _with_next_forwards(held: Holdings, spans: Spans, needs: Demand, after_all: 
 def _lowest_offloads(held: Holdings, after_all: bool) -> np.ndarray:
     """For each group, the lowest layer whose offload its update waits for, (groups, plans); L if none."""
     size, groups = held.num_layers, held.profile.groups
-    found = np.stack([np.where(held.offloads[list(x)], np.array(x)[:, None], size).min(axis=0) for x in groups])
+    first = np.array([members[0] for members in groups])
+    found = np.where(held.offloads[first], first[:, None], size)
+    for group, members in enumerate(groups):
+        for layer in members[1:]:
+            found[group] = np.where(held.offloads[layer], np.minimum(found[group], layer), found[group])
     if after_all:
         has_update = np.array([held.profile.layers[members[0]].has_gradient for members in groups])[:, None]
         found = np.where(has_update, found.min(axis=0), found)
@@ -345,25 +349,26 @@ def waits(held: Holdings, needs: Demand, memory_bytes: int) -> np.ndarray:
     outstanding = np.zeros((size + 1, held.num_plans), dtype=np.int64)
     outstanding[:-1] = np.cumsum(needs.gradient[::-1], axis=0)[::-1]
     columns = np.arange(held.num_plans)
+    least = outstanding[1:] + needs.backward - limit
+    least_after = outstanding[1:] + needs.backward_after - limit
+    beside = outstanding[np.maximum(needs.beside_below, np.arange(1, size + 1)[:, None]), columns]
+    least = np.where(beside < least_after, np.maximum(least, least_after), least)
     ended, ended_bytes = np.full(held.num_plans, size), np.zeros(held.num_plans, dtype=np.int64)
     found = np.full(held.modes.shape, NO_WAIT, dtype=np.int64)
+    may_wait = (least > 0).any(axis=1)
     for layer in reversed(range(size)):
-        if not profile.layers[layer].has_backward:
+        earlier = [x for x in profile.groups[profile.group_of[layer]] if x > layer]
+        if not profile.layers[layer].has_backward or not (earlier or may_wait[layer]):
             continue
         before = ended
-        earlier = [x for x in profile.groups[profile.group_of[layer]] if x > layer]
         if earlier:
             mine = np.where(held.offloads[earlier], np.array(earlier)[:, None], size).min(axis=0)
             ended = np.where(held.grad_on_host[layer], np.minimum(ended, mine), ended)
             ended_bytes = outstanding[ended, columns]
-        least = outstanding[layer + 1] + needs.backward[layer] - limit
-        least_after = outstanding[layer + 1] + needs.backward_after[layer] - limit
-        beside = outstanding[np.maximum(needs.beside_below, layer + 1), columns]
-        least = np.where(beside < least_after, np.maximum(least, least_after), least)
-        short = ended_bytes < least
+        short = ended_bytes < least[layer]
         while short.any():
             ended = ended - short
             ended_bytes = outstanding[ended, columns]
-            short = ended_bytes < least
+            short = ended_bytes < least[layer]
         found[layer] = np.where(ended < before, ended, NO_WAIT)
     return found

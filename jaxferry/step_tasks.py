@@ -1,10 +1,14 @@
 """The tasks of one step while they are listed, with the times at which they would run alone."""
 
 import dataclasses
+import operator
 from typing import Any
 
 from jaxferry.profiling.records import Profile
 from jaxferry.tasks import Kind, Lane, Task
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Task))
+_values_of = operator.attrgetter(*_FIELDS)
 
 
 class StepTasks:
@@ -33,8 +37,10 @@ class StepTasks:
     def add_bytes(self, task: int, **more: int) -> None:
         """Adds to attributes of a task."""
         old = self.tasks[task]
-        self.tasks[task] = dataclasses.replace(old, **{key: getattr(old, key) + more[key] for key in more})
+        self.set(task, **{key: getattr(old, key) + amount for key, amount in more.items()})
 
     def set(self, task: int, **values: Any) -> None:
         """Replaces attributes of a task."""
-        self.tasks[task] = dataclasses.replace(self.tasks[task], **values)
+        # As `dataclasses.replace`, which took a fifth of the time of planning long models.
+        old = dict(zip(_FIELDS, _values_of(self.tasks[task]), strict=True))
+        self.tasks[task] = Task(**old | values)

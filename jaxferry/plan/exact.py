@@ -56,6 +56,8 @@ _ORDERS = 4
 _LEAST_ORDERS = 1
 _HEADS = (1, 2, 4, 8, 16)
 _ROUNDING = 1e-12
+_CLOSE = 1e-4
+"""The share of the time that a long model's search may leave."""
 _NO_PLAN = 2**63
 
 
@@ -110,7 +112,10 @@ class _Search:
         self.smallest_bytes = _NO_PLAN
 
     def run(self) -> None:
-        """Plans with each reserve factor, the promising one first; without a budget, skips a factor that cannot win."""
+        """Plans with each reserve factor, the promising one first.
+
+        Without a budget, skips a factor that cannot win, or in a long model win more than `_CLOSE`.
+        """
         flags = [(factor, gradients_to_host(self.profile, factor)) for factor in reserve_factors(self.request)]
         choices = [
             _Choice(factor, rank, grad_on_host, known_plans(self.profile, grad_on_host, self.optimum))
@@ -149,7 +154,11 @@ class _Search:
     def _can_be_better(self, choice: _Choice) -> bool:
         if self.best is None or self.enumerates:
             return True
-        return self._is_better(choice, self._bound_s(choice, self.best.objective_s * (1 + 2 * _ROUNDING)))
+        bound_s = self._bound_s(choice, self.best.objective_s * (1 + 2 * _ROUNDING))
+        if is_searched(len(self.profile.layers)) or self.best.objective_s > bound_s * (1 + _CLOSE):
+            return self._is_better(choice, bound_s)
+        self.bound_s = min(self.bound_s, bound_s)
+        return False
 
     def _bound_s(self, choice: _Choice, known_s: float) -> float:
         """A lower bound on all plans with these gradients; one above `known_s` proves only that they exceed it."""
