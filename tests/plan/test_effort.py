@@ -1,10 +1,12 @@
 """Searches for long models: work that grows with the layers, and gaps to bounds that hold."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jaxferry import planning
-from jaxferry.plan import effort, frontier
+from jaxferry.plan import effort, exact, frontier
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.planning import make_plan
 from jaxferry.simulate import steady
@@ -55,6 +57,26 @@ def test_a_plan_for_a_long_model_states_a_gap_to_a_bound_that_holds(short_is_lon
         bound_s, gap = plan.details["lower_bound_s"], plan.details["gap"]
         assert plan.predicted.steady_step_s == pytest.approx(bound_s * (1 + gap), rel=1e-12)
         assert bound_s <= best_s * (1 + 1e-12)
+
+
+def with_slow_offloads(profile):
+    """Offloads that take longer than all else, and gradients that the backward writes to the host for nothing."""
+    each_s = 1.2 * sum(layer.forward_s + layer.backward_s for layer in profile.layers) / len(profile.layers)
+    layers = [dataclasses.replace(x, offload_s=each_s, backward_go_s=x.backward_s) for x in profile.layers]
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("profile", [transformer(24, seed=0), with_slow_offloads(transformer(24, seed=0))])
+def test_a_reserve_factor_that_saves_little_is_left_out_and_the_gap_still_holds(profile, short_is_long, monkeypatch):
+    close = 0.5
+    monkeypatch.setattr(exact, "_CLOSE", 0.0)
+    best, all_work = make_plan(profile, "exact"), work_of("exact", profile, monkeypatch)
+    monkeypatch.setattr(exact, "_CLOSE", close)
+    plan, work = make_plan(profile, "exact"), work_of("exact", profile, monkeypatch)
+    assert work < 0.7 * all_work
+    best_s, found_s = (each.predicted.steady_step_s for each in (best, plan))
+    assert plan.details["lower_bound_s"] <= best_s and best_s <= found_s <= best_s * (1 + close)
+    assert found_s == pytest.approx(plan.details["lower_bound_s"] * (1 + plan.details["gap"]), rel=1e-12)
 
 
 def test_a_long_model_s_budget_holds(short_is_long):
