@@ -106,13 +106,25 @@ def differentiate(graph: Graph, segment: Segment, remat: Any = None) -> Derivati
     Raises:
       InputError: if the policy returns anything but True (keep) or False (recompute).
     """
+    return dataclasses.replace(once_for_graph(_differentiate, graph, segment, remat), segment=segment)
+
+
+def once_for_graph(make: Callable[[Graph, Segment, Any], Any], graph: Graph, segment: Segment, remat: Any) -> Any:
+    """What a function makes of a segment, once for each graph and content unless the segment recomputes by a policy.
+
+    Args:
+      make: the function of graph, segment and a choice of what to save.
+      graph: as for `differentiate`.
+      segment: likewise.
+      remat: likewise.
+    """
     remat = segment.remat if remat is None else remat
     if not isinstance(remat, str):
-        return _differentiate(graph, segment, remat)
-    key = differentiate, segment.signature, "none" if remat == AUTO else remat
+        return make(graph, segment, remat)
+    key = make, segment.signature, "none" if remat == AUTO else remat
     if key not in graph.kept:
-        graph.kept[key] = _differentiate(graph, segment, remat)
-    return dataclasses.replace(graph.kept[key], segment=segment)
+        graph.kept[key] = make(graph, segment, remat)
+    return graph.kept[key]
 
 
 def _differentiate(graph: Graph, segment: Segment, remat: Any) -> Derivative:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.partition import AUTO, Derivative, Partition, Segment, differentiate
+from jaxferry.partition.derivative import once_for_graph
 from jaxferry.partition.graph import Graph
 from jaxferry.profiling.costs import Costs, jaxpr_costs, touched_bytes
 from jaxferry.profiling.estimate import LayerCosts, Recomputation
@@ -35,7 +36,7 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
 
     def program_costs(segment: Segment, remat: Any, kind: str) -> _ProgramCosts:
         if (segment.program, kind) not in counted:
-            counted[segment.program, kind] = _program_costs(partition.graph, segment, remat)
+            counted[segment.program, kind] = once_for_graph(_ProgramCosts, partition.graph, segment, remat)
         return counted[segment.program, kind]
 
     graph, held = partition.graph, set[int]()
@@ -66,18 +67,6 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
                     costs = dataclasses.replace(costs, temporary_bytes={**costs.temporary_bytes, **more})
         result.append(costs)
     return tuple(result)
-
-
-def _program_costs(graph: Graph, segment: Segment, remat: Any) -> _ProgramCosts:
-    """Counts a program, once for each graph unless it recomputes by a policy."""
-    remat = segment.remat if remat is None else remat
-    if not isinstance(remat, str):
-        return _ProgramCosts(graph, segment, remat)
-    key = _ProgramCosts, segment.signature, "none" if remat == AUTO else remat
-    if key not in graph.kept:
-        graph.kept[key] = _ProgramCosts(graph, segment, remat)
-    found: _ProgramCosts = graph.kept[key]
-    return found
 
 
 class _ProgramCosts:

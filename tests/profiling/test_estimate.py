@@ -11,38 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import models
+from costs import COSTS, MACHINE
 from jaxferry.errors import InputError
 from jaxferry.partition import differentiate, partition
-from jaxferry.profiling.estimate import UPDATE_BYTES_PER_PARAMETER, LayerCosts, estimate_profile
-from jaxferry.profiling.machines import MACHINES, Machine
+from jaxferry.profiling.estimate import UPDATE_BYTES_PER_PARAMETER, estimate_profile
+from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
-
-MACHINE = Machine(
-    name="round",
-    flops_per_s=1000.0,
-    float32_flops_per_s=500.0,
-    memory_bytes=1e6,
-    memory_bytes_per_s=100.0,
-    link_bytes_per_s=10.0,
-    host_bytes_per_s=60.0,
-    efficiency=0.5,
-    launch_s=0.25,
-    link_latency_s=0.125,
-)
-COSTS = LayerCosts(
-    name="layer",
-    num_parameters=40,
-    param_bytes=80,
-    grad_bytes=80,
-    activation_bytes=7,
-    forward_flops=1000,
-    forward_bytes=100,
-    backward_flops=2000,
-    backward_bytes=100,
-    dha_bytes_forward=30,
-    dha_bytes_backward=90,
-)
 
 
 def test_the_roofline_by_hand() -> None:

@@ -9,43 +9,21 @@ import numpy as np
 import optax
 import pytest
 
+import costs
 import jaxferry
 from jaxferry.cli import main
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.registry import policies
 from jaxferry.planning import as_run, make_plan
-from jaxferry.profiling.estimate import LayerCosts, estimate_profile
-from jaxferry.profiling.machines import Machine
+from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate.report import predict
 
-MACHINE = Machine(
-    name="round",
-    flops_per_s=1000.0,
-    float32_flops_per_s=500.0,
-    memory_bytes=1e6,
-    memory_bytes_per_s=1e6,
-    link_bytes_per_s=10.0,
-    host_bytes_per_s=60.0,
-    interconnect_bytes_per_s=20.0,
-    efficiency=0.5,
-    launch_s=0.0,
-    link_latency_s=0.0,
+MACHINE = dataclasses.replace(
+    costs.MACHINE, memory_bytes_per_s=1e6, interconnect_bytes_per_s=20.0, launch_s=0.0, link_latency_s=0.0
 )
-COSTS = LayerCosts(
-    name="layer",
-    num_parameters=40,
-    param_bytes=80,
-    grad_bytes=80,
-    activation_bytes=7,
-    forward_flops=1000,
-    forward_bytes=100,
-    backward_flops=2000,
-    backward_bytes=100,
-    dha_bytes_forward=30,
-    dha_bytes_backward=90,
-)
+COSTS = costs.COSTS
 
 
 @pytest.mark.parametrize(("num", "load_s"), [(1, 8.0), (4, 2.0 + 3.0), (8, 10 / 7.5 + 3.5)])
@@ -114,9 +92,9 @@ def test_a_step_on_a_mesh_is_planned_with_the_profile_of_its_devices():
     found = prepared(2, policy="auto", profile="estimate")
     assert found.profile.num_devices == 2
     assert found.plan == as_run(found.profile, found.plan)
-    costs = found.profile.layers[0]
-    assert costs.grad_bytes == 16 * 16 * 4 // 2 and costs.param_bytes == 16 * 16 * 4
-    # An alone standing policy measures nothing on a mesh.
+    layer = found.profile.layers[0]
+    assert (layer.grad_bytes, layer.param_bytes) == (16 * 16 * 4 // 2, 16 * 16 * 4)
+    # A policy alone measures nothing on a mesh.
     assert prepared(2, policy="auto").plan.layers == found.plan.layers
     with pytest.raises(InputError, match="the profile is of 2 devices, and 1 train"):
         prepared(1, policy="auto", profile=found.profile)
