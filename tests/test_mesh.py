@@ -6,6 +6,7 @@ Here they are two CPU devices (`conftest.py`); more of them are those of another
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxferry
-from jaxferry.engine import make_placement
+from jaxferry.engine import ProgramKind, Programs, lower_traced, make_placement
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import make_layer, shared
 from jaxferry.plan.records import LayerPlan, Plan
+from native.compile_for_gpu import compile_lowered
+from native.compile_for_gpu import text as compiled_text
 from watched import device_arrays
 
 NUM_STEPS, BATCH, WIDTH, WORDS = 5, 4, 6, 7
@@ -212,9 +215,27 @@ def test_only_programs_of_the_gpu_lane_exchange_anything():
 
 def exchanges(lowered):
     """The kinds of collectives in a program."""
-    kinds = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-    text = lowered.compile().as_text()
-    return {kind for kind in kinds if f" {kind}(" in text or f" {kind}-start(" in text}
+    return set(collectives(lowered.compile().as_text()))
+
+
+def collectives(text):
+    """The collectives of a compiled program, each with its results."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf" = (.*) ({kinds})(?:-start)?\(", text)
+    return {kind: results for results, kind in found}
+
+
+def test_gpus_add_up_gradients_where_their_shares_are():
+    """As XLA compiles backwards for two H200: each receives its share of the sums."""
+    step = jaxferry.train_step(lambda *given: loss_fn(*given)[0], optax.sgd(0.1), mesh=mesh())
+    step.declare(params())
+    program = step.prepare(*batches(1)[0]).program
+    programs = Programs(program.partition, program.derivatives, make_placement(mesh=mesh()))
+    summed = [x for x in program.programs if x.key.kind is not ProgramKind.FORWARD]
+    for instruction in summed[:-1]:  # the table's gradient is rows, of which each has all
+        found = compile_lowered(lower_traced(programs.traced(instruction.key), "cuda"), 2)
+        assert "reduce-scatter" in collectives(compiled_text(found)), instruction.task.name
+    assert len(summed) == len(NAMES)
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 8])

@@ -12,6 +12,7 @@ import pathlib
 import re
 
 import jax
+import numpy as np
 from jax._src import compiler
 from jax._src.lib import xla_client
 from jax.experimental import topologies
@@ -59,13 +60,14 @@ class Instruction:
 
 
 @functools.cache
-def _topology():
+def _topology(num_devices):
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise ModuleNotFoundError(
             f"compiling for a GPU needs jax's CUDA plugin {jax.__version__}: `make test` puts it beside the "
             "environment, as tools/gpu-packages does"
         )
-    return topologies.get_topology_desc("", platform="cuda", topology="1x1x1", target_config=TARGET.read_text())
+    shape, target = f"1x1x{num_devices}", TARGET.read_text()
+    return topologies.get_topology_desc("", platform="cuda", topology=shape, target_config=target)
 
 
 def compile_for_gpu(fn, *args, out_shardings, donate_argnums=()):
@@ -84,10 +86,15 @@ def compile_for_gpu(fn, *args, out_shardings, donate_argnums=()):
     return compile_lowered(jitted.trace(*args).lower(lowering_platforms=("cuda",)))
 
 
-def compile_lowered(lowered):
-    """Compiles a program lowered for CUDA, for an H200."""
-    topology = _topology()
-    options = compiler.get_compile_options(num_replicas=1, num_partitions=1, env_options_overrides=NO_TUNING)
+def compile_lowered(lowered, num_devices=1):
+    """Compiles a program lowered for CUDA, for an H200, or for several that share its arrays."""
+    topology = _topology(num_devices)
+    options = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=num_devices,
+        device_assignment=np.arange(num_devices).reshape(1, num_devices),
+        env_options_overrides=NO_TUNING,
+    )
     devices = xla_client.DeviceList(tuple(topology.devices))
     return topology.devices[0].client.compile(lowered.compiler_ir("stablehlo"), devices, options)
 
