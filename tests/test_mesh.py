@@ -26,7 +26,7 @@ from jaxferry.partition import make_layer, shared
 from jaxferry.plan.records import LayerPlan, Plan
 from native.compile_for_gpu import compile_lowered
 from native.compile_for_gpu import text as compiled_text
-from watched import device_arrays
+from watched import SCALARS_BYTES, device_arrays
 
 NUM_STEPS, BATCH, WIDTH, WORDS = 5, 4, 6, 7
 NAMES = ("table", "first", "second", "head")
@@ -191,8 +191,8 @@ def test_each_device_holds_no_more_than_predicted_and_less_than_one_alone(monkey
         return max(held), step.prepare(*given[0]).peak.held
 
     (alone, predicted_alone), (found, predicted) = most(transport="device_put"), most(mesh=mesh())
-    assert 0 < found <= predicted
-    assert found < 0.75 * alone <= 0.75 * predicted_alone
+    assert 0 < found <= predicted + SCALARS_BYTES
+    assert found < 0.75 * alone and predicted < 0.75 * predicted_alone
 
 
 def test_only_programs_of_the_gpu_lane_exchange_anything():

@@ -28,11 +28,10 @@ from models import encoder_decoder, random_streams
 from planned import assert_same_bits, plan_of, state_after, train
 from profiles import lowered, transformer, with_modes
 from steps import delay, fail, wrap
-from watched import watched_steps
+from watched import SCALARS_BYTES, watched_steps
 
 POLICY = jax.checkpoint_policies.dots_saveable
 REMATS = {"none": "none", "full": "full", "policy": POLICY}
-SCALARS_BYTES = 256
 MOVES = (Kind.SAVE, Kind.FETCH)
 
 

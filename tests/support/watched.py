@@ -14,6 +14,9 @@ from jaxferry.engine.streamed_updates import StreamingStep
 from jaxferry.engine.transport.base import DeviceLayer
 from steps import transport_of
 
+SCALARS_BYTES = 256
+"""What losses, norms and flags take, which live for a moment longer or shorter from run to run."""
+
 
 def device_arrays():
     return [a for a in jax.live_arrays() if a.sharding.memory_kind == "device" and not a.is_deleted()]
