@@ -601,10 +601,9 @@ class _StepCompiler:
 def _check_shared(graph: Graph) -> None:
     """Raises InputError if the devices of a mesh cannot share a batch."""
     if graph.num_devices > 1 and not graph.batch_size:
-        sizes = ", ".join(map(str, dict.fromkeys(graph.first_axes)))
         raise InputError(
             "a batch is split over the mesh along its first axis, whose size must be a multiple of "
-            f"{graph.num_devices} devices: got {sizes or 'no arrays'}"
+            f"{graph.num_devices} devices: got {graph.num_rows or 'no arrays'}"
         )
 
 

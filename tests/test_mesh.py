@@ -23,6 +23,7 @@ from jaxferry.engine import ProgramKind, Programs, lower_traced, make_placement
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import make_layer, shared
+from jaxferry.partition.graph import trace
 from jaxferry.plan.records import LayerPlan, Plan
 from native.compile_for_gpu import compile_lowered
 from native.compile_for_gpu import text as compiled_text
@@ -345,3 +346,28 @@ def test_any_model_trains_on_several_devices_as_plain_optax_does(num_devices):
     found = losses_of_models(num_devices)
     assert len(found) > 25
     check_losses(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        ({"x": (4, 8, 8, 3), "y": (4,)}, 4),
+        ({"x": (4, 16), "y": (4,), "means": [(8,)] * 3, "variances": [(8,)] * 3}, 4),
+        ({"x": (6, 9), "mask": (9, 9), "y": (6, 9)}, 6),
+        ({"key": (2,), "x": (16, 9)}, 16),
+        ({"x": (8,)}, 8),
+        ({"scale": ()}, 0),
+    ],
+)
+def test_the_axis_that_is_split_is_that_of_most_arguments_that_are_not_state(arguments, rows):
+    """Never an axis of an image: XLA computes wrong gradients of convolutions split so."""
+
+    def struct(shape):
+        return jax.ShapeDtypeStruct(shape, np.uint32 if shape == (2,) else np.float32)
+
+    given = jax.tree.map(struct, arguments, is_leaf=lambda x: isinstance(x, tuple))
+    params = {"scale": struct((8,)), "kernel": struct((3, 3, 8, 8))}
+    graph = trace(
+        lambda p, batch: p["scale"].sum() + sum(x.sum() for x in jax.tree.leaves(batch)), params, (given,), {}
+    )
+    assert graph.num_rows == rows

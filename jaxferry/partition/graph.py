@@ -86,24 +86,30 @@ class Graph:
 
     @functools.cached_property
     def batch_size(self) -> int:
-        """The size of the axis along which devices share the batch; 0 if there is one device or no such axis.
+        """The size of the axis that devices share; 0 if there is one device, or they do not divide it."""
+        return self.num_rows if self.num_devices > 1 and self.num_rows % self.num_devices == 0 else 0
 
-        It is the most frequent first axis of the arguments that the devices divide; of several, the longest.
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """The most frequent first axis of the arguments; of several, that of the most elements; 0 if none has axes.
+
+        Running statistics, averages and other arguments shaped like a parameter do not count, nor do raw PRNG keys,
+        unless there is nothing else.
         """
-        sizes = collections.Counter(self.first_axes)
-        fitting = [size for size in sizes if size and size % self.num_devices == 0]
-        return max(fitting, key=lambda size: (sizes[size], size), default=0) if self.num_devices > 1 else 0
-
-    @property
-    def first_axes(self) -> list[int]:
-        """The sizes of the first axes of the arguments."""
-        return [int(self.avals[value].shape[0]) for value in self.batch if self.avals[value].shape]
+        arrays = [self.avals[value] for value in self.batch if self.avals[value].shape]
+        other = {self.avals[value].shape for value in self.parameters}
+        rows, elements = collections.Counter[int](), collections.Counter[int]()
+        for array in [a for a in arrays if a.shape not in other and not _is_raw_key(a)] or arrays:
+            rows[array.shape[0]] += 1
+            elements[array.shape[0]] += array.size
+        return max(rows, key=lambda size: (rows[size], elements[size]), default=0)
 
     def split_axis(self, aval: type_of_aval) -> int | None:
         """The axis along which an array of the step is split over the devices; None if each device has all of it.
 
         It is the first of the batch's size, or else the first axis of all if that is a multiple, as where batch and
-        positions are one axis. Whatever is chosen, programs compute the same: it decides only what they must exchange.
+        positions are one axis. Programs compute the same whatever is split, if XLA makes no mistake: along the axes of
+        an image it does (gradients of strided convolutions on CPUs, JAX 0.10 and 0.12), which a batch's size avoids.
         """
         size = self.batch_size
         if not size or not aval.shape or not aval.size:
@@ -119,6 +125,11 @@ class Graph:
     def held_bytes(self, *values: int) -> int:
         """The bytes that these values take on each device."""
         return self.device_bytes(*(self.avals[value] for value in values))
+
+
+def _is_raw_key(aval: type_of_aval) -> bool:
+    """Whether an array may be a PRNG key of JAX's older form."""
+    return bool(aval.dtype == np.uint32 and aval.shape in ((2,), (4,)))
 
 
 def aval_bytes(aval: type_of_aval) -> int:
