@@ -262,11 +262,12 @@ class Compiler:
         cuts = _CUTS.setdefault(jaxpr, {})
         names, machine = self._merging(known)
         rule = names or (machine and machine.name)
-        num = self._shared.placement.num_devices
-        key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen, rule, num)
+        num, num_processes = self._shared.placement.num_devices, self._shared.placement.num_processes
+        key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen, rule, num, num_processes)
         if key not in cuts:
             merge = merge_rule(names, machine)
-            parts = partition(*given, compute_dtype=dtype, layers=known, frozen=frozen, merge=merge, num_devices=num)
+            settings = {"compute_dtype": dtype, "layers": known, "frozen": frozen, "merge": merge}
+            parts = partition(*given, **settings, num_devices=num, num_processes=num_processes)
             cuts[key] = _Cut(parts, jaxpr, key)
         cut = cuts[key]
         if known is None:
@@ -298,6 +299,7 @@ class Compiler:
             layers=self._known_layers,
             frozen=model.optimizer.frozen,
             num_devices=self._shared.placement.num_devices,
+            num_processes=self._shared.placement.num_processes,
         )
 
     def _variants(self, cut: _Cut) -> tuple[RematVariants, Programs]:
@@ -555,7 +557,7 @@ class _StepCompiler:
         """The most device memory that a step needs; compiles programs to learn the size of their temporaries."""
         self._programs.require(self._keys(program))
         groups = program.partition.layers
-        num = self._resources.placement.num_devices
+        num = self._resources.placement.num_shares
         sums = sum(-(-groups[group].trained.wide.num_bytes // num) for group in program.summed)
         updates = self._device_updates.compile(program, self._programs)
         other_bytes = self._resources.transport.staging_bytes + sums + updates.device_bytes

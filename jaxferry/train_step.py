@@ -27,6 +27,7 @@ from jaxferry.engine import (
     make_placement,
     masters_layer_by_layer,
 )
+from jaxferry.engine.global_arrays import global_shape
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.meshes import outside_mesh
@@ -271,7 +272,7 @@ class TrainStep:
           StateError: if the model is not known yet: call `init`, `init_from`, `restore` or `declare` first.
         """
         with outside_mesh():
-            return self.compiler.prepare(args, kwargs)
+            return self.compiler.prepare(*self._of_all(args, kwargs))
 
     def measure(self, params: Any, *args: Any, **kwargs: Any) -> Profile:
         """Measures the profile that policies plan with: what each layer costs on the device.
@@ -296,6 +297,11 @@ class TrainStep:
         """
         with outside_mesh():
             self._arranged(state, args, kwargs)
+
+    def _of_all(self, args: Any, kwargs: Any) -> Any:
+        """The arguments with the shapes that they have in all processes together."""
+        num = self._placement.num_processes
+        return (args, kwargs) if num == 1 else jax.tree.map(lambda leaf: global_shape(leaf, num), (args, kwargs))
 
     def _arranged(self, state: TrainState, args: Any, kwargs: Any) -> Prepared:
         self._check(state)
@@ -343,7 +349,7 @@ class TrainStep:
         self._check(state)
         compiler = self.compiler
         with outside_mesh():
-            evaluator = compiler.evaluator(function, args, kwargs)
+            evaluator = compiler.evaluator(function, *self._of_all(args, kwargs))
             self._shared.prefetch.take(None)
             state.settle()
             state.arrange(evaluator.partition.layers)

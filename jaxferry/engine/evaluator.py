@@ -96,7 +96,7 @@ class Evaluator:
     def _output(self, atom: Any, values: dict[int, Any]) -> Any:
         if isinstance(atom, int):
             return values[atom]
-        return jax.device_put(np.asarray(atom.val, atom.aval.dtype), self._placement.device)
+        return self._placement.put_alike(np.asarray(atom.val, atom.aval.dtype))
 
     def _make_room(self, state: TrainState, other_bytes: int) -> None:
         """Frees what the training step keeps on the device if the budget requires it."""

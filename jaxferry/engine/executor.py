@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
 
+from jaxferry.engine.global_arrays import moved
 from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, Operation
@@ -286,7 +287,7 @@ def _move(
 ) -> list[jax.Array]:
     found = [source[value] for value in instruction.values]
     where = [array.sharding.with_memory_kind(memory_kind) for array in found]
-    arrays: list[jax.Array] = step.ran(jax.device_put(found, where))
+    arrays: list[jax.Array] = step.ran(moved(found, where))
     if arrays and (mark := step.mark(instruction.index)) is not None:
         mark.watch(arrays)
     target |= zip(instruction.values, arrays, strict=True)

@@ -3,24 +3,29 @@
     one device:       vectors (pinned) --load--> parameters
     several devices:  vectors, a share each (pinned) --load--> shares --gather--> parameters, on each device
 
-The batch, and the values that programs compute from it, are split over several devices (`Graph.split_axis`).
+The batch, and the values that programs compute from it, are split over several devices (`Graph.split_axis`). With
+several processes, the devices of each one share its own copy of the vectors: layers never cross between processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxferry.engine.global_arrays import joined_rows, moved, spread
 from jaxferry.errors import InputError
 from jaxferry.partition.graph import Graph
 
 DATA = "data"
-"""The axis of a mesh along which devices share a batch."""
+"""The axis of a mesh along which devices share a batch; of the engine's own mesh, that of one process's devices."""
+PROCESS = "process"
+"""The other axis of the engine's own mesh, if there are several processes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +63,16 @@ class Placement:
         """The number of devices that share a batch."""
         return int(self.device.mesh.size)
 
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that the devices belong to."""
+        return int(self.device.mesh.shape.get(PROCESS, 1))
+
+    @property
+    def num_shares(self) -> int:
+        """The number of devices of each process, which share its copy of every layer."""
+        return self.num_devices // self.num_processes
+
     @functools.cached_property
     def shares(self) -> NamedSharding:
         """Memory of the accelerators for vectors that they share: loaded ones, and gradients that leave."""
@@ -65,15 +80,24 @@ class Placement:
 
     @functools.cached_property
     def pinned_alone(self) -> NamedSharding:
-        """Host memory that the first accelerator can reach, for arrays that nothing splits."""
-        return _alone(self.device.mesh.devices.flat[0], "pinned_host")
+        """Host memory that this process's first accelerator can reach, for arrays that nothing splits."""
+        return _alone(self.device.mesh.local_devices[0], "pinned_host")
+
+    @functools.cached_property
+    def own(self) -> NamedSharding:
+        """Memory of each accelerator of this process."""
+        if self.num_processes == 1:
+            return self.device
+        mesh = Mesh(np.array(self.device.mesh.local_devices), (DATA,), axis_types=(AxisType.Auto,))
+        return NamedSharding(mesh, PartitionSpec(), memory_kind="device")
 
     def of(self, graph: Graph, aval: Any) -> NamedSharding:
         """Memory of the accelerators for the batch or a value that is computed from it."""
         axis = graph.split_axis(aval)
         if axis is None:
             return self.device
-        return NamedSharding(self.device.mesh, PartitionSpec(*[None] * axis, DATA), memory_kind="device")
+        mesh = self.device.mesh
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, mesh.axis_names), memory_kind="device")
 
     def in_turn(self, made: Any) -> Any:
         """Waits for the results of a program that may exchange values, if the devices are several CPU devices.
@@ -84,24 +108,39 @@ class Placement:
         return jax.block_until_ready(made) if self.platform == "cpu" and self.num_devices > 1 else made
 
     def put(self, graph: Graph, number: int, array: Any) -> Any:
-        """Moves the batch or a constant, a value of this number, to the accelerators."""
-        return jax.device_put(array, self.of(graph, graph.avals[number]))
+        """Moves the batch or a constant, a value of this number, to the accelerators.
+
+        Of an array that is smaller than the value, each process has its own rows; others are the same in all processes.
+        """
+        aval = graph.avals[number]
+        where = self.of(graph, aval)
+        if self.num_processes == 1 or np.shape(array) == aval.shape:
+            return spread(array, where)
+        return joined_rows(array, where, NamedSharding(where.mesh, PartitionSpec(PROCESS)))
+
+    def put_alike(self, array: Any) -> Any:
+        """Moves an array that is the same in all processes to each accelerator."""
+        return spread(array, self.device)
+
+    def moved(self, arrays: Sequence[jax.Array], where: NamedSharding) -> list[jax.Array]:
+        """Copies of arrays in another memory of the same accelerators."""
+        return moved(arrays, [where] * len(arrays))
 
     @functools.cached_property
     def platform(self) -> str:
         """The device's platform: `cpu`, `gpu`, ..."""
-        device: Any = next(iter(self.device.device_set))
+        device: Any = self.device.mesh.local_devices[0]
         return str(device.platform)
 
     @property
     def device_kind(self) -> str:
         """The device's own name, such as `NVIDIA H200`."""
-        device: Any = next(iter(self.device.device_set))
+        device: Any = self.device.mesh.local_devices[0]
         return str(device.device_kind)
 
     def memory_facts(self) -> dict[str, int]:
         """The limit of the device's allocator in bytes, as a fact of measured profiles; nothing where there is none."""
-        device: Any = next(iter(self.device.device_set))
+        device: Any = self.device.mesh.local_devices[0]
         limit = (device.memory_stats() or {}).get("bytes_limit")
         return {} if limit is None else {"memory_limit_bytes": int(limit)}
 
@@ -115,14 +154,15 @@ def make_placement(device: Any = None, mesh: Any = None) -> Placement:
     """Makes the placement for one `jax.Device`, by default JAX's first, or for the devices of a mesh.
 
     Raises:
-      InputError: if `device` is not a device or `mesh` no mesh of one axis, `data`; if a device has no pinned host
-        memory or is of another process; or if the CPU backend is disabled.
+      InputError: if `device` is not a device or `mesh` no mesh of one axis, `data`; if processes have not equally many
+        devices each, one after the other; if a device has no pinned host memory; or if the CPU backend is disabled.
     """
     chosen: Any = jax.devices()[0] if device is None else device
     if not isinstance(chosen, jax.Device):
         raise InputError(f"device must be one of jax.devices(), or None for the first of them, got {device!r}")
     devices = [chosen] if mesh is None else _devices_of(mesh, device)
-    chosen = devices[0]
+    num_processes = len({each.process_index for each in devices})
+    chosen = next(each for each in devices if each.process_index == jax.process_index())
     try:
         cpu = chosen if chosen.platform == "cpu" else jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -136,6 +176,9 @@ def make_placement(device: Any = None, mesh: Any = None) -> Placement:
 
     # Programs know nothing of explicit axes, whatever the given mesh has.
     own = Mesh(np.array(devices), (DATA,), axis_types=(AxisType.Auto,))
+    if num_processes > 1:
+        by_process = np.array(devices).reshape(num_processes, -1)
+        own = Mesh(by_process, (PROCESS, DATA), axis_types=(AxisType.Auto,) * 2)
     is_shared = PartitionSpec(DATA) if len(devices) > 1 else PartitionSpec()
     return Placement(
         device=NamedSharding(own, PartitionSpec(), memory_kind="device"),
@@ -162,7 +205,19 @@ def _devices_of(mesh: Any, device: Any) -> list[Any]:
         raise InputError(f"mesh must have devices, each once, got {', '.join(map(str, devices)) or 'none'}")
     if AxisType.Manual in mesh.axis_types:
         raise InputError(f"the axis {DATA!r} of mesh must be automatic or explicit, got a manual one")
-    elsewhere = [str(each) for each in devices if each.process_index != jax.process_index()]
-    if elsewhere:
-        raise InputError(f"mesh has devices of other processes ({', '.join(elsewhere)}): train on those of this one")
+    _check_processes([each.process_index for each in devices])
     return devices
+
+
+def _check_processes(of_devices: list[int]) -> None:
+    """Raises InputError unless each process has as many devices, one after the other, and this one has some."""
+    in_turn = list(dict.fromkeys(of_devices))
+    if jax.process_index() not in in_turn:
+        raise InputError(
+            f"mesh has only devices of other processes, {in_turn}, and none of process {jax.process_index()}"
+        )
+    if [number for number in in_turn for _ in range(len(of_devices) // len(in_turn))] != of_devices:
+        raise InputError(
+            "mesh must have equally many devices of each process, one process after the other, got devices of "
+            f"processes {', '.join(map(str, of_devices))}"
+        )

@@ -282,7 +282,7 @@ class _Maker:
         """
         device, pinned = self._placement.device, self._placement.pinned
         if key.writes is Target.DEVICE:
-            own = shared(layer.trained, self._placement.num_devices)
+            own = shared(layer.trained, self._placement.num_shares)
 
             def returned(*given: Any) -> Any:
                 gradients, rest = function(*given)

@@ -182,7 +182,7 @@ class StepContext:
         scale = state.loss_scale.value
         self.scale = np.float32(scale * rules.accumulate)
         is_scaled = runnable.programs.is_scaled
-        self.seed = (jax.device_put(np.float32(scale), placement.device),) if is_scaled else ()
+        self.seed = (placement.put_alike(np.float32(scale)),) if is_scaled else ()
         self.finite: list[jax.Array] = []
         self.num_programs = self.num_updates = 0
         self.updated: set[int] = set()

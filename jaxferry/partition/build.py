@@ -44,6 +44,7 @@ def partition(
     frozen: Collection[int] = (),
     merge: Callable[[Partition], Sequence[cuts.Merge]] | None = None,
     num_devices: int = 1,
+    num_processes: int = 1,
 ) -> Partition:
     """Cuts a loss function into segments without computing anything.
 
@@ -58,13 +59,14 @@ def partition(
         derivative.
       merge: returns the layers of the partition to merge, which lie side by side; None merges no more than necessary.
       num_devices: the number of devices that share a batch.
+      num_processes: the number of processes that they belong to.
 
     Raises:
       InputError: if a trained parameter is not real floating point, if there is no parameter, or if the loss depends
         on frozen parameters alone.
       PartitionError: if the loss is not a real scalar or reads no parameter.
     """
-    traced = _trace(loss_fn, params, args, kwargs, compute_dtype, layers, frozen, num_devices)
+    traced = _trace(loss_fn, params, args, kwargs, compute_dtype, layers, frozen, num_devices, num_processes)
     loss, aux_tree = _check_outputs(traced.graph)
     parts = _cut_into_segments(traced, layers)
     if parts.segments and loss not in parts.segments[-1].outputs:
@@ -90,6 +92,7 @@ def partition_forward(
     layers: Sequence[Layer] | None = None,
     frozen: Collection[int] = (),
     num_devices: int = 1,
+    num_processes: int = 1,
 ) -> ForwardPartition:
     """Cuts any function of parameters into segments for a run without derivatives.
 
@@ -102,12 +105,15 @@ def partition_forward(
       layers: likewise.
       frozen: likewise.
       num_devices: likewise.
+      num_processes: likewise.
 
     Raises:
       InputError: if a parameter is not real floating point, or if there is no parameter.
       PartitionError: if the function reads no parameter.
     """
-    traced = _trace(_copying_parameters(function), params, args, kwargs, compute_dtype, layers, frozen, num_devices)
+    traced = _trace(
+        _copying_parameters(function), params, args, kwargs, compute_dtype, layers, frozen, num_devices, num_processes
+    )
     parts = _cut_into_segments(traced, layers, is_differentiated=False)
     if not parts.segments:
         raise PartitionError("the function reads no parameter: does it use its first argument?")
@@ -153,12 +159,13 @@ def _trace(
     layers: Sequence[Layer] | None,
     frozen: Collection[int],
     num_devices: int,
+    num_processes: int,
 ) -> _Traced:
     keys = leaf_paths(params)
     abstract, dtypes = _abstract_params(params, ["/".join(path) for path in keys], dtype, frozen)
     closed, out_tree = known_jaxpr(function, abstract, args, kwargs or {})
     graph, stored, notes = _unroll_scans(graph_of(closed, len(keys), out_tree), keys, layers)
-    graph = dataclasses.replace(graph, num_devices=num_devices)
+    graph = dataclasses.replace(graph, num_devices=num_devices, num_processes=num_processes)
     frozen = frozenset(index for index, leaf in enumerate(stored) if leaf.source in frozen)
     return _Traced(graph, stored, [dtypes[leaf.source] for leaf in stored], frozen, notes)
 

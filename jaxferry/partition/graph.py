@@ -67,6 +67,7 @@ class Graph:
       outputs: the flattened outputs.
       out_tree: the tree of the outputs.
       num_devices: the number of devices that share a batch.
+      num_processes: the number of processes that they belong to; those of each one share a copy of the parameters.
       kept: what was computed from slices of the equations, for later calls with the same slice.
     """
 
@@ -78,11 +79,17 @@ class Graph:
     outputs: tuple[Atom, ...]
     out_tree: jax.tree_util.PyTreeDef
     num_devices: int = 1
+    num_processes: int = 1
     kept: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def num_bytes(self, value: int) -> int:
         """Bytes of one value."""
         return aval_bytes(self.avals[value])
+
+    @property
+    def num_shares(self) -> int:
+        """The number of devices that share a copy of the parameters."""
+        return self.num_devices // self.num_processes
 
     @functools.cached_property
     def batch_size(self) -> int:
@@ -99,7 +106,7 @@ class Graph:
         arrays = [self.avals[value] for value in self.batch if self.avals[value].shape]
         other = {self.avals[value].shape for value in self.parameters}
         rows, elements = collections.Counter[int](), collections.Counter[int]()
-        for array in [a for a in arrays if a.shape not in other and not _is_raw_key(a)] or arrays:
+        for array in [a for a in arrays if a.shape not in other and not is_raw_key(a.shape, a.dtype)] or arrays:
             rows[array.shape[0]] += 1
             elements[array.shape[0]] += array.size
         return max(rows, key=lambda size: (rows[size], elements[size]), default=0)
@@ -127,9 +134,9 @@ class Graph:
         return self.device_bytes(*(self.avals[value] for value in values))
 
 
-def _is_raw_key(aval: type_of_aval) -> bool:
+def is_raw_key(shape: Sequence[int], dtype: Any) -> bool:
     """Whether an array may be a PRNG key of JAX's older form."""
-    return bool(aval.dtype == np.uint32 and aval.shape in ((2,), (4,)))
+    return bool(dtype == np.uint32 and tuple(shape) in ((2,), (4,)))
 
 
 def aval_bytes(aval: type_of_aval) -> int:

@@ -160,10 +160,9 @@ class HostArrays:
 
     def _on_cpu(self, layer: Layer, vectors: Vectors, numbers: Collection[int]) -> dict[int, np.ndarray]:
         """Some vectors of a layer's compute copy, by number."""
-        num = self._placement.num_devices
-        if num == 1 or not numbers:
+        if self._placement.num_devices == 1 or not numbers:
             return {number: np.asarray(on_cpu([vectors[number]], self._placement)[0]) for number in numbers}
-        whole = from_shares(vectors, self._placement, shared(layer, num))
+        whole = from_shares(vectors, self._placement, shared(layer, self._placement.num_shares))
         return {number: np.asarray(whole[number]) for number in numbers}
 
     def optimizer_state(self) -> dict[str, Parts]:

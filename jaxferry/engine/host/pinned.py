@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from jaxferry.engine.global_arrays import spread, whole
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Layer, SharedLayer, shared
 
@@ -96,8 +97,9 @@ def from_shares(vectors: Sequence[jax.Array], placement: Placement, layer: Layer
       placement: where arrays live.
       layer: the layer, as the devices share it.
     """
-    assert isinstance(layer, SharedLayer)
-    return tuple(jax.device_put(v, placement.host) for v in layer.from_shares([np.asarray(v) for v in vectors]))
+    found = [whole(vector) for vector in vectors]
+    joined = layer.from_shares(found) if isinstance(layer, SharedLayer) else map(np.array, found)
+    return tuple(jax.device_put(v, placement.host) for v in joined)
 
 
 def as_numpy(array: jax.Array) -> np.ndarray:
@@ -117,10 +119,9 @@ def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer |
         return tuple(vectors)
     if placement.num_devices > 1:
         assert layer is not None
-        there = shared(layer, placement.num_devices)
-        assert isinstance(there, SharedLayer)
-        given = there.to_shares([np.asarray(vector) for vector in vectors])
-        return tuple(jax.device_put(vector, placement.pinned) for vector in given)
+        there, given = shared(layer, placement.num_shares), [np.array(vector) for vector in vectors]
+        shares = there.to_shares(given) if isinstance(there, SharedLayer) else given
+        return tuple(spread(vector, placement.pinned) for vector in shares)
     # From NumPy: another client's array would pass through a literal. JAX may keep the NumPy array that it is given.
     return tuple(jax.device_put(np.array(vector), placement.pinned) for vector in vectors)
 

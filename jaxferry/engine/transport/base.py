@@ -152,7 +152,7 @@ class Transport:
         self._sums = [layer.wide for layer in self._gradients] if accumulates else self._gradients
         # As they are on the device, and in the memory that it reaches; where the host adds, layers are whole.
         self._there = [
-            [shared(x, placement.num_devices) for x in own] for own in (self._layers, self._gradients, self._sums)
+            [shared(x, placement.num_shares) for x in own] for own in (self._layers, self._gradients, self._sums)
         ]
         self._programs: dict[Any, Any] = {}
         self._of_layer: dict[tuple[str, int, bool], Any] = {}

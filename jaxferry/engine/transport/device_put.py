@@ -35,7 +35,7 @@ class DevicePut(Transport):
         super().__init__(placement, layers, accumulates)
         # The flat vectors exist beside the parameters split from them, and beside the gradients packed into them.
         most = max(max(layer.num_bytes, sums.num_bytes) for layer, sums in zip(layers, self._sums, strict=True))
-        self.staging_bytes = 0 if placement.is_cpu else 2 * -(-most // placement.num_devices)
+        self.staging_bytes = 0 if placement.is_cpu else 2 * -(-most // placement.num_shares)
 
     def store(
         self,
@@ -57,7 +57,7 @@ class DevicePut(Transport):
             stored = self._store_rows(layer, gradients, onto, mark)
         else:
             packed = self.program("pack", layer, is_sum)(gradients)
-            pinned = tuple(jax.device_put(v, self._placement.pinned) for v in packed)
+            pinned = tuple(self._placement.moved(packed, self._placement.pinned))
             if mark is not None:
                 mark.watch(pinned)
             delete_all(packed)
@@ -88,7 +88,7 @@ class DevicePut(Transport):
             delete_all(arrays)
             return cut
 
-        copies = [jax.device_put(v, self._placement.shares) for v in vectors]
+        copies = self._placement.moved(vectors, self._placement.shares)
         if mark is not None:
             mark.watch(copies)
         return DeviceLayer(layer, size, copies, arrive)

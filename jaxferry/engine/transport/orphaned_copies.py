@@ -108,7 +108,7 @@ def _wait_for_device(placement: Placement) -> None:
 
 @functools.cache
 def _probe(placement: Placement) -> Any:
-    return jax.jit(lambda: jnp.zeros((), jnp.int8), out_shardings=placement.device)
+    return jax.jit(lambda: jnp.zeros((), jnp.int8), out_shardings=placement.own)
 
 
 def _wait_for_all(native: NativeLibrary, in_flight: InFlight) -> None:
