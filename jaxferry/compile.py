@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,7 @@ from jaxferry.engine import (
     summed_groups,
     with_sums,
 )
+from jaxferry.engine.all_processes import check_same
 from jaxferry.engine.facts import with_sum_bytes
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.measure.profile import measure_profile
@@ -233,6 +235,8 @@ class Compiler:
 
     def _compiled(self, cut: _Cut) -> tuple[Prepared, _Cut]:
         _check_shared(cut.parts.graph)
+        if self._shared.placement.num_processes > 1:
+            check_same("the shapes of their batches", _shapes(cut.parts.graph))
         variants, programs = self._variants(cut)
         profile = self._profile(variants, programs)
         resources = self._shared.resources(self._transport_of(variants.base.layers), self.model)
@@ -470,6 +474,8 @@ class _StepCompiler:
         if self._profile.has_times or program.plan != plan:
             program = self._predicted(program)
         keys = self._keys(program)
+        if self._resources.placement.num_processes > 1:
+            check_same("their plans", json.dumps(dataclasses.replace(program.plan, predicted=None).to_json()))
         self._programs.require(keys)
         self._programs.keep(keys)
         peak_ahead = functools.partial(self._peak, program)
@@ -598,6 +604,10 @@ class _StepCompiler:
         updates = self._device_updates.compile(program, self._programs)
         given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)
         return RunnableStep(*given, ahead)
+
+
+def _shapes(graph: Graph) -> str:
+    return ", ".join(str(graph.avals[value]) for value in graph.batch)
 
 
 def _check_shared(graph: Graph) -> None:

@@ -27,6 +27,7 @@ from jaxferry.engine import (
     make_placement,
     masters_layer_by_layer,
 )
+from jaxferry.engine.all_processes import first_writes
 from jaxferry.engine.global_arrays import global_shape
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
@@ -421,7 +422,9 @@ class TrainStep:
           InputError: if another argument is invalid.
         """
         self._check(state)
-        self.wait_for_saves()
+        is_alone = self._placement.num_processes == 1
+        if is_alone:
+            self.wait_for_saves()
         if keep_last is None and keep_best:
             raise InputError(f"keep_best needs keep_last, the number of checkpoints to keep anyway, got {keep_best}")
         keep = None if keep_last is None else checkpoint.Keep(keep_last, keep_best)
@@ -439,7 +442,7 @@ class TrainStep:
             extra=checkpoint.check_extra({} if extra is None else extra),
             metric=checkpoint.check_metric(metric),
         )
-        if not wait:
+        if not wait and jax.process_index() == 0:
             checkpoint.check_target(target, saved.step, keep)
             saved = saved.copied()
 
@@ -447,10 +450,15 @@ class TrainStep:
             checkpoint.save(saved, target, keep)
             state.checkpoint = os.fspath(path)
 
-        if wait:
-            write()
+        def write_next() -> None:
+            self.wait_for_saves()
+            write() if wait else self._saves.start(write)
+
+        if is_alone:
+            write() if wait else self._saves.start(write)
         else:
-            self._saves.start(write)
+            first_writes(write_next)
+            state.checkpoint = os.fspath(path)
 
     def wait_for_saves(self) -> None:
         """Waits until the last save with `wait=False` is on the disk.
@@ -476,7 +484,10 @@ class TrainStep:
           UserWarning: if the checkpoint is of an older version, without digests, or if an interrupted save left it
             beside the path.
         """
-        self._saves.settle()
+        if self._placement.num_processes == 1:
+            self._saves.settle()
+        else:
+            first_writes(self._saves.settle)
         saved, known = checkpoint.load(os.fspath(path)), self._compiler
         if params is None:
             params = saved.dictionary() if known is None else known.model.params

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxferry.engine.all_processes import check_same
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.shared_programs import compile_shared
@@ -65,7 +66,7 @@ class Programs:
         held: dict[Hashable, Compiled] | None = None,
     ) -> None:
         self._held = {} if held is None else held
-        self.is_scaled = is_scaled
+        self.is_scaled, self._has_others = is_scaled, placement.num_processes > 1
         self.derivatives = derivatives
         self.prelude = make_prelude(partition, placement)
         self.temporary_bytes: dict[ProgramKey, int] = {}
@@ -94,6 +95,8 @@ class Programs:
     def require(self, keys: Iterable[ProgramKey]) -> None:
         """Compiles the programs that are not compiled yet."""
         missing = {key: self._maker.content(key) for key in keys if key not in self._compiled}
+        if missing and self._has_others:
+            check_same("their programs", "".join(self.lowered(key).as_text() for key in missing))
         made = compile_shared(missing, self.lowered)
         self._compiled |= made
         for key, program in made.items():

@@ -49,8 +49,11 @@ def write_arrays(parts: Mapping[str, Leaves], checkpoint: pathlib.Path) -> None:
     """
     ocp = _orbax()
     arrays = {part: _filled(_numbered(list(leaves.values()))) for part, leaves in parts.items()}
+    if jax.process_count() > 1:  # Orbax takes a process's own arrays from NumPy only
+        arrays = {part: {name: np.asarray(array) for name, array in own.items()} for part, own in arrays.items()}
     saved = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=_without_copies())) as checkpointer:
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_without_copies(), **_alone())
+    with ocp.Checkpointer(handler, **_alone()) as checkpointer:
         checkpointer.save(checkpoint / FOLDER, args=saved)
 
 
@@ -59,6 +62,13 @@ def _orbax() -> Any:
     import orbax.checkpoint
 
     return orbax.checkpoint
+
+
+def _alone() -> dict[str, Any]:
+    """Options of Orbax by which this process waits for no other one."""
+    own = jax.process_index()
+    options = _orbax().options.MultiprocessingOptions
+    return {"multiprocessing_options": options(primary_host=own, active_processes={own})}
 
 
 def _without_copies() -> Any:
@@ -90,7 +100,7 @@ def read_arrays(about: About, checkpoint: pathlib.Path) -> dict[str, dict[str, A
     try:
         if not about.has_digests:
             _check_stored(folder, described)
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler(**_alone()), **_alone()) as checkpointer:
             read = checkpointer.restore(folder, args=ocp.args.StandardRestore(wanted))
     except Exception as error:
         raise CheckpointError(_damage(folder, described) or reason(error)) from error
