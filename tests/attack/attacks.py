@@ -187,7 +187,15 @@ def budget(rng, shared):
 def model(rng, shared):
     """Trains a random model under a random plan beside plain Optax."""
     loss_fn, params = random_model(rng)
-    optimizer = rng.choice([jaxferry.adamw(1e-2), optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9), optax.lion(1e-3)])
+    optimizer = rng.choice(
+        [
+            # With their usual eps, or by signs, updates say nothing where a gradient is no more than rounding.
+            jaxferry.adamw(1e-2, eps=1e-5),
+            optax.adam(1e-2, eps=1e-5),
+            optax.sgd(1e-2, momentum=0.9),
+            optax.rmsprop(1e-3, eps=1e-5),
+        ]
+    )
     segments = partition(loss_fn, params, (BATCH,)).segments
     options = {"plan": random_plan(rng, [segment.name for segment in segments])}
     options |= rng.choice([{}, {"clip_norm": 0.1}, {"accumulate": 2}, {"remat": "full"}, {"skip_nonfinite": True}])

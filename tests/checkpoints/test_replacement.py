@@ -5,6 +5,8 @@ import os
 import pathlib
 import shutil
 import signal
+import threading
+import time
 
 import orbax.checkpoint as ocp
 import pytest
@@ -13,6 +15,7 @@ import jaxferry
 from checkpoints import content, plain
 from jaxferry.engine import checkpoint
 from jaxferry.engine.host.checkpoint import renames, replacement
+from jaxferry.engine.host.checkpoint.scratch import scratch_beside
 
 WAYS = pytest.mark.parametrize("way", ["exchange", "two_renames"], indirect=True)
 
@@ -339,3 +342,18 @@ def test_a_checkpoint_that_another_process_replaces_while_it_is_looked_at_is_sti
     monkeypatch.setattr(replacement, "read_format", late)
     checkpoint.save(content(1), saved)
     assert plain(checkpoint.load(saved)) == plain(content(1))
+
+
+def test_a_failed_save_removes_what_threads_write_after_its_error(tmp_path):
+    """TensorStore's threads make the folder anew that they write to."""
+
+    def write_late(folder):
+        time.sleep(0.3)
+        (folder / "writing" / "d").mkdir(parents=True)
+
+    with pytest.raises(OSError, match="no space"), scratch_beside(tmp_path / "saved") as scratch:
+        late = threading.Thread(target=write_late, args=[scratch.folder])
+        late.start()
+        raise OSError("no space")
+    late.join()
+    assert not list(tmp_path.iterdir())

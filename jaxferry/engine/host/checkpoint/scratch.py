@@ -27,6 +27,8 @@ MARK = ".jaxferry-save-"
 """Between the names of a checkpoint and of its scratch folder."""
 _REMOVALS = 50
 _BETWEEN_REMOVALS_S = 0.1
+_QUIET_S = 1.0
+"""How long a folder must stay away after an error: threads of TensorStore may still write, and make it anew."""
 
 
 class Scratch:
@@ -68,11 +70,13 @@ def scratch_beside(target: pathlib.Path) -> Iterator[Scratch]:
                 remove(folder)
                 raise
         scratch = Scratch(folder)
+        has_failed = True
         try:
             yield scratch
+            has_failed = False
         finally:
             if not scratch.is_kept:
-                remove(folder)
+                remove(folder, has_failed)
             os.close(lock)
     except BaseException:
         for parent in missing:
@@ -108,16 +112,23 @@ def locked_leftover(folder: pathlib.Path) -> Iterator[bool]:
             os.close(lock)
 
 
-def remove(folder: pathlib.Path) -> None:
-    """Removes a scratch folder, or a checkpoint in it; what is left at any moment is not read as a checkpoint."""
+def remove(folder: pathlib.Path, has_failed: bool = False) -> None:
+    """Removes a scratch folder, or a checkpoint in it; what is left at any moment is not read as a checkpoint.
+
+    Args:
+      folder: the folder.
+      has_failed: whether writing to it has failed, so that threads may go on writing for a moment.
+    """
     for checkpoint in (folder, folder / "fresh", folder / "old"):
         with contextlib.suppress(OSError):
             (checkpoint / FILE).unlink()
+    wanted_s, gone_s = _QUIET_S if has_failed else 0.0, time.monotonic()
     for _ in range(_REMOVALS):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
+        if folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            gone_s = time.monotonic()
+        if not folder.exists() and time.monotonic() - gone_s >= wanted_s:
             return
-        # After an error, threads of TensorStore may still write.
         time.sleep(_BETWEEN_REMOVALS_S)
 
 
