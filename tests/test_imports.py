@@ -35,7 +35,7 @@ LAYERS = (
     ("planning",),
     ("weights",),
     ("engine",),
-    ("measure",),
+    ("distributed", "measure"),
     ("options",),
     ("choice",),
     ("model", "recent", "structure"),

@@ -13,7 +13,6 @@ from examples.bert import fill, model
 from examples.common import command_line
 from examples.common.text import Corpus
 from examples.common.training import Run, console, count_parameters
-from jaxferry.meshes import mesh_of
 
 WARMUP_STEPS = 100
 
@@ -64,6 +63,7 @@ def make_app(example):
         reserve_factor: command_line.ReserveFactor = 1.0,
         compute_dtype: command_line.ComputeDtype = None,
         devices: command_line.Devices = 1,
+        distributed: command_line.Distributed = False,
         data: command_line.Data = None,
         seed: command_line.Seed = 0,
         lr: command_line.LearningRate = None,
@@ -74,7 +74,7 @@ def make_app(example):
         resume: command_line.Resume = None,
         sample_tokens: command_line.FillTokens = 8,
     ) -> int:
-        mesh = mesh_of(devices)
+        mesh = command_line.make_mesh(devices, distributed)
         config = command_line.read_size(example.sizes, size, seq)
         corpus = example.load(data, config.vocab_size)
         train_batches = example.make_batches(corpus.train, batch, seq, seed, corpus.tokenizer)

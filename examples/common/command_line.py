@@ -7,7 +7,9 @@ from typing import Annotated
 import jax
 import typer
 
+from jaxferry import distributed as distributed_jax
 from jaxferry.errors import InputError, JaxFerryError
+from jaxferry.meshes import mesh_of
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -23,6 +25,10 @@ ComputeDtype = Annotated[
 ]
 Devices = Annotated[
     int, typer.Option(min=1, help="Devices that share each batch; without an accelerator, virtual CPU devices.")
+]
+Distributed = Annotated[
+    bool,
+    typer.Option("--distributed", help="One of several processes, on all their devices; see docs/how-to/devices.md."),
 ]
 Data = Annotated[Path | None, typer.Option(help="A text file or folder; default: Python's standard library.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the initial parameters and the order of the data.")]
@@ -46,6 +52,11 @@ Weights = Annotated[
 Export = Annotated[Path | None, typer.Option(help="Write the trained weights to this folder in Hugging Face's format.")]
 SampleTokens = Annotated[int, typer.Option(min=0, help="Length of the text generated at the end.")]
 FillTokens = Annotated[int, typer.Option(min=0, help="Number of masked tokens filled in at the end.")]
+
+
+def make_mesh(devices, distributed):
+    """Returns the mesh of so many devices of this process, or of all processes; None for one device."""
+    return distributed_jax.start(devices) if distributed else mesh_of(devices)
 
 
 def make_app():

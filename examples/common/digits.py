@@ -11,6 +11,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from examples.common.batches import shuffled
+from jaxferry import distributed
 from jaxferry.errors import InputError
 
 VALIDATION_SHARE = 0.2
@@ -75,6 +76,6 @@ def accuracy_of(step, state, predict, digits, config, batch_size, *args):
     num_hits = 0
     for start in range(0, len(digits.labels), batch_size):
         images = enlarge(digits.images[start : start + batch_size], config.image_size, config.num_colours)
-        logits = step.apply(state, predict, images, *args)
+        logits = distributed.whole(step.apply(state, predict, distributed.alike(images), *args))
         num_hits += int((jnp.argmax(logits, -1) == digits.labels[start : start + batch_size]).sum())
     return num_hits / len(digits.labels)

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import jaxferry
 from examples.common.metrics import open_metrics
+from jaxferry import distributed
 from jaxferry.engine.interrupts import Terminated, deferred_interrupts, raising_terminated
 from jaxferry.errors import CheckpointError, InputError
 
@@ -52,7 +53,9 @@ class Run:
     state: Any = None
 
     def __post_init__(self):
+        self.carried = distributed.alike(self.carried)
         self.first_carried, self.is_resumed = self.carried, False
+        console.quiet = not distributed.is_first()
 
     def start(self, init_fn, seed, resume=None, params=None):
         """Initialises parameters layer by layer, uses the given ones, or reads a saved state."""
@@ -65,7 +68,7 @@ class Run:
             return
         self.state = self.step.restore(resume, jax.eval_shape(init_fn, key))
         if self.carried:
-            self.carried = read_carried(resume, self.state, self.carried)
+            self.carried = distributed.alike(read_carried(resume, self.state, self.carried))
 
     def finish(self, steps, metrics_file=None, save=None, save_every=0, keep_last=None):
         """Validates, trains up to a step, saves and validates.
@@ -98,7 +101,7 @@ class Run:
     def train(self, steps, metrics_file, append, save_every=0, save_one=None):
         """Trains up to a step and shows the progress; returns the exit status as `finish` does."""
         with contextlib.ExitStack() as stack:
-            write = stack.enter_context(open_metrics(metrics_file, append))
+            write = stack.enter_context(open_metrics(metrics_file if distributed.is_first() else None, append))
             progress = stack.enter_context(make_progress())
             task = progress.add_task("compiling", total=steps, completed=self.state.step)
             try:
@@ -123,7 +126,7 @@ class Run:
         """Runs one step; writes its record for --metrics and returns it."""
         start_s = time.perf_counter()
         index = self.state.step
-        batch = {**self.train_batches(index), **self.carried}
+        batch = {**distributed.own_rows(self.train_batches(index)), **self.carried}
         # An interrupt must not separate a step from its record, nor carried arrays from their state. It may interrupt
         # the first step, which compiles for long.
         with deferred_interrupts() if is_compiled or self.carried else contextlib.nullcontext():
@@ -151,7 +154,8 @@ class Run:
         """Prints the mean loss over a fixed set of validation batches."""
         carried, records = self.first_carried, []
         for i in range(NUM_VALIDATION_BATCHES):
-            result = self.step.evaluate(self.state, {**self.valid_batches(i), **carried})
+            batch = {**distributed.own_rows(self.valid_batches(i)), **carried}
+            result = self.step.evaluate(self.state, batch)
             loss, aux = result if isinstance(result, tuple) else (result, {})
             carried, told = self.split(aux)
             records.append({"loss": float(loss)} | {name: float(value) for name, value in told.items()})
@@ -165,7 +169,7 @@ class Run:
             self.step.wait_for_saves()
         except CheckpointError as error:
             console.print(f"warning: {error}", soft_wrap=True)
-        leaves = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(self.carried))}
+        leaves = {f"leaf_{i}": leaf for i, leaf in enumerate(jax.tree.leaves(distributed.whole(self.carried)))}
         self.step.save(self.state, path, wait=wait, keep_last=keep_last, extra=leaves)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.common.sampling import draw
+from jaxferry import distributed
 from model import GPT2
 
 
@@ -18,9 +19,10 @@ def generate(step, state, config, prompt, num_tokens, temperature=0.8, seed=0):
     length = min(len(prompt) + num_tokens, config.max_length)
     extend, key = make_extend(config), jax.random.key(seed)
     tokens = jnp.zeros(length, jnp.int32).at[: len(prompt)].set(jnp.array(prompt))
+    tokens = distributed.alike(tokens)
     for position in range(len(prompt), length):
         tokens = step.apply(state, extend, tokens, position, temperature, key)
-    return tokens[len(prompt) :].tolist()
+    return distributed.whole(tokens)[len(prompt) :].tolist()
 
 
 @functools.cache

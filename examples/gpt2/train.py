@@ -17,7 +17,7 @@ import weights as published
 from examples.common import command_line
 from examples.common.sampling import print_sample
 from examples.common.training import Run, console
-from jaxferry.meshes import mesh_of
+from jaxferry.distributed import is_first
 
 # GPT-3's (Brown et al. 2020, table 2.1), except for the tiny model.
 LEARNING_RATES = {"tiny": 1e-3, "124m": 6e-4, "medium": 3e-4, "xl": 2e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
@@ -38,6 +38,7 @@ def train(
     reserve_factor: command_line.ReserveFactor = 1.0,
     compute_dtype: command_line.ComputeDtype = None,
     devices: command_line.Devices = 1,
+    distributed: command_line.Distributed = False,
     data: command_line.Data = None,
     seed: command_line.Seed = 0,
     lr: command_line.LearningRate = None,
@@ -50,7 +51,7 @@ def train(
     export: command_line.Export = None,
     sample_tokens: command_line.SampleTokens = 96,
 ) -> int:
-    mesh = mesh_of(devices)
+    mesh = command_line.make_mesh(devices, distributed)
     config = command_line.read_size(model.SIZES, size, seq)
     corpus = text_data.load(data, config.vocab_size, weights)
     train_batches = text_data.Batches(corpus.train, batch, seq, seed)
@@ -70,7 +71,7 @@ def train(
     num_parameters = model.count_parameters(config)
     console.print(f"GPT-2 {size} with {num_parameters:,} parameters, {len(corpus.train):,} training tokens")
     status = run.finish(steps, metrics, save, save_every, keep_last)
-    if status == 0 and export:
+    if status == 0 and export and is_first():
         published.save(config, run.state.params, export, corpus.tokenizer)
     if status == 0 and sample_tokens:
         prompt = corpus.validation[:PROMPT_TOKENS].tolist()

@@ -8,6 +8,7 @@ from flax import nnx
 
 from examples.common.sampling import draw
 from examples.llama.model import make_caches, make_graph
+from jaxferry import distributed
 
 
 def generate(step, state, config, prompt, num_tokens, temperature=0.8, seed=0, cache_dtype=jnp.float32):
@@ -19,13 +20,14 @@ def generate(step, state, config, prompt, num_tokens, temperature=0.8, seed=0, c
     length = min(len(prompt) + num_tokens, config.max_length)
     decode, key = make_decode(config), jax.random.key(seed)
     caches = make_caches(config, 1, length, cache_dtype)
-    tokens, position, written = jnp.array([prompt]), 0, []
+    tokens, caches = distributed.alike((jnp.array([prompt]), caches))
+    position, written = 0, []
     while len(prompt) + len(written) < length:
         key, this = jax.random.split(key)
         token, caches = step.apply(state, decode, tokens, caches, position, temperature, this)
         position += tokens.shape[1]
         tokens = token[:, None]
-        written.append(int(token[0]))
+        written.append(int(distributed.whole(token)[0]))
     return written
 
 

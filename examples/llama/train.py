@@ -18,7 +18,7 @@ from examples.common.sampling import print_sample
 from examples.common.training import Run, console, count_parameters
 from examples.llama import model, sample
 from examples.llama import weights as published
-from jaxferry.meshes import mesh_of
+from jaxferry.distributed import is_first
 
 # The published ones of pretraining, except for the tiny model.
 LEARNING_RATES = {"tiny": 1e-3, "3.2-1b": 3e-4, "2-7b": 3e-4, "3-8b": 3e-4}
@@ -42,6 +42,7 @@ def train(
     reserve_factor: command_line.ReserveFactor = 1.0,
     compute_dtype: command_line.ComputeDtype = None,
     devices: command_line.Devices = 1,
+    distributed: command_line.Distributed = False,
     data: command_line.Data = None,
     seed: command_line.Seed = 0,
     lr: command_line.LearningRate = None,
@@ -54,7 +55,7 @@ def train(
     export: command_line.Export = None,
     sample_tokens: command_line.SampleTokens = 96,
 ) -> int:
-    mesh = mesh_of(devices)
+    mesh = command_line.make_mesh(devices, distributed)
     config = dataclasses.replace(command_line.read_size(model.SIZES, size, seq), lora_rank=lora_rank)
     corpus = load_text(data, config.vocab_size, weights)
     dtype = command_line.read_dtype(compute_dtype)
@@ -77,7 +78,7 @@ def train(
         f"trained, {len(corpus.train):,} training tokens"
     )
     status = run.finish(steps, metrics, save, save_every, keep_last)
-    if status == 0 and export:
+    if status == 0 and export and is_first():
         published.save(config, run.state.params, export, corpus.tokenizer)
     if status == 0 and sample_tokens:
         prompt = corpus.validation[:PROMPT_TOKENS].tolist()

@@ -13,7 +13,6 @@ import jaxferry
 from examples.common import command_line, digits
 from examples.common.training import Run, console, count_parameters
 from examples.resnet import model
-from jaxferry.meshes import mesh_of
 
 # The published one (He et al. 2016, section 3.4), except for the tiny model.
 LEARNING_RATES = {"tiny": 0.05, "18": 0.1, "50": 0.1}
@@ -32,6 +31,7 @@ def train(
     reserve_factor: command_line.ReserveFactor = 1.0,
     compute_dtype: command_line.ComputeDtype = None,
     devices: command_line.Devices = 1,
+    distributed: command_line.Distributed = False,
     seed: command_line.Seed = 0,
     lr: command_line.LearningRate = None,
     metrics: command_line.Metrics = None,
@@ -40,7 +40,7 @@ def train(
     keep_last: command_line.KeepLast = None,
     resume: command_line.Resume = None,
 ) -> int:
-    mesh = mesh_of(devices)
+    mesh = command_line.make_mesh(devices, distributed)
     config = command_line.read_choice("--size", model.SIZES, size)
     seen, unseen = digits.load()
     step = jaxferry.train_step(

@@ -16,7 +16,6 @@ from examples.common import command_line
 from examples.common.training import Run, console, count_parameters
 from examples.transformer_xl import data as text_data
 from examples.transformer_xl import model, sample
-from jaxferry.meshes import mesh_of
 
 # Those of GPT-3 models of the same size (Brown et al. 2020, table 2.1), except for the tiny model.
 LEARNING_RATES = {
@@ -48,6 +47,7 @@ def train(
     reserve_factor: command_line.ReserveFactor = 1.0,
     compute_dtype: command_line.ComputeDtype = None,
     devices: command_line.Devices = 1,
+    distributed: command_line.Distributed = False,
     data: command_line.Data = None,
     seed: command_line.Seed = 0,
     lr: command_line.LearningRate = None,
@@ -58,7 +58,7 @@ def train(
     resume: command_line.Resume = None,
     sample_tokens: command_line.SampleTokens = 96,
 ) -> int:
-    mesh = mesh_of(devices)
+    mesh = command_line.make_mesh(devices, distributed)
     config = command_line.read_choice("--size", model.SIZES, size)
     corpus = text_data.load(data, config.vocab_size)
     dtype, memory = command_line.read_dtype(compute_dtype), memory or seq

@@ -13,7 +13,6 @@ import jaxferry
 from examples.common import command_line, digits
 from examples.common.training import Run, console, count_parameters
 from examples.vit import model
-from jaxferry.meshes import mesh_of
 
 LEARNING_RATES = {"tiny": 1e-3, "base": 1e-3, "large": 1e-3}
 WARMUP_STEPS = 50
@@ -31,6 +30,7 @@ def train(
     reserve_factor: command_line.ReserveFactor = 1.0,
     compute_dtype: command_line.ComputeDtype = None,
     devices: command_line.Devices = 1,
+    distributed: command_line.Distributed = False,
     seed: command_line.Seed = 0,
     lr: command_line.LearningRate = None,
     metrics: command_line.Metrics = None,
@@ -39,7 +39,7 @@ def train(
     keep_last: command_line.KeepLast = None,
     resume: command_line.Resume = None,
 ) -> int:
-    mesh = mesh_of(devices)
+    mesh = command_line.make_mesh(devices, distributed)
     config = command_line.read_choice("--size", model.SIZES, size)
     seen, unseen = digits.load()
     step = jaxferry.train_step(

@@ -25,6 +25,7 @@ from jaxferry.cli.step_options import (
 )
 from jaxferry.cli.user_code import user_code
 from jaxferry.compare import plan_counts
+from jaxferry.distributed import is_first, own_rows, start
 from jaxferry.engine import TrainState
 from jaxferry.engine.host.checkpoint import Keep, check_target
 from jaxferry.engine.interrupts import Terminated, raising_terminated
@@ -74,6 +75,9 @@ def train(
     remat: Remat = "none",
     offload_activations: OffloadActivations = False,
     devices: Devices = 1,
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help="One of several processes, which share all their devices.")
+    ] = False,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
     save_every: Annotated[
@@ -108,7 +112,8 @@ def train(
         if resumed:
             console.print(f"as the saved run: {as_arguments(resumed)}", soft_wrap=True, markup=False)
         given |= resumed.keys()
-    mesh = mesh_of(values["devices"])
+    mesh = start(values["devices"]) if distributed else mesh_of(values["devices"])
+    console.quiet = not is_first()
     saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in given})
     _check_outputs(saves, trace, record)
     with user_code(model):
@@ -125,8 +130,9 @@ def train(
         if status:
             fate = "nothing is saved (no --save)" if save is None else f"saved, continue with --resume {save}"
             console.print(f"ended after step {run.state.step}: {fate}", soft_wrap=True, markup=False)
-        run.write(trace, record)
-        run.report(as_json)
+        if is_first():
+            run.write(trace, record)
+            run.report(as_json)
     return status
 
 
@@ -206,10 +212,14 @@ class _Run:
 
     def _train_one(self) -> None:
         start_s = time.perf_counter()
-        self.state, metrics = self._step(self.state, self._user.batch_of(self.state.step))
+        self.state, metrics = self._step(self.state, self._batch(self.state.step))
         self._losses.append(float(metrics["loss"]))
         self._step_s.append(time.perf_counter() - start_s)
         self._peak = int(metrics["device_param_bytes_peak"])
+
+    def _batch(self, step: int) -> Any:
+        """This process's rows of a step's batch."""
+        return own_rows(self._user.batch_of(step))
 
     def _save_between(self) -> None:
         """Saves the state in the background; training goes on if that fails, or if the save before has failed."""
@@ -232,9 +242,9 @@ class _Run:
 
     def _save(self, path: Path, wait: bool) -> None:
         self._step.save(self.state, path, wait=wait, keep_last=self._saves.keep_last)
-        if not self._has_saved:  # later saves keep the file
+        if not self._has_saved and is_first():  # later saves keep the file
             save_options(path, self._saves.options)
-            self._has_saved = True
+        self._has_saved = True
 
     def _warn(self, error: CheckpointError) -> None:
         self._console.print(f"warning: {error}", soft_wrap=True)
@@ -257,7 +267,7 @@ class _Run:
             write_json(trace, chrome_trace(self.recorded("--trace")))
         if record is not None:
             self.recorded("--record")
-            prepared = self._step.prepare(self._user.batch_of(self.state.step - 1))
+            prepared = self._step.prepare(self._batch(self.state.step - 1))
             made = make_recording(self._step, self.state, prepared, model=self._user.name)
             made.save(record)
 
@@ -273,7 +283,7 @@ class _Run:
         document = {"model": self._user.name, "steps": self.state.step, "losses": self._losses, "step_s": self._step_s}
         if not self._losses:
             return document
-        plan = self._step.prepare(self._user.batch_of(self.state.step - 1)).plan
+        plan = self._step.prepare(self._batch(self.state.step - 1)).plan
         more = {"device_param_bytes_peak": self._peak, "policy": plan.policy, "modes": plan_counts(plan)}
         return {**document, **more}
 
@@ -282,7 +292,7 @@ class _Run:
         if not self._losses:
             print_report(f"nothing to do: the state is already at step {self.state.step}")
             return
-        prepared = self._step.prepare(self._user.batch_of(self.state.step - 1))
+        prepared = self._step.prepare(self._batch(self.state.step - 1))
         first, last, fastest = self._losses[0], self._losses[-1], format_seconds(min(self._step_s))
         print_report(
             plan_table(prepared.plan),
