@@ -63,15 +63,18 @@ def planning_profile(
     Raises:
       InputError: if the given profile is for another model.
     """
-    parts, num_devices = variants.base, variants.base.graph.num_devices
+    parts = variants.base
+    num_devices, num_processes = parts.graph.num_devices, parts.graph.num_processes
     if given is not None:
         _check_names("profile", given, parts)
-        if given.num_devices != num_devices:
-            raise InputError(f"the profile is of {given.num_devices} devices, and {num_devices} train")
+        if (given.num_devices, given.num_processes) != (num_devices, num_processes):
+            by = "" if num_processes == given.num_processes else f" of {given.num_processes} processes"
+            own = by and f" of {num_processes}"
+            raise InputError(f"the profile is of {given.num_devices} devices{by}, and {num_devices}{own} train")
         profile = given
     elif options.plan is None and _policy_of(options) is not None:
         costs, facts = partition_costs(parts, None), {"device": device_kind}
-        profile = estimate_profile(costs, _machine_of(device_kind), facts, num_devices)
+        profile = estimate_profile(costs, _machine_of(device_kind), facts, num_devices, num_processes)
         profile = profile.without_streaming()  # those times are AdamW's
     else:
         profile = without_times(parts)

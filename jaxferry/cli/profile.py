@@ -59,6 +59,9 @@ def profile(
     devices: Annotated[
         int, typer.Option("--devices", min=1, help="Devices that share a batch; for --machine alone.")
     ] = 1,
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, help="Processes, a machine each, that these devices belong to.")
+    ] = 1,
     output: Annotated[
         pathlib.Path | None, typer.Option("--output", "-o", metavar="PROFILE.json", help="Where to write the profile.")
     ] = None,
@@ -73,10 +76,12 @@ def profile(
         raise InputError(f"--estimate needs --machine: one of {', '.join(MACHINES)}, or a JSON file")
     if devices > 1 and machine is None:
         raise InputError("--devices needs --machine: profiles are measured on one device")
+    if devices % processes:
+        raise InputError(f"--devices must be a multiple of --processes, got {devices} and {processes}")
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
     if machine is not None:
-        made = estimate_model(model, machine, compute_dtype, remat, devices)
+        made = estimate_model(model, machine, compute_dtype, remat, devices, processes)
     else:
         made = measure_model(model, optimizer, compute_dtype, remat, transport)
     if output is not None:
@@ -88,7 +93,12 @@ def profile(
 
 
 def estimate_model(
-    model: str, machine: str, compute_dtype: str | None = None, remat: str = AUTO, devices: int = 1
+    model: str,
+    machine: str,
+    compute_dtype: str | None = None,
+    remat: str = AUTO,
+    devices: int = 1,
+    processes: int = 1,
 ) -> Profile:
     """Estimates the profile of the model `module:function` on a built-in machine or one described in a file.
 
@@ -101,11 +111,12 @@ def estimate_model(
         known = call_model(model)
         given = (known.loss_fn, known.shapes(), (known.batch_of(0),))
         merge = functools.partial(merges_of_small, machine=figures)
-        parts = partition(*given, compute_dtype=dtype, merge=merge, num_devices=devices)
+        parts = partition(*given, compute_dtype=dtype, merge=merge, num_devices=devices, num_processes=processes)
         _check_batch(parts, devices)
     sizes = Model(known.shapes(), OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
     facts = {"model": model, "remat": remat, "host_bytes": sizes.host_bytes()}
-    profile = estimate_profile(partition_costs(parts, remat, temporaries=True), figures, facts, devices)
+    costs = partition_costs(parts, remat, temporaries=True)
+    profile = estimate_profile(costs, figures, facts, devices, processes)
     return with_program_facts(profile, parts, derivatives_of(parts, "none" if remat == AUTO else remat))
 
 

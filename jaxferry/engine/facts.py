@@ -71,7 +71,8 @@ def without_times(partition: Partition) -> Profile:
         grad_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares)
         facts |= {"param_bytes": layer.num_bytes, "grad_bytes": grad_bytes}
         layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
-    return Profile({}, tuple(layers), num_devices=partition.graph.num_devices)
+    graph = partition.graph
+    return Profile({}, tuple(layers), num_devices=graph.num_devices, num_processes=graph.num_processes)
 
 
 def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: int) -> dict[str, Any]:

@@ -84,19 +84,25 @@ class LayerCosts:
 
 
 def estimate_profile(
-    layers: Iterable[LayerCosts], machine: Machine, facts: dict[str, Any] | None = None, num_devices: int = 1
+    layers: Iterable[LayerCosts],
+    machine: Machine,
+    facts: dict[str, Any] | None = None,
+    num_devices: int = 1,
+    num_processes: int = 1,
 ) -> Profile:
     """Estimates the profile of a model on a machine.
 
     Several devices share a batch: each has its part of the work, of the activations, of each load and of each gradient.
-    A load includes gathering the others' shares, an offload adding up their gradients. All links together move no more
-    than host memory does.
+    A load includes gathering the others' shares, an offload adding up their gradients. All links of a process together
+    move no more than host memory does. Several processes run on a machine each, with a copy of the parameters. Each
+    device of one has a part of the gradients, which machines add up over their network, by a ring.
 
     Args:
       layers: the costs of the whole batch, in forward order; only `activation_bytes` are those of one device.
       machine: the machine's figures; those of the GPU and its link are of each device.
       facts: further facts for the profile's `machine`, which always contains `"estimated": true`.
-      num_devices: the number of devices.
+      num_devices: the number of devices of all processes.
+      num_processes: the number of processes.
 
     Raises:
       InputError: if there is no layer, or two share a name.
@@ -105,24 +111,26 @@ def estimate_profile(
     del about["format"]
     if num_devices == 1:
         return Profile(about, tuple(_estimate_layer(layer, machine) for layer in layers))
-    shares = tuple(_estimate_share(layer, machine, num_devices) for layer in layers)
-    return Profile(about, shares, num_devices=num_devices)
+    shares = tuple(_estimate_share(layer, machine, num_devices, num_processes) for layer in layers)
+    return Profile(about, shares, num_devices=num_devices, num_processes=num_processes)
 
 
-def _estimate_share(layer: LayerCosts, machine: Machine, num_devices: int) -> LayerProfile:
+def _estimate_share(layer: LayerCosts, machine: Machine, num_devices: int, num_processes: int) -> LayerProfile:
     """The profile of a layer on each of several devices.
 
     What these do not do, reading parameters or writing gradients in host memory, is as slow as if the copies of all
     devices passed one link in turn, and takes the memory of the whole. So no plan gains by it; see `planning.as_run`.
     """
-    to_others = machine.interconnect_bytes_per_s or machine.link_bytes_per_s
+    to_others, num_shares = machine.interconnect_bytes_per_s or machine.link_bytes_per_s, num_devices // num_processes
+    ring_bytes = 2 * (num_processes - 1) / num_processes * layer.grad_bytes
+    summed_s = ring_bytes / (machine.network_bytes_per_s or to_others)
     machine = dataclasses.replace(
-        machine, link_bytes_per_s=min(machine.link_bytes_per_s, machine.host_bytes_per_s / num_devices)
+        machine, link_bytes_per_s=min(machine.link_bytes_per_s, machine.host_bytes_per_s / num_shares)
     )
-    in_turn_s = [num_devices * _transfer_s(machine, size) for size in (layer.param_bytes, layer.grad_bytes)]
+    in_turn_s = [num_shares * _transfer_s(machine, size) for size in (layer.param_bytes, layer.grad_bytes)]
     own = _estimate_layer(_share_of_work(layer, num_devices), machine)
-    shares = [-(-size // num_devices) for size in (layer.param_bytes, layer.grad_bytes)]
-    exchanged_s = [(num_devices - 1) * share / to_others for share in shares]
+    shares = [-(-size // num_shares) for size in (layer.param_bytes, layer.grad_bytes)]
+    exchanged_s = [(num_shares - 1) * share / to_others for share in shares]
     sizes = dict.fromkeys((forward_variant(True, again) for again in _BOTH), layer.param_bytes)
     for flags in itertools.product(_BOTH, repeat=3):
         sizes[backward_variant(*flags)] = flags[0] * layer.param_bytes + flags[1] * layer.grad_bytes
@@ -131,7 +139,7 @@ def _estimate_share(layer: LayerCosts, machine: Machine, num_devices: int) -> La
         own,
         grad_bytes=shares[1],
         load_s=_transfer_s(machine, shares[0]) + exchanged_s[0],
-        offload_s=_transfer_s(machine, shares[1]) + exchanged_s[1],
+        offload_s=_transfer_s(machine, shares[1]) + exchanged_s[1] + summed_s,
         forward_dha_s=own.forward_s + in_turn_s[0],
         backward_dha_s=own.backward_s + in_turn_s[0],
         backward_go_s=own.backward_s + in_turn_s[1],

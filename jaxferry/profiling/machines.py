@@ -52,8 +52,16 @@ _REQUIRED = (
     "link_bytes_per_s",
     "host_bytes_per_s",
 )
-_OPTIONAL = ("efficiency", "launch_s", "link_latency_s", "issue_s", "host_memory_bytes", "interconnect_bytes_per_s")
-_MAY_BE_UNKNOWN = ("host_memory_bytes", "interconnect_bytes_per_s")
+_OPTIONAL = (
+    "efficiency",
+    "launch_s",
+    "link_latency_s",
+    "issue_s",
+    "host_memory_bytes",
+    "interconnect_bytes_per_s",
+    "network_bytes_per_s",
+)
+_MAY_BE_UNKNOWN = ("host_memory_bytes", "interconnect_bytes_per_s", "network_bytes_per_s")
 _MAY_BE_ZERO = ("launch_s", "link_latency_s", "issue_s")
 
 JAX_SHARE = 0.75
@@ -79,6 +87,7 @@ class Machine:
       issue_s: time of the host's thread to issue the programs and transfers of a segment for one step.
       host_memory_bytes: size of host memory; None if it is not known.
       interconnect_bytes_per_s: bandwidth from each device to the others, in each direction; None for that of the link.
+      network_bytes_per_s: bandwidth to other machines of this kind, in each direction; None for that between devices.
       sources: source of each figure, by field.
 
     Raises:
@@ -98,6 +107,7 @@ class Machine:
     issue_s: float = _ISSUE_S
     host_memory_bytes: float | None = None
     interconnect_bytes_per_s: float | None = None
+    network_bytes_per_s: float | None = None
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

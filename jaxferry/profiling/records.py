@@ -71,6 +71,7 @@ _FLAGS = {
 }
 _FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0)}
 _PROFILE_FLAGS = ("updates_after_all", "updates_together")
+_PROFILE_COUNTS = ("num_devices", "num_processes")
 _UPDATES_ON_DEVICE = ("update_gpu_s", "state_up_s", "state_down_s")
 _ON_DEVICE = (*_UPDATES_ON_DEVICE, "state_bytes")
 _OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", "temporary_bytes", *_ON_DEVICE, *_FACTS)
@@ -327,6 +328,7 @@ class Profile:
       updates_together: whether one update covers all parameter groups, so that none streams and a plan has them all
         updated in the same place.
       num_devices: the number of devices that share a batch, each with the sizes and times of the layers.
+      num_processes: the number of processes that they belong to, equally many devices each.
 
     Raises:
       InputError: if a field is not acceptable.
@@ -337,14 +339,20 @@ class Profile:
     updates_after_all: bool = False
     updates_together: bool = False
     num_devices: int = 1
+    num_processes: int = 1
 
     def __post_init__(self) -> None:
         for name in _PROFILE_FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        num = self.num_devices
-        if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-            raise InputError(f"num_devices must be a whole number of at least 1, got {num!r}")
+        for name in _PROFILE_COUNTS:
+            num = getattr(self, name)
+            if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, got {num!r}")
+        if self.num_devices % self.num_processes:
+            raise InputError(
+                f"num_devices, {self.num_devices}, must be a multiple of num_processes, {self.num_processes}"
+            )
         if not isinstance(self.machine, Mapping):
             raise InputError(f"machine must be a JSON object, got {self.machine!r}")
         object.__setattr__(self, "machine", dict(self.machine))
@@ -430,7 +438,7 @@ class Profile:
           InputError: if a key is missing or a value not acceptable; the message names layer and key.
         """
         fields = check_format(document, PROFILE_FORMAT)
-        optional = (*_PROFILE_FLAGS, "num_devices")
+        optional = (*_PROFILE_FLAGS, *_PROFILE_COUNTS)
         check_spelling(fields, ("format", "machine", "layers", *optional), "profile")
         machine = fields.get("machine", {})
         layers = check_list(required(fields, "layers", "profile"), "layers")
@@ -446,7 +454,7 @@ class Profile:
             "machine": dict(self.machine),
             "layers": [layer.to_json() for layer in self.layers],
             **{name: True for name in _PROFILE_FLAGS if getattr(self, name)},
-            **({"num_devices": self.num_devices} if self.num_devices > 1 else {}),
+            **{name: getattr(self, name) for name in _PROFILE_COUNTS if getattr(self, name) > 1},
         }
 
     @classmethod

@@ -44,6 +44,23 @@ def test_devices_exchange_over_their_links_if_no_other_way_is_known():
     assert layer.load_s == pytest.approx(2.0 + 6.0)
 
 
+def test_processes_add_up_gradients_over_their_network_and_load_for_themselves():
+    """Two machines of two devices: halves of layers, and a ring that moves each gradient once."""
+    machine = dataclasses.replace(MACHINE, network_bytes_per_s=5.0)
+    profile = estimate_profile([COSTS], machine, num_devices=4, num_processes=2)
+    assert (profile.num_devices, profile.num_processes) == (4, 2)
+    (layer,) = profile.layers
+    assert (layer.forward_s, layer.grad_bytes, layer.update_s) == (2 / 4, 40, 20.0)
+    assert layer.load_s == pytest.approx(4.0 + 2.0)
+    assert layer.offload_s == pytest.approx(4.0 + 2.0 + 80 / 5)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_processes_must_have_equally_many_devices():
+    with pytest.raises(InputError, match="num_devices, 4, must be a multiple of num_processes, 3"):
+        estimate_profile([COSTS], MACHINE, num_devices=4, num_processes=3)
+
+
 def chain(num):
     layers = [dataclasses.replace(COSTS, name=f"layer {i}", forward_flops=1000 * (1 + i % 3)) for i in range(5)]
     return estimate_profile(layers, MACHINE, num_devices=num)
