@@ -1,0 +1,115 @@
+"""Where the times and sizes come from that a step is planned with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxferry.choice import needs_times, planning_profile, with_updates_on_device
+from jaxferry.engine import Placement, Programs, RematVariants, Rules, summed_groups
+from jaxferry.engine.facts import with_sum_bytes
+from jaxferry.errors import InputError
+from jaxferry.measure.profile import measure_profile
+from jaxferry.model import Model
+from jaxferry.options import MEASURE, Options
+from jaxferry.partition import Partition
+from jaxferry.profiling.progress import progress_bar
+from jaxferry.profiling.records import Profile
+
+
+class Profiler:
+    """Makes the profiles of one model's steps.
+
+    Args:
+      model: the model.
+      options: those of `train_step`.
+      placement: where arrays live.
+    """
+
+    def __init__(self, model: Model, options: Options, placement: Placement) -> None:
+        self._model, self._options, self._placement = model, options, placement
+
+    def planned(self, variants: RematVariants, programs: Programs, staging_bytes: int) -> Profile:
+        """The profile to plan and lower with: the user's own, measured, estimated, or of sizes only.
+
+        Args:
+          variants: the segments.
+          programs: their programs.
+          staging_bytes: device memory that the transport keeps.
+        """
+        options, given = self._options, self._options.profile
+        is_alone = self._placement.num_devices == 1
+        if given == MEASURE or (given is None and needs_times(options.policy) and is_alone):
+            given = self._measured(variants, programs)
+        return planning_profile(
+            variants,
+            options,
+            given if isinstance(given, Profile) else None,
+            self._placement.device_kind,
+            self._needs_all_gradients(variants.base),
+            self._model.optimizer.is_joint,
+            staging_bytes,
+            self._state_bytes(variants.base),
+            self._placement.updates,
+        )
+
+    def measured(self, variants: RematVariants, programs: Programs) -> Profile:
+        """Measures what each layer costs on the device."""
+        state_bytes, kind = self._state_bytes(variants.base), self._placement.device_kind
+        measured = self._measured(variants, programs)
+        return with_updates_on_device(measured, variants.base, kind, state_bytes, self._placement.updates)
+
+    def _needs_all_gradients(self, parts: Partition) -> bool:
+        """Whether updates wait for all gradients under any plan."""
+        is_by_layer = self._model.optimizer.is_by_layer(parts.layers)
+        return rules_of(self._options).need_all_gradients or not is_by_layer
+
+    def _state_bytes(self, parts: Partition) -> dict[str, int] | None:
+        """Bytes of masters and optimizer state of each group that the segments read.
+
+        None if some groups are updated together and not all. One update of all is shared out by parameters.
+        """
+        optimizer, groups = self._model.optimizer, parts.layers
+        if not optimizer.is_joint and not optimizer.is_by_layer(groups):
+            return None
+        read = {segment.group for segment in parts.segments}
+        found: dict[str, int] = {}
+        for unit in optimizer.units_of(groups):
+            sizes = {groups[group].name: groups[group].trained.num_parameters for group in unit.layers}
+            total = max(sum(sizes.values()), 1)
+            if read.issuperset(unit.layers):
+                found |= {name: -(-unit.num_bytes * size // total) for name, size in sizes.items()}
+        return found
+
+    def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
+        if self._placement.num_devices > 1:
+            raise InputError('profiles are measured on one device: with a mesh give a profile, or profile="estimate"')
+        remat = self._options.remat
+        with progress_bar("measuring") as progress:
+            profile = measure_profile(
+                variants.base,
+                programs,
+                self._model.optimizer,
+                self._placement,
+                self._model.transport,
+                recomputing=variants.of(variants.may_recompute),
+                remat=remat if isinstance(remat, str) else "per segment",
+                offload_activations=self._options.offload_activations,
+                progress=progress,
+            )
+        facts = {**profile.machine, "host_bytes": self._model.host_bytes(), **self._placement.memory_facts()}
+        groups = summed_groups(variants.base, variants.derivatives, self._options.accumulate)
+        return dataclasses.replace(
+            with_sum_bytes(profile, variants.base, groups),
+            machine=facts,
+            updates_after_all=self._needs_all_gradients(variants.base),
+            updates_together=self._model.optimizer.is_joint,
+        )
+
+
+def rules_of(options: Options) -> Rules:
+    """The update rules that the options of `train_step` ask for."""
+    scale, clips, check = options.loss_scale, options.clip_norm is not None, options.check_gradients
+    is_adapted = scale is not None and scale.is_dynamic
+    # Where updates wait for the norm anyway, the check costs nothing.
+    checks = clips or options.accumulate > 1 if check is None else check
+    return Rules(clips, options.skip_nonfinite, is_adapted or checks, options.accumulate)

@@ -1,0 +1,238 @@
+"""Fits a plan into the memory budget, lowers it and compiles its programs.
+
+Plan --fit--> Plan within the budget --lower--> StepProgram --compile--> Prepared
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jaxferry.choice import choose_plan, leanest_plan
+from jaxferry.compile.prepared import Prepared
+from jaxferry.compile.profiles import rules_of
+from jaxferry.engine import (
+    DeviceUpdateCompiler,
+    Norms,
+    Peak,
+    Programs,
+    RematVariants,
+    Resources,
+    RunnableStep,
+    StepProgram,
+    StepRunner,
+    TaskList,
+    beside_rows,
+    fit,
+    loads_ahead,
+    lower,
+    peak_bytes,
+    summed_groups,
+    with_sums,
+)
+from jaxferry.engine.all_processes import check_same
+from jaxferry.engine.facts import with_sum_bytes
+from jaxferry.errors import BudgetError, InputError
+from jaxferry.modes import UpdatePlace
+from jaxferry.options import Options
+from jaxferry.plan.records import Plan, Updates
+from jaxferry.planning import with_update_order
+from jaxferry.profiling.records import Profile
+from jaxferry.simulate.report import simulate_schedule
+
+
+class StepCompiler:
+    """Fits, lowers and compiles plans for the segments of one structure."""
+
+    def __init__(
+        self,
+        variants: RematVariants,
+        programs: Programs,
+        profile: Profile,
+        resources: Resources,
+        options: Options,
+    ) -> None:
+        self._variants, self._programs, self._given = variants, programs, profile
+        self._profile = _recomputable(profile)
+        self._resources, self._options = resources, options
+        self._device_updates = DeviceUpdateCompiler(
+            resources.optimizer,
+            variants.base.layers,
+            resources.placement,
+            resources.transport,
+            options.accumulate > 1,
+        )
+
+    def compile_best(self) -> Prepared:
+        """Prepares the chosen plan, or the leanest one if that does not fit into the memory budget.
+
+        Raises:
+          BudgetError: if neither fits; it names the smaller of both needs.
+        """
+        plan = choose_plan(self._variants, self._options, self._given)
+        try:
+            return self.compile(plan)
+        except BudgetError as error:
+            leanest = leanest_plan(self._variants, self._options, self._given)
+            if leanest is None or leanest == plan:
+                raise
+            try:
+                return self.compile(leanest)
+            except BudgetError as other:
+                raise min((error, other), key=lambda each: each.smallest_bytes) from None
+
+    def compile(self, plan: Plan) -> Prepared:
+        """Prepares the plan that fits into the memory budget."""
+        self._check_updates(plan)
+        program = self._fitted(plan)
+        if program.plan != plan:
+            # The budget has changed the plan, so the other order of updates may be faster now.
+            ordered = with_update_order(self._profile_of(program.plan, program.summed), program.plan)
+            program = self._lower(ordered, program.summed)
+        if self._profile.has_times or program.plan != plan:
+            program = self._predicted(program)
+        keys = self._keys(program)
+        if self._resources.placement.num_processes > 1:
+            check_same("their plans", json.dumps(dataclasses.replace(program.plan, predicted=None).to_json()))
+        self._programs.require(keys)
+        self._programs.keep(keys)
+        peak_ahead = functools.partial(self._peak, program)
+        ahead = loads_ahead(program, peak_ahead, self._options.memory_budget_bytes)
+        runnable = self._runnable(program, ahead)
+        runner = StepRunner(self._first(runnable), runnable)
+        is_changed = program.plan.layers != plan.layers
+        size = self._programs.num_executables
+        profile = self._profile_of(program.plan, program.summed)
+        return Prepared(program, profile, peak_ahead(ahead), is_changed, size, runner)
+
+    def _predicted(self, program: StepProgram) -> StepProgram:
+        """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
+        profile = self._profile_of(program.plan, program.summed)
+        predicted = simulate_schedule(profile, program.schedule).predicted if profile.has_times else None
+        return dataclasses.replace(program, plan=dataclasses.replace(program.plan, predicted=predicted))
+
+    def _first(self, runnable: RunnableStep) -> RunnableStep:
+        """The step that runs first: its updates start after all gradients have arrived.
+
+        With updates on the device all their gradients then stay there. If these do not fit, the step runs as planned.
+        """
+        if runnable.rules.need_all_gradients:
+            return runnable
+        plan = dataclasses.replace(runnable.program.plan, updates=Updates.AFTER_ALL)
+        program = self._lower(plan, runnable.program.summed)
+        most = max(self._peak(runnable.program).total, self._options.memory_budget_bytes or 0)
+        if program.updated_on_device and self._peak(program).total > most:
+            return runnable
+        tasks = TaskList(program.schedule)
+        return dataclasses.replace(runnable, program=program, tasks=tasks, loads_ahead=(), is_first=True)
+
+    def _fitted(self, plan: Plan) -> StepProgram:
+        """The program of the plan that fits into the memory budget."""
+        budget, parts = self._options.memory_budget_bytes, self._variants.base
+        summed = self._summed_groups(plan)
+
+        def program_of(plan: Plan) -> StepProgram:
+            return self._lower(plan, frozenset(summed))
+
+        # Sums on the device only save transfers that are hidden anyway: give them up before loading a group twice.
+        while summed and budget is not None and self._peak(program_of(plan)).total > budget:
+            summed.pop()
+        fitted = fit(
+            plan,
+            budget,
+            lambda plan: self._peak(program_of(plan)),
+            self._variants.largest_first,
+            parts.layers,
+            self._updates(),
+        )
+        return program_of(fitted)
+
+    def _updates(self) -> list[list[int]]:
+        """The segments of each update, those of the most bytes first."""
+        parts = self._variants.base
+        units = sorted(self._resources.optimizer.units_of(parts.layers), key=lambda unit: -unit.num_bytes)
+        return [[n for n, segment in enumerate(parts.segments) if segment.group in unit.layers] for unit in units]
+
+    def _summed_groups(self, plan: Plan | None = None) -> list[int]:
+        """The groups whose sums over micro-batches can leave the device, under this or any plan."""
+        return summed_groups(self._variants.base, self._variants.derivatives, self._options.accumulate, plan)
+
+    def _profile_of(self, plan: Plan, summed: frozenset[int]) -> Profile:
+        """The profile of a step that sums the gradients of these groups on the device; other gradients leave each."""
+        apart = {*self._summed_groups(plan)} - summed
+        if not apart:
+            return self._profile
+        return with_sum_bytes(self._profile, self._variants.base, {*self._summed_groups()} - apart)
+
+    def _lower(self, plan: Plan, summed: frozenset[int] = frozenset()) -> StepProgram:
+        parts, is_offloaded = self._variants.of(plan.recomputes), self._options.offload_activations
+        profile = self._profile_of(plan, summed)
+        return lower(parts, self._variants.derivatives, plan, profile, is_offloaded).with_sums_of(summed)
+
+    def _keys(self, program: StepProgram) -> list[Any]:
+        keys: Sequence[Any] = program.keys
+        if self._options.accumulate > 1:
+            keys = with_sums(program.partition, keys, self._resources.transport.is_widened)
+        if self._resources.placement.is_cpu:
+            return list(keys)
+        return [*keys, *beside_rows(program.partition, program.derivatives, program.keys)]
+
+    def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
+        """The most device memory that a step needs; compiles programs to learn the size of their temporaries."""
+        self._programs.require(self._keys(program))
+        groups = program.partition.layers
+        num = self._resources.placement.num_shares
+        sums = sum(-(-groups[group].trained.wide.num_bytes // num) for group in program.summed)
+        updates = self._device_updates.compile(program, self._programs)
+        other_bytes = self._resources.transport.staging_bytes + sums + updates.device_bytes
+        known = self._programs.temporary_bytes
+        # A program that would add to host memory only writes there where the host adds.
+        known = {key: known[key if key in known else key.alone] for key in program.keys}
+        return peak_bytes(program, known, other_bytes, ahead)
+
+    def _check_updates(self, plan: Plan) -> None:
+        """Raises InputError if layers with one joint update are not all updated on the device, or none of them.
+
+        Nor may such an update stream, since it needs all masters and optimizer state at once.
+        """
+        if all(layer.update is UpdatePlace.HOST for layer in plan.layers):
+            return
+        program = self._lower(plan)
+        groups, on_device, streamed = self._variants.base.layers, program.updated_on_device, program.streamed
+        for unit in self._resources.optimizer.units_of(groups):
+            inside = on_device.intersection(unit.layers)
+            if len(unit.layers) > 1 and (streams := inside & streamed.keys()):
+                names = groups[min(streams)].name, groups[min({*unit.layers} - {min(streams)})].name
+                raise InputError(
+                    f"the optimizer updates {names[0]!r} and {names[1]!r} together, so this update cannot stream "
+                    'through the GPU: plan update "host" or "resident"'
+                )
+            if inside and not on_device.issuperset(unit.layers):
+                names = groups[min(inside)].name, groups[min(set(unit.layers) - inside)].name
+                raise InputError(
+                    f"the optimizer updates {names[0]!r} and {names[1]!r} together, but the plan updates only "
+                    f"{names[0]!r} on the device"
+                )
+
+    def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
+        graph, put = program.partition.graph, self._resources.placement.put
+        constants = {n: put(graph, n, constant) for n, constant in graph.constants.items()}
+        tasks, rules = TaskList(program.schedule), rules_of(self._options)
+        norms = Norms(self._resources.placement, on_host=rules.clips)
+        updates = self._device_updates.compile(program, self._programs)
+        given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)
+        return RunnableStep(*given, ahead)
+
+
+def _recomputable(profile: Profile) -> Profile:
+    """The profile with estimated recomputation costs for the layers that state none."""
+    layers = tuple(
+        layer
+        if layer.can_recompute
+        else dataclasses.replace(layer, recompute_s=layer.forward_s, recompute_activation_bytes=layer.activation_bytes)
+        for layer in profile.layers
+    )
+    return dataclasses.replace(profile, layers=layers)
