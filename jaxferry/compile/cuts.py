@@ -100,15 +100,13 @@ class Cutter:
         cuts = _CUTS.setdefault(jaxpr, {})
         names, machine = self._merging()
         rule = names or (machine and machine.name)
-        devices: dict[str, Any] = {
-            "num_devices": self._placement.num_devices,
-            "num_processes": self._placement.num_processes,
-        }
-        key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen, rule, *devices.values())
+        num, num_processes = self._placement.num_devices, self._placement.num_processes
+        key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen, rule, num, num_processes)
         if key not in cuts:
             merge = merge_rule(names, machine)
-            settings: dict[str, Any] = {"compute_dtype": dtype, "layers": known, "frozen": frozen, "merge": merge}
-            cuts[key] = Cut(partition(*given, **settings, **devices), jaxpr, key)
+            settings = {"compute_dtype": dtype, "layers": known, "frozen": frozen, "merge": merge}
+            parts = partition(*given, **settings, num_devices=num, num_processes=num_processes)
+            cuts[key] = Cut(parts, jaxpr, key)
         if known is None:
             self.known_layers = cuts[key].parts.layers
         return cuts[key]
