@@ -34,9 +34,14 @@ _widened = jax.jit(lambda gradients: [gradient.astype(wide_dtype(gradient.dtype)
 
 
 class OffloadsInFlight:
-    """The offloads whose gradients the device still holds, in their order."""
+    """The offloads whose gradients the device still holds, in their order.
 
-    def __init__(self) -> None:
+    Args:
+      transport: has begun them.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._copies: collections.deque[tuple[int, CopyInFlight]] = collections.deque()
 
     def add(self, index: int, copy: CopyInFlight) -> None:
@@ -49,20 +54,19 @@ class OffloadsInFlight:
         Raises:
           LateFailure: if one has failed.
         """
-        while any(index == offload for index, _ in self._copies):
-            self._hold_next()
+        place = next((place for place, (index, _) in enumerate(self._copies) if index == offload), -1)
+        self._hold_first(place + 1)
 
     def hold_all(self) -> None:
         """Likewise for all offloads: the next step's programs may need their memory."""
-        while self._copies:
-            self._hold_next()
+        self._hold_first(len(self._copies))
 
-    def _hold_next(self) -> None:
-        index, copy = self._copies.popleft()
+    def _hold_first(self, num: int) -> None:
+        held = [self._copies.popleft() for _ in range(num)]
         try:
-            copy.hold()
+            self._transport.hold([copy for _, copy in held])
         except Exception as error:
-            raise LateFailure(index) from error
+            raise LateFailure(held[0][0]) from error
 
 
 class StepGradients:
@@ -99,7 +103,7 @@ class StepGradients:
         self._earlier = frozenset((*accumulated.on_host, *accumulated.on_device))
         self._pending: dict[int, Any] = {}
         self._are_sums: set[int] = set()
-        self.in_flight = OffloadsInFlight()
+        self.in_flight = OffloadsInFlight(transport)
         self._num_arrived: collections.Counter[int] = collections.Counter()
         self._num_uses = collections.Counter(segment.group for segment in program.partition.segments)
         self._device_norms: dict[int, jax.Array | None] = {}
@@ -219,7 +223,7 @@ class StepGradients:
                 # The step is abandoned, and so are its gradients.
                 with contextlib.suppress(Exception):
                     self._transport.gather(group, gradient)
-        self.in_flight = OffloadsInFlight()
+        self.in_flight = OffloadsInFlight(self._transport)
 
     def note_arrival(self, group: int) -> None:
         """Starts computing the norm of a group's gradient once all of it is in host memory or on its way there."""

@@ -20,7 +20,7 @@ import jaxferry
 import model as gpt2
 from examples.llama import model as llama
 from jaxferry.engine import Programs, footprints, lower_traced, make_placement
-from jaxferry.engine.transport.ferry import Ferry
+from jaxferry.engine.transport.ferry import Ferry, landed_program
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
@@ -159,10 +159,11 @@ def _transport_programs(ferry, layer, group):
         "arrived": (leaves, tuple(vectors)),
         "store": (sources, tuple(stored)),
         "accumulate": (sources, tuple(stored)),
-        "landed": (sources,),
     }
-    for name, given in arguments.items():
-        yield name, GpuLowered(lower_traced(ferry.program(name, group).trace(*given), "cuda")).compile()
+    traced = {name: ferry.program(name, group).trace(*given) for name, given in arguments.items()}
+    traced["landed"] = landed_program(placement).trace(sources)
+    for name, program in traced.items():
+        yield name, GpuLowered(lower_traced(program, "cuda")).compile()
 
 
 def check_program(program, name):

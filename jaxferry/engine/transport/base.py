@@ -201,6 +201,11 @@ class Transport:
     def release(self) -> None:
         """Frees device memory that is kept for later loads."""
 
+    def hold(self, copies: Sequence[CopyInFlight]) -> None:
+        """Makes the device wait for copies before its next program, and frees what they read for that program."""
+        for copy in copies:
+            copy.hold()
+
     def settle(self) -> None:
         """Waits for copies of gradients that nobody wants any more, and frees what is kept for them."""
 

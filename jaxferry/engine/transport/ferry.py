@@ -19,10 +19,11 @@ import jax.numpy as jnp
 
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Transport, Vectors, delete_all
+from jaxferry.engine.transport.base import CopyInFlight, DeviceLayer, HostGradient, Transport, Vectors, delete_all
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES, InFlight
-from jaxferry.engine.transport.stored_copies import StoredCopy
+from jaxferry.engine.transport.stored_copies import StoredCopy, hold_together
 from jaxferry.errors import NativeError
 from jaxferry.native import library, targets
 from jaxferry.partition import Gradient, Layer, RowGradient
@@ -35,6 +36,7 @@ class Ferry(Transport):
         super().__init__(placement, layers, accumulates)
         self.library = self._native = library(placement.platform)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
+        self._landed = shared_function(("landed", placement, placement.is_cpu), lambda: landed_program(placement))
         # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
         self.in_flight: InFlight = {}
         ORPHANED_COPIES.watch(self, self.library, self.in_flight)
@@ -72,10 +74,14 @@ class Ferry(Transport):
         into = self.destinations(layer, onto, is_sum) if into is None else into
         store = self.program("store" if onto is None else "accumulate", layer, is_sum)
         vectors = _marked(store, (arrays, into), mark)
-        copy = StoredCopy(self._native, tuple(vectors), arrays, self.program("landed", layer), self.in_flight)
+        copy = StoredCopy(self._native, tuple(vectors), arrays, self._landed, self.in_flight)
         stored = HostGradient(copy.arrays, self._placement.is_cpu, copy)
         copy.gradient = weakref.ref(stored)
         return stored
+
+    def hold(self, copies: Sequence[CopyInFlight]) -> None:
+        """See `Transport.hold`."""
+        hold_together([copy for copy in copies if isinstance(copy, StoredCopy)], self._landed)
 
     def settle(self) -> None:
         """See `Transport.settle`."""
@@ -166,8 +172,12 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
     return {
         "store": lambda: jitted_store(False),
         "accumulate": lambda: jitted_store(True),
-        "landed": lambda: jax.jit(targets.ferry_wait, donate_argnums=0, out_shardings=placement.device),
     }
+
+
+def landed_program(placement: Placement) -> Any:
+    """Makes the program that lets the device wait for copies of any arrays."""
+    return jax.jit(targets.ferry_wait, donate_argnums=0, out_shardings=placement.device)
 
 
 def _marked(program: Any, arguments: tuple[Any, ...], mark: TaskMark | None) -> Any:

@@ -12,6 +12,9 @@ from jaxferry.engine.transport.base import delete_all
 from jaxferry.engine.transport.orphaned_copies import InFlight
 from jaxferry.native import NativeLibrary
 
+_MOST_SOURCES = 128
+"""The arrays of one launch that waits: the time to compile it grows with them."""
+
 Waiter = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 
@@ -22,7 +25,7 @@ class StoredCopy:
       native: the library that copies.
       vectors: where it goes, as returned by the program that has queued the copies.
       sources: the arrays that are copied.
-      wait: a program that makes the device wait for copies of these arrays, and returns the arrays.
+      landed: a program that makes the device wait for copies of arrays, which it is donated, and returns them.
       in_flight: the transport's copies that have not ended; this one is among them until it has.
 
     Attributes:
@@ -35,12 +38,12 @@ class StoredCopy:
         native: NativeLibrary,
         vectors: Vectors,
         sources: Sequence[jax.Array],
-        wait: Waiter,
+        landed: Waiter,
         in_flight: InFlight,
     ) -> None:
         self.arrays = vectors
         self.gradient: Callable[[], object] = lambda: self
-        self._native, self._sources, self._wait, self._in_flight = native, sources, wait, in_flight
+        self._native, self._sources, self._landed, self._in_flight = native, sources, landed, in_flight
         self._lock = threading.Lock()
         in_flight[id(self)] = (self, sources)
 
@@ -59,14 +62,27 @@ class StoredCopy:
 
     def hold(self) -> None:
         """Makes the device wait for the copy before its next program, and frees the sources for that program."""
+        hold_together([self], self._landed)
+
+    def take_sources(self) -> Sequence[jax.Array]:
+        """The arrays that are copied, for whoever waits for the copy and frees them; none if that is done."""
         with self._lock:
-            if self._sources:
-                delete_all(self._wait(self._sources))
-                self._sources = ()
+            taken, self._sources = self._sources, ()
+        return taken
 
     def forget(self) -> None:
         """Frees the sources. The copy has ended, or the device waits for it and for what replaces the vectors."""
-        with self._lock:
-            delete_all(self._sources)
-            self._sources = ()
+        delete_all(self.take_sources())
         self._in_flight.pop(id(self), None)
+
+
+def hold_together(copies: Sequence[StoredCopy], landed: Waiter) -> None:
+    """Makes the device wait for copies before its next program, and frees their sources for that program.
+
+    Args:
+      copies: the copies.
+      landed: as in `StoredCopy`. A launch waits for many copies.
+    """
+    sources = [array for copy in copies for array in copy.take_sources()]
+    for start in range(0, len(sources), _MOST_SOURCES):
+        delete_all(landed(sources[start : start + _MOST_SOURCES]))
