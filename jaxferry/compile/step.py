@@ -35,6 +35,7 @@ from jaxferry.engine import (
 )
 from jaxferry.engine.all_processes import check_same
 from jaxferry.engine.facts import with_sum_bytes
+from jaxferry.engine.program_keys import NO_JOINS
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import UpdatePlace
 from jaxferry.options import Options
@@ -58,6 +59,8 @@ class StepCompiler:
         self._variants, self._programs, self._given = variants, programs, profile
         self._profile = _recomputable(profile)
         self._resources, self._options = resources, options
+        # A recorder marks each copy beside the program that queues it.
+        self._joins = resources.transport.joins if resources.recorder is None else NO_JOINS
         self._device_updates = DeviceUpdateCompiler(
             resources.optimizer,
             variants.base.layers,
@@ -170,7 +173,8 @@ class StepCompiler:
     def _lower(self, plan: Plan, summed: frozenset[int] = frozenset()) -> StepProgram:
         parts, is_offloaded = self._variants.of(plan.recomputes), self._options.offload_activations
         profile = self._profile_of(plan, summed)
-        return lower(parts, self._variants.derivatives, plan, profile, is_offloaded).with_sums_of(summed)
+        lowered = lower(parts, self._variants.derivatives, plan, profile, is_offloaded, self._joins)
+        return lowered.with_sums_of(summed)
 
     def _keys(self, program: StepProgram) -> list[Any]:
         keys: Sequence[Any] = program.keys

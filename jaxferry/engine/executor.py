@@ -61,7 +61,7 @@ def forward(step: StepContext, instruction: Instruction) -> None:
     assert instruction.key is not None
     step.make_room(instruction)
     arguments = _forward_arguments(step, instruction, instruction.key)
-    outputs, nondiff_outputs, saved, finite = step.ran(step.runnable.programs[instruction.key](*arguments))
+    outputs, nondiff_outputs, saved, finite = _run(step, instruction, instruction.key, *arguments)
     step.saved[instruction.segment] = saved
     _keep_outputs(step, instruction, outputs, nondiff_outputs, finite)
     _end_program(step, instruction, instruction.key, finite)
@@ -75,7 +75,7 @@ def loss(step: StepContext, instruction: Instruction) -> None:
         return
     arguments = _forward_arguments(step, instruction, key)
     destinations = step.gradients.destinations(key, instruction.group)
-    made = step.ran(step.runnable.programs[key](*destinations, *arguments, *step.seed))
+    made = _run(step, instruction, key, *destinations, *arguments, *step.seed)
     gradients, (outputs, nondiff_outputs, finite, cotangents), norm = made
     _keep_cotangents(step, instruction, cotangents)
     step.gradients.receive(instruction, key, gradients, norm, step.work.commit)
@@ -91,8 +91,8 @@ def backward(step: StepContext, instruction: Instruction) -> None:
         return
     segment = step.program.partition.segments[instruction.segment]
     destinations = step.gradients.destinations(key, instruction.group)
-    made = step.ran(step.runnable.programs[key](*destinations, *_backward_arguments(step, instruction, key)))
-    gradients, cotangents, norm = made
+    arguments = _backward_arguments(step, instruction, key)
+    gradients, cotangents, norm = _run(step, instruction, key, *destinations, *arguments)
     del step.saved[instruction.segment]
     for value in segment.outputs:
         step.cotangents.pop(value, None)
@@ -212,9 +212,23 @@ OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], Wait | None]] =
 }
 
 
+def _run(step: StepContext, instruction: Instruction, key: ProgramKey, *arguments: Any) -> Any:
+    """Runs the program of an instruction, which may wait for its own parameters."""
+    program = step.runnable.programs[key]
+    if not key.arrives:
+        return step.ran(program(*arguments))
+    assert instruction.task.copy is not None
+    held, sources = step.copies.arriving(instruction.task.copy)
+    parameters, made = step.ran(program(*arguments, sources))
+    held.arrived_in(parameters)
+    return made
+
+
 def _parameters(step: StepContext, instruction: Instruction, key: ProgramKey) -> Sequence[jax.Array]:
     if key.reads is Source.HOST:
         return list(step.state.host.vectors[instruction.group])
+    if key.arrives and instruction.task.copy is not None:
+        return step.copies.arriving(instruction.task.copy)[0].arrays
     return step.weights(instruction)
 
 

@@ -102,6 +102,7 @@ class StepGradients:
         self._program, self._transport, self._norms, self._is_last = program, transport, norms, is_last
         self._earlier = frozenset((*accumulated.on_host, *accumulated.on_device))
         self._pending: dict[int, Any] = {}
+        self._queued: dict[int, HostGradient] = {}
         self._are_sums: set[int] = set()
         self.in_flight = OffloadsInFlight(transport)
         self._num_arrived: collections.Counter[int] = collections.Counter()
@@ -130,7 +131,7 @@ class StepGradients:
 
     def destinations(self, key: ProgramKey, group: int) -> list[list[jax.Array]]:
         """The vectors that a program writes its gradient into, as one argument or none."""
-        if key.writes is Target.DEVICE:
+        if key.writes is Target.DEVICE and not key.stores:
             return []
         onto = self.on_host[group] if key.writes is Target.HOST_SUM else None
         return [list(self._transport.destinations(group, onto))]
@@ -143,7 +144,7 @@ class StepGradients:
         norm: jax.Array | None,
         commit: Callable[[], bool],
     ) -> None:
-        """Stores the gradient that a program has returned."""
+        """Stores the gradient that a program has returned; with `key.stores`, the vectors and what goes there."""
         group = instruction.group
         if not self._program.partition.segments[instruction.segment].trained:
             return
@@ -157,6 +158,9 @@ class StepGradients:
             if key.writes is not Target.HOST_SUM and self._transport.is_summed_on_host(group, known):
                 stored = self._transport.add_on_host(group, known, stored)
             self.on_host[group] = stored
+            return
+        if key.stores:
+            self._queued[instruction.segment] = self._transport.queued(*gradients)
             return
         if group in self.sums and self._may_add(group, commit):
             gradients = _add_onto(self.sums.pop(group), gradients)
@@ -200,9 +204,12 @@ class StepGradients:
             return
         if not self._may_add(group, commit):
             return
-        gradients, known = self._pending.pop(instruction.segment), self.on_host.get(group)
-        is_sum = group in self._are_sums
-        stored = self.on_host[group] = self._transport.store(group, gradients, known, mark, is_sum)
+        stored = self._queued.pop(instruction.segment, None)
+        if stored is None:
+            gradients, known = self._pending.pop(instruction.segment), self.on_host.get(group)
+            is_sum = group in self._are_sums
+            stored = self._transport.store(group, gradients, known, mark, is_sum)
+        self.on_host[group] = stored
         if waits:
             jax.block_until_ready(self.gather(group))
         elif stored.copy is not None:
@@ -223,6 +230,10 @@ class StepGradients:
                 # The step is abandoned, and so are its gradients.
                 with contextlib.suppress(Exception):
                     self._transport.gather(group, gradient)
+        for gradient in self._queued.values():
+            if gradient.copy is not None:
+                with contextlib.suppress(Exception):
+                    gradient.copy.wait()
         self.in_flight = OffloadsInFlight(self._transport)
 
     def note_arrival(self, group: int) -> None:

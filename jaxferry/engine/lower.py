@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxferry.engine.instruction import Drop, Instruction, Operation, StepProgram
-from jaxferry.engine.program_keys import ProgramKey, ProgramKind, places, program_keys
+from jaxferry.engine.program_keys import NO_JOINS, Joins, ProgramKey, ProgramKind, Source, Target, places, program_keys
 from jaxferry.modes import GradientPlace, UpdatePlace
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
@@ -49,6 +49,7 @@ def lower(
     plan: Plan,
     profile: Profile,
     offload_activations: bool = False,
+    joins: Joins = NO_JOINS,
 ) -> StepProgram:
     """Lowers a plan to the instructions of a step.
 
@@ -58,10 +59,11 @@ def lower(
       plan: modes and gradient places of the segments, in order.
       profile: the expected durations, with the facts of the programs (`facts.with_program_facts`).
       offload_activations: whether values wait in host memory for their backward.
+      joins: the work of the transport that is part of other programs.
     """
     offloaded = offloaded_values(partition, derivatives) if offload_activations else {}
     schedule = schedule_step(profile, plan)
-    instructions = _Lowering(partition, derivatives, plan, schedule, offloaded).instructions()
+    instructions = _Lowering(partition, derivatives, plan, schedule, offloaded, joins).instructions()
     return StepProgram(partition, derivatives, plan, schedule, instructions)
 
 
@@ -75,13 +77,17 @@ class _Lowering:
         plan: Plan,
         schedule: Schedule,
         offloaded: Mapping[int, tuple[int, int]],
+        joins: Joins,
     ) -> None:
         self._partition, self._tasks = partition, schedule.tasks
+        self._plan, self._derivatives, self._joins = plan, derivatives, joins
         self._keys = program_keys(partition, derivatives, plan)
         self._frees = last_readers(partition, derivatives)
         self._offloaded = offloaded
         self._places = self._places_of_tasks()
         self._drops = self._drops_of_tasks()
+        self._first_readers = self._first_readers_of_copies()
+        self._num_uses = collections.Counter(segment.group for segment in partition.segments)
 
     def instructions(self) -> tuple[Instruction, ...]:
         return tuple(self._instruction(index, task) for index, task in enumerate(self._tasks))
@@ -106,7 +112,7 @@ class _Lowering:
 
     def _program(self, made: Instruction) -> Instruction:
         place = self._places[made.index]
-        key: ProgramKey = self._keys[place]
+        key = self._joined(self._keys[place], made)
         return dataclasses.replace(
             made,
             operation=Operation.LOSS if key.kind is ProgramKind.LOSS else made.operation,
@@ -116,6 +122,29 @@ class _Lowering:
             frees=tuple(self._frees.get(place, ())),
             drops=tuple(self._drops.get(made.index, ())),
         )
+
+    def _joined(self, key: ProgramKey, made: Instruction) -> ProgramKey:
+        """The program with the work of the transport that it does beside its own."""
+        segment, layer = self._partition.segments[made.segment], self._plan.layers[made.segment]
+        derivative = self._derivatives[segment.program]
+        has_own_gradient = key.kind is not ProgramKind.FORWARD and segment.trained and key.writes is Target.DEVICE
+        is_sent = has_own_gradient and layer.update is UpdatePlace.HOST and self._num_uses[made.group] == 1
+        return dataclasses.replace(
+            key,
+            arrives=self._joins.arrives and self._first_readers.get(made.task.copy) == made.index,
+            stores=self._joins.stores and bool(is_sent) and not derivative.has_rows,
+        )
+
+    def _first_readers_of_copies(self) -> dict[int | None, int]:
+        """By load, the first program that reads its copy."""
+        found: dict[int | None, int] = {}
+        for index, place in sorted(self._places.items(), key=lambda pair: pair[1]):
+            key, copy = self._keys[place], self._tasks[index].copy
+            derivative = self._derivatives[key.program]
+            is_read = key.kind is not ProgramKind.BACKWARD or derivative.reads_weights
+            if copy is not None and key.reads is Source.DEVICE and is_read:
+                found.setdefault(copy, index)
+        return found
 
     def _places_of_tasks(self) -> dict[int, int]:
         """The place of each task that runs a program.

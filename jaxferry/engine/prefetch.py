@@ -59,6 +59,10 @@ class DeviceCopies:
         """The parameters that the load with this index copied."""
         return self._held[index].parameters()
 
+    def arriving(self, index: int) -> tuple[DeviceLayer, Vectors]:
+        """The copy of this load for a program that waits for it, and the vectors that the load reads."""
+        return self._held[index], self._vectors[self._program.instructions[index].group]
+
     def drop(self, index: int, is_reused: bool = True) -> None:
         """Frees the copy of a load once the programs that read it have run."""
         self._transport.drop(self._held.pop(index), is_reused)

@@ -56,12 +56,16 @@ class ProgramKey:
       program: the segment's program number.
       reads: where it reads parameters; DEVICE also if it reads none.
       writes: where its gradient goes; DEVICE also if it has none.
+      arrives: whether it waits for the load of the parameters that it reads.
+      stores: whether it queues the copy of its gradient from the device to the host.
     """
 
     kind: ProgramKind
     program: int
     reads: Source = Source.DEVICE
     writes: Target = Target.DEVICE
+    arrives: bool = False
+    stores: bool = False
 
     @property
     def alone(self) -> ProgramKey:
@@ -72,6 +76,22 @@ class ProgramKey:
     def onto_sum(self) -> ProgramKey:
         """The program that adds this one's gradient to host memory instead of writing it."""
         return dataclasses.replace(self, writes=Target.HOST_SUM) if self.writes is Target.HOST else self
+
+
+@dataclasses.dataclass(frozen=True)
+class Joins:
+    """Which work of a transport is part of the programs beside it, so that it takes no launch of its own.
+
+    Attributes:
+      arrives: whether the first program that reads a copy waits for its load.
+      stores: whether the program that makes a gradient queues its copy to the host.
+    """
+
+    arrives: bool = False
+    stores: bool = False
+
+
+NO_JOINS = Joins()
 
 
 def places(partition: Partition) -> list[tuple[ProgramKind, int]]:

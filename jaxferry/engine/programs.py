@@ -19,6 +19,8 @@ from jaxferry.engine.all_processes import check_same
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.shared_programs import compile_shared
+from jaxferry.engine.transport.queued import queue_stores
+from jaxferry.native import targets
 from jaxferry.partition import (
     Derivative,
     ForwardPartition,
@@ -123,13 +125,18 @@ class Programs:
         Small gradients are joined (`Layer.join_small`), unless some gradients are rows of lookups. A program that
         writes host memory takes the vectors to write as `destinations` and returns them instead of gradients. `weights`
         is an empty list for a backward that reads none. The norm is None unless all gradients were whole on the device.
+
+        A program that stores takes `destinations` too, and returns them with the gradients that it copies there, as a
+        pair in place of gradients. One that arrives has a last argument, the vectors that the load of its weights
+        reads. It is donated the weights, and returns these and everything else.
         """
         program: Compiled = self._compiled[key]
         return program
 
     def gradients_of(self, key: ProgramKey) -> Any:
         """The shapes of the gradients that a compiled program returns."""
-        return self._compiled[key].out_info[0]
+        made = self._compiled[key].out_info
+        return made[1][0] if key.arrives else made[0]
 
     @property
     def num_executables(self) -> int:
@@ -231,7 +238,8 @@ class _Maker:
             place = self._partition.segments[-1].outputs.index(self._partition.loss)
         memories = (self._placement.device, self._placement.pinned)
         fused_bytes = None if key.writes is Target.DEVICE else host_stores.FUSED_BYTES
-        uses = (key.kind, key.reads, key.writes, self._native, self._is_scaled, place, fused_bytes)
+        joins = (key.arrives, key.stores)
+        uses = (key.kind, key.reads, key.writes, joins, self._native, self._is_scaled, place, fused_bytes)
         layer, shared = self._partition.layers[segment.group], self._partition.graph.batch_size
         return (segment.content, segment.remat, layer.layout, layer.trained.layout, uses, memories, shared)
 
@@ -259,7 +267,7 @@ class _Maker:
         layer = self._partition.layers[segment.group]
         function, arguments = self._sourced(key, layer, function, arguments)
         if key.kind is ProgramKind.FORWARD:
-            return self._traced(function, *arguments)
+            return self._arriving(key, layer, function, arguments)
         return self._targeted(key, layer, function, arguments)
 
     def _sourced(
@@ -292,9 +300,11 @@ class _Maker:
                 made = joined(own, gradients)
                 return made, rest, squared_norm(gradients if own is layer.trained else made)
 
-            where = self._with_gradients(returned, arguments)
             used = (4, 5) if key.kind is ProgramKind.BACKWARD else ()
-            return self._traced(returned, *arguments, donate=used, shardings=where)
+            if key.stores:
+                return self._storing(key, layer, returned, arguments, used)
+            where = self._with_gradients(returned, arguments)
+            return self._arriving(key, layer, returned, arguments, used, where)
         accumulate = key.writes is Target.HOST_SUM
         store = store_in_place(function, layer.trained, arguments, accumulate=accumulate, native=self._native)
 
@@ -304,7 +314,56 @@ class _Maker:
 
         destinations = [self._struct(v, pinned) for v in layer.trained.vectors]
         donated = (0, 5, 6) if key.kind is ProgramKind.BACKWARD else (0,)
-        return self._traced(stored, destinations, *arguments, donate=donated, shardings=(pinned, device, device))
+        return self._arriving(key, layer, stored, [destinations, *arguments], donated, (pinned, device, device))
+
+    def _storing(
+        self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any], donate: tuple[int, ...]
+    ) -> Any:
+        """Traces a function `-> joined gradients, rest, norm` that also queues the gradients' copies to the host.
+
+        The copies read the gradients after the program has ended. So the gradients are results of an operation that
+        works in place: XLA gives those the memory of the program's results, and copies them nowhere else.
+        """
+        device, pinned = self._placement.device, self._placement.pinned
+
+        def stored(destinations: Any, *given: Any) -> Any:
+            made, rest, norm = function(*given)
+            sources = targets.ferry_wait(made)
+            return (queue_stores(layer.trained, sources, destinations), sources), rest, norm
+
+        destinations = [self._struct(v, pinned) for v in layer.trained.vectors]
+        donated = (0, *(number + 1 for number in donate))
+        where = ((pinned, device), device, device)
+        return self._arriving(key, layer, stored, [destinations, *arguments], donated, where)
+
+    def _arriving(
+        self,
+        key: ProgramKey,
+        layer: Layer,
+        function: Function,
+        arguments: list[Any],
+        donate: tuple[int, ...] = (),
+        shardings: Any = None,
+    ) -> Any:
+        """Traces a function that waits for the load of its parameters first, if the key says so.
+
+        The parameters are the first results: JAX gives donated memory to the first results of the same shape.
+        """
+        if not key.arrives:
+            return self._traced(function, *arguments, donate=donate, shardings=shardings)
+        place = 0 if key.writes is Target.DEVICE and not key.stores else 1
+
+        def arriving(*given: Any) -> Any:
+            *own, _ = given
+            own[place] = targets.ferry_wait(own[place])
+            return own[place], function(*own)
+
+        device = self._placement.device
+        vectors = tuple(self._struct(v, self._placement.pinned) for v in layer.vectors)
+        where = (device, device if shardings is None else shardings)
+        # The vectors are an argument so that their memory is not reused before the load has ended.
+        options: dict[str, Any] = {"donate_argnums": (place, *donate), "out_shardings": where, "keep_unused": True}
+        return jax.jit(arriving, **options).trace(*arguments, vectors)
 
     def _forward(self, derivative: Derivative) -> Function:
         def forward(weights: Any, inputs: Any, nondiff_inputs: Any) -> Any:

@@ -1,6 +1,7 @@
 """The programs of a training step, compiled for an H200 on any machine."""
 
 import dataclasses
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native import operations
 from jaxferry.partition import host_stores, partition
 from jaxferry.plan.records import LayerPlan, Plan
-from native.compile_for_gpu import compile_lowered, host_compute, instructions, text
+from native.compile_for_gpu import compile_lowered, copied_after_stores, host_compute, instructions, text
 from native.cuda_library import cuda_library
 
 CONFIG = gpt2.Config(num_layers=2, num_heads=4, channels=256, max_length=128, vocab_size=4096)
@@ -119,6 +120,23 @@ def test_a_loaded_layer_is_an_ordinary_argument_and_its_gradient_an_ordinary_res
         executable = model.compile(use)
         assert "S(5)" not in text(executable)
         assert executable.get_compiled_memory_stats().host_argument_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("kind", [ProgramKind.FORWARD, ProgramKind.BACKWARD])
+def test_a_program_that_waits_for_its_load_and_queues_its_store_copies_neither(model, kind):
+    blocks = statistics.mode(segment.program for segment in model.parts.segments)
+    plain = next(u for u in model.uses(Mode.GFGB, GradientPlace.DEVICE) if u.kind is kind and u.program == blocks)
+    stores, layer = kind is ProgramKind.BACKWARD, model.layer(plain)
+    compiled = {use: model.compile(use) for use in (plain, dataclasses.replace(plain, arrives=True, stores=stores))}
+    alone, joined = (executable.get_compiled_memory_stats() for executable in compiled.values())
+    executable = list(compiled.values())[1]
+    # The difference is a table of the results' addresses.
+    assert 0 <= joined.temp_size_in_bytes - alone.temp_size_in_bytes < 1024
+    assert joined.alias_size_in_bytes - alone.alias_size_in_bytes == layer.num_bytes
+    assert joined.host_alias_size_in_bytes == joined.host_output_size_in_bytes == stores * layer.num_bytes
+    targets = [i.target for i in instructions(executable) if (i.target or "").startswith("jaxferry_ferry")]
+    assert targets.count("jaxferry_ferry_wait") == 1 + stores and targets.count("jaxferry_ferry_store") == stores
+    assert copied_after_stores(executable) == []
 
 
 @pytest.mark.slow

@@ -11,8 +11,20 @@ import jax
 import pytest
 
 import models
-from jaxferry.engine import Operation, Peak, derivatives_of, footprints, loads_ahead, lower, peak_bytes
+from jaxferry.engine import (
+    Operation,
+    Peak,
+    ProgramKind,
+    Source,
+    Target,
+    derivatives_of,
+    footprints,
+    loads_ahead,
+    lower,
+    peak_bytes,
+)
 from jaxferry.engine.facts import with_program_facts, without_times
+from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.ready_tasks import ReadyTasks, TaskList
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import partition
@@ -37,10 +49,10 @@ def profile_of(parts, derivatives):
     return with_program_facts(without_times(parts), parts, derivatives)
 
 
-def program_of(parts, derivatives, modes, places=(GradientPlace.DEVICE,)):
+def program_of(parts, derivatives, modes, places=(GradientPlace.DEVICE,), joins=NO_JOINS):
     layers = zip(parts.segments, itertools.cycle(modes), itertools.cycle(places), strict=False)
     plan = Plan("any", 1.0, tuple(LayerPlan(segment.name, mode, place) for segment, mode, place in layers))
-    return lower(parts, derivatives, plan, profile_of(parts, derivatives))
+    return lower(parts, derivatives, plan, profile_of(parts, derivatives), joins=joins)
 
 
 @pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
@@ -54,6 +66,32 @@ def test_every_task_has_one_instruction_and_every_program_one_place(parts, deriv
     assert all((i.key is not None) == (i.operation in PROGRAMS) for i in program.instructions)
     [loss] = [i for i in of_programs if i.operation is Operation.LOSS]
     assert loss.place == loss.segment == len(parts.segments) - 1
+
+
+@pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)
+@pytest.mark.parametrize("places", [[GradientPlace.DEVICE], list(GradientPlace)], ids=str)
+def test_joined_programs_wait_for_each_load_once_before_it_is_read(parts, derivatives, modes, places):
+    program = program_of(parts, derivatives, modes, places, Joins(arrives=True, stores=True))
+    waiting = {i.task.copy for i in program.programs if i.key.arrives}
+    arrived = set()
+    for instruction in program.programs:
+        copy, derivative = instruction.task.copy, derivatives[parts.segments[instruction.segment].program]
+        reads = instruction.operation is not Operation.BACKWARD or derivative.reads_weights
+        if instruction.key.arrives:
+            assert copy not in arrived and instruction.key.reads is Source.DEVICE
+            arrived.add(copy)
+        elif copy is not None and reads:
+            assert copy in arrived
+    # What no program reads is waited for when it is dropped.
+    assert waiting <= {i.index for i in program.instructions if i.operation is Operation.LOAD}
+    stored = [i for i in program.programs if i.key.stores]
+    shared = collections.Counter(segment.group for segment in parts.segments)
+    for instruction in program.programs:
+        segment, key = parts.segments[instruction.segment], instruction.key
+        leaves = key.kind is not ProgramKind.FORWARD and segment.trained and key.writes is Target.DEVICE
+        is_rows = derivatives[segment.program].has_rows
+        assert (instruction in stored) == (leaves and shared[segment.group] == 1 and not is_rows)
+    assert len(stored) < len(program.programs) and bool(stored) == (GradientPlace.DEVICE in places)
 
 
 @pytest.mark.parametrize("modes", [[mode] for mode in Mode] + [list(Mode)], ids=str)

@@ -120,6 +120,14 @@ def instructions(executable):
     return found
 
 
+def copied_after_stores(executable):
+    """What a program's queued copies to the host read that is no result: such memory is free once the program ends."""
+    found = instructions(executable)
+    results = {name for i in found if i.text.startswith("ROOT") for name in (i.name, *i.operands)}
+    stores = [i for i in found if i.target == "jaxferry_ferry_store"]
+    return [source for store in stores for source in store.operands[:-1] if source not in results]
+
+
 def host_compute(executable):
     """Lines of the program that XLA would run on the host's processor."""
     marks = ("_xla_compute_type", "host_compute")

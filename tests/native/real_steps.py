@@ -20,10 +20,12 @@ import jaxferry
 import model as gpt2
 from examples.llama import model as llama
 from jaxferry.engine import Programs, footprints, lower_traced, make_placement
+from jaxferry.engine.program_keys import Joins
 from jaxferry.engine.transport.ferry import Ferry, landed_program
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
+from native.compile_for_gpu import copied_after_stores
 from native.compiled_programs import GpuLowered, check_host_memory, device_bytes
 from native.replayed_memory import PARTS, replay
 
@@ -139,7 +141,8 @@ def _compiling_for_gpu(made):
             known[id(programs), key] = GpuLowered(lower_traced(programs.traced(key), "cuda"))
         return known[id(programs), key]
 
-    with mock.patch.object(Programs, "lowered", lowered):
+    joins = Joins(arrives=True, stores=True)  # as on a GPU
+    with mock.patch.object(Programs, "lowered", lowered), mock.patch.object(Ferry, "joins", joins):
         yield
 
 
@@ -177,6 +180,7 @@ def check_program(program, name):
     # XLA returns several results by a table of their addresses.
     assert stats.argument_size_in_bytes == program.argument_bytes, name
     assert 0 <= stats.output_size_in_bytes - program.result_bytes <= 16 * (len(results) + 1), name
+    assert copied_after_stores(program.executable) == [], name
     needed = program.needed_bytes
     assert abs(stats.temp_size_in_bytes - program.simulated_temporary_bytes) <= TOLERANCE * needed, name
 

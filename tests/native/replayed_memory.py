@@ -103,12 +103,15 @@ class _Replay:
 
     def _run_program(self, instruction):
         compiled, results = self._compiled[instruction.key], self._results(instruction)
-        copy = instruction.task.copy
+        copy, returned_bytes = instruction.task.copy, 0
+        if instruction.key.arrives:
+            returned_bytes = device_bytes(compiled.results[0])
+            assert returned_bytes == self._copy_bytes[instruction.group], "not all parameters are returned"
         assert copy is None or ("copies", "load", copy) in self._live, "a program reads a copy that is not there"
         during = self._live | results
         parts = {part: sum(n for name, n in during.items() if name[0] == part) for part in PARTS}
         stats = compiled.stats
-        parts["values"] -= stats.alias_size_in_bytes
+        parts["values"] -= stats.alias_size_in_bytes - returned_bytes
         assert compiled.argument_bytes <= sum(self._live.values()), "a program reads what is not there"
         made = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
         moment = Moment(**parts, total=sum(self._live.values()) + made)
@@ -121,6 +124,8 @@ class _Replay:
         key, number = instruction.key, instruction.segment
         segment, results = self._program.partition.segments[number], self._compiled[instruction.key].results
         made = {}
+        if key.arrives:
+            _, results = results
         if key.kind is ProgramKind.FORWARD:
             outputs, others, saved, scalars = results
             made["values", "saved", number] = device_bytes(saved)

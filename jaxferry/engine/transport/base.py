@@ -22,6 +22,7 @@ import numpy as np
 from jaxferry.engine.host.pieces import on_host
 from jaxferry.engine.host.pinned import Vectors, borrowed, from_shares, on_cpu
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.native import NativeLibrary
@@ -40,6 +41,7 @@ class DeviceLayer:
       num_bytes: its size.
       arrays: the arrays that hold it now.
       arrive: converts `arrays` to the parameters when the first program needs them; None afterwards.
+      forget: notes that a program waits for the load in place of `arrive`.
       is_dropped: whether it has been freed.
     """
 
@@ -47,6 +49,7 @@ class DeviceLayer:
     num_bytes: int
     arrays: Sequence[jax.Array]
     arrive: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
+    forget: Callable[[], object] | None = None
     is_dropped: bool = False
 
     def parameters(self) -> list[jax.Array]:
@@ -55,6 +58,15 @@ class DeviceLayer:
             arrive, self.arrive = self.arrive, None
             self.arrays = arrive(self.arrays)
         return list(self.arrays)
+
+    def arrived_in(self, arrays: Sequence[jax.Array]) -> None:
+        """Notes that a program waits for the load, and has returned these parameters in place of `arrays`.
+
+        Such a program has `ProgramKey.arrives`.
+        """
+        self.arrive, self.arrays = None, arrays
+        if self.forget is not None:
+            self.forget()
 
 
 class CopyInFlight(Protocol):
@@ -198,6 +210,11 @@ class Transport:
         self.held.add(-held.num_bytes)
         return arrays
 
+    @property
+    def joins(self) -> Joins:
+        """Which of its work may be part of other programs."""
+        return NO_JOINS
+
     def release(self) -> None:
         """Frees device memory that is kept for later loads."""
 
@@ -297,6 +314,15 @@ class Transport:
             onto.copy.forget()
             onto.copy = None
         return onto.vectors
+
+    def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
+        """Wraps the gradient whose copy into `destinations` a program has queued: see `ProgramKey.stores`.
+
+        Args:
+          vectors: where it goes.
+          arrays: what is copied.
+        """
+        raise NotImplementedError
 
     def written(self, vectors: Sequence[jax.Array]) -> HostGradient:
         """Wraps the gradient that a program has written into `destinations`."""

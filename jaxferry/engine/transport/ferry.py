@@ -19,10 +19,12 @@ import jax.numpy as jnp
 
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.engine.transport.base import CopyInFlight, DeviceLayer, HostGradient, Transport, Vectors, delete_all
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES, InFlight
+from jaxferry.engine.transport.queued import queue_stores
 from jaxferry.engine.transport.stored_copies import StoredCopy, hold_together
 from jaxferry.errors import NativeError
 from jaxferry.native import library, targets
@@ -34,12 +36,18 @@ class Ferry(Transport):
 
     def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
         super().__init__(placement, layers, accumulates)
+        self._accumulates = accumulates
         self.library = self._native = library(placement.platform)
         self._free: dict[Any, list[Sequence[jax.Array]]] = {}
         self._landed = shared_function(("landed", placement, placement.is_cpu), lambda: landed_program(placement))
         # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
         self.in_flight: InFlight = {}
         ORPHANED_COPIES.watch(self, self.library, self.in_flight)
+
+    @property
+    def joins(self) -> Joins:
+        """See `Transport`. On a CPU the lanes' threads wait themselves; sums over micro-batches are stored apart."""
+        return NO_JOINS if self._placement.is_cpu else Joins(arrives=True, stores=not self._accumulates)
 
     def store(
         self,
@@ -73,7 +81,10 @@ class Ferry(Transport):
         """Queues the copy of joined gradients, or their addition to a stored one of the same dtypes."""
         into = self.destinations(layer, onto, is_sum) if into is None else into
         store = self.program("store" if onto is None else "accumulate", layer, is_sum)
-        vectors = _marked(store, (arrays, into), mark)
+        return self.queued(_marked(store, (arrays, into), mark), arrays)
+
+    def queued(self, vectors: Sequence[jax.Array], arrays: Sequence[jax.Array]) -> HostGradient:
+        """See `Transport.queued`."""
         copy = StoredCopy(self._native, tuple(vectors), arrays, self._landed, self.in_flight)
         stored = HostGradient(copy.arrays, self._placement.is_cpu, copy)
         copy.gradient = weakref.ref(stored)
@@ -98,16 +109,16 @@ class Ferry(Transport):
             self.release()
         load, wait = self.program("load onto" if free else "load", layer), self.program("arrived", layer)
         given = (vectors, free.pop()) if free else (vectors,)
-        in_flight = self.in_flight
 
         def arrive(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
             arrived: Sequence[jax.Array] = wait(arrays, vectors)
-            in_flight.pop(id(held), None)
+            forget()
             return arrived
 
         with deferred_interrupts():
             held = DeviceLayer(layer, size, list(_marked(load, given, mark)), arrive)
-            in_flight[id(held)] = (held, vectors)
+            forget = held.forget = functools.partial(self.in_flight.pop, id(held), None)
+            self.in_flight[id(held)] = (held, vectors)
         return held
 
     def _drop(self, held: DeviceLayer, is_reused: bool) -> None:
@@ -158,11 +169,7 @@ def _store_programs(layer: Layer, placement: Placement) -> dict[str, Callable[[]
     """Makes the programs that move gradients, by name."""
 
     def store(accumulate: bool, sources: Sequence[jax.Array], into: Vectors, *token: jax.Array) -> Any:
-        stored, transfers = list(into), layer.transfers
-        for number in range(len(into)):
-            chosen = [i for i, t in enumerate(transfers) if t.vector == number]
-            offsets = [transfers[i].offset for i in chosen]
-            stored[number] = targets.ferry_store([sources[i] for i in chosen], into[number], offsets, accumulate)
+        stored = queue_stores(layer, sources, into, accumulate)
         return stored, [targets.mark(each, stored, "store") for each in token]
 
     def jitted_store(accumulate: bool) -> Any:
