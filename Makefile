@@ -24,8 +24,9 @@ JOBS ?= 2
 # On a machine with an NVIDIA GPU, the example runs on it.
 TRAIN_EXTRAS := $(shell nvidia-smi -L >/dev/null 2>&1 && echo examples,cuda13 || echo examples)
 
-# Changes to these need a new installation, even an editable one.
+# Changes to these need a new installation, even an editable one. So do modules that move: it knows where they were.
 NATIVE_SOURCES := $(shell find xla_ffi -type f)
+MODULES := $(VENV)/modules-$(shell find jaxferry -name '*.py' | LC_ALL=C sort | cksum | cut -d ' ' -f 1)
 
 .DELETE_ON_ERROR:
 .PHONY: help train test attack docs sanitize lint format typecheck
@@ -66,7 +67,7 @@ install-test: $(VENV)/installed-test $(VENV)/gpu-packages
 install-dev: $(VENV)/installed-dev
 
 # Installs everything for lint, types and tests into one environment, with one build instead of two.
-install-all: | $(VENV)/bin/python
+install-all: $(MODULES) | $(VENV)/bin/python
 	@echo "Installing jaxferry[dev,$(TEST_EXTRAS)] into $(VENV): the first time takes a few minutes"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$(TEST_EXTRAS)]"
 	@touch $(VENV)/installed-dev $(VENV)/installed-test
@@ -76,8 +77,12 @@ $(VENV)/installed-test: EXTRAS = $(TEST_EXTRAS)
 $(VENV)/installed-dev: EXTRAS = dev
 $(VENV)/installed-docs: EXTRAS = docs
 
-# A stamp is newer than pyproject.toml and the native sources as long as the installation is up to date.
-$(VENV)/installed-%: pyproject.toml $(NATIVE_SOURCES) | $(VENV)/bin/python
+$(MODULES): | $(VENV)/bin/python
+	@rm -f $(VENV)/modules-*
+	@touch $@
+
+# A stamp is newer than pyproject.toml, the native sources and the set of modules while the installation is up to date.
+$(VENV)/installed-%: pyproject.toml $(NATIVE_SOURCES) $(MODULES) | $(VENV)/bin/python
 	@echo "Installing jaxferry[$(EXTRAS)] into $(VENV): the first time takes a few minutes"
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
 	@touch $@

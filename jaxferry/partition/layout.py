@@ -65,7 +65,7 @@ class Leaf:
     is_trained: bool = True
     is_small: bool = False
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -100,7 +100,7 @@ class Layer:
     name: str
     leaves: tuple[Leaf, ...]
 
-    @property
+    @functools.cached_property
     def vectors(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shape and dtype of each flat vector; most layers have one."""
         sizes: dict[int, int] = {}
@@ -122,12 +122,12 @@ class Layer:
         leaves = tuple(dataclasses.replace(leaf, dtype=wide_dtype(leaf.dtype)) for leaf in self.leaves)
         return self if leaves == self.leaves else dataclasses.replace(self, leaves=leaves)
 
-    @property
+    @functools.cached_property
     def num_parameters(self) -> int:
         """Number of parameters."""
         return sum(leaf.size for leaf in self.leaves)
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes in the compute dtype, which a load transfers."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)

@@ -367,7 +367,7 @@ class Transport:
 
         Each layer has its own: the norm of a gradient may be read when its vectors come back, and until the step ends.
         """
-        shapes = tuple((vector.size, vector.dtype) for vector in like)
+        shapes = tuple((vector.shape, vector.dtype) for vector in like)
         return self._spare.setdefault((layer, is_pinned or self._placement.is_cpu, shapes), [])
 
     def _sum_vectors(self, layer: int) -> tuple[Vectors, bool]:
