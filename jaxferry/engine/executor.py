@@ -219,7 +219,14 @@ def _run(step: StepContext, instruction: Instruction, key: ProgramKey, *argument
         return step.ran(program(*arguments))
     assert instruction.task.copy is not None
     held, sources = step.copies.arriving(instruction.task.copy)
-    parameters, made = step.ran(program(*arguments, sources))
+    try:
+        parameters, made = step.ran(program(*arguments, sources))
+    except BaseException:
+        if any(array.is_deleted() for array in held.arrays):
+            # The program has failed after its wait, with the parameters that it was given.
+            held.arrived_in(())
+            step.copies.forget(instruction.task.copy)
+        raise
     held.arrived_in(parameters)
     return made
 

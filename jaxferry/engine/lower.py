@@ -136,13 +136,15 @@ class _Lowering:
         )
 
     def _first_readers_of_copies(self) -> dict[int | None, int]:
-        """By load, the first program that reads its copy."""
+        """By load, the first program that reads its copy, unless that is a backward.
+
+        A backward is most likely to run out of memory, so nothing but its own values is given to it. And plans that
+        load once or twice share all programs.
+        """
         found: dict[int | None, int] = {}
         for index, place in sorted(self._places.items(), key=lambda pair: pair[1]):
             key, copy = self._keys[place], self._tasks[index].copy
-            derivative = self._derivatives[key.program]
-            is_read = key.kind is not ProgramKind.BACKWARD or derivative.reads_weights
-            if copy is not None and key.reads is Source.DEVICE and is_read:
+            if copy is not None and key.reads is Source.DEVICE and key.kind is not ProgramKind.BACKWARD:
                 found.setdefault(copy, index)
         return found
 

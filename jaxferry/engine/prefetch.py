@@ -67,6 +67,10 @@ class DeviceCopies:
         """Frees the copy of a load once the programs that read it have run."""
         self._transport.drop(self._held.pop(index), is_reused)
 
+    def forget(self, index: int) -> None:
+        """Gives up the copy of a load whose arrays a failed program has taken."""
+        self._transport.take(self._held.pop(index))
+
     def drop_all(self) -> None:
         """Frees every copy."""
         while self._held:

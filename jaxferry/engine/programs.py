@@ -326,7 +326,7 @@ class _Maker:
         """
         device, pinned = self._placement.device, self._placement.pinned
 
-        def stored(destinations: Any, *given: Any) -> Any:
+        def returned(destinations: Any, *given: Any) -> Any:
             made, rest, norm = function(*given)
             sources = targets.ferry_wait(made)
             return (queue_stores(layer.trained, sources, destinations), sources), rest, norm
@@ -334,7 +334,7 @@ class _Maker:
         destinations = [self._struct(v, pinned) for v in layer.trained.vectors]
         donated = (0, *(number + 1 for number in donate))
         where = ((pinned, device), device, device)
-        return self._arriving(key, layer, stored, [destinations, *arguments], donated, where)
+        return self._arriving(key, layer, returned, [destinations, *arguments], donated, where)
 
     def _arriving(
         self,
@@ -358,6 +358,7 @@ class _Maker:
             own[place] = targets.ferry_wait(own[place])
             return own[place], function(*own)
 
+        arriving.__name__ = function.__name__
         device = self._placement.device
         vectors = tuple(self._struct(v, self._placement.pinned) for v in layer.vectors)
         where = (device, device if shardings is None else shardings)

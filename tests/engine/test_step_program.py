@@ -75,14 +75,13 @@ def test_joined_programs_wait_for_each_load_once_before_it_is_read(parts, deriva
     waiting = {i.task.copy for i in program.programs if i.key.arrives}
     arrived = set()
     for instruction in program.programs:
-        copy, derivative = instruction.task.copy, derivatives[parts.segments[instruction.segment].program]
-        reads = instruction.operation is not Operation.BACKWARD or derivative.reads_weights
+        copy = instruction.task.copy
         if instruction.key.arrives:
             assert copy not in arrived and instruction.key.reads is Source.DEVICE
             arrived.add(copy)
-        elif copy is not None and reads:
+        elif copy is not None and instruction.operation is not Operation.BACKWARD:
             assert copy in arrived
-    # What no program reads is waited for when it is dropped.
+    # A launch of its own waits for what is loaded again for a backward.
     assert waiting <= {i.index for i in program.instructions if i.operation is Operation.LOAD}
     stored = [i for i in program.programs if i.key.stores]
     shared = collections.Counter(segment.group for segment in parts.segments)
