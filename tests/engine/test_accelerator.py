@@ -1,6 +1,7 @@
 """The emulated accelerator is strict, and the thread that issues for it never waits."""
 
 import gc
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,42 @@ def test_the_issuing_thread_never_waits(accelerator, gpt, transport, modes, grad
         state, _ = step(state, gpt.batch)
     state.block_until_ready()
     assert not accelerator.waits, accelerator.waits[0]
+
+
+def dense_chain(depth):
+    def loss_fn(params, x):
+        for number in range(depth):
+            x = jnp.tanh(x @ params[f"layer_{number}"])
+        return jnp.mean(x**2)
+
+    return loss_fn, {f"layer_{number}": np.eye(8, dtype=np.float32) for number in range(depth)}
+
+
+def test_a_further_layer_takes_three_further_launches(accelerator, monkeypatch):
+    """Its load, a forward that waits for that, and a backward that queues the copy of the gradient."""
+    launched, launch = [], accelerator.launch
+
+    def counted(*args, **kwargs):
+        launched.append(threading.current_thread().name.startswith("jaxferry H2D"))
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(accelerator, "launch", counted)
+    numbers = []
+    for depth in (3, 9):
+        loss_fn, params = dense_chain(depth)
+        step = jaxferry.train_step(loss_fn, jaxferry.sgd(0.1), transport="ferry")
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, np.ones((2, 8), np.float32))
+        state.block_until_ready()
+        launched.clear()
+        for _ in range(8):
+            state, _ = step(state, np.ones((2, 8), np.float32))
+        state.block_until_ready()
+        assert len(step.prepare(np.ones((2, 8), np.float32)).partition.segments) == depth
+        numbers.append(sum(launched))
+    # One more launch a step waits for the copies of all gradients, unless the host has seen them arrive.
+    assert round((numbers[1] - numbers[0]) / (8 * 6)) == 3, numbers
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 3])
