@@ -49,7 +49,7 @@ def make_recording(
     for task, start_s, end_s in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True):
         layer, number = profile.layers[task.segment], first + task.step
         batch = number % accumulate
-        moved = _moved_bytes(prepared, task, is_last=batch == accumulate - 1)
+        moved = _moved_bytes(prepared, task, batch, is_last=batch == accumulate - 1)
         tasks.append(RecordedTask(task.name, task.kind, layer.name, task.lane, number, batch, moved, start_s, end_s))
     return Recording(
         model=model,
@@ -64,14 +64,16 @@ def make_recording(
     )
 
 
-def _moved_bytes(prepared: Prepared, task: Task, is_last: bool) -> int:
+def _moved_bytes(prepared: Prepared, task: Task, batch: int, is_last: bool) -> int:
     """The bytes of a task on the host link; of a lookup's gradient only the rows leave.
 
-    Before the last micro-batch, sums stay on the device, and nothing is updated.
+    Before the last micro-batch, sums stay on the device, and nothing is updated. After the first, copies that stay are
+    not loaded again.
     """
-    layer = prepared.profile.layers[task.segment]
-    stays = prepared.partition.segments[task.segment].group in prepared.program.summed
-    if not is_last and (task.kind in _OF_UPDATES or (task.kind is Kind.OFFLOAD and stays)):
+    layer, group = prepared.profile.layers[task.segment], prepared.partition.segments[task.segment].group
+    if not is_last and (task.kind in _OF_UPDATES or (task.kind is Kind.OFFLOAD and group in prepared.program.summed)):
+        return 0
+    if group in prepared.program.kept and (task.kind is Kind.RELOAD or (task.kind is Kind.LOAD and batch)):
         return 0
     has_rows = task.kind is Kind.OFFLOAD and layer.gradient_rows
     return layer.device_gradient_bytes if has_rows else link_bytes(layer, task)

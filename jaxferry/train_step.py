@@ -351,7 +351,7 @@ class TrainStep:
         compiler = self.compiler
         with outside_mesh():
             evaluator = compiler.evaluator(function, *self._of_all(args, kwargs))
-            self._shared.prefetch.take(None)
+            compiler.free_copies(state)
             state.settle()
             state.arrange(evaluator.partition.layers)
             state.fill()

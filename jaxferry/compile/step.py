@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxferry.choice import choose_plan, leanest_plan
@@ -27,6 +27,7 @@ from jaxferry.engine import (
     TaskList,
     beside_rows,
     fit,
+    groups_to_keep,
     loads_ahead,
     lower,
     peak_bytes,
@@ -35,10 +36,11 @@ from jaxferry.engine import (
 )
 from jaxferry.engine.all_processes import check_same
 from jaxferry.engine.facts import with_sum_bytes
-from jaxferry.engine.program_keys import NO_JOINS
+from jaxferry.engine.program_keys import NO_JOINS, ProgramKey
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import UpdatePlace
 from jaxferry.options import Options
+from jaxferry.plan.auto import Auto
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.planning import with_update_order
 from jaxferry.profiling.records import Profile
@@ -97,6 +99,7 @@ class StepCompiler:
             program = self._lower(ordered, program.summed)
         if self._profile.has_times or program.plan != plan:
             program = self._predicted(program)
+        program = self._with_kept_copies(program)
         keys = self._keys(program)
         if self._resources.placement.num_processes > 1:
             check_same("their plans", json.dumps(dataclasses.replace(program.plan, predicted=None).to_json()))
@@ -110,6 +113,17 @@ class StepCompiler:
         size = self._programs.num_executables
         profile = self._profile_of(program.plan, program.summed)
         return Prepared(program, profile, peak_ahead(ahead), is_changed, size, runner)
+
+    def _with_kept_copies(self, program: StepProgram) -> StepProgram:
+        """The program that keeps the copies that fit from one micro-batch to the next.
+
+        Baselines and given plans load as they say.
+        """
+        options = self._options
+        if options.accumulate == 1 or options.plan is not None or options.policy not in (None, Auto.name):
+            return program
+        kept = groups_to_keep(program, *self._counted(program), options.memory_budget_bytes)
+        return dataclasses.replace(program, kept=kept)
 
     def _predicted(self, program: StepProgram) -> StepProgram:
         """The program whose plan predicts its own times; those of a plan that the budget has changed are another's."""
@@ -185,7 +199,11 @@ class StepCompiler:
         return [*keys, *beside_rows(program.partition, program.derivatives, program.keys)]
 
     def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
-        """The most device memory that a step needs; compiles programs to learn the size of their temporaries."""
+        """The most device memory that a step needs."""
+        return peak_bytes(program, *self._counted(program), ahead)
+
+    def _counted(self, program: StepProgram) -> tuple[Mapping[ProgramKey, int], int]:
+        """The temporaries of a step's programs, which it compiles for that, and the memory that is always in use."""
         self._programs.require(self._keys(program))
         groups = program.partition.layers
         num = self._resources.placement.num_shares
@@ -194,8 +212,7 @@ class StepCompiler:
         other_bytes = self._resources.transport.staging_bytes + sums + updates.device_bytes
         known = self._programs.temporary_bytes
         # A program that would add to host memory only writes there where the host adds.
-        known = {key: known[key if key in known else key.alone] for key in program.keys}
-        return peak_bytes(program, known, other_bytes, ahead)
+        return {key: known[key if key in known else key.alone] for key in program.keys}, other_bytes
 
     def _check_updates(self, plan: Plan) -> None:
         """Raises InputError if layers with one joint update are not all updated on the device, or none of them.

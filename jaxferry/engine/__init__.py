@@ -17,7 +17,7 @@ from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.lanes import make_lanes
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
 from jaxferry.engine.lower import lower, summed_groups
-from jaxferry.engine.memory import Footprint, Peak, footprints, loads_ahead, peak_bytes
+from jaxferry.engine.memory import Footprint, Peak, footprints, groups_to_keep, loads_ahead, peak_bytes
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.prefetch import PrefetchSlot
@@ -79,6 +79,7 @@ __all__ = [
     "derivatives_of",
     "fit",
     "footprints",
+    "groups_to_keep",
     "loads_ahead",
     "lower",
     "lower_traced",

@@ -11,6 +11,7 @@ the peak memory of a step is a fold over the list.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -106,6 +107,7 @@ class StepProgram:
       schedule: the plan's tasks.
       instructions: one for each task, in the same order.
       summed: groups whose gradients are summed on the device over micro-batches; other sums are in host memory.
+      kept: groups whose loaded copies stay on the device from one micro-batch to the next, until their update.
     """
 
     partition: Partition
@@ -114,6 +116,7 @@ class StepProgram:
     schedule: Schedule
     instructions: tuple[Instruction, ...]
     summed: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
 
     @functools.cached_property
     def programs(self) -> list[Instruction]:
@@ -142,6 +145,11 @@ class StepProgram:
         """Those of them whose masters and optimizer state come for the update only, by number of subgroups."""
         ups = [i for i in self.instructions if i.operation is Operation.LOAD_STATE]
         return {instruction.group: instruction.task.num_subgroups for instruction in ups}
+
+    @functools.cached_property
+    def loaded(self) -> dict[int, int]:
+        """The number of loads of each group that is loaded."""
+        return dict(collections.Counter(i.group for i in self.instructions if i.operation is Operation.LOAD))
 
     @property
     def stays_on_device(self) -> frozenset[int]:

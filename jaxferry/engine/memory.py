@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxferry.engine.instruction import Instruction, Operation, StepProgram
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind
@@ -151,6 +152,35 @@ def loads_ahead(
     return leading[: bisect.bisect_right(counts, False, key=takes_more)]
 
 
+def groups_to_keep(
+    program: StepProgram,
+    temporary_bytes: Mapping[ProgramKey, int],
+    other_bytes: int = 0,
+    budget_bytes: int | None = None,
+) -> frozenset[int]:
+    """Groups whose loaded copies may stay on the device between micro-batches.
+
+    Each that fits beside the others is taken: first those that are loaded twice, then those that are needed first.
+
+    Args:
+      program: the instructions of a step.
+      temporary_bytes: as for `footprints`.
+      other_bytes: likewise.
+      budget_bytes: device memory; None for no limit.
+    """
+    groups = sorted(program.loaded, key=lambda group: -program.loaded[group])
+    if budget_bytes is None:
+        return frozenset(groups)
+    totals = np.array([found.total for found in footprints(program, temporary_bytes, other_bytes)])
+    counted, kept = _Transfers(program, ()).copies_of, set()
+    for group in groups:
+        more = program.partition.layers[group].num_bytes - counted[group]
+        if (totals + more).max() <= budget_bytes:
+            totals += more
+            kept.add(group)
+    return frozenset(kept)
+
+
 def _resident_bytes(program: StepProgram) -> int:
     return sum(program.partition.layers[group].num_bytes for group in program.resident)
 
@@ -234,6 +264,7 @@ class _Transfers:
     update of its group, and so for the offload of that gradient: its copy takes the place of gradients.
 
     Attributes:
+      copies_of: for each group, the bytes of its copies if none stays between micro-batches, by place.
       copies: bytes of the step's own copies of parameters, by place.
       gradients: bytes of gradients, by place.
       copies_ahead: bytes of the next step's copies, by place.
@@ -249,6 +280,10 @@ class _Transfers:
         self._last_on_lane: dict[Lane, int] = {}
         self._walk()
         self._gradients_at: list[dict[int, int]] = [{} for _ in range(self._num_places)]
+        self.copies_of = {group: np.zeros(self._num_places, np.int64) for group in program.loaded}
+        for load, last in self._last_use.items():
+            group = program.instructions[load].group
+            self.copies_of[group][self._last_program[load] + 1 : last + 1] += self._bytes_of(load)
         self.copies = self._copies()
         self.offloaded = self._offloaded()
         self._add_kept_gradients()
@@ -286,11 +321,12 @@ class _Transfers:
         return derivative.row_gradient_bytes or dense_bytes
 
     def _copies(self) -> list[int]:
-        copies = [0] * self._num_places
-        for load, last in self._last_use.items():
-            for place in range(self._last_program[load] + 1, last + 1):
-                copies[place] += self._bytes_of(load)
-        return copies
+        layers, kept = self._program.partition.layers, self._program.kept
+        copies = np.full(self._num_places, sum(layers[group].num_bytes for group in kept))
+        for group, num_bytes in self.copies_of.items():
+            if group not in kept:
+                copies += num_bytes
+        return [int(num_bytes) for num_bytes in copies]
 
     def _offloaded(self) -> list[int]:
         """Finds until when gradients may be there, and where values are certainly in host memory alone."""

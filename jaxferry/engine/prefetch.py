@@ -26,6 +26,10 @@ class DeviceCopies:
       placement: where arrays live.
       vectors: the compute copy of the parameters, by group.
       marks: records when loads start and end; None records nothing.
+      kept: by group, copies that an earlier micro-batch has left; loads take them, and drops leave them.
+
+    Attributes:
+      is_last: whether the update follows, so that no copy is left.
     """
 
     def __init__(
@@ -35,10 +39,13 @@ class DeviceCopies:
         placement: Placement,
         vectors: list[Vectors],
         marks: StepMarks | None,
+        kept: dict[int, DeviceLayer],
     ) -> None:
         self._program, self._transport, self._vectors = program, transport, vectors
-        self._placement, self.marks = placement, marks
+        self._placement, self.marks, self._kept = placement, marks, kept
         self._held: dict[int, DeviceLayer] = {}
+        self._num_left = dict(program.loaded)
+        self.is_last = True
 
     def __len__(self) -> int:
         return len(self._held)
@@ -51,6 +58,10 @@ class DeviceCopies:
     def load(self, index: int) -> None:
         """Runs the load with this index; see `lanes.Action`."""
         group = self._program.instructions[index].group
+        self._num_left[group] -= 1
+        if (kept := self._kept.pop(group, None)) is not None:
+            self._held[index] = kept
+            return
         mark = None if self.marks is None else self.marks.of(index)
         held = self._held[index] = self._transport.load(group, self._vectors[group], mark)
         wait_for_copy(held, self._placement)
@@ -64,8 +75,12 @@ class DeviceCopies:
         return self._held[index], self._vectors[self._program.instructions[index].group]
 
     def drop(self, index: int, is_reused: bool = True) -> None:
-        """Frees the copy of a load once the programs that read it have run."""
-        self._transport.drop(self._held.pop(index), is_reused)
+        """Frees the copy of a load once the programs that read it have run, or leaves it to a later load."""
+        held, group = self._held.pop(index), self._program.instructions[index].group
+        if group in self._program.kept and (self._num_left[group] or not self.is_last):
+            self._kept[group] = held
+        else:
+            self._transport.drop(held, is_reused)
 
     def forget(self, index: int) -> None:
         """Gives up the copy of a load whose arrays a failed program has taken."""

@@ -88,7 +88,8 @@ class StepRunner:
             raise
         action, transport = functools.partial(execute, step), self._resources.transport
         if prefetch is None:
-            transport.held.reset_peak(state.resident.values() if previous is None else None)
+            held = [*state.resident.values(), *state.kept.values()]
+            transport.held.reset_peak(held if previous is None else None)
             step.work = self._resources.lanes.make(runnable.tasks, action, previous)
         else:
             transport.held.reset_peak()
@@ -120,6 +121,8 @@ class StepRunner:
             leaves_device = unit.is_on_device and not program.stays_on_device.issuperset(unit.layers)
             if leaves_device or (unit.subgroups and len(unit.subgroups) != program.streamed.get(unit.layers[0])):
                 host.to_host(unit)
+        for group in state.kept.keys() - program.kept:
+            transport.drop(state.kept.pop(group))
         for group in state.resident.keys() ^ runnable.program.resident:
             if group in state.resident:
                 transport.drop(state.resident.pop(group))
@@ -156,7 +159,7 @@ class StepRunner:
     def _prefetch_next(self, step: StepContext) -> None:
         """Starts the next step's first loads, each after its update in this step."""
         loads, state = self.runnable.loads_ahead, step.state
-        if not loads or step.runnable is not self.runnable:
+        if not loads or step.runnable is not self.runnable or (step.program.kept and not step.is_last):
             return
         copies = self._new_copies(state, self.runnable)
         work = self._resources.lanes.begin_ahead(self.runnable.tasks, copies.load, step.work, loads)
@@ -175,7 +178,8 @@ class StepRunner:
     def _new_copies(self, state: TrainState, runnable: RunnableStep) -> DeviceCopies:
         resources, marks = self._resources, self._marks_of(runnable)
         noted = None if marks is None else marks.begin()
-        return DeviceCopies(runnable.program, resources.transport, resources.placement, state.host.vectors, noted)
+        vectors, transport = state.host.vectors, resources.transport
+        return DeviceCopies(runnable.program, transport, resources.placement, vectors, noted, state.kept)
 
     def _marks_of(self, runnable: RunnableStep) -> Marks | None:
         """Records when tasks start and end on the device; None if the threads see that, or no recorder is given."""
@@ -216,6 +220,7 @@ class StepRunner:
         self._discard_prefetch(state)
         work.stop()
         step.drop()
+        state.drop_kept(self._resources.transport)
         outcome = state.end_failed(step, work, state.counts)
         if work.failure is not None:
             raise task_error(work, outcome) from work.failure.error

@@ -29,7 +29,7 @@ from jaxferry.engine.pending import (
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import Prefetch
 from jaxferry.engine.process import Process
-from jaxferry.engine.transport.base import DeviceLayer
+from jaxferry.engine.transport.base import DeviceLayer, Transport
 from jaxferry.errors import StateError
 from jaxferry.meshes import outside_mesh
 from jaxferry.partition import Layer
@@ -49,6 +49,7 @@ class TrainState:
       step: number of steps taken, which is the number of the next batch.
       host: its arrays, arranged in parameter groups.
       resident: device copies of RESIDENT groups, by index.
+      kept: device copies that stay until the update which the current micro-batches lead to, by group.
       optimizer: the host optimizer.
       damage: the error message if a failed update left the state between two steps, else None.
       checkpoint: the folder of the last save or restore; None if there is none.
@@ -74,6 +75,7 @@ class TrainState:
         self.host = HostArrays(optimizer, placement, layers, masters, state)
         self._is_arranged = False
         self.resident: dict[int, DeviceLayer] = {}
+        self.kept: dict[int, DeviceLayer] = {}
         self.damage: str | None = None
         self.checkpoint: str | None = None
         self.extra: dict[str, np.ndarray] = {}
@@ -115,6 +117,7 @@ class TrainState:
             if self.prefetch is not None:
                 self.prefetch.work.stop()  # the next step frees the copies of the old parameters
             self.resident = {}
+            self.kept.clear()
             self.host.replace_masters(masters)
 
     @property
@@ -267,8 +270,14 @@ class TrainState:
         self.optimizer.check_parts(layers)
         with deferred_interrupts():
             self.resident = {}
+            self.kept.clear()
             self.host.arrange(layers)
             self._is_arranged = True
+
+    def drop_kept(self, transport: Transport) -> None:
+        """Frees the copies that stay between micro-batches; the next one loads them again."""
+        while self.kept:
+            transport.drop(self.kept.popitem()[1])
 
     def fill(self) -> None:
         """Makes the compute copy of the parameters, if it does not exist."""

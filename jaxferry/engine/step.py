@@ -174,7 +174,7 @@ class StepContext:
         self.fetched: list[jax.Array] = []
         self.saved: dict[int, list[Any]] = {}
         self.cotangents: dict[int, jax.Array] = {}
-        self.is_last = accumulated.num_batches == rules.accumulate - 1
+        self.is_last = copies.is_last = accumulated.num_batches == rules.accumulate - 1
         transport = runnable.resources.transport
         given = (self.program, transport, runnable.norms, accumulated, self.is_last)
         self.gradients = StepGradients(*given, runnable.device_updates)

@@ -90,7 +90,7 @@ class Serial:
         """Takes one step; returns its loss."""
         runnable, resources = self._runnable, self._runnable.resources
         copies = DeviceCopies(
-            runnable.program, resources.transport, resources.placement, self._state.host.vectors, marks=None
+            runnable.program, resources.transport, resources.placement, self._state.host.vectors, marks=None, kept={}
         )
         context = StepContext(runnable, self._state, [self._batch], copies)
         context.work = self
