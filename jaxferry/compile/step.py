@@ -102,7 +102,8 @@ class StepCompiler:
         program = self._with_kept_copies(program)
         keys = self._keys(program)
         if self._resources.placement.num_processes > 1:
-            check_same("their plans", json.dumps(dataclasses.replace(program.plan, predicted=None).to_json()))
+            plan_json = dataclasses.replace(program.plan, predicted=None).to_json()
+            check_same("their plans", json.dumps([plan_json, sorted(program.summed), sorted(program.kept)]))
         self._programs.require(keys)
         self._programs.keep(keys)
         peak_ahead = functools.partial(self._peak, program)
