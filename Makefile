@@ -42,7 +42,7 @@ test: install-test
 	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(if $(SLOW),,-m "not slow") $(ARGS)
 
 attack: install-test
-	@$(VENV)/bin/python tests/attack/campaign.py --seconds $(or $(SECONDS),600) $(ARGS)
+	@$(VENV)/bin/python tests/attack/campaign.py --seconds $(or $(SECONDS),600) --sanitize $(ARGS)
 
 docs: $(VENV)/installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict

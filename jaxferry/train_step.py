@@ -488,7 +488,7 @@ class TrainStep:
             self._saves.settle()
         else:
             first_writes(self._saves.settle)
-        saved, known = checkpoint.load(os.fspath(path)), self._compiler
+        saved, known = checkpoint.load(path), self._compiler
         if params is None:
             params = saved.dictionary() if known is None else known.model.params
         try:

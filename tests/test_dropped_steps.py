@@ -1,6 +1,10 @@
 """Training steps that nobody holds any more leave nothing behind: no arrays, programs or other objects."""
 
+import ctypes
 import gc
+import os
+import subprocess
+import sys
 import time
 
 import jax
@@ -9,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+import dropped_steps
 import jaxferry
 
 PARAMS = {name: {"w": np.full((4, 4), 0.1, np.float32)} for name in "ab"}
@@ -60,3 +65,14 @@ def test_dropped_steps_leave_nothing(num_steps, optimizer, options):
     arrays, programs, objects = left(known)
     assert arrays == 0 and programs <= before[1]
     assert objects - before[2] < MAX_OBJECTS
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+@pytest.mark.parametrize("loss_functions", ["shared", "fresh"])
+def test_sixty_dropped_steps_leave_less_than_a_mebibyte_allocated(loss_functions):
+    """Native memory too; what has been freed may stay in the process's heap, so its resident memory says little."""
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, dropped_steps.__file__, loss_functions, "60"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert int(found.stdout) < 2**20

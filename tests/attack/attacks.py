@@ -6,6 +6,7 @@ loses something, or answers with another error than the documented one.
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -52,8 +53,17 @@ class Shared(contextlib.ExitStack):
 
     @functools.cached_property
     def saves(self):
-        """Forks processes that save and are killed."""
-        return self.enter_context(killed_saves.server())
+        """Forks processes that save and are killed, also at a system call where there is a C compiler."""
+        counter = killed_saves.COMPILER and killed_saves.build_counter(self.fresh())
+        return self.enter_context(killed_saves.server(counter))
+
+    @functools.cached_property
+    def num_calls(self):
+        """The number of system calls of a save that replaces a checkpoint; None without a C compiler."""
+        path = self.fresh() / "saved"
+        checkpoint.save(content(1), path)
+        (answer,) = self.saves.ask(path=path, seeds=[2], kill_at_call=10**9) if killed_saves.COMPILER else [{}]
+        return answer.get("calls")
 
     @functools.cached_property
     def good(self):
@@ -112,12 +122,17 @@ def about(rng, shared):
 
 
 def kill(rng, shared):
-    """Kills a process that replaces a checkpoint."""
+    """Kills processes that replace a checkpoint, one after the other, at a random moment or system call."""
     path = shared.fresh() / "saved"
     checkpoint.save(content(1), path)
-    no_exchange = rng.random() < 0.5
-    shared.saves.ask(path=path, seeds=[2], no_exchange=no_exchange, kill_after_s=rng.uniform(0, 0.3))
-    assert loaded(path) in (plain(content(1)), plain(content(2)))
+    found = plain(content(1))
+    for seed in (2, 4, 5):
+        kill = {"kill_after_s": rng.uniform(0, 0.3)}
+        if shared.num_calls is not None and rng.random() < 0.5:
+            kill = {"kill_at_call": rng.randint(1, shared.num_calls)}
+        shared.saves.ask(path=path, seeds=[seed], no_exchange=rng.random() < 0.5, **kill)
+        before, found = found, loaded(path)
+        assert found in (before, plain(content(seed))), kill
     checkpoint_of_others_is_swept(path)
 
 
@@ -127,6 +142,19 @@ def checkpoint_of_others_is_swept(path):
         checkpoint.save(content(3), path)
     assert [entry.name for entry in path.parent.iterdir()] == ["saved"]
     assert loaded(path) == plain(content(3))
+
+
+def race(rng, shared):
+    """Two processes replace one checkpoint again and again while it is read."""
+    path = shared.fresh() / "saved"
+    checkpoint.save(content(0), path)
+    allowed = [plain(content(seed)) for seed in range(3)]
+    shared.saves.start(path=path, seeds=[1, 2], no_exchange=rng.random() < 0.5, repeat=rng.randint(1, 4))
+    reads = [loaded(path) for _ in range(rng.randint(2, 12))]
+    assert [answer.get("error") for answer in shared.saves.answer()] == [None, None]
+    assert all(read in allowed for read in reads)
+    assert loaded(path) in allowed[1:]
+    assert [entry.name for entry in path.parent.iterdir()] == ["saved"]
 
 
 def full_disk(rng, shared):
@@ -187,6 +215,30 @@ def budget(rng, shared):
 def model(rng, shared):
     """Trains a random model under a random plan beside plain Optax."""
     loss_fn, params = random_model(rng)
+    train_beside_optax(rng, loss_fn, params, random_plan(rng, names_of_layers(loss_fn, params)))
+
+
+def policy(rng, shared):
+    """Trains a random model under a policy's plan for random costs beside plain Optax."""
+    loss_fn, params = random_model(rng)
+    names = names_of_layers(loss_fn, params)
+    layers = transformer(len(names), rng.randrange(999)).layers
+    layers = [
+        dataclasses.replace(layer, name=name, parameters=name.partition("#")[0])
+        for layer, name in zip(layers, names, strict=True)
+    ]
+    sizes = {layer.parameters: layer.param_bytes for layer in layers}
+    layers = [dataclasses.replace(layer, param_bytes=sizes[layer.parameters]) for layer in layers]
+    plan = make_plan(Profile({}, tuple(layers)), rng.choice(sorted(policies())), reserve_factor=rng.choice([0, 0.5, 1]))
+    train_beside_optax(rng, loss_fn, params, plan)
+
+
+def names_of_layers(loss_fn, params):
+    return [segment.name for segment in partition(loss_fn, params, (BATCH,)).segments]
+
+
+def train_beside_optax(rng, loss_fn, params, plan):
+    """Four steps under the plan, with random options; the losses are those of plain Optax."""
     optimizer = rng.choice(
         [
             # With their usual eps, or by signs, updates say nothing where a gradient is no more than rounding.
@@ -196,10 +248,8 @@ def model(rng, shared):
             optax.rmsprop(1e-3, eps=1e-5),
         ]
     )
-    segments = partition(loss_fn, params, (BATCH,)).segments
-    options = {"plan": random_plan(rng, [segment.name for segment in segments])}
-    options |= rng.choice([{}, {"clip_norm": 0.1}, {"accumulate": 2}, {"remat": "full"}, {"skip_nonfinite": True}])
-    options["transport"] = rng.choice(["ferry", "device_put"])
+    options = rng.choice([{}, {"clip_norm": 0.1}, {"accumulate": 2}, {"remat": "full"}, {"skip_nonfinite": True}])
+    options = {"plan": plan, **options, "transport": rng.choice(["ferry", "device_put"])}
     every, clip = options.get("accumulate", 1), options.get("clip_norm")
     reference = optax.chain(optax.clip_by_global_norm(clip), optimizer) if clip else optimizer
     reference = optax.MultiSteps(reference, every) if every > 1 else reference
@@ -330,5 +380,5 @@ def mutated(document, rng):
 
 ATTACKS = {
     function.__name__.replace("_", "-"): function
-    for function in (flip, cut, about, kill, full_disk, records, budget, model, interrupt, fork)
+    for function in (flip, cut, about, kill, race, full_disk, records, budget, model, policy, interrupt, fork)
 }

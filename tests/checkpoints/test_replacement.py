@@ -228,6 +228,7 @@ def link_to_itself(folder):
         (lambda folder: f"{folder}/a\0b", "cannot be used as a path"),
         (lambda folder: "/proc/no/such", "/proc/no/such"),
         (lambda folder: "", "exists and is not"),
+        (lambda folder: None, "the path of a checkpoint must be a string or a path, got None"),
     ],
     ids=[
         "gs",
@@ -241,6 +242,7 @@ def link_to_itself(folder):
         "too_long",
         "nul",
         "proc",
+        "empty",
         "none",
     ],
 )

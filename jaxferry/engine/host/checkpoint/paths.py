@@ -18,7 +18,10 @@ def local_path(path: str | bytes | os.PathLike[str]) -> pathlib.Path:
     Raises:
       CheckpointError: if it is a URL, a broken link, or no path at all.
     """
-    shown = os.fsdecode(path)
+    try:
+        shown = os.fsdecode(path)
+    except TypeError as error:
+        raise CheckpointError(f"the path of a checkpoint must be a string or a path, got {path!r}") from error
     if _REMOTE.match(shown):
         raise CheckpointError(
             f"{shown} is remote storage, and checkpoints are local folders: save to a local path and copy the folder "
