@@ -30,8 +30,8 @@ from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
 from jaxferry.record_steps import make_recording
 from jaxferry.records import write_json
+from jaxferry.report.bench_tables import bench_lines, bench_table, dry_run_table
 from jaxferry.report.plots import plot_format
-from jaxferry.report.tables import bench_lines, bench_table, dry_run_table
 from jaxferry.report.timelines import plot_timelines
 from jaxferry.train_step import TrainStep, train_step
 

@@ -13,10 +13,10 @@ from jaxferry.errors import InputError
 from jaxferry.recording import FORMAT as RECORDING_FORMAT
 from jaxferry.recording import Recording
 from jaxferry.records import load_record, read_json
+from jaxferry.report.bench_tables import bench_lines, bench_table
 from jaxferry.report.page import bench_page, report_page
 from jaxferry.report.plots import plot_format
 from jaxferry.report.sections import bottleneck_sentence
-from jaxferry.report.tables import bench_lines, bench_table
 from jaxferry.report.timelines import plot_timelines
 
 

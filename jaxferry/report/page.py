@@ -7,8 +7,8 @@ from html import escape
 
 from jaxferry.compare import Comparison
 from jaxferry.recording import Recording
+from jaxferry.report.bench_tables import bench_cells, bench_lines
 from jaxferry.report.sections import COLOURS, sections, table
-from jaxferry.report.tables import bench_cells, bench_lines
 
 _CSS = """
 :root { color-scheme: light; }

@@ -7,8 +7,6 @@ from typing import Any
 import rich.markup
 from rich.table import Table
 
-from jaxferry.compare import Comparison, plan_counts, ratio
-from jaxferry.dry_run import DryRun
 from jaxferry.plan.exact import Exact
 from jaxferry.plan.records import Plan
 from jaxferry.planning import Compared, SweepPoint
@@ -20,7 +18,7 @@ def plan_table(plan: Plan) -> Table:
     shown = ["mode", "gradient"]
     shown += ["remat"] if any(plan.recomputes) else []
     shown += ["update"] if any(plan.updates_on_device) or any(plan.updates_streamed) else []
-    table = _table("layers", "", *shown, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
+    table = make_table("layers", "", *shown, title=f"{plan.policy}, reserve factor {plan.reserve_factor:g}")
     for values, run in itertools.groupby(plan.layers, key=lambda layer: [getattr(layer, key).value for key in shown]):
         names = [layer.name for layer in run]
         span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
@@ -66,7 +64,7 @@ def comparison_table(compared: Compared) -> Table:
     heads = ["reserve factor", "forward", "step", "steady step", "peak device", "link bytes", "gap"]
     places = any(row.plan is not None and _updates_on_gpu(row.plan) for row in compared.rows)
     heads += ["updates on device", "streamed"] if places else []
-    table = _table("policy", *heads, title="policies")
+    table = make_table("policy", *heads, title="policies")
     for row in compared.rows:
         if row.plan is None or row.plan.predicted is None:
             need = f"needs {format_bytes(row.smallest_bytes)}"
@@ -103,7 +101,7 @@ def comparison_lines(compared: Compared) -> list[str]:
 
 def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
     """Returns step time against device memory, with the knee marked."""
-    table = _table("reserve factor", "budget", "steady step", "step", "peak device", "", title="sweep")
+    table = make_table("reserve factor", "budget", "steady step", "step", "peak device", "", title="sweep")
     for point in points:
         budget = "-" if point.memory_budget_bytes is None else format_bytes(point.memory_budget_bytes)
         cells = ["does not fit", "-", "-"]
@@ -115,75 +113,8 @@ def sweep_table(points: list[SweepPoint], best: SweepPoint | None) -> Table:
     return table
 
 
-def bench_table(compared: Comparison) -> Table:
-    """Returns the measured step of each policy beside its prediction and its bounds."""
-    heads, rows = bench_cells(compared)
-    table = _table(*heads, title="policies, trained")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def bench_cells(compared: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Returns the heads and the rows of `bench_table`."""
-    rows = []
-    for row in compared.rows:
-        ratios = [ratio(row.measured_s, by) for by in (row.predicted_s, row.own_bound_s, compared.bound_s)]
-        shown = ["-" if value is None else f"{value:.3f}" for value in ratios]
-        measured, predicted, own = map(format_seconds, (row.measured_s, row.predicted_s, row.own_bound_s))
-        size = format_bytes(row.peak_device_bytes)
-        rows.append([row.policy, measured, predicted, shown[0], own, shown[1], shown[2], size])
-    heads = ["measured", "predicted", "/ predicted", "own bound", "/ own bound", "/ bound", "peak device"]
-    return ["policy", *heads], rows
-
-
-def dry_run_table(dry: DryRun) -> Table:
-    """Returns the step that each policy would run."""
-    heads = ("forward", "step", "steady step", "own bound", "peak device", "modes")
-    table = _table("policy", *heads, title="policies, not trained")
-    for row in dry.rows:
-        if row.plan is None or row.plan.predicted is None:
-            table.add_row(row.policy, "-", "-", "-", "-", f"needs {format_bytes(row.smallest_bytes)}", "-")
-            continue
-        predicted = row.plan.predicted
-        times_s = (predicted.forward_s, predicted.step_s, predicted.steady_step_s, row.own_bound_s)
-        modes = ", ".join(f"{count} {mode}" for mode, count in plan_counts(row.plan).items())
-        modes += " (changed to fit)" if row.is_changed else ""
-        table.add_row(row.policy, *map(format_seconds, times_s), format_bytes(row.peak_device_bytes), modes)
-    return table
-
-
-def bench_lines(compared: Comparison | DryRun) -> list[str]:
-    """Explains the bounds."""
-    works = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in compared.work_s.items())
-    impossible = _below_bounds(compared) if isinstance(compared, Comparison) else []
-    return [
-        f"work per step: {works}; the longest is the bound",
-        "own bound: the busiest lane under the policy's own plan, which may load twice or read host memory in place",
-        *impossible,
-    ]
-
-
-def _below_bounds(compared: Comparison) -> list[str]:
-    """Says what a measured step below a bound means; bounds are made of the profile's times."""
-    shares = {
-        row.policy: (ratio(row.measured_s, row.own_bound_s), ratio(row.measured_s, compared.bound_s))
-        for row in compared.rows
-    }
-    impossible = [f"{policy} {own:.3f}" for policy, (own, _) in shares.items() if own is not None and own < 1]
-    lighter = [policy for policy, (own, shared) in shares.items() if own is not None and own >= 1 > (shared or 1)]
-    lines = []
-    if impossible:
-        lines.append(
-            f"below the own bound: {', '.join(impossible)}. No step can be: the machine was busier while the profile "
-            "was measured than during the bench; on an idle machine, measure again (JAXFERRY_CACHE_DIR=off)"
-        )
-    if lighter:
-        lines.append(f"below the bound: {', '.join(lighter)}, whose plan does not move every layer both ways")
-    return lines
-
-
-def _table(first: str, *rest: str, title: str) -> Table:
+def make_table(first: str, *rest: str, title: str) -> Table:
+    """Returns a table whose columns after the first are numbers."""
     table = Table(title=title)
     table.add_column(first)
     for name in rest:

@@ -14,7 +14,7 @@ from jaxferry.compare import Comparison, PolicyRun, compare_policies, works_s
 from jaxferry.errors import InputError
 from jaxferry.profiling.records import Profile
 from jaxferry.records import read_json
-from jaxferry.report.tables import bench_lines
+from jaxferry.report.bench_tables import bench_lines
 from jaxferry.schedule import Lane
 
 POLICIES = ("--policy", "zero-offload", "--policy", "native-overlapped", "--policy", "exact")
