@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +51,6 @@ _KINDS = {
 _LINKS = {Lane.H2D: "to the device", Lane.D2H: "from the device", Lane.GPU: "by programs, in host memory"}
 _LINK_COLOURS = {Lane.H2D: "load", Lane.D2H: "offload", Lane.GPU: "forward"}
 _BINS = 120
-_MS = 1e3
 
 
 def sections(recording: Recording) -> list[tuple[str, str]]:
@@ -133,7 +133,7 @@ def _stages(recording: Recording) -> str:
         for stage in shown:
             took = seconds.get((stage, batch), 0.0)
             told = f"{stage}: {format_seconds(took)}"
-            spans.append((_MS * done, _MS * (done + took), stage, told))
+            spans.append((done, done + took, stage, told))
             done += took
         rows.append((f"batch {batch}", spans))
     longest = max((spans[-1][1] for _, spans in rows), default=0.0)
@@ -142,7 +142,7 @@ def _stages(recording: Recording) -> str:
         told += " The update follows the last micro-batch, whose backward is the one at the gradient boundary."
     cells = [[stage, *(format_seconds(seconds.get((stage, batch), 0.0)) for batch in batches)] for stage in shown]
     legend = _keys((stage, stage) for stage in shown)
-    return f"<p>{told}</p>{table(['work', *names.values()], cells)}{legend}{svg.lanes(rows, 0.0, longest, 'ms')}"
+    return f"<p>{told}</p>{table(['work', *names.values()], cells)}{legend}{svg.lanes(rows, 0.0, longest)}"
 
 
 def _batch_name(recording: Recording, batch: int) -> str:
@@ -163,7 +163,7 @@ def _lanes(summary: Summary) -> str:
     told += "From the end of one step's last program to the end of the next one's, tasks of the neighbours included."
     stages = {kind for _, spans in rows for _, _, kind, _ in spans}
     legend = _keys((stage, stage) for stage in STAGES if stage in stages)
-    return f"<p>{told}</p>{legend}{svg.lanes(rows, 0.0, _MS * length, 'ms')}"
+    return f"<p>{told}</p>{legend}{svg.lanes(rows, 0.0, length)}"
 
 
 def _rows(title: str, of: Window) -> list[tuple[str, list[svg.Span]]]:
@@ -176,7 +176,7 @@ def _rows(title: str, of: Window) -> list[tuple[str, list[svg.Span]]]:
 def _span(task: RecordedTask, begin: float) -> svg.Span:
     told = f"{task.name}: {format_seconds(task.end_s - task.start_s)}"
     told += f", {format_bytes(task.num_bytes)}" if task.num_bytes else ""
-    return _MS * (task.start_s - begin), _MS * (task.end_s - begin), STAGE_OF[task.kind], told
+    return task.start_s - begin, task.end_s - begin, STAGE_OF[task.kind], told
 
 
 def _links(recording: Recording) -> str:
@@ -193,14 +193,16 @@ def _links(recording: Recording) -> str:
 def _speeds(recording: Recording) -> str:
     end = max(task.end_s for task in recording.tasks)
     width = end / _BINS or 1.0
-    series = []
-    for lane in _LINKS:
-        moved = bytes_over_time(recording, lane, _BINS)
-        if any(moved):
-            points = [(_MS * number * width, each / width / 1e9) for number, each in enumerate(moved)]
-            series.append((_LINK_COLOURS[lane], points))
+    moved = {lane: bytes_over_time(recording, lane, _BINS) for lane in _LINKS}
+    most = max(itertools.chain(*moved.values()), default=0.0) / width
+    unit, scale = ("GB/s", 1e9) if most >= 1e8 else ("MB/s", 1e6)
+    series = [
+        (_LINK_COLOURS[lane], [(number * width, each / width / scale) for number, each in enumerate(by_time)])
+        for lane, by_time in moved.items()
+        if any(by_time)
+    ]
     legend = _keys((_LINK_COLOURS[lane], where) for lane, where in _LINKS.items())
-    return legend + svg.lines(series, 0.0, _MS * end, "GB/s", "ms")
+    return legend + svg.lines(series, 0.0, end, unit)
 
 
 def _sizes(recording: Recording) -> str:
@@ -221,11 +223,11 @@ def _memory(recording: Recording) -> str:
     series, told = [], []
     for kind, colour in _KINDS.items():
         if kind in recording.device_bytes:
-            points = [(_MS * (time - shown.begin_s), held / 2**20) for time, held in recording.device_bytes[kind]]
+            points = [(time - shown.begin_s, held / 2**20) for time, held in recording.device_bytes[kind]]
             series.append((colour, points))
             most = max(held for _, held in recording.device_bytes[kind])
             told.append((colour, f"{kind}, at most {format_bytes(most)}"))
-    return _keys(told) + svg.areas(series, 0.0, _MS * (shown.end_s - shown.begin_s), "MiB", "ms")
+    return _keys(told) + svg.areas(series, 0.0, shown.end_s - shown.begin_s, "MiB")
 
 
 def _host_memory(recording: Recording) -> str:

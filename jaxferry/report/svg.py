@@ -1,7 +1,12 @@
-"""Charts as inline SVG: bars of lanes, bars of categories, lines and areas over time. Sizes are in view box units."""
+"""Charts as inline SVG: bars of lanes, bars of categories, lines and areas over time.
+
+Sizes are in view box units, times in seconds.
+"""
 
 from collections.abc import Iterator, Sequence
 from html import escape
+
+from jaxferry.units import format_seconds
 
 WIDTH, LEFT, TOP = 960.0, 86.0, 8.0
 _PLOT = WIDTH - LEFT - 34.0
@@ -15,7 +20,7 @@ Points = Sequence[tuple[float, float]]
 """Times, and values from then on."""
 
 
-def lanes(rows: Sequence[tuple[str, Sequence[Span]]], begin: float, end: float, unit: str) -> str:
+def lanes(rows: Sequence[tuple[str, Sequence[Span]]], begin: float, end: float) -> str:
     """Draws a row of bars for each lane, over the time from `begin` to `end`; a name without bars is a heading."""
     scale = _PLOT / (end - begin if end > begin else 1.0)
     parts = []
@@ -28,7 +33,7 @@ def lanes(rows: Sequence[tuple[str, Sequence[Span]]], begin: float, end: float, 
             title = f"<title>{escape(told)}</title>"
             parts.append(f'<rect class="{kind}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="20">{title}</rect>')
     bottom = TOP + len(rows) * _ROW
-    return _svg(parts, bottom, (begin, end), unit)
+    return _svg(parts, bottom, (begin, end))
 
 
 def bars(values: Sequence[tuple[str, float]], unit: str, kind: str) -> str:
@@ -46,10 +51,10 @@ def bars(values: Sequence[tuple[str, float]], unit: str, kind: str) -> str:
         parts.append(f'<rect class="{kind}" x="{middle - width / 2:.2f}" y="{y:.2f}" {size}>{title}</rect>')
         if number % step == 0:
             parts.append(_text(middle, TOP + _HEIGHT + 16, name, "middle"))
-    return _svg(parts, TOP + _HEIGHT, None, "")
+    return _svg(parts, TOP + _HEIGHT)
 
 
-def lines(series: Sequence[tuple[str, Points]], begin: float, end: float, unit: str, axis: str) -> str:
+def lines(series: Sequence[tuple[str, Points]], begin: float, end: float, unit: str) -> str:
     """Draws a line for each (CSS class, points) of `series`."""
     most = max((value for _, points in series for _, value in points), default=0.0) or 1.0
     scale = _PLOT / (end - begin if end > begin else 1.0)
@@ -59,10 +64,10 @@ def lines(series: Sequence[tuple[str, Points]], begin: float, end: float, unit: 
             f"{LEFT + (time - begin) * scale:.2f},{_y(value, most):.2f}" for time, value in _corners(points, end)
         )
         parts.append(f'<polyline class="{kind}" points="{path}"/>')
-    return _svg(parts, TOP + _HEIGHT, (begin, end), axis)
+    return _svg(parts, TOP + _HEIGHT, (begin, end))
 
 
-def areas(series: Sequence[tuple[str, Points]], begin: float, end: float, unit: str, axis: str) -> str:
+def areas(series: Sequence[tuple[str, Points]], begin: float, end: float, unit: str) -> str:
     """Draws the values of all (CSS class, points) of `series` on top of each other, the first one at the bottom."""
     times = sorted({max(time, begin) for _, points in series for time, _ in points if time < end} | {begin})
     below, layers = [0.0] * len(times), []
@@ -78,7 +83,7 @@ def areas(series: Sequence[tuple[str, Points]], begin: float, end: float, unit: 
         bottom = list(_corners(list(zip(times, lower, strict=True)), end))[::-1]
         path = " ".join(f"{LEFT + (t - begin) * scale:.2f},{_y(value, most):.2f}" for t, value in (*top, *bottom))
         parts.append(f'<polygon class="{kind}" points="{path}"/>')
-    return _svg(parts, TOP + _HEIGHT, (begin, end), axis)
+    return _svg(parts, TOP + _HEIGHT, (begin, end))
 
 
 def _corners(points: Points, end: float) -> Iterator[tuple[float, float]]:
@@ -107,13 +112,13 @@ def _value_axis(most: float, unit: str) -> list[str]:
     return [_text(LEFT - 6, TOP + 12, f"{shown} {unit}", "end"), _text(LEFT - 6, TOP + _HEIGHT, "0", "end")]
 
 
-def _svg(parts: Sequence[str], bottom: float, limits: tuple[float, float] | None, unit: str) -> str:
-    """The chart with its axis; `limits` are the values at the axis's ends."""
+def _svg(parts: Sequence[str], bottom: float, limits: tuple[float, float] | None = None) -> str:
+    """The chart with its axis; `limits` are the times at the axis's ends."""
     axis = [f'<line x1="{LEFT}" y1="{bottom}" x2="{LEFT + _PLOT}" y2="{bottom}"/>']
     if limits is not None:
         begin, end = limits
         for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-            shown = f"{begin + share * (end - begin):,.4g} {unit}"
+            shown = format_seconds(begin + share * (end - begin))
             axis.append(_text(LEFT + share * _PLOT, bottom + 18, shown, "middle"))
     size = f'viewBox="0 0 {WIDTH:.0f} {bottom + _BELOW:.0f}"'
     return f'<div class="figure"><svg {size} role="img">{"".join((*parts, *axis))}</svg></div>'

@@ -179,10 +179,16 @@ def test_kinds_of_device_memory_are_drawn_on_top_of_each_other(recording):
 
 def test_the_speed_of_a_link_is_its_bytes_by_its_time(recording):
     page = report_page(recording)
-    [most] = [float(text) for text in re.findall(r">([\d.e-]+) GB/s<", section(page, "Speed of the links over time"))]
-    assert most == pytest.approx(3 * MIB / 1e9, rel=0.02)  # two digits are shown
+    [most] = [float(text) for text in re.findall(r">([\d.e-]+) MB/s<", section(page, "Speed of the links over time"))]
+    assert most == pytest.approx(3 * MIB / 1e6, rel=0.01)  # three digits are shown
     busy = [float(text) for text in re.findall(r">([\d.e-]+) GB/s<", section(page, "Bytes on the host link, by step"))]
     assert busy == pytest.approx([3 * MIB / 1e9, 2 * MIB / 1e9, 2 * MIB / 7 / 1e9], rel=0.01)
+
+
+def test_a_fast_link_is_told_in_gigabytes(recording):
+    tasks = tuple(dataclasses.replace(task, num_bytes=1000 * task.num_bytes) for task in recording.tasks)
+    page = report_page(dataclasses.replace(recording, tasks=tasks))
+    assert ">3.15 GB/s<" in section(page, "Speed of the links over time")
 
 
 def test_the_command_writes_the_page(jaxferry, recording, tmp_path):
@@ -222,6 +228,7 @@ def test_a_browser_shows_all_of_the_page_on_wide_and_narrow_screens(recording, t
         assert seen["content"] <= seen["width"]  # only charts and tables scroll sideways, not the page
         assert seen["bars"] == page.count("<rect") and seen["charts"] == page.count("<svg")
         assert seen["texts"] and max(seen["texts"]) <= seen["width"]
+        assert seen["cut"] == []  # no label of a chart leaves it
         assert seen["resources"] == 0
 
 

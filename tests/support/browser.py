@@ -16,11 +16,16 @@ addEventListener("load", () => {
   const found = [...document.querySelectorAll("iframe")].map(frame => {
     const page = frame.contentDocument, root = page.documentElement;
     const shown = name => [...page.querySelectorAll(name)].filter(it => it.getBoundingClientRect().width > 0).length;
+    const cut = text => {
+      const own = text.getBoundingClientRect(), chart = text.closest("svg").getBoundingClientRect();
+      return own.left < chart.left - 1 || own.right > chart.right + 1;
+    };
     return {
       width: root.clientWidth,
       content: root.scrollWidth,
       bars: shown("rect"),
       charts: shown("svg"),
+      cut: [...page.querySelectorAll("svg text")].filter(cut).map(it => it.textContent),
       texts: [...page.querySelectorAll("td.text")].map(it => it.getBoundingClientRect().right),
       resources: frame.contentWindow.performance.getEntriesByType("resource").length,
     };
