@@ -136,8 +136,13 @@ def _host_bytes(layers: Sequence[Layer], state: Iterable[Any], accumulates: bool
 
 
 def abstract(params: Any) -> Any:
-    """The tree of parameters as shape structs."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
+    """The tree of parameters as shape structs; a leaf that is no array stays as it is."""
+
+    def shape_of(leaf: Any) -> Any:
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
+
+    return jax.tree.map(shape_of, params)
 
 
 def _compute_dtype(params: Any, options: Options, placement: Placement) -> Any:

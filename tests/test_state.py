@@ -166,6 +166,13 @@ def test_what_no_array_can_hold_is_named(step, args, kwargs, message):
             use(state, *args, **kwargs)
 
 
+def test_a_parameter_that_is_no_array_is_named_also_beside_a_model_in_training(step):
+    state = step.init(params_of())
+    with pytest.raises(jaxferry.InputError, match="parameter 'first/w' is a str, not an array"):
+        step.init({**params_of(), "first": {"w": "text"}})
+    assert step(state, BATCH)[0].step == 1
+
+
 def test_parameters_with_swapped_bytes_are_named():
     with pytest.raises(jaxferry.InputError, match="parameter 'first/w' has byte-swapped elements"):
         jaxferry.train_step(loss_fn, ADAM).init(jax.tree.map(swapped, params_of()))

@@ -42,6 +42,7 @@ def make_app(*loaded: str | None) -> typer.Typer:
         name="jaxferry",
         help="Trains Flax models too big for their GPU, with a provably good plan for what is where.",
         add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)

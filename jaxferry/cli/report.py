@@ -8,6 +8,7 @@ import typer
 
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report
+from jaxferry.compare import FORMAT as BENCH_FORMAT
 from jaxferry.compare import Comparison
 from jaxferry.errors import InputError
 from jaxferry.recording import FORMAT as RECORDING_FORMAT
@@ -39,7 +40,10 @@ def report(
 ) -> None:
     """Prints what limits a recorded run, or the table of a bench; makes one page of either."""
     document = read_json(results)
-    if isinstance(document, Mapping) and document.get("format") == RECORDING_FORMAT:
+    found = document.get("format") if isinstance(document, Mapping) else None
+    if found not in (BENCH_FORMAT, RECORDING_FORMAT):
+        raise InputError(f'{results}: format must be "{BENCH_FORMAT}" or "{RECORDING_FORMAT}", got {found!r}')
+    if found == RECORDING_FORMAT:
         if plot is not None:
             raise InputError("--plot draws a bench; for a recording give -o REPORT.html")
         _report_recording(load_record(results, Recording.from_json), output, as_json)

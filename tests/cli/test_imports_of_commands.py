@@ -83,3 +83,4 @@ def test_all_public_names_are_there():
 def test_each_command_is_listed_and_loads(jaxferry, command):
     assert command in jaxferry("--help").out
     assert jaxferry(command, "--help").status == 0
+    assert jaxferry(command, "-h").out == jaxferry(command, "--help").out

@@ -213,7 +213,8 @@ def test_bad_input_is_one_line(refused, recording, tmp_path):
     assert "--plot draws a bench" in refused("report", tmp_path / "run.json", "--plot", tmp_path / "p.png")
     assert "cannot write" in refused("report", tmp_path / "run.json", "-o", tmp_path / "none" / "r.html")
     (tmp_path / "other.json").write_text("{}")
-    assert "jaxferry.bench/1" in refused("report", tmp_path / "other.json", "-o", tmp_path / "r.html")
+    told = refused("report", tmp_path / "other.json", "-o", tmp_path / "r.html")
+    assert "jaxferry.bench/1" in told and "jaxferry.recording/1" in told
 
 
 needs_browser = pytest.mark.skipif(browser.PATH is None, reason=browser.WHY_NOT)
