@@ -13,7 +13,7 @@ from jaxferry.plan.records import Plan
 from jaxferry.profiling.progress import Report
 from jaxferry.profiling.records import Profile
 from jaxferry.recording import Recording
-from jaxferry.records import check_format, required
+from jaxferry.records import check_bytes, check_format, check_list, check_seconds, check_text, required
 from jaxferry.schedule import Lane, Run, Schedule
 from jaxferry.simulate import machine
 
@@ -118,7 +118,8 @@ class Comparison(SideBySide):
         fields = check_format(document, FORMAT)
         try:
             rows = tuple(_row_from_json(row) for row in required(fields, "rows", "bench"))
-            work_s = {str(name): float(seconds) for name, seconds in required(fields, "work_s", "bench").items()}
+            works = required(fields, "work_s", "bench").items()
+            work_s = {name: check_seconds(seconds, name, "work_s") for name, seconds in works}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"rows or work_s do not come from a bench: {type(error).__name__} at {error}") from error
         if not rows or not work_s:
@@ -293,11 +294,11 @@ def _bars_from_json(fields: Mapping[str, Any]) -> Bars:
 
 def _row_from_json(fields: Mapping[str, Any]) -> PolicyRun:
     return PolicyRun(
-        policy=str(fields["policy"]),
-        step_s=tuple(map(float, fields["step_s"])),
-        predicted_s=float(fields["predicted_s"]),
-        own_bound_s=float(fields["own_bound_s"]),
-        peak_device_bytes=int(fields["peak_device_bytes"]),
+        policy=check_text(fields["policy"], "policy", "bench"),
+        step_s=tuple(check_seconds(each, "step_s", "bench") for each in check_list(fields["step_s"], "step_s", "time")),
+        predicted_s=check_seconds(fields["predicted_s"], "predicted_s", "bench"),
+        own_bound_s=check_seconds(fields["own_bound_s"], "own_bound_s", "bench"),
+        peak_device_bytes=check_bytes(fields["peak_device_bytes"], "peak_device_bytes", "bench"),
         losses=tuple(map(float, fields["losses"])),
         measured=_bars_from_json(fields["measured"]),
         predicted=_bars_from_json(fields["predicted"]),

@@ -132,9 +132,22 @@ class Recording:
         names = tuple(field.name for field in dataclasses.fields(cls))
         check_keys(fields, ("format", *names), "recording")
         values = {name: required(fields, name, "recording") for name in names}
-        tasks = (RecordedTask.from_json(task, index) for index, task in enumerate(check_list(values["tasks"], "tasks")))
+        check_text(values["model"], "model", "recording")
+        if not isinstance(values["machine"], Mapping):
+            raise InputError(f"recording: machine must be a JSON object, got {values['machine']!r}")
+        if type(values["accumulate"]) is not int or values["accumulate"] < 1:
+            given = values["accumulate"]
+            raise InputError(f"recording: accumulate must be a number of micro-batches, 1 or more, got {given!r}")
+        if values["memory_budget_bytes"] is not None:
+            check_bytes(values["memory_budget_bytes"], "memory_budget_bytes", "recording")
+        tasks = check_list(values["tasks"], "tasks", "task")
         records = {"plan": Plan.from_json(values["plan"]), "profile": Profile.from_json(values["profile"])}
-        return cls(**values | records | {"tasks": tuple(tasks), "device_bytes": _read_changes(values["device_bytes"])})
+        memory = {
+            "device_bytes": _read_changes(values["device_bytes"]),
+            "host_bytes": _read_sizes(values["host_bytes"]),
+        }
+        read = (RecordedTask.from_json(task, index) for index, task in enumerate(tasks))
+        return cls(**values | records | memory | {"tasks": tuple(read)})
 
     def to_json(self) -> dict[str, Any]:
         """The recording as `jaxferry.recording/1`."""
@@ -156,6 +169,18 @@ class Recording:
 
 def _read_changes(document: Any) -> dict[str, Changes]:
     try:
-        return {str(kind): tuple((float(s), int(held)) for s, held in changes) for kind, changes in document.items()}
-    except (AttributeError, TypeError, ValueError) as error:
+        found = {
+            kind: tuple((float(time_s), check_bytes(held, kind, "device_bytes")) for time_s, held in changes)
+            for kind, changes in document.items()
+        }
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise InputError(f"device_bytes must hold pairs of seconds and bytes by kind: {error}") from error
+    if not all(changes and all(math.isfinite(time_s) for time_s, _ in changes) for changes in found.values()):
+        raise InputError("device_bytes must hold one or more pairs of seconds and bytes by kind")
+    return found
+
+
+def _read_sizes(document: Any) -> dict[str, int]:
+    if not isinstance(document, Mapping):
+        raise InputError(f"host_bytes must be a JSON object, got {document!r}")
+    return {name: check_bytes(size, name, "host_bytes") for name, size in document.items()}

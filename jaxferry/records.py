@@ -170,10 +170,10 @@ def check_choice(value: Any, key: str, choices: tuple[str, ...], where: str = ""
     return value
 
 
-def check_list(value: Any, key: str) -> list[Any]:
+def check_list(value: Any, key: str, element: str = "layer") -> list[Any]:
     """Returns the value if it is a list with at least one element."""
     if not isinstance(value, list) or not value:
-        raise InputError(f"{key} must be a list of at least one layer, got {_show(value)}")
+        raise InputError(f"{key} must be a list of at least one {element}, got {_show(value)}")
     return value
 
 

@@ -32,6 +32,9 @@ from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
+from jaxferry.recording import Recording
+from jaxferry.report.page import report_page
+from jaxferry.report.summaries import Summary
 from jaxferry.weights.instance import Instance
 from profiles import transformer
 
@@ -171,13 +174,15 @@ def full_disk(rng, shared):
 
 
 def records(rng, shared):
-    """Reads profiles, plans and instances with a random change; they are refused by a line, or written as read."""
+    """Reads records with a random change; they are refused by a line, or written as read. Recordings become pages."""
     profile = transformer(rng.randrange(2, 6), rng.randrange(99))
+    plan = make_plan(profile, "memferry")
     kind, document = rng.choice(
         [
             (Profile, profile.to_json()),
-            (Plan, make_plan(profile, "memferry").to_json()),
+            (Plan, plan.to_json()),
             (Instance, INSTANCE),
+            (Recording, recording(profile, plan).to_json()),
         ]
     )
     try:
@@ -187,6 +192,16 @@ def records(rng, shared):
         return
     if hasattr(record, "to_json"):
         assert kind.from_json(json.loads(json.dumps(record.to_json()))) == record
+    if kind is Recording:
+        report_page(record)
+
+
+def recording(profile, plan):
+    """A recording of some steps as the machine model predicts them."""
+    memory = {"device_bytes": {"parameters": ((0.0, 5), (1.0, 2))}, "host_bytes": {"gradients": 7}}
+    about = {"model": "a model", "machine": {"name": "a machine"}, "accumulate": 1, "memory_budget_bytes": None}
+    made = Recording(**about, plan=plan, profile=profile, tasks=(), **memory)
+    return dataclasses.replace(made, tasks=Summary(made).predicted)
 
 
 INSTANCE = {

@@ -9,6 +9,7 @@ import pytest
 
 import browser
 from jaxferry.compare import Comparison, PolicyRun
+from jaxferry.errors import InputError
 from jaxferry.modes import Mode
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.profiling.records import LayerProfile, Profile
@@ -215,6 +216,37 @@ def test_bad_input_is_one_line(refused, recording, tmp_path):
     (tmp_path / "other.json").write_text("{}")
     told = refused("report", tmp_path / "other.json", "-o", tmp_path / "r.html")
     assert "jaxferry.bench/1" in told and "jaxferry.recording/1" in told
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", 1.5),
+        ("machine", []),
+        ("accumulate", "x"),
+        ("accumulate", 0),
+        ("memory_budget_bytes", -1),
+        ("tasks", []),
+        ("device_bytes", {"parameters": []}),
+        ("device_bytes", {"parameters": [[0.0, float("inf")]]}),
+        ("device_bytes", {"parameters": [[float("nan"), 1]]}),
+        ("host_bytes", {"gradients": "x"}),
+        ("host_bytes", 3),
+    ],
+)
+def test_a_recording_with_a_value_that_cannot_be_is_refused_by_its_key(recording, key, value):
+    with pytest.raises(InputError, match=key):
+        Recording.from_json({**recording.to_json(), key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("policy", 3), ("step_s", []), ("step_s", [-1]), ("peak_device_bytes", float("inf"))]
+)
+def test_a_bench_with_a_value_that_cannot_be_is_refused_by_its_key(bench, key, value):
+    document = bench.to_json()
+    document["rows"][0][key] = value
+    with pytest.raises(InputError, match=key):
+        Comparison.from_json(document)
 
 
 needs_browser = pytest.mark.skipif(browser.PATH is None, reason=browser.WHY_NOT)
