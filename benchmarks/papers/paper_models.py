@@ -5,10 +5,8 @@ All numbers follow from shapes: parameters, products, bytes of activations in si
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
-from jaxferry.profiling.costs import PRODUCT_TILE_ROWS
 from jaxferry.profiling.estimate import LayerCosts
 
 ITEM = 4
@@ -94,11 +92,10 @@ def _block(model: Model, name: str) -> Iterator[LayerCosts]:
 
 
 def _linear(model: Model, name: str, inputs: int, outputs: int, rows: int | None = None) -> LayerCosts:
-    """A product with weights and bias, which keeps its input. DHA reads the weights once per tile of rows."""
+    """A product with weights and bias, which keeps its input. DHA reads each byte of the weights once."""
     rows = model.tokens if rows is None else rows
     parameters = inputs * outputs + outputs
     flops, moved = 2 * rows * inputs * outputs, ITEM * (rows * (inputs + outputs) + parameters)
-    touched = ITEM * parameters * math.ceil(rows / PRODUCT_TILE_ROWS)
     return LayerCosts(
         name=name,
         num_parameters=parameters,
@@ -109,8 +106,8 @@ def _linear(model: Model, name: str, inputs: int, outputs: int, rows: int | None
         forward_bytes=moved,
         backward_flops=2 * flops,
         backward_bytes=2 * moved,
-        dha_bytes_forward=touched,
-        dha_bytes_backward=touched,
+        dha_bytes_forward=ITEM * parameters,
+        dha_bytes_backward=ITEM * parameters,
         backward_kernels=3,
         itemsize=ITEM,
     )

@@ -17,13 +17,6 @@ import jax
 import numpy as np
 from jax.extend import core
 
-PRODUCT_TILE_ROWS = 128
-"""A product that reads weights in host memory reads them once per tile of this many rows of its other operand.
-
-A tiled product holds no more of its output on the chip, and host reads are not cached in device memory. DeepPlan
-(Jeong, Baek and Ahn, EuroSys 2023) counts a multiple of a fully connected layer's bytes on the link.
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -78,8 +71,9 @@ def jaxpr_costs(closed_jaxpr: core.ClosedJaxpr) -> Costs:
 def touched_bytes(closed_jaxpr: core.ClosedJaxpr, arguments: Collection[int]) -> float:
     """Returns the bytes that a program reads from arguments in host memory.
 
-    A lookup reads the rows that it returns. A product reads its whole operand once per `PRODUCT_TILE_ROWS` rows of the
-    other one. Any other operation reads its operand once. Every operation that reads an argument counts.
+    A lookup reads the rows that it returns. Any other operation reads its operand once: a product stages its weights in
+    panels, so that each byte crosses the link once, however many rows the other operand has (`xla_ffi/README.md`). Every
+    operation that reads an argument counts.
 
     Args:
       closed_jaxpr: the program.
@@ -104,8 +98,6 @@ def _touched(jaxpr: core.Jaxpr, sources: dict[int, float]) -> float:
             sources[id(eqn.outvars[0])] = scale * before / after if after else scale
         elif name in ("gather", "dynamic_slice", "slice"):
             total += scale * atom_bytes(eqn.outvars[0])
-        elif name == "dot_general":
-            total += sum(sources[id(eqn.invars[p])] * atom_bytes(eqn.invars[p]) * _tiles(eqn, p) for p in read)
         elif inner_jaxprs(eqn) and name != "while":
             total += _touched_inside(eqn, sources, read)
         else:
@@ -123,15 +115,6 @@ def _touched_inside(eqn: core.JaxprEqn, sources: dict[int, float], read: list[in
     if eqn.primitive.name == "cond":
         return max(per_jaxpr)
     return sum(per_jaxpr) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-
-
-def _tiles(eqn: core.JaxprEqn, position: int) -> int:
-    """Returns the number of row tiles of the other operand of a product."""
-    contracting, batch = eqn.params["dimension_numbers"]
-    other = _shape(eqn.invars[1 - position])
-    used = {*contracting[1 - position], *batch[1 - position]}
-    rows = math.prod(size for axis, size in enumerate(other) if axis not in used)
-    return max(1, math.ceil(rows / PRODUCT_TILE_ROWS))
 
 
 def _body_costs(jaxpr: core.Jaxpr) -> Costs:

@@ -146,6 +146,25 @@ def test_zero_offload_waits_for_all_loads_and_all_gradients():
     assert simulation.step_s == 4 + 2 + 1 + 2
 
 
+def test_zero_offload_uploads_each_layer_once_it_is_updated():
+    """Independent: in its chain all loads precede all programs, and all gradients precede all updates."""
+    profile = transformer(12)
+    plan = with_modes(profile, [Mode.GFGB] * 12, loads="bulk", updates="after-all", memory_bytes=2**53)
+    gpu_s = sum(layer.forward_s + layer.inter_forward_s for layer in profile.layers)
+    link_s = 0.0
+    for each in reversed(profile.layers):
+        gpu_s += each.inter_backward_s + each.backward_s
+        link_s = max(link_s, gpu_s) + each.offload_s
+    host_s = uploaded_s = link_s
+    for each in reversed(profile.layers):
+        host_s += each.update_s
+        uploaded_s = max(uploaded_s, host_s) + each.load_s
+    simulation = simulate(profile, plan)
+    assert simulation.steady_step_s == pytest.approx(uploaded_s, rel=1e-12)
+    assert simulation.steady_step_s < simulation.step_s
+    assert simulation.step_s == pytest.approx(sum(each.load_s for each in profile.layers) + host_s, rel=1e-12)
+
+
 def test_link_bytes_count_every_way_over_the_link():
     profile = Profile({}, (layer("a"), layer("b"), layer("c")))
     places = [GradientPlace.DEVICE, GradientPlace.HOST, GradientPlace.DEVICE]
