@@ -30,6 +30,10 @@ Rules (the machine model; MemFerry, section IV-B):
 - **Updates through the GPU** (`update: "gpu"`): once the group's gradient is whole on the device, masters and optimizer
   state go up, are updated there and go back down with the new compute copy, in subgroups (`jaxferry.streaming`). The
   gradient never leaves. The next step's load (or DHA read) waits for the last transfer down.
+- **Shared links**: where the profile says so, programs that read or write host memory take time of the links
+  (`Task.read_s`, `Task.write_s`). Loads give way to reads: those that follow in the list start as much later as if the
+  link had done the reads before them. A gradient that a backward writes queues behind earlier transfers of the link
+  down, and the backward ends no earlier than it (`jaxferry.simulate.shared_links`).
 - **Parameter groups**: a group has one update, in the place of its last backward. It is due when the group's last
   gradient is on the host. GFGB and DFGB hold a copy from the load to the backward, RELOAD during the forward and during
   the backward, RESIDENT always. While a group's copy is held, every layer of the group uses it and loads no other. The
@@ -310,6 +314,8 @@ class _StepBuilder:
         again = self.recomputes[layer]
         workspace_bytes = profile.forward_bytes(by_dha, again)
         self.list.add_bytes(task, start_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
+        if by_dha and profile.forward_read_s:
+            self.list.set(task, read_s=profile.forward_read_s)
         self.forwards.append(task)
         self.last_program = task
         if copy is not None:
@@ -365,6 +371,9 @@ class _StepBuilder:
         self.last_program = task
         workspace_bytes = profile.backward_bytes(by_dha, grad_on_host, again)
         self.list.add_bytes(task, end_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
+        if self.profile.shares_links:
+            read_s, write_s = by_dha * profile.backward_reads_for(again), grad_on_host * profile.backward_write_s
+            self.list.set(task, read_s=read_s, write_s=write_s)
         if copy is not None:
             self.copies.note_use(copy, layer, task)
         if self.profile.group_of[layer] in self.on_device | self.through_gpu:

@@ -38,6 +38,10 @@ class Kind(enum.StrEnum):
     """Moves a subgroup's master parameters and optimizer state to the device for its update."""
     STATE_DOWN = "state_down"
     """Moves them back to host memory, with the new compute copy."""
+    READ = "read"
+    """The link's share of a program that reads host memory; in simulations only."""
+    WRITE = "write"
+    """Likewise of a backward that writes its gradient to host memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class Task:
       host_end_bytes: host memory for gradients, freed as it ends.
       copy: for a forward or backward, the load whose parameter copy it reads; None if it reads host memory, a RESIDENT
         copy, or nothing.
+      read_s: for a program that reads host memory, seconds of the link up that it takes.
+      write_s: for one that writes its gradient there, seconds of the link down.
       subgroup: of an update that streams through the GPU, and its transfers: which part of the group's flat vectors.
       num_subgroups: the number of such parts.
       step: the step in a chain, counted from 0.
@@ -81,6 +87,8 @@ class Task:
     host_start_bytes: int = 0
     host_end_bytes: int = 0
     copy: int | None = None
+    read_s: float = 0.0
+    write_s: float = 0.0
     subgroup: int = 0
     num_subgroups: int = 1
     step: int = 0

@@ -7,6 +7,7 @@ Cached subjects are neither measured nor compiled again.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,10 +34,12 @@ from jaxferry.measure.microbenchmarks import (
 )
 from jaxferry.partition import Partition, Segment
 from jaxferry.profiling.cache import MeasurementCache, cache_directory, surroundings
+from jaxferry.profiling.estimate import LayerCosts
 from jaxferry.profiling.progress import Report
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.profiling.timers import Effort
+from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
 
 BUDGET_S = 20.0
 """Time for measurements, without compilation; three repetitions of everything may exceed it."""
@@ -80,15 +83,40 @@ def measure_profile(
     temporaries = _temporary_bytes(measured.compiled, programs, cache, report)
     end_s = time.monotonic() + budget_s
     seconds = _seconds(measured.subjects, programs, cache, report, end_s)
+    counted = partition_costs(partition)
     layers = tuple(
         measured.layer(segment, costs, seconds, temporaries)
-        for segment, costs in zip(partition.segments, partition_costs(partition), strict=True)
+        for segment, costs in zip(partition.segments, counted, strict=True)
     )
     about = surroundings(placement.platform, placement.device_kind)
     facts = {"measured": True, "name": placement.device_kind, **about, "transport": transport, "remat": remat}
     profile = Profile(facts, layers)
+    if not placement.is_cpu:
+        profile = with_link_work(profile, counted)
     staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
     return with_program_facts(profile, partition, programs.derivatives, offload_activations, staging_bytes)
+
+
+def with_link_work(profile: Profile, costs: Sequence[LayerCosts]) -> Profile:
+    """The profile with what programs that read or write host memory take of the links.
+
+    That is the time of a load, or an offload, of as many bytes, at the mean speed of those that were measured.
+
+    Args:
+      profile: the measured layers.
+      costs: of the same layers; a DHA program reads the bytes that it touches, a GO backward writes the gradient.
+    """
+    load_s_a_byte, offload_s_a_byte = fetch_seconds_a_byte(profile), save_seconds_a_byte(profile)
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            forward_read_s=min(counted.dha_bytes_forward * load_s_a_byte, layer.forward_dha_s),
+            backward_read_s=min(counted.dha_bytes_backward * load_s_a_byte, layer.backward_dha_s),
+            backward_write_s=layer.grad_bytes * offload_s_a_byte,
+        )
+        for layer, counted in zip(profile.layers, costs, strict=True)
+    )
+    return dataclasses.replace(profile, layers=layers)
 
 
 def default_cache(placement: Placement) -> MeasurementCache:

@@ -3,7 +3,7 @@
 Names: a state is (X, C), the link's end and the GPU's end after the layers so far (MemFerry, section IV-B). Both of a
 layer's transitions are monotone in X and C,
 
-    DHA   (X, C + forward_dha_s + inter_forward_s)
+    DHA   (X + forward_read_s, C + forward_dha_s + inter_forward_s)
     GFGB  (X + load_s, max(C, X + load_s) + forward_s + inter_forward_s),
 
 so a state that is no better in X and no better in C than another can never end better. It is dropped. So is a state
@@ -167,7 +167,7 @@ class _States:
         before_dha, before_gfgb = copies.after(self.copies, index, False), copies.after(self.copies, index, True)
         return _States.joined(
             [
-                _States(self.link, by_dha, before_dha, self.merged, origin),
+                _States(self.link + layer.forward_read_s, by_dha, before_dha, self.merged, origin),
                 _States(link, loaded, before_gfgb, self.merged, origin + 1),
             ]
         )

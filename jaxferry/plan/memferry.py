@@ -1,6 +1,7 @@
 """MemFerry's schedule (section IV-B): Algorithm 1 for the forward, a greedy for the backward.
 
-Names: X is the link's end and C the GPU's end before layer l; T_res = C - X is the reserved overlap time.
+Names: X is the link's end and C the GPU's end before layer l; T_res = C - X is the reserved overlap time. Where the
+profile states what a DHA layer's reads take of the link, they are part of X.
 
 Algorithm 1 as printed has four slips. The max in line 3 has no effect, since no time is negative. Line 30 adds the time
 `base`, counted from the step's start, to T_all as if it were a duration. Line 26 moves T_res^b but not T_all^b. Line 20
@@ -46,7 +47,8 @@ class Forward:
         """Runs the layer, by DHA where (plans,) `by_dha` says so; returns the forward's end, (plans,)."""
         profile, group = self.profile.layers[index], self.profile.group_of[index]
         loads = ~by_dha & ~self.holds(group)
-        self.link = np.where(loads, self.link + profile.load_s, self.link)
+        taken_s = np.where(loads, profile.load_s, np.where(by_dha, profile.forward_read_s, 0.0))
+        self.link = self.link + taken_s
         start = np.where(loads, np.maximum(self.gpu, self.link), self.gpu)
         end = start + np.where(by_dha, profile.forward_dha_s, profile.forward_s)
         self.gpu = end + profile.inter_forward_s
@@ -107,6 +109,7 @@ class _ForwardCosts:
         self.profile = profile
         inter = np.array([layer.inter_forward_s for layer in profile.layers])
         self.load = np.array([layer.load_s for layer in profile.layers])
+        self.read = np.array([layer.forward_read_s for layer in profile.layers])
         self.forward = np.array([layer.forward_s for layer in profile.layers]) + inter
         self.forward_dha = np.array([layer.forward_dha_s for layer in profile.layers]) + inter
         shared = [(member, group) for group, members in enumerate(profile.groups) for member in members[1:] and members]
@@ -131,7 +134,7 @@ class _DecidedForward:
         self.load = np.where(self.loads, costs.load[:size], 0.0)
         compute = np.where(by_dha, costs.forward_dha[:size], costs.forward[:size])
         until = np.concatenate([[0.0], np.cumsum(compute)])
-        link = np.cumsum(self.load)
+        link = np.cumsum(self.load + np.where(by_dha, costs.read[:size], 0.0))
         self.link_s, self.compute_s = (float(link[-1]), float(until[-1])) if size else (0.0, 0.0)
         self.late = link - until[:-1]
         stalls = np.where(self.loads, self.late, -np.inf)
@@ -173,8 +176,9 @@ class _DecidedForward:
         inherited = heir < size
         late = np.maximum(between - load, self.after[np.minimum(heir + 1, size)])
         late = np.maximum(late, np.where(inherited, self.late[np.minimum(heir, size - 1)], -np.inf))
+        late = late + costs.read[candidates]
         gpu = self.compute_s + more + np.maximum(self.before[candidates], late - more)
-        link = self.link_s - np.where(inherited, 0.0, load)
+        link = self.link_s - np.where(inherited, 0.0, load) + costs.read[candidates]
         return np.maximum(gpu, link + costs.load[size])
 
 

@@ -75,15 +75,17 @@ def _read(layers: list[LayerProfile], alone: bool, loaded: bool, leaves: bool | 
     Layers that share parameters may share one copy, so only one alone needs a load. Without a gradient it needs none in
     every step.
     """
-    gpu_s = load_s = offload_s = 0.0
+    gpu_s = load_s = offload_s = 0.0  # the last two: the links' time for transfers and for programs
     for layer in layers:
         forward_s, backward_s = layer.forward_dha_s, layer.backward_dha_s
-        if loaded:
+        if not loaded:
+            load_s += layer.forward_read_s + layer.backward_read_s
+        else:
             forward_s, backward_s = min(forward_s, layer.forward_s), min(backward_s, layer.backward_s)
             load_s += layer.load_s * (alone and layer.has_gradient)
         more_s = layer.backward_go_s - layer.backward_s
         if leaves is not None and layer.has_gradient:
-            offload_s += layer.offload_s * leaves
+            offload_s += layer.offload_s if leaves else layer.backward_write_s
             backward_s = backward_s if leaves else max(backward_s + more_s, 0.0)
         gpu_s += forward_s + backward_s + layer.inter_forward_s + layer.inter_backward_s
     return np.array([gpu_s, load_s, offload_s, 0.0, 0.0])

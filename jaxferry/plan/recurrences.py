@@ -9,6 +9,9 @@ layers.
     backward  C = max(C + inter_backward_s, load, room) + backward_s
               D = max(D, C) + offload_s           D: the end of the link back
               H = max(H, gradients) + update_s    H: the host's end
+
+Where programs share a link (`jaxferry.simulate.shared_links`), X grows by each read before its program, and a backward
+that starts at S and writes its gradient ends at max(S + backward_s, D) with D = max(D, S) + backward_write_s.
 """
 
 import functools
@@ -17,7 +20,7 @@ import itertools
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, effective_codes
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, effective_codes, flags_of
 from jaxferry.profiling.records import Profile
 from jaxferry.room import CROSSING_SLOTS, NO_WAIT, UNLIMITED, Demand, demand, load_order, waits
 from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
@@ -56,6 +59,7 @@ class Batch:
         self.by_dha = (self.modes == DHA) | (self.modes == DFGB)
         self.forward_s = np.where(self.by_dha, self.column("forward_dha_s"), self.column("forward_s"))
         self.backward_s = self._backwards()
+        self._link_work()
         self.held = Holdings(profile, self.modes, self.grad_on_host, recomputes)
         self.any_forward_load = self.held.loads_forward.any(axis=1)
         self.any_between = self.held.loads_between.any(axis=1)
@@ -70,10 +74,23 @@ class Batch:
         self.fetch_s = [layer.fetch_bytes * fetch_s for layer in self.layers]
         self._room(memory_bytes)
 
+    def _link_work(self) -> None:
+        """The time of the links that programs take: reads of forwards and backwards, and writes; (layers, plans)."""
+        self.shares_links = self.profile.shares_links
+        if not self.shares_links:
+            return
+        again = False if self.recomputes is None else self.recomputes
+        forward_read, backward_read = self.column("forward_read_s"), self.column("backward_read_s")
+        self.forward_read_s = np.where(self.by_dha, forward_read, 0.0)
+        twice = np.where(again, backward_read + forward_read, backward_read)
+        self.backward_read_s = np.where((self.modes == DHA) & flags_of(self.profile, "has_backward"), twice, 0.0)
+        self.write_s = np.where(self.grad_on_host, self.column("backward_write_s"), 0.0)
+
     @property
     def is_plain(self) -> bool:
-        """Whether every load waits for an update, and no values go to host memory and back."""
-        return not self.has_crossings and len(self.updated_groups) == len(self.profile.groups)
+        """Whether every load waits for an update, no values go to host memory and back, and links are not shared."""
+        is_alone = not self.has_crossings and not self.shares_links
+        return is_alone and len(self.updated_groups) == len(self.profile.groups)
 
     @functools.cached_property
     def needs(self) -> Demand:
@@ -135,7 +152,8 @@ class Chain:
         saves = any(layer.save_bytes for layer in batch.layers)
         loads = held.loads_forward | held.loads_between | held.loads_backward | held.on_resident
         link = np.where(loads.any(axis=0) | fetches, self.link, self.host)
-        back = np.where(held.offloads.any(axis=0) | saves, self.back, self.host)
+        writes = batch.shares_links and (batch.write_s > 0).any(axis=0)
+        back = np.where(held.offloads.any(axis=0) | saves | writes, self.back, self.host)
         updated = [self.updated[group] for group in batch.updated_groups]
         refreshed = [
             np.where(held.group_resident[group], self.refreshed[group], self.host) for group in batch.updated_groups
@@ -203,6 +221,8 @@ class Step:
             if batch.any_forward_load[layer] and not batch.bulk:
                 start = np.where(held.loads_forward[layer], np.maximum(start, self._load_for_forward(layer)), start)
             start = np.where(batch.by_dha[layer], np.maximum(start, chain.updated[group]), start)
+            if batch.shares_links:
+                chain.link = chain.link + batch.forward_read_s[layer]
             if batch.any_resident[layer]:
                 start = np.where(held.on_resident[layer], np.maximum(start, chain.refreshed[group]), start)
             start = self._after_saves(start)
@@ -276,6 +296,8 @@ class Step:
             if layer in self.fetched:
                 start = np.maximum(start, self.fetched[layer])
         end = start + batch.backward_s[layer]
+        if batch.shares_links:
+            end = self._link_work_of_backward(layer, start, end)
         self.backward_ends[layer] = end
         self.last_program = chain.gpu = end
         if batch.any_reload[layer]:
@@ -287,6 +309,14 @@ class Step:
             grad_on_host = batch.grad_on_host[layer]
             chain.back = np.where(grad_on_host, chain.back, np.maximum(chain.back, end) + profile.offload_s)
             self.arrivals[layer] = np.where(grad_on_host, end, chain.back)
+
+    def _link_work_of_backward(self, layer: int, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """The end of a backward with what it takes of the links."""
+        batch, chain = self.batch, self.chain
+        chain.link = chain.link + batch.backward_read_s[layer]
+        writes, written = batch.write_s[layer] > 0, np.maximum(chain.back, start) + batch.write_s[layer]
+        chain.back = np.where(writes, written, chain.back)
+        return np.where(writes, np.maximum(end, written), end)
 
     def _refresh(self) -> None:
         batch, chain = self.batch, self.chain

@@ -9,10 +9,10 @@ tails t of the layers' gradients, which are independent of modes:
 Names: a state is (X, C, a, S, Y): the link's end, the GPU's end, the tail, the sum S of the DFGB loads, and the end Y
 that these loads would have without GFGB loads. They end at max(X_L + S, Y), which must lie inside MemFerry's window.
 
-The formula omits waits for room and for saved values, so it is at most the step's time. It is exact if there are no
-such waits and all gradients leave by the link. The search is exact while it drops only provably worse states. A beam
-limits the number of states, so on long models the result is a heuristic. `plan/bounds.py` bounds its distance from the
-optimum.
+The formula omits waits for room, for saved values and for a shared link down, so it is at most the step's time. It is
+exact if there are no such waits and all gradients leave by the link. The search is exact while it drops only provably
+worse states. A beam limits the number of states, so on long models the result is a heuristic. `plan/bounds.py` bounds
+its distance from the optimum.
 """
 
 import dataclasses
@@ -66,6 +66,7 @@ class StepCosts:
     """The costs of each layer for the recursion, (layers,) each; compute times include the parameterless parts."""
 
     load: np.ndarray
+    read: np.ndarray
     forward: np.ndarray
     forward_dha: np.ndarray
     inter_forward: np.ndarray
@@ -93,6 +94,7 @@ class StepCosts:
         inter_forward, inter_backward = column("inter_forward_s"), column("inter_backward_s")
         return cls(
             load=column("load_s"),
+            read=column("forward_read_s"),
             forward=column("forward_s") + inter_forward,
             forward_dha=column("forward_dha_s") + inter_forward,
             inter_forward=inter_forward,
@@ -194,6 +196,7 @@ class StepSearch:
             link = link + load
             gpu = np.where(held, gpu, np.maximum(gpu, link)) + costs.forward[index]
         else:
+            link = link + costs.read[index]
             gpu = gpu + costs.forward_dha[index]
         if mode == DFGB:
             forward_end = gpu - costs.inter_forward[index]

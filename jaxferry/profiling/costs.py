@@ -71,8 +71,8 @@ def jaxpr_costs(closed_jaxpr: core.ClosedJaxpr) -> Costs:
 def touched_bytes(closed_jaxpr: core.ClosedJaxpr, arguments: Collection[int]) -> float:
     """Returns the bytes that a program reads from arguments in host memory.
 
-    A lookup reads the rows that it returns. Any other operation reads its operand once: a product stages its weights in
-    panels, so that each byte crosses the link once, however many rows the other operand has (`xla_ffi/README.md`). Every
+    A lookup reads the rows that it returns. Any other operation reads its operand once: a product stages its weights by
+    panels, each of which crosses the link once however many rows the other operand has (`xla_ffi/README.md`). Every
     operation that reads an argument counts.
 
     Args:

@@ -69,7 +69,8 @@ _FLAGS = {
     "has_gradient": True,
     "fused_backward": False,
 }
-_FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0)}
+_LINK_SHARES = ("forward_read_s", "backward_read_s", "backward_write_s")
+_FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0), **dict.fromkeys(_LINK_SHARES, 0.0)}
 _PROFILE_FLAGS = ("updates_after_all", "updates_together")
 _PROFILE_COUNTS = ("num_devices", "num_processes")
 _UPDATES_ON_DEVICE = ("update_gpu_s", "state_up_s", "state_down_s")
@@ -78,12 +79,12 @@ _OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", "tempora
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
 _OF_GRADIENT = {
     **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "sum_bytes", "state_bytes"), 0),
-    **dict.fromkeys(("offload_s", "update_s"), 0.0),
+    **dict.fromkeys(("offload_s", "update_s", "backward_write_s"), 0.0),
     **dict.fromkeys(_UPDATES_ON_DEVICE),
 }
 _OF_BACKWARD = {
     **dict.fromkeys(("activation_bytes", "fetch_bytes", "backward_workspace_bytes"), 0),
-    **dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s", "inter_backward_s"), 0.0),
+    **dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s", "inter_backward_s", "backward_read_s"), 0.0),
     **dict.fromkeys(_RECOMPUTATION),
 }
 
@@ -140,6 +141,10 @@ class LayerProfile:
       forward_workspace_bytes: device memory in use while the forward runs, besides parameters, kept activations and the
         program's temporaries.
       backward_workspace_bytes: likewise for the backward, without its gradient.
+      forward_read_s: time of the link up that a forward by DHA takes for its reads; at most `forward_dha_s`. Loads get
+        what is left of the link (`jaxferry.simulate.shared_links`).
+      backward_read_s: likewise for the backward; without what a backward by DHA reads that runs its forward again.
+      backward_write_s: time of the link down that a GO backward takes for its gradient.
       update_gpu_s: the optimizer step on the device, with master parameters and optimizer state there; None if no
         policy may choose that.
       state_up_s: master parameters and optimizer state host to device, for an update that streams them through the GPU;
@@ -182,6 +187,9 @@ class LayerProfile:
     backward_workspace_bytes: int = 0
     row_gradient_bytes: int = 0
     sum_bytes: int = 0
+    forward_read_s: float = 0.0
+    backward_read_s: float = 0.0
+    backward_write_s: float = 0.0
     update_gpu_s: float | None = None
     state_up_s: float | None = None
     state_down_s: float | None = None
@@ -194,8 +202,11 @@ class LayerProfile:
             object.__setattr__(self, key, check_flag(getattr(self, key), key, where))
         for key in _BYTES:
             object.__setattr__(self, key, check_bytes(getattr(self, key), key, where))
-        for key in _SECONDS:
+        for key in (*_SECONDS, *_LINK_SHARES):
             object.__setattr__(self, key, check_seconds(getattr(self, key), key, where))
+        if self.forward_read_s > self.forward_dha_s:
+            most, given = self.forward_dha_s, self.forward_read_s
+            raise InputError(f"{where}: forward_read_s must be at most forward_dha_s, {most}, got {given}")
         object.__setattr__(self, "state_bytes", check_bytes(self.state_bytes, "state_bytes", where))
         for key in _UPDATES_ON_DEVICE:
             if getattr(self, key) is not None:
@@ -312,6 +323,10 @@ class LayerProfile:
             return self.backward_dha_s + more_s
         return max(self.backward_dha_s + (self.backward_go_s - self.backward_s), 0.0) + more_s
 
+    def backward_reads_for(self, recomputes: bool) -> float:
+        """Seconds of the link up that a backward by DHA takes, which reads twice if it runs its forward again."""
+        return self.backward_read_s + (self.forward_read_s if recomputes else 0.0)
+
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
@@ -412,6 +427,11 @@ class Profile:
     def group_update_s(self) -> tuple[float, ...]:
         """For each group, the seconds of its one update: the maximum over its entries."""
         return tuple(max(self.layers[index].update_s for index in members) for members in self.groups)
+
+    @functools.cached_property
+    def shares_links(self) -> bool:
+        """Whether programs by DHA or GO take time of the links."""
+        return any(getattr(layer, key) > 0 for layer in self.layers for key in _LINK_SHARES)
 
     @functools.cached_property
     def has_times(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxferry.simulate.chain import Chain
+from jaxferry.simulate.shared_links import with_link_work
 from jaxferry.simulate.steady import STEPS_BY_NEED, steady_step_s
 from jaxferry.tasks import Kind, Lane, Run, Schedule
 
@@ -27,7 +28,8 @@ _UPDATES = (Kind.UPDATE, Kind.STATE_DOWN)
 
 
 def run(schedule: Schedule) -> Run:
-    """Runs all tasks."""
+    """Runs all tasks, and those that `shared_links` adds."""
+    schedule = with_link_work(schedule)
     starts, ends = Chain(schedule).run_step()
     return Run(schedule, tuple(starts), tuple(ends))
 

@@ -15,6 +15,7 @@ With updates by need the map is not linear. The period is then measured, see `ST
 from collections.abc import Mapping
 
 from jaxferry.simulate.chain import Chain
+from jaxferry.simulate.shared_links import with_link_work
 from jaxferry.tasks import Lane, Schedule
 
 STEPS_BY_NEED = (8, 24)
@@ -26,6 +27,7 @@ _ROUNDING = 1e-14
 
 def steady_step_s(step: Schedule) -> float:
     """Seconds a step in an endless chain of this step; exact for any transient, without updates by need."""
+    step = with_link_work(step)
     return _measured_s(step) if step.updates_by_need else _Search(step).largest_mean_s()
 
 

@@ -315,6 +315,13 @@ def test_the_way_of_accelerators_measures_as_well(kind, monkeypatch):
     emulate(monkeypatch)
     profile = Setting(tied, TIED, IDS, kind=kind).measure(budget_s=0)
     assert all(getattr(layer, name) > 0 for layer in profile.layers[:-1] for name in TIMES)
+    lookup, *others, _ = profile.layers
+    a_byte = sum(layer.load_s for layer in profile.layers) / sum(layer.param_bytes for layer in profile.layers)
+    rows_s = min(IDS.size * lookup.param_bytes / len(TIED["table"]["rows"]) * a_byte, lookup.forward_dha_s)
+    assert lookup.forward_read_s == pytest.approx(rows_s) and lookup.backward_read_s == 0
+    for layer in others:
+        assert layer.forward_read_s == pytest.approx(min(layer.param_bytes * a_byte, layer.forward_dha_s))
+        assert layer.backward_write_s > 0
 
 
 def test_keys_and_16_bit_numbers_are_made_by_shape():

@@ -46,9 +46,19 @@ class Oracle:
                     queue.append(layer)
         if self.bulk:
             order.sort(key=lambda layer: (-self.same[layer][0], layer))
-        self.first_loads, self.link_order = order, order + between
+        self.first_loads, self.between = order, between
+        self.link_order = self._up()
         self.updaters = [layer for layer in reversed(range(self.size)) if self.same[layer][0] == layer]
-        self.movers = [layer for layer in reversed(range(self.size)) if not self.on_host[layer]]
+        self.down = [("write" if self.on_host[x] else "offload", x) for x in reversed(range(self.size))]
+
+    def _up(self):
+        """What takes time of the link up, in order: loads, and reads of programs."""
+        loads, size = [("load", layer) for layer in self.first_loads], range(self.size)
+        reads = [("read", layer) for layer in size if self.mode[layer] in (Mode.DHA, Mode.DFGB)]
+        if not self.bulk:
+            loads, reads = sorted(loads + reads, key=lambda item: item[1]), []
+        again = [("read_again", layer) for layer in reversed(size) if self.mode[layer] is Mode.DHA]
+        return loads + reads + [("load", layer) for layer in self.between] + again
 
     def end(self, what, layer, step):
         with deep_recursion():
@@ -68,8 +78,7 @@ class Oracle:
 
     def keeps_window(self):
         """DFGB loads end before the first gradient leaves, at the last layer's backward's end; it is never DFGB."""
-        between = [layer for layer in self.link_order if layer not in self.first_loads]
-        ends = [self.end("load", layer, 0) for layer in between]
+        ends = [self.end("load", layer, 0) for layer in self.between]
         return self.mode[-1] is not Mode.DFGB and all(end <= self.end("backward", self.size - 1, 0) for end in ends)
 
     def _end(self, what, layer, step):
@@ -77,15 +86,23 @@ class Oracle:
             return 0.0
         return getattr(self, "_" + what)(layer, step)
 
-    def _queued(self, what, order, layer, step):
-        place = order.index(layer)
-        return self._cached(what, order[place - 1], step) if place else self._cached(what, order[-1], step - 1)
+    def _queued(self, order, item, step):
+        place = order.index(item)
+        return self._cached(*order[place - 1], step) if place else self._cached(*order[-1], step - 1)
 
     def _load(self, layer, step):
         ready = self._cached("update", self.same[layer][0], step - 1)
         if layer not in self.first_loads:
             ready = self._cached("forward", layer, step)
-        return max(ready, self._queued("load", self.link_order, layer, step)) + self.layers[layer].load_s
+        return max(ready, self._queued(self.link_order, ("load", layer), step)) + self.layers[layer].load_s
+
+    def _read(self, layer, step):
+        return self._queued(self.link_order, ("read", layer), step) + self.layers[layer].forward_read_s
+
+    def _read_again(self, layer, step):
+        profile = self.layers[layer]
+        seconds = profile.backward_read_s + profile.forward_read_s * self.recomputes[layer]
+        return self._queued(self.link_order, ("read_again", layer), step) + seconds
 
     def _forward(self, layer, step):
         profile = self.layers[layer]
@@ -100,6 +117,18 @@ class Oracle:
         return max(free, self._cached("update", self.same[layer][0], step - 1)) + profile.forward_dha_s
 
     def _backward(self, layer, step):
+        start, duration = self._backward_alone(layer, step)
+        if self.on_host[layer] and self.layers[layer].backward_write_s:
+            return max(start + duration, self._cached("write", layer, step))
+        return start + duration
+
+    def _write(self, layer, step):
+        """What the link down has done once this gradient is written: nothing more if that takes none of its time."""
+        before, seconds = self._queued(self.down, ("write", layer), step), self.layers[layer].backward_write_s
+        return max(before, self._backward_alone(layer, step)[0]) + seconds if seconds else before
+
+    def _backward_alone(self, layer, step):
+        """When it starts, and what it takes with the links for itself."""
         profile = self.layers[layer]
         above = layer + 1
         free = self._cached("backward", above, step) if above < self.size else self.forward_s(step)
@@ -116,10 +145,10 @@ class Oracle:
             duration += profile.recompute_s
             if self.mode[layer] is Mode.DHA:
                 duration += max(profile.forward_dha_s - profile.forward_s, 0.0)
-        return start + duration
+        return start, duration
 
     def _offload(self, layer, step):
-        ready = max(self._cached("backward", layer, step), self._queued("offload", self.movers, layer, step))
+        ready = max(self._cached("backward", layer, step), self._queued(self.down, ("offload", layer), step))
         return ready + self.layers[layer].offload_s
 
     def _arrival(self, layer, step):
@@ -129,4 +158,5 @@ class Oracle:
         waits = range(self.size) if self.after_all else self.same[layer]
         ready = max(self._arrival(other, step) for other in waits)
         duration = max(self.layers[other].update_s for other in self.same[layer])
-        return max(ready, self._queued("update", self.updaters, layer, step)) + duration
+        order = [("update", other) for other in self.updaters]
+        return max(ready, self._queued(order, ("update", layer), step)) + duration

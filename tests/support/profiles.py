@@ -26,11 +26,13 @@ UNLIMITED_BYTES = 2**53
 
 
 @st.composite
-def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, programs=False):
+def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, programs=False, links=None):
     """Profiles with any times; where `tied`, the last layer shares the first one's parameters.
 
     Where `recomputing`, some layers say what recomputation costs. Where `programs`, some say more of their programs.
+    Where `links`, programs share the links with transfers; by default some profiles do.
     """
+    links = draw(st.booleans()) if links is None else links
     size = draw(st.integers(min_layers, max_layers))
     shares = draw(st.booleans()) if tied is None else tied
     layers = []
@@ -57,9 +59,23 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, pro
                 },
             )
         )
+    if links:
+        layers = [draw(link_shares(layer)) for layer in layers]
     if programs and shares and size > 1:
         layers[0] = dataclasses.replace(layers[0], has_gradient=layers[-1].has_gradient)
     return Profile({"name": "any"}, tuple(layers))
+
+
+@st.composite
+def link_shares(draw, layer):
+    """The layer, with what its programs take of the links; no more than they last."""
+    most = {
+        "forward_read_s": layer.forward_dha_s,
+        "backward_read_s": layer.backward_dha_s,
+        "backward_write_s": layer.backward_go_s,
+    }
+    shares = {key: draw(st.integers(0, int(8 * seconds))) / 8 for key, seconds in most.items()}
+    return dataclasses.replace(layer, **shares)
 
 
 @st.composite
