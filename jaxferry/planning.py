@@ -223,6 +223,9 @@ def sweep(
 ) -> list[SweepPoint]:
     """A policy's plan for each reserve factor and each budget; without budgets, one for each reserve factor.
 
+    A plan whose gradients satisfy a smaller factor also satisfies a larger one below 1, so a smaller factor's plan
+    stands for a larger one's that is slower. With 1 no gradient is GO.
+
     Raises:
       BudgetError: if no plan fits at any setting; it names the smallest feasible budget.
     """
@@ -232,11 +235,26 @@ def sweep(
         asked.report(f"reserve factor {factor:g}")
         planner = _planner(profile, policy, asked)
         for budget in budgets_bytes if budgets_bytes is not None else [None]:
-            points.append(_sweep_point(profile, planner, factor, budget))
+            found = _sweep_point(profile, planner, factor, budget)
+            points.append(min([found, *_allowed(points, factor, budget)], key=_steady_s))
     if all(point.plan is None for point in points):
         leanest = min(points, key=lambda point: (point.smallest_bytes, -(point.memory_budget_bytes or 0)))
         raise BudgetError(f"at reserve factor {leanest.reserve_factor:g}, {leanest.problem}", leanest.smallest_bytes)
     return points
+
+
+def _allowed(points: Sequence[SweepPoint], factor: float, budget: int | None) -> list[SweepPoint]:
+    """The plans for smaller factors and the same budget, as points of this factor; none for 1."""
+    return [
+        dataclasses.replace(point, reserve_factor=factor, plan=dataclasses.replace(point.plan, reserve_factor=factor))
+        for point in points
+        if point.plan is not None and point.reserve_factor <= factor < 1 and point.memory_budget_bytes == budget
+    ]
+
+
+def _steady_s(point: SweepPoint) -> float:
+    has_plan = point.plan is not None and point.plan.predicted is not None
+    return _memory_and_time(point)[1] if has_plan else float("inf")
 
 
 def _planner(profile: Profile, policy: str, request: Request) -> Callable[[int | None], Plan]:

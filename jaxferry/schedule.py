@@ -31,9 +31,8 @@ Rules (the machine model; MemFerry, section IV-B):
   state go up, are updated there and go back down with the new compute copy, in subgroups (`jaxferry.streaming`). The
   gradient never leaves. The next step's load (or DHA read) waits for the last transfer down.
 - **Shared links**: where the profile says so, programs that read or write host memory take time of the links
-  (`Task.read_s`, `Task.write_s`). Loads give way to reads: those that follow in the list start as much later as if the
-  link had done the reads before them. A gradient that a backward writes queues behind earlier transfers of the link
-  down, and the backward ends no earlier than it (`jaxferry.simulate.shared_links`).
+  (`Task.read_s`, `Task.write_s`). Programs go first, and the transfers that follow in the list get what they leave
+  (`jaxferry.simulate.shared_links`).
 - **Parameter groups**: a group has one update, in the place of its last backward. It is due when the group's last
   gradient is on the host. GFGB and DFGB hold a copy from the load to the backward, RELOAD during the forward and during
   the backward, RESIDENT always. While a group's copy is held, every layer of the group uses it and loads no other. The

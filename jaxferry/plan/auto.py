@@ -38,7 +38,7 @@ from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed, streamable_
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
-from jaxferry.plan.gradients import capacity_bytes, gradients_to_host
+from jaxferry.plan.gradients import capacity_bytes, gains_s, gradients_to_host
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
 from jaxferry.plan.streamed_updates import StreamedUpdateSearch
@@ -90,7 +90,7 @@ class AutoSearch:
         self._placed: DeviceUpdateSearch | None = None
         self._streamed: StreamedUpdateSearch | None = None
         self.saved_bytes = np.array([x.activation_bytes - x.kept_bytes(x.can_recompute) for x in profile.layers])
-        self.gains = np.array([layer.backward_go_s - layer.backward_s for layer in profile.layers])
+        self.gains = np.array(gains_s(profile))
         self.sizes = [layer.grad_bytes for layer in profile.layers]
         self._fill()
         if (self.saved_bytes > 0).any():

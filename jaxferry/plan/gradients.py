@@ -1,8 +1,10 @@
 """GO-MemFerry: which gradients stay on the device (MemFerry, section IV-D).
 
-Names: `gain_s` is T_GBP - T_CBP, the seconds that a backward saves when its gradient stays; the capacity is the reserve
-factor's share of all gradient bytes. The paper's table D over (layer, bytes) is kept as its Pareto frontier, so byte
-sizes are exact: states (bytes, gain) that no other state beats, less those that Dantzig's bound rules out.
+Names: `gain_s` is T_GBP - T_CBP, the seconds that a backward saves when its gradient stays, less what its transfer
+takes longer than the backwards that follow; the capacity is the reserve factor's share of all gradient bytes. The paper
+counts no link time, which for the first layers, whose transfers nothing hides, may exceed T_GBP - T_CBP. Its table D
+over (layer, bytes) is kept as its Pareto frontier, so byte sizes are exact: states (bytes, gain) that no other state
+beats, less those that Dantzig's bound rules out.
 
 The result is optimal unless the frontier exceeds `MOST_STATES` (hundreds of layers of unrelated sizes with gain
 proportional to size). Sizes are then rounded up to multiples of capacity / 32768, which keeps within the capacity. If
@@ -35,9 +37,18 @@ def gradients_to_host(profile: Profile, reserve_factor: float) -> np.ndarray:
     if reserve_factor >= 1:
         return np.zeros(len(profile.layers), dtype=bool)
     sizes = [layer.grad_bytes for layer in profile.layers]
-    gains = [layer.backward_go_s - layer.backward_s for layer in profile.layers]
-    stays = choose_gradients(sizes, gains, capacity_bytes(profile, reserve_factor))
+    stays = choose_gradients(sizes, gains_s(profile), capacity_bytes(profile, reserve_factor))
     return ~np.array([layer in stays for layer in range(len(sizes))], dtype=bool)
+
+
+def gains_s(profile: Profile) -> list[float]:
+    """For each layer, what a step gains if its gradient stays on the device, with the links for itself."""
+    gains, following_s = [], 0.0
+    for layer in profile.layers:
+        exposed_s = max(layer.offload_s - following_s, 0.0)
+        gains.append(layer.backward_go_s - layer.backward_s - exposed_s)
+        following_s += layer.backward_s + layer.inter_backward_s
+    return gains
 
 
 def choose_gradients(sizes_bytes: list[int], gains_s: list[float], capacity: int) -> set[int]:

@@ -10,8 +10,8 @@ layers.
               D = max(D, C) + offload_s           D: the end of the link back
               H = max(H, gradients) + update_s    H: the host's end
 
-Where programs share a link (`jaxferry.simulate.shared_links`), X grows by each read before its program, and a backward
-that starts at S and writes its gradient ends at max(S + backward_s, D) with D = max(D, S) + backward_write_s.
+Where programs share a link (`jaxferry.simulate.shared_links`), X grows by each read before its program, and D becomes
+max(D, S) + backward_write_s with a backward that starts at S and writes its gradient.
 """
 
 import functools
@@ -297,7 +297,7 @@ class Step:
                 start = np.maximum(start, self.fetched[layer])
         end = start + batch.backward_s[layer]
         if batch.shares_links:
-            end = self._link_work_of_backward(layer, start, end)
+            self._link_work_of_backward(layer, start)
         self.backward_ends[layer] = end
         self.last_program = chain.gpu = end
         if batch.any_reload[layer]:
@@ -310,13 +310,12 @@ class Step:
             chain.back = np.where(grad_on_host, chain.back, np.maximum(chain.back, end) + profile.offload_s)
             self.arrivals[layer] = np.where(grad_on_host, end, chain.back)
 
-    def _link_work_of_backward(self, layer: int, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """The end of a backward with what it takes of the links."""
+    def _link_work_of_backward(self, layer: int, start: np.ndarray) -> None:
+        """Gives the links what a backward that starts then takes of them."""
         batch, chain = self.batch, self.chain
         chain.link = chain.link + batch.backward_read_s[layer]
-        writes, written = batch.write_s[layer] > 0, np.maximum(chain.back, start) + batch.write_s[layer]
-        chain.back = np.where(writes, written, chain.back)
-        return np.where(writes, np.maximum(end, written), end)
+        written = np.maximum(chain.back, start) + batch.write_s[layer]
+        chain.back = np.where(batch.write_s[layer] > 0, written, chain.back)
 
     def _refresh(self) -> None:
         batch, chain = self.batch, self.chain

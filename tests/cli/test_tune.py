@@ -9,8 +9,9 @@ import pytest
 
 from jaxferry.cli.tune import read_range
 from jaxferry.errors import BudgetError, InputError
+from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan, Predicted, Updates
-from jaxferry.planning import SweepPoint, knee, make_plan
+from jaxferry.planning import SweepPoint, knee, make_plan, sweep
 from jaxferry.profiling.records import Profile
 from jaxferry.report.plots import sweep_figure
 from jaxferry.schedule import needed_bytes
@@ -37,6 +38,24 @@ def test_budgets_are_swept_with_auto_and_more_memory_is_never_slower(jaxferry, p
     assert fits == sorted(fits) and fits[-1] and not fits[0]
     times = [row["steady_step_s"] for row in document["points"] if row["fits"]]
     assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("seed", [1, 4, 7])
+def test_the_time_never_rises_with_a_reserve_factor_below_1(seed):
+    """Also where the policy's own plan for a larger factor is slower; what stays satisfies the point's factor."""
+    alone = transformer(13, seed)
+    layers = [dataclasses.replace(each, backward_write_s=0.9 * each.offload_s) for each in alone.layers]
+    profile, factors = Profile({}, tuple(layers)), [number / 10 for number in range(10)]
+    points = sweep(profile, "go-memferry", factors, None, Request())
+    times = [point.plan.predicted.steady_step_s for point in points]
+    assert times == sorted(times, reverse=True) and times[-1] < times[0]
+    own = [make_plan(profile, "go-memferry", reserve_factor=factor).predicted.steady_step_s for factor in factors]
+    assert all(time <= time_of_own for time, time_of_own in zip(times, own, strict=True))
+    total = sum(each.grad_bytes for each in layers)
+    for point, factor in zip(points, factors, strict=True):
+        pairs = zip(layers, point.plan.gradients, strict=True)
+        assert sum(each.grad_bytes for each, place in pairs if place == "device") <= factor * total
+        assert point.plan.reserve_factor == factor
 
 
 def test_the_default_budget_is_that_of_the_profile_s_machine(jaxferry, tmp_path):

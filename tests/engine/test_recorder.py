@@ -43,6 +43,7 @@ def test_from_ends_alone_follows_what_the_simulator_says(case, num_steps, knows_
     profile, plan = case
     chain = repeat(lowered(profile, plan) if knows_programs else schedule_step(profile, plan), num_steps)
     truth = machine.run(chain)
+    chain = truth.schedule
     issued, known = [], {}
     host = sorted((s, e) for t, s, e in zip(chain.tasks, truth.starts_s, truth.ends_s, strict=True) if t.lane == "host")
     for index, (task, start, end) in enumerate(zip(chain.tasks, truth.starts_s, truth.ends_s, strict=True)):

@@ -1,5 +1,6 @@
 """GO-MemFerry's choice of gradients: optimal, within the budget to the byte, and only where it gains."""
 
+import dataclasses
 import itertools
 import random
 
@@ -65,17 +66,29 @@ def test_instances_too_wide_for_the_frontier_stay_within_the_budget_and_near_the
 
 @deterministic
 @given(profiles(max_layers=5), st.integers(0, 99))
-def test_backwards_take_the_least_time_of_all_choices_that_fit(profile, percent):
-    def backwards_s(grad_on_host):
-        pairs = zip(profile.layers, grad_on_host, strict=True)
-        return sum(layer.backward_go_s if host else layer.backward_s for layer, host in pairs)
+def test_backwards_and_what_they_do_not_hide_take_the_least_time_of_all_choices_that_fit(profile, percent):
+    def seconds(grad_on_host):
+        total_s = 0.0
+        for index, (layer, host) in enumerate(zip(profile.layers, grad_on_host, strict=True)):
+            later_s = sum(below.inter_backward_s + below.backward_s for below in profile.layers[:index])
+            kept_s = layer.backward_s + max(layer.offload_s - later_s, 0)
+            total_s += layer.backward_go_s if host else kept_s
+        return total_s
 
     def fits(grad_on_host):
         stays = sum(x.grad_bytes for x, host in zip(profile.layers, grad_on_host, strict=True) if not host)
         return 100 * stays <= percent * sum(x.grad_bytes for x in profile.layers)
 
     choices = filter(fits, itertools.product((False, True), repeat=len(profile.layers)))
-    assert backwards_s(gradients_to_host(profile, percent / 100)) == min(backwards_s(choice) for choice in choices)
+    assert seconds(gradients_to_host(profile, percent / 100)) == min(seconds(choice) for choice in choices)
+
+
+def test_a_transfer_that_nothing_hides_keeps_no_gradient_on_the_device():
+    """The first layer's backward is the last: its gradient would be transferred after all work of the GPU."""
+    first, *others = transformer(9).layers
+    first = dataclasses.replace(first, backward_go_s=first.backward_s + 0.5 * first.offload_s)
+    grad_on_host = gradients_to_host(Profile({}, (first, *others)), 0.9)
+    assert grad_on_host[0] and not grad_on_host[1:].all()
 
 
 def test_gradients_without_bytes_stay_where_others_take_all_room():

@@ -8,31 +8,15 @@ from hypothesis import given
 
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
 from jaxferry.simulate import machine
 from jaxferry.simulate.report import predict, simulate
 from oracle import Oracle
 from profiles import deterministic, planned, profiles, recomputing, transformer, with_modes
+from profiles import unit_layer as layer
 
 PAPER_MODES = (Mode.GFGB, Mode.DHA, Mode.DFGB)
-
-
-def layer(name, **values):
-    times = dict.fromkeys(
-        (
-            "load_s",
-            "forward_s",
-            "forward_dha_s",
-            "backward_s",
-            "backward_dha_s",
-            "backward_go_s",
-            "offload_s",
-            "update_s",
-        ),
-        1.0,
-    )
-    return LayerProfile(name=name, **{"param_bytes": 10, "grad_bytes": 1, **times, **values})
 
 
 @deterministic

@@ -117,18 +117,15 @@ class Oracle:
         return max(free, self._cached("update", self.same[layer][0], step - 1)) + profile.forward_dha_s
 
     def _backward(self, layer, step):
-        start, duration = self._backward_alone(layer, step)
-        if self.on_host[layer] and self.layers[layer].backward_write_s:
-            return max(start + duration, self._cached("write", layer, step))
-        return start + duration
+        return sum(self._start_and_duration(layer, step))
 
     def _write(self, layer, step):
         """What the link down has done once this gradient is written: nothing more if that takes none of its time."""
         before, seconds = self._queued(self.down, ("write", layer), step), self.layers[layer].backward_write_s
-        return max(before, self._backward_alone(layer, step)[0]) + seconds if seconds else before
+        return max(before, self._start_and_duration(layer, step)[0]) + seconds if seconds else before
 
-    def _backward_alone(self, layer, step):
-        """When it starts, and what it takes with the links for itself."""
+    def _start_and_duration(self, layer, step):
+        """Of a backward."""
         profile = self.layers[layer]
         above = layer + 1
         free = self._cached("backward", above, step) if above < self.size else self.forward_s(step)

@@ -216,6 +216,13 @@ def transformer(num_layers, seed=0, tied=False):
     return Profile({"name": "transformer"}, tuple(layers))
 
 
+def unit_layer(name, **values):
+    """A layer whose times are 1 s each, with 10 bytes of parameters and 1 of gradient."""
+    keys = ("load_s", "forward_s", "forward_dha_s", "backward_s", "backward_dha_s", "backward_go_s", "offload_s")
+    times = dict.fromkeys((*keys, "update_s"), 1.0)
+    return LayerProfile(name=name, **{"param_bytes": 10, "grad_bytes": 1, **times, **values})
+
+
 def with_modes(profile, modes, gradients=None, **kwargs):
     """A plan with these modes."""
     gradients = gradients or [GradientPlace.DEVICE] * len(modes)
