@@ -304,6 +304,7 @@ def test_simulated_by_need_no_task_waits_without_a_reason(case):
     profile, plan = case
     schedule = lowered(profile, plan)
     run = machine.run(schedule)
+    schedule = run.schedule
     by_lane: dict[Lane, list[int]] = {}
     for index in sorted(range(len(schedule.tasks)), key=lambda i: (run.starts_s[i], run.ends_s[i], i)):
         by_lane.setdefault(schedule.tasks[index].lane, []).append(index)

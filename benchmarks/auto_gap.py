@@ -1,0 +1,156 @@
+"""Measures how far `auto` is from a proven bound, and how long it plans: ten real models, six machines, three budgets.
+
+    python benchmarks/auto_gap.py [--models gpt2:124m llama:8b]
+
+Prints a table and writes `benchmarks/results/auto_gap.json` after each model and machine; rows of other models stay in
+it. Models are the examples', traced at their real sizes, one layer per block, in bfloat16; machines are estimated. The
+budgets of a model on a machine are the device memory that a JAX process takes there, the least memory that any plan
+needs, and the geometric mean of the two. Where not even the leanest plan fits into the machine, the budgets are 1, 2
+and 4 times its memory. The bound holds for any plan within the budget: any modes, gradients, places of updates,
+recomputation (`jaxferry/plan/any_bound.py`). Planning times are processor time.
+
+Expected: gaps of at most 5 %, 2 s for 128 layers.
+"""
+
+import argparse
+import json
+import os
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import benchmark_paths  # noqa: F401 - makes the others importable
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import measure
+from jaxferry.cli.user_code import find_function
+from jaxferry.engine import RematVariants
+from jaxferry.engine.facts import with_program_facts
+from jaxferry.partition import AUTO, partition
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
+from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.base import Request
+from jaxferry.plan.records import Plan
+from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.machines import MACHINES, default_budget_bytes
+from jaxferry.profiling.records import Profile
+from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.simulate.report import predict
+from machine import facts
+
+MODELS = (
+    "resnet:50",
+    "vit:large",
+    "bert:base",
+    "bert:large",
+    "roberta:base",
+    "transformer_xl:1.7b",
+    "gpt2:medium",
+    "gpt2:xl",
+    "gpt2:6.7b",
+    "llama:8b",
+)
+BATCH = 8
+RESULTS = measure.RESULTS / "auto_gap.json"
+
+
+class Traced:
+    """A model's segments and their counted costs; `on` gives its profile on a machine."""
+
+    def __init__(self, name: str):
+        loss_fn, init_fn, batch_of = find_function(name)(batch_size=BATCH)
+        params = jax.eval_shape(init_fn, jax.random.key(0))
+        batch = jax.eval_shape(lambda: batch_of(0))
+        self.parts = partition(loss_fn, params, (batch,), compute_dtype=jnp.bfloat16)
+        self.variants = RematVariants(self.parts, AUTO)
+        self.costs = partition_costs(self.parts, AUTO, temporaries=True)
+
+    def on(self, machine: str) -> Profile:
+        """The estimated profile."""
+        profile = estimate_profile(self.costs, MACHINES[machine])
+        return with_program_facts(profile, self.variants.base, self.variants.derivatives)
+
+
+def budgets_of(search: AutoSearch, machine: str) -> dict[str, int]:
+    """The budgets by name, in bytes."""
+    least = search.smallest_bytes()
+    most = default_budget_bytes(MACHINES[machine].to_json())
+    if most < least:
+        return {"least": least, "twice": 2 * least, "four times": 4 * least}
+    return {"least": least, "between": int((least * most) ** 0.5), "machine": most}
+
+
+def rows_of(name: str, machine: str, profile: Profile) -> list[dict]:
+    """One row per budget."""
+    start = time.process_time()
+    search = AutoSearch(profile, Request())
+    searched_s = time.process_time() - start
+    rows = []
+    for title, budget in budgets_of(search, machine).items():
+        start = time.process_time()
+        plan = predict(profile, search.plan(budget))
+        planned_s = time.process_time() - start
+        bound_s = any_plan_lower_bound_s(profile, budget)
+        rows.append(
+            {"model": name, "machine": machine, "budget": title, "budget_bytes": budget, "layers": len(profile.layers)}
+            | {"steady_step_s": plan.predicted.steady_step_s, "bound_s": bound_s}
+            | {"gap": plan.predicted.steady_step_s / bound_s - 1, **_choices(plan)}
+            | {"search_processor_s": round(searched_s, 2), "plan_processor_s": round(planned_s, 2)}
+        )
+    return rows
+
+
+def _choices(plan: Plan) -> dict:
+    modes = {mode.value: plan.modes.count(mode) for mode in dict.fromkeys(plan.modes)}
+    return {
+        "modes": modes,
+        "recompute": sum(plan.recomputes),
+        "updates_on_device": sum(plan.updates_on_device),
+        "updates_streamed": sum(plan.updates_streamed),
+        "binding": plan.details["binding"],
+    }
+
+
+def print_rows(rows: list[dict]) -> None:
+    """Prints one line per model and budget: the worst machine, the mean, and planning times."""
+    table = Table("model", "budget", title="auto over the proven bound, six machines")
+    for head in ("layers", "mean gap", "worst gap", "on", "planning s"):
+        table.add_column(head, justify="right")
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["budget"]), []).append(row)
+    for (model, budget), group in groups.items():
+        worst = max(group, key=lambda row: row["gap"])
+        seconds = max(row["search_processor_s"] + row["plan_processor_s"] for row in group)
+        mean = sum(row["gap"] for row in group) / len(group)
+        cells = (str(worst["layers"]), f"{mean:.1%}", f"{worst['gap']:.1%}", worst["machine"], f"{seconds:.1f}")
+        table.add_row(model, budget, *cells)
+    within = sum(row["gap"] <= 0.05 for row in rows)
+    Console(width=120).print(table, f"{within} of {len(rows)} plans are within 5 % of the bound")
+
+
+def main() -> None:
+    """Runs the study."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, help="examples' models by name and size")
+    parser.add_argument("--machines", nargs="+", default=tuple(MACHINES), help="names of machines")
+    parser.add_argument("--again", action="store_true", help="print the existing results")
+    arguments = parser.parse_args()
+    known = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    if arguments.again:
+        print_rows(known)
+        return
+    for name in arguments.models:
+        traced = Traced(name)
+        for machine in arguments.machines:
+            known = [row for row in known if (row["model"], row["machine"]) != (name, machine)]
+            known += rows_of(name, machine, traced.on(machine))
+            measure.write("auto_gap", {"planned_on": facts("none"), "batch": BATCH, "rows": known})
+    print_rows(known)
+
+
+if __name__ == "__main__":
+    main()
