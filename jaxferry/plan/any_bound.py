@@ -22,7 +22,7 @@ import dataclasses
 import numpy as np
 
 from jaxferry.plan.bounds import group_loads
-from jaxferry.plan.device_updates import streamable_groups, updatable_groups
+from jaxferry.plan.device_updates import updatable_groups
 from jaxferry.plan.place_bound import place_lower_bound_s
 from jaxferry.plan.relaxation import Penalty, least_time
 from jaxferry.plan.whole_step import StepCosts, first_trained
@@ -32,36 +32,18 @@ from jaxferry.profiling.records import LayerProfile, Profile
 def any_plan_lower_bound_s(profile: Profile, budget_bytes: int | None = None) -> float:
     """No plan has a smaller `steady_step_s`, with any modes, gradients, loads, updates and update order.
 
-    Where groups may be updated on the device, that holds for plans within the budget: their optimizer state takes
-    memory, so no more of the host's work can go there than the fractional knapsack of the budget. Where updates may
-    stream through the GPU, the links carry their state (`plan/place_bound.py`).
+    With a budget, that holds for the plans within it: copies, kept activations and optimizer state on the device take
+    its memory (`plan/place_bound.py`).
     """
     groups = updatable_groups(profile)
-    if streamable_groups(profile):
-        least_s = place_lower_bound_s(profile, budget_bytes)
-        return max(least_s, _lower_bound_s(_without_gradients(profile, groups)))
-    if groups:
-        least_s = sum(profile.group_update_s) - _most_moved_s(profile, groups, budget_bytes)
-        return max(least_s, _lower_bound_s(_without_gradients(profile, groups)))
-    return _lower_bound_s(profile)
+    least_s = place_lower_bound_s(profile, budget_bytes)
+    return max(least_s, _lower_bound_s(_without_gradients(profile, groups) if groups else profile))
 
 
 def _least_gpu_s(layer: LayerProfile) -> float:
     """The least time of a layer's programs, with any mode and no gradient that leaves."""
     forward_s = min(layer.forward_s, layer.forward_dha_s) + layer.inter_forward_s
     return forward_s + min(layer.backward_s, layer.backward_dha_s) + layer.inter_backward_s
-
-
-def _most_moved_s(profile: Profile, groups: list[int], budget_bytes: int | None) -> float:
-    """The most seconds of host updates that can go to the device within a budget; a fractional knapsack."""
-    first = {group: profile.layers[profile.groups[group][0]] for group in groups}
-    size = {group: first[group].state_bytes + first[group].param_bytes for group in groups}
-    left, moved_s = float("inf") if budget_bytes is None else float(budget_bytes), 0.0
-    for group in sorted(groups, key=lambda g: -profile.group_update_s[g] / max(size[g], 1)):
-        share = min(left / size[group], 1.0) if size[group] else 1.0
-        moved_s += share * profile.group_update_s[group]
-        left -= share * size[group]
-    return moved_s
 
 
 def _without_gradients(profile: Profile, groups: list[int]) -> Profile:

@@ -1,14 +1,15 @@
 """Plans that keep the optimizer state of some groups on the device and update them there.
 
 Which groups: the first k of several orders, from none to all; none or all if one update covers them. For each choice
-the other layers take the modes and gradients of plans that the search without such updates found, or one mode for all.
-Neither depends on the budget, which only picks the fastest plan that fits; so more memory is never slower.
+the other layers take the modes and gradients of plans that the search without such updates found, or one mode for all
+with a share of the layers recomputed, since state on the device takes the place of activations. Neither depends on the budget, which only picks the fastest plan that fits; so more memory is never slower.
 
 Choices are evaluated in the order of a lower bound on the time of their plans that fit, until no other can be faster.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +26,7 @@ from jaxferry.simulate.report import simulate
 
 _POINTS, _LEAST_POINTS = 12, 2
 _STARTS = 8
+_SHARES = 8
 _ROUNDING = 1e-9
 
 
@@ -143,6 +145,17 @@ class DeviceUpdateSearch:
         return Placed(plan, best.objective_s + more_s, best.needed_bytes)
 
     @functools.cached_property
+    def _recomputing(self) -> list[np.ndarray]:
+        """Flags of the first layers that save memory by recomputation: shares of them, (layers,) each."""
+        layers = self.profile.layers
+        useful = np.flatnonzero([x.can_recompute and x.kept_bytes(True) < x.activation_bytes for x in layers])
+        counts = np.unique(np.linspace(0, len(useful), fewer(_SHARES, len(layers), 2) + 1).astype(int))[1:]
+        found = np.zeros((len(counts), len(layers)), dtype=bool)
+        for flags, count in zip(found, counts, strict=True):
+            flags[useful[:count]] = True
+        return list(found)
+
+    @functools.cached_property
     def _all_on_device(self) -> Placed:
         """Plain training."""
         size = len(self.profile.layers)
@@ -159,6 +172,7 @@ class DeviceUpdateSearch:
         none = np.zeros(len(self.profile.layers), dtype=bool)
         uniform = [np.full(len(none), mode, dtype=np.int8) for mode in (GFGB, DHA, RELOAD, RESIDENT)]
         starts += [(modes, grad_on_host, none) for modes in uniform for grad_on_host in (none, ~none)]
+        starts += itertools.product(uniform[:2], (none, ~none), self._recomputing)
         modes, grad_on_host, recomputes = (np.stack(part) for part in zip(*starts, strict=True))
         modes[:, members], grad_on_host[:, members] = RESIDENT, False
         pool.add(modes, grad_on_host, recomputes=recomputes)

@@ -14,8 +14,9 @@ from jaxferry.plan.records import UpdateOrder
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
+from jaxferry.schedule import needed_bytes
 from jaxferry.simulate.report import simulate
-from profiles import UNLIMITED_BYTES, examples, planned, profiles, transformer, with_modes
+from profiles import UNLIMITED_BYTES, examples, planned, profiles, recomputing, transformer, with_modes
 
 many = examples(100)
 
@@ -25,6 +26,25 @@ many = examples(100)
 def test_no_plan_is_below_the_bound(case):
     profile, plan = case
     assert simulate(profile, plan).steady_step_s >= any_plan_lower_bound_s(profile) * (1 - 1e-12)
+
+
+@many
+@given(st.booleans().flatmap(lambda programs: planned(max_layers=5, programs=programs, recomputing=True)))
+def test_no_plan_is_below_the_bound_within_the_memory_that_it_needs(case):
+    profile, plan = case
+    budget = needed_bytes(profile, plan)
+    assert simulate(profile, plan).steady_step_s >= any_plan_lower_bound_s(profile, budget) * (1 - 1e-12)
+
+
+def test_a_budget_that_makes_layers_recompute_raises_the_bound():
+    profile = recomputing(transformer(9), seconds_of_forward=1.0, share=0.0)
+    kept = sum(layer.activation_bytes for layer in profile.layers)
+    again_s = sum(layer.recompute_s for layer in profile.layers[:-1])
+    free_s = any_plan_lower_bound_s(profile, 100 * kept)
+    half = any_plan_lower_bound_s(profile, profile.layers[-1].activation_bytes)
+    assert free_s == pytest.approx(any_plan_lower_bound_s(profile), rel=0.02)
+    least_s = sum(x.forward_s + x.backward_s + x.inter_forward_s + x.inter_backward_s for x in profile.layers)
+    assert half >= 0.99 * (least_s + again_s)
 
 
 @examples(6)

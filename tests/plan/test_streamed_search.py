@@ -99,18 +99,18 @@ def test_no_plan_of_few_layers_is_below_the_bound_wherever_it_updates(data):
             assert bound_s <= simulate(profile, plan).steady_step_s * NEARLY
 
 
-def linear_program_s(table, budget_bytes):
+def linear_program_s(table, budgets):
     """The least period if groups may be split among their options, by SciPy."""
     groups, options, _ = table.shape
     columns = groups * options
     lanes = [np.append(table[:, :, lane].ravel(), -1.0) for lane in range(4)]
-    memory = np.append(table[:, :, 4].ravel() / budget_bytes, 0.0)
+    memory = [np.append(table[:, :, 4 + number].ravel() / each, 0.0) for number, each in enumerate(budgets)]
     one_each = np.zeros((groups, columns + 1))
     for group in range(groups):
         one_each[group, group * options : (group + 1) * options] = 1.0
     cost = np.append(np.zeros(columns), 1.0)
-    above = np.array([0.0, 0.0, 0.0, 0.0, 1.0])
-    return scipy.optimize.linprog(cost, np.array([*lanes, memory]), above, one_each, np.ones(groups)).fun
+    above = np.array([0.0, 0.0, 0.0, 0.0, *np.ones(len(budgets))])
+    return scipy.optimize.linprog(cost, np.array([*lanes, *memory]), above, one_each, np.ones(groups)).fun
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 1.0])
