@@ -2,7 +2,8 @@
 
 Which groups: the first k of several orders, from none to all; none or all if one update covers them. For each choice
 the other layers take the modes and gradients of plans that the search without such updates found, or one mode for all
-with a share of the layers recomputed, since state on the device takes the place of activations. Neither depends on the budget, which only picks the fastest plan that fits; so more memory is never slower.
+with a share of the layers recomputed, since state on the device takes the place of activations. Neither depends on the
+budget, which only picks the fastest plan that fits; so more memory is never slower.
 
 Choices are evaluated in the order of a lower bound on the time of their plans that fit, until no other can be faster.
 """

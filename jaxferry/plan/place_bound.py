@@ -59,6 +59,7 @@ def _best_bound_s(table: np.ndarray, budgets: np.ndarray) -> float:
     """
     found_s = float(table[:, :, :_LANES].sum(axis=2).min(axis=1).sum()) / _LANES
     scale = np.append(np.ones(_LANES), found_s / budgets)
+    most_s = float(table[:, :, :_LANES].sum(axis=2).max(axis=1).sum())
     rows, logs = np.arange(len(table)), np.zeros(len(scale))
     for number in range(fewer(_ROUNDS, len(table), _LEAST_ROUNDS)):
         weights = np.exp(logs - logs.max())
@@ -67,6 +68,8 @@ def _best_bound_s(table: np.ndarray, budgets: np.ndarray) -> float:
         bound_s = float(costs.min(axis=1).sum() - (weights * scale)[_LANES:] @ budgets)
         if bound_s > found_s:
             found_s, scale[_LANES:] = bound_s, bound_s / budgets
+        if found_s > most_s:  # even one task after another is faster: nothing fits
+            break
         used = table[rows, costs.argmin(axis=1)].sum(axis=0) * scale
         logs += used / max(used.max(), 1e-300) * (4.0 / (4.0 + number) ** 0.5)
     return max(found_s, 0.0)
