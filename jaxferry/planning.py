@@ -229,7 +229,7 @@ def sweep(
     Raises:
       BudgetError: if no plan fits at any setting; it names the smallest feasible budget.
     """
-    points = []
+    points: list[SweepPoint] = []
     for factor in reserve_factors:
         asked = dataclasses.replace(request, reserve_factor=factor, memory_budget_bytes=None)
         asked.report(f"reserve factor {factor:g}")

@@ -1,0 +1,157 @@
+"""Reproduces Figures 10(a) and 10(b) of MemFerry: GPU utilization, and time against the gradients kept on the GPU.
+
+    python benchmarks/papers/memferry_tuning.py
+
+Writes `memferry_tuning.json` and a PNG. All is simulated on an A100 with PCIe 3, in the steady state. Figure 10(b) is
+drawn as `jaxferry tune --policy go-memferry` draws it, against the reserve factor; beside it `auto`'s time against the
+memory budget, with the knee.
+"""
+
+from figures import Row, arguments, new_figure, save, write
+from paper_models import known_models
+
+from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.base import Request
+from jaxferry.planning import SweepPoint, knee, make_plan, sweep
+from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.machines import find_machine
+from jaxferry.profiling.records import Profile
+from jaxferry.schedule import Lane
+from jaxferry.simulate.report import simulate
+
+MACHINE = "a100-pcie3"
+SYSTEMS = {
+    "zero-offload": "DeepSpeed",
+    "native-offload": "Native-Offload",
+    "memferry": "MemFerry",
+    "go-memferry": "GO-MemFerry",
+    "auto": "auto (ours)",
+}
+FACTORS = [number / 20 for number in range(20)]
+NUM_BUDGETS = 12
+COLOURS = ("#2f6fb7", "#1b7f5c", "#e08a1e", "#6a4c93")
+
+
+def utilization(profile: Profile) -> dict[str, float]:
+    """The share of a steady step in which the GPU computes, by system; `auto` as `memferry` without more memory."""
+    plans = {name: make_plan(profile, name) for name in SYSTEMS if name != "auto"}
+    budget = plans["memferry"].predicted.peak_device_bytes
+    plans["auto"] = make_plan(profile, "auto", memory_budget_bytes=budget)
+    found = {}
+    for name, plan in plans.items():
+        simulation = simulate(profile, plan)
+        found[name] = simulation.lanes[Lane.GPU].busy_s / simulation.steady_step_s
+    return found
+
+
+def budgets_of(profile: Profile) -> list[int]:
+    """Budgets from the smallest to that of the fastest plan."""
+    search = AutoSearch(profile, Request())
+    plan = search.plan(None)
+    low, high = search.pool.smallest_needed_bytes(), plan.details["unlimited_needed_bytes"]
+    return [int(low * (high / low) ** (number / (NUM_BUDGETS - 1))) for number in range(NUM_BUDGETS)]
+
+
+def point_of(point: SweepPoint) -> dict:
+    """A point as JSON."""
+    return point.to_json()
+
+
+def is_convex(values: list[float]) -> bool:
+    """Whether the curve lies on or below its chords, up to 1 % of its height."""
+    size = (max(values) - min(values)) or 1.0
+    last = len(values) - 1
+    return all(
+        values[number] <= values[0] + (values[-1] - values[0]) * number / last + 0.01 * size for number in range(last)
+    )
+
+
+def rows_of(shares: dict[str, float], curves: dict[str, list[dict]], budgets: dict) -> list[Row]:
+    """Returns the rows of the README's table."""
+    times = {name: [point["steady_step_s"] for point in curve] for name, curve in curves.items()}
+    falls = sum(each == sorted(each, reverse=True) for each in times.values())
+    convex = sum(is_convex(each) for each in times.values())
+    drop = ", ".join(f"{name} {1 - each[-1] / each[0]:.0%}" for name, each in times.items())
+    more = [100 * (shares["memferry"] - shares[name]) for name in ("zero-offload", "native-offload")]
+    size = budgets["knee"]["peak_device_bytes"] / 1e9
+    return [
+        Row(
+            "MemFerry, Fig. 10(a)",
+            "GPT-2: GPU utilization of DeepSpeed",
+            "63.1 %",
+            f"{shares['zero-offload']:.1%}",
+            "the GPU's efficiency, and the batch, are assumed",
+        ),
+        Row(
+            "MemFerry, Fig. 10(a)",
+            "MemFerry above DeepSpeed, Native-Offload",
+            "18.5, 1.5 points",
+            f"{more[0]:.1f}, {more[1]:.1f} points",
+            "our baselines have no cost of allocating gradients; steady state",
+        ),
+        Row(
+            "MemFerry, Fig. 10(b)",
+            "time falls as the reserve factor rises",
+            "yes",
+            f"{falls} of {len(times)} models; by {drop}",
+        ),
+        Row("MemFerry, Fig. 10(b)", "the curves are convex", "yes", f"{convex} of {len(times)} models"),
+        Row(
+            "MemFerry, Fig. 10(b)",
+            f"knee of time against memory, {budgets['model']}",
+            "",
+            f"{budgets['knee']['steady_step_s'] * 1e3:.0f} ms in {size:.2f} GB",
+            "ours only",
+        ),
+    ]
+
+
+def draw(shares: dict[str, float], curves: dict[str, list[dict]], budgets: dict, path) -> None:
+    figure, axes = new_figure(1, 3, figsize=(15, 4.6))
+    bars, factors, memory = axes.flat
+    bars.bar(range(len(shares)), [100 * share for share in shares.values()], 0.6, color="#2f6fb7")
+    bars.set_xticks(range(len(shares)), [SYSTEMS[name] for name in shares], rotation=15)
+    bars.set_ylabel("GPU busy, % of a steady step")
+    bars.set_title("10(a): GPT-2-medium")
+    for (name, curve), colour in zip(curves.items(), COLOURS, strict=False):
+        times = [point["steady_step_s"] / curve[0]["steady_step_s"] for point in curve]
+        factors.plot(FACTORS, times, marker="o", markersize=3.5, color=colour, label=name)
+    factors.set_xlabel("reserve factor: share of gradient bytes that may stay")
+    factors.set_ylabel("iteration time, all gradients GO = 1")
+    factors.set_title("10(b): GO-MemFerry")
+    factors.legend(frameon=False, fontsize=9)
+    points = [point for point in budgets["points"] if point["fits"]]
+    sizes = [point["memory_budget_bytes"] / 1e9 for point in points]
+    memory.plot(sizes, [1e3 * point["steady_step_s"] for point in points], marker="o", markersize=4, color="#1b7f5c")
+    best = budgets["knee"]
+    memory.plot(best["memory_budget_bytes"] / 1e9, 1e3 * best["steady_step_s"], "D", color="#b8352f", label="knee")
+    memory.set_xscale("log")
+    memory.set_xlabel("memory budget, GB")
+    memory.set_ylabel("iteration time, ms")
+    memory.set_title(f"time against memory: auto, {budgets['model']}")
+    memory.legend(frameon=False, fontsize=9)
+    figure.suptitle("MemFerry, Figure 10, simulated: A100, PCIe 3")
+    save(figure, path)
+
+
+def main() -> None:
+    output = arguments(__doc__).output
+    machine = find_machine(MACHINE)
+    profiles = {model.name: estimate_profile(model.layers(), machine) for model in known_models()}
+    shares = utilization(profiles["GPT-2-medium"])
+    curves = {
+        name: [point_of(point) for point in sweep(profile, "go-memferry", FACTORS, None, Request())]
+        for name, profile in profiles.items()
+    }
+    model = "BERT-base"
+    points = sweep(profiles[model], "auto", [1.0], budgets_of(profiles[model]), Request())
+    best = knee(points)
+    assert best is not None
+    budgets = {"model": model, "points": [point_of(point) for point in points], "knee": point_of(best)}
+    draw(shares, curves, budgets, output / "memferry_figure_10.png")
+    document = {"machine": MACHINE, "utilization": shares, "factors": FACTORS, "curves": curves, "budgets": budgets}
+    write(output, "memferry_tuning", document, rows_of(shares, curves, budgets))
+
+
+if __name__ == "__main__":
+    main()
