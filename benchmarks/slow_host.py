@@ -45,14 +45,17 @@ STATE_BYTES = 12  # a parameter, in fp32: master and two moments
 NUM_UPDATES = 5
 
 
-def set_speeds(of):
-    """Sets the emulator's speeds; returns them in bytes per second. A plain gradient takes the compute time."""
+def set_speeds(of, link=LINK, host=HOST):
+    """Sets the emulator's speeds; returns them in bytes per second. A plain gradient takes the compute time.
+
+    A load of all parameters, and a transfer of all gradients, takes `link` of it, the updates `host` times it.
+    """
     sent = sum(leaf.nbytes for leaf in jax.tree.leaves(of.params))
     # Per parameter, in fp32: read and write master and two moments, read the gradient, write the compute copy.
     speeds = {
-        "load": sent / (LINK * of.fastest_s),
-        "store": sent / (LINK * of.fastest_s),
-        "host": 8 * sent / (HOST * of.fastest_s),
+        "load": sent / (link * of.fastest_s),
+        "store": sent / (link * of.fastest_s),
+        "host": 8 * sent / (host * of.fastest_s),
     }
     for part, bytes_per_s in speeds.items():
         library("cpu").set_bandwidth(part, bytes_per_s)
