@@ -2,11 +2,11 @@
 
     python benchmarks/papers/memferry_gpus.py
 
-Writes `memferry_gpus.json` and a PNG. The paper uses PyTorch's DataParallel: each GPU holds the model, and they exchange
-parameters and gradients over PCIe. Here each device has its part of the batch, loads its part of every layer over its
-own link and gathers the others' parts (`jaxferry.profiling.estimate.estimate_profile`, `num_devices`), on A100 with
-PCIe 3 for links and exchange. Layers that several devices share are loaded, so MemFerry's DHA is left out from two
-devices on; what remains of it is the overlap of loads and updates.
+Writes `memferry_gpus.json` and a PNG. The paper uses PyTorch's DataParallel: each GPU holds the model, and they
+exchange parameters and gradients over PCIe. Here each device has its part of the batch, loads its part of every layer
+over its own link and gathers the others' parts (`estimate_profile` with `num_devices`), on A100 with PCIe 3 for links
+and exchange. Layers that several devices share are loaded, so MemFerry's DHA is left out from two devices on; what
+remains of it is the overlap of loads and updates.
 """
 
 import rich.progress

@@ -113,6 +113,7 @@ def main() -> None:
             axis.bar(places, [1e6 * each[key] for each in times.values()], 0.36, color=colour, label=label)
         axis.set_xticks(range(len(times)), times, rotation=12)
         axis.set_yscale("log")
+        axis.set_ylim(bottom=1)
         axis.set_title(title)
         axis.set_ylabel("microseconds")
     figure.suptitle("MemFerry, Figures 3(b) to (d), simulated: layers of BERT-base and a convolution, A100, PCIe 3")
