@@ -78,14 +78,15 @@ class Traced:
 
 def budgets_of(search: AutoSearch, machine: str) -> dict[str, int]:
     """The budgets by name, in bytes."""
-    least = _least_bytes(search)
+    least = least_bytes(search)
     most = default_budget_bytes(MACHINES[machine].to_json())
     ratio = most / least if most > least else 4.0
     shares = {"least": 0.0, "tight": 0.25, "middle": 0.5, "machine": 1.0}
     return {title: int(least * ratio**share) for title, share in shares.items()}
 
 
-def _least_bytes(search: AutoSearch) -> int:
+def least_bytes(search: AutoSearch) -> int:
+    """The smallest budget that any plan of the search needs."""
     try:
         search.plan(1)
     except BudgetError as error:

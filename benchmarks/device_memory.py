@@ -3,20 +3,10 @@ adds the memory that a step holds between programs (`jaxferry.engine.peak_bytes`
 
     python benchmarks/device_memory.py
 
-Expected, from MemFerry's Figure 12 (averages over its models at small batches): MemFerry 25 % below ZeRO-Offload,
-GO-MemFerry 42 % below. The sequence lengths behind those figures are not published; two are shown.
-
-The baseline of those figures is DeepSpeed, which gathers the whole model's gradients on the device before it offloads
-them. `deepspeed_bytes` models that: the parameters and activations of `zero-offload` plus all gradients. In this
-engine, every policy offloads gradients layer by layer, so `zero-offload` is below DeepSpeed by that difference.
-
-Results at 128 tokens: MemFerry is 28 % (GPT-2-medium) and 22 % (BERT-base) below DeepSpeed, GO-MemFerry 30 % and 23 %.
-Compared with `zero-offload` in this engine, MemFerry saves 1 % on GPT-2-medium (the paper: 1.4 %), because its plan
-keeps off the device only what is slow to load: vectors, and lookups, whose table the tied head needs on the device
-anyway. GO-MemFerry saves 4 %: the head's gradient is written by panels, but then the logits' gradient, an operand of
-that product, is kept whole. (If XLA can tune its products, which needs a GPU, it never makes that operand whole, and
-GO-MemFerry needed 7 % less for GPT-2-medium.) Saving 42 % is only possible if more gradients are on the device in the
-first place. At full length, activations dominate.
+All policies run in this engine: `zero-offload` offloads gradients layer by layer, as the others do. What DeepSpeed
+itself holds on the device is not compared here; `benchmarks/papers/deepspeed.py` counts it from its source for
+MemFerry's Figure 12. The sequence lengths behind that figure are not published; two are shown. At full length,
+activations dominate.
 """
 
 import argparse
@@ -102,15 +92,13 @@ def measure_model(name, length, loss_fn, params, batch):
             "length": length,
             "model_bytes": model_bytes,
             "below_zero_offload": 1 - row["peak_bytes"] / base,
-            "deepspeed_bytes": base + model_bytes,
-            "below_deepspeed": 1 - row["peak_bytes"] / (base + model_bytes),
         }
     return rows
 
 
 def print_rows(rows, console):
     table = Table(title=f"Peak device memory of a step, batch {BATCH}, bfloat16, compiled for an H200 (MiB)")
-    for column in ("model", "length", "policy", "peak", "parameters", "below zero-offload", "below DeepSpeed's"):
+    for column in ("model", "length", "policy", "peak", "parameters", "below zero-offload"):
         table.add_column(column, justify="left" if column in ("model", "policy") else "right")
     for row in rows:
         table.add_row(
@@ -120,7 +108,6 @@ def print_rows(rows, console):
             f"{row['peak_bytes'] / 2**20:.0f}",
             f"{row['parameter_bytes'] / 2**20:.0f}",
             f"{row['below_zero_offload']:.1%}",
-            f"{row['below_deepspeed']:.1%}",
         )
     console.print(table)
 
