@@ -21,8 +21,10 @@ MACHINE = "a100-pcie3"
 LENGTH = 384
 DEVICES = (1, 2, 4, 8)
 BATCHES = (8, 16, 32, 64, 128)
+LATE = "zero-offload, uploads after updates"
 SYSTEMS = {
-    "zero-offload": ("DeepSpeed", "#b8352f"),
+    LATE: ("DeepSpeed, uploads after all updates (its source)", "#e3a9a5"),
+    "zero-offload": ("DeepSpeed, uploads overlap updates", "#b8352f"),
     "native-offload": ("Native-Offload", "#e08a1e"),
     "memferry": ("MemFerry", "#2f6fb7"),
     "go-memferry": ("GO-MemFerry", "#6a4c93"),
@@ -33,7 +35,9 @@ def seconds(billions: float, batch: int, num_devices: int) -> dict[str, float]:
     """The iteration time of each system in the steady state."""
     layers = transformer_xl(billions, batch, LENGTH).layers()
     profile = estimate_profile(layers, find_machine(MACHINE), num_devices=num_devices)
-    return {name: make_plan(profile, name).predicted.steady_step_s for name in SYSTEMS}
+    predicted = {name: make_plan(profile, name).predicted for name in SYSTEMS if name != LATE}
+    found = {name: each.steady_step_s for name, each in predicted.items()}
+    return {LATE: predicted["zero-offload"].step_s} | found
 
 
 def rows_of(devices: dict[int, dict[str, float]], batches: dict[int, dict[str, float]]) -> list[Row]:
@@ -41,7 +45,8 @@ def rows_of(devices: dict[int, dict[str, float]], batches: dict[int, dict[str, f
     first, last = devices[1], devices[DEVICES[-1]]
     most = batches[BATCHES[-1]]
     shared = "each device loads an eighth and gathers; DataParallel sends the whole model to each GPU"
-    no_dha = "our devices load what they share: no DHA and no GO, so both are the overlap of updates"
+    no_dha = "uploads overlap updates; wait for all. Devices load what they share: no DHA and no GO"
+    host = "the host's updates set the pace; Native-Offload differs by DHA only"
     always = sum(
         each["memferry"] <= min(each["zero-offload"], each["native-offload"]) * 1.0001 for each in batches.values()
     )
@@ -57,7 +62,7 @@ def rows_of(devices: dict[int, dict[str, float]], batches: dict[int, dict[str, f
             "MemFerry, Fig. 14(a)",
             "8 GPUs: MemFerry over DeepSpeed",
             "1.28x",
-            f"{last['zero-offload'] / last['memferry']:.2f}x",
+            f"{last['zero-offload'] / last['memferry']:.2f}x; {last[LATE] / last['memferry']:.2f}x",
             no_dha,
         ),
         Row(
@@ -65,13 +70,13 @@ def rows_of(devices: dict[int, dict[str, float]], batches: dict[int, dict[str, f
             "8 GPUs: MemFerry over Native-Offload",
             "1.19x",
             f"{last['native-offload'] / last['memferry']:.2f}x",
-            no_dha,
+            host,
         ),
         Row(
             "MemFerry, Fig. 14(b)",
-            "6.7B, 8 GPUs, batch 128: MemFerry, GO-MemFerry over DeepSpeed",
-            "1.21x, 1.16x",
-            f"{most['zero-offload'] / most['memferry']:.2f}x, {most['zero-offload'] / most['go-memferry']:.2f}x",
+            "6.7B, 8 GPUs, batch 128: MemFerry (GO-MemFerry) over DeepSpeed",
+            "1.21x (1.16x)",
+            f"{most['zero-offload'] / most['memferry']:.2f}x; {most[LATE] / most['memferry']:.2f}x, both systems",
             no_dha,
         ),
         Row(
@@ -79,6 +84,7 @@ def rows_of(devices: dict[int, dict[str, float]], batches: dict[int, dict[str, f
             "MemFerry outperforms all baselines",
             "always",
             f"{always} of {len(batches)} batches",
+            "the others are within 1 %: the host sets the pace",
         ),
     ]
 
@@ -91,8 +97,8 @@ def draw(devices: dict[int, dict[str, float]], batches: dict[int, dict[str, floa
     )
     for axis, (series, what, title) in zip(axes.flat, panels, strict=True):
         for offset, (name, (label, colour)) in enumerate(SYSTEMS.items()):
-            places = [place + 0.2 * (offset - 1.5) for place in range(len(series))]
-            axis.bar(places, [each[name] for each in series.values()], 0.18, color=colour, label=label)
+            places = [place + 0.17 * (offset - 2) for place in range(len(series))]
+            axis.bar(places, [each[name] for each in series.values()], 0.155, color=colour, label=label)
         axis.set_xticks(range(len(series)), series)
         axis.set_xlabel(what)
         axis.set_ylabel("iteration time, s")
