@@ -6,8 +6,9 @@ having one, and compares the device memory that JaxFerry counts with XLA's own f
 Each model is prepared under several plans, as `train_step` prepares it, in bfloat16 and from shapes alone. All distinct
 programs of these steps and of the transport are compiled. `tests/native/real_steps.py` holds the assertions: no host
 compute, no host temporaries, every pinned result in the memory of an argument, and every part of the count (copies of
-parameters, gradients, values, temporaries) within 2 % of the compiled programs' sizes while each program runs. The
-script ends with an error if one does not hold.
+parameters, gradients, values, temporaries) within 2 % of the compiled programs' sizes while each program runs. As on a
+GPU, forwards wait for the loads of their parameters and backwards queue the copies of their gradients: these copies
+read results of the program, never memory that is free when it ends. The script ends with an error if one does not hold.
 
 Counted bytes are those of `jaxferry.engine.footprints`. Compiled bytes are those of a replay of the step with the sizes
 of the compiled programs' arguments, results, aliases and temporaries (`tests/native/replayed_memory.py`).
