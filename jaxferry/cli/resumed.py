@@ -15,6 +15,12 @@ FORMAT = "jaxferry.train/1"
 _FILE = "train.json"
 _EXCLUDING = {"policy": "plan", "plan": "policy"}
 """Options that exclude each other: one that is given replaces the other of the saved run."""
+_TYPES = {
+    **dict.fromkeys(("learning_rate", "reserve_factor", "clip_norm"), ("a number", (int, float))),
+    **dict.fromkeys(("accumulate", "devices"), ("a whole number", int)),
+    "offload_activations": ("true or false", bool),
+}
+"""What the value of an option is, if it is not a string."""
 
 
 def save_options(folder: Path, options: Mapping[str, Any]) -> None:
@@ -49,6 +55,8 @@ def resumed_options(folder: Path, known: Collection[str], given: Collection[str]
     unknown = [name for name in options if name not in known]
     if unknown:
         raise InputError(f"{file}: unknown option {unknown[0]!r}; known are {', '.join(known)}")
+    for name, value in options.items():
+        _check_type(name, value, file)
     replaced = {*given, *(_EXCLUDING[name] for name in given if name in _EXCLUDING)}
     return {name: value for name, value in options.items() if name not in replaced}
 
@@ -64,6 +72,12 @@ def _read(document: Any) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise InputError(f"options must be a JSON object, got {options!r}")
     return options
+
+
+def _check_type(name: str, value: Any, file: Path) -> None:
+    what, types = _TYPES.get(name, ("a string", str))
+    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+        raise InputError(f"{file}: option {name} must be {what}, got {value!r}")
 
 
 def _absolute(name: str, value: Any) -> Any:

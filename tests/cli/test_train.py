@@ -88,6 +88,22 @@ def test_a_plan_given_again_replaces_the_saved_run_s_policy(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("devices", "two", "a whole number, got 'two'"),
+        ("accumulate", True, "a whole number, got True"),
+        ("learning_rate", "x", "a number, got 'x'"),
+        ("optimizer", {"a": 1}, "a string, got {'a': 1}"),
+        ("offload_activations", 1, "true or false, got 1"),
+    ],
+)
+def test_an_option_of_the_saved_run_of_another_type_is_named(tmp_path, name, value, message):
+    save_options(tmp_path, {name: value})
+    with pytest.raises(InputError, match=f"train.json: option {name} must be {message}"):
+        resumed_options(tmp_path, (name,), ())
+
+
+@pytest.mark.parametrize(
     "options",
     [
         ("--policy", "exact", "--profile", "estimate"),
