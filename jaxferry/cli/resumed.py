@@ -15,7 +15,7 @@ FORMAT = "jaxferry.train/1"
 _FILE = "train.json"
 _EXCLUDING = {"policy": "plan", "plan": "policy"}
 """Options that exclude each other: one that is given replaces the other of the saved run."""
-_TYPES = {
+_TYPES: Mapping[str, tuple[str, Any]] = {
     **dict.fromkeys(("learning_rate", "reserve_factor", "clip_norm"), ("a number", (int, float))),
     **dict.fromkeys(("accumulate", "devices"), ("a whole number", int)),
     "offload_activations": ("true or false", bool),
