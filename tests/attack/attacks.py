@@ -47,17 +47,26 @@ class Shared(contextlib.ExitStack):
     """What the attacks of a campaign share; a context.
 
     Attributes:
-      folder: where they may write.
+      folder: where they may keep what all tries share.
     """
 
     def __init__(self):
         super().__init__()
         self.folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="jaxferry-attack-")))
+        self._scratch = self.folder
+
+    @contextlib.contextmanager
+    def one_try(self):
+        """A context that deletes the folders of one try."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+            self._scratch = Path(scratch)
+            yield
 
     @functools.cached_property
     def saves(self):
         """Forks processes that save and are killed, also at a system call where there is a C compiler."""
-        counter = killed_saves.COMPILER and killed_saves.build_counter(self.fresh())
+        (self.folder / "counter").mkdir()
+        counter = killed_saves.COMPILER and killed_saves.build_counter(self.folder / "counter")
         return self.enter_context(killed_saves.server(counter))
 
     @functools.cached_property
@@ -75,8 +84,8 @@ class Shared(contextlib.ExitStack):
         return self.folder / "good"
 
     def fresh(self):
-        """An empty folder."""
-        return Path(tempfile.mkdtemp(dir=self.folder))
+        """An empty folder, for this try."""
+        return Path(tempfile.mkdtemp(dir=self._scratch))
 
     def damaged(self):
         """A copy of a good checkpoint."""

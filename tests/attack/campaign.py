@@ -72,7 +72,8 @@ def run(names, seconds, first=0, tries=None, report=None, after_try=None):
 def _try(name, seed, result, shared, report):
     result["tried"] += 1
     try:
-        ATTACKS[name](random.Random(f"{name} {seed}"), shared)
+        with shared.one_try():
+            ATTACKS[name](random.Random(f"{name} {seed}"), shared)
         result["held"] += 1
     except Exception as error:  # noqa: BLE001 - whatever it is, it got through
         result["lost"].append((seed, f"{type(error).__name__}: {error}"[:300]))
