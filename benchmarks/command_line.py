@@ -9,6 +9,7 @@ start; `fit` answers for GPT-2 6.7B.
 """
 
 import argparse
+import dataclasses
 import os
 import resource
 import statistics
@@ -26,7 +27,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import facts
 from benchmarks.planner_gap import transformer
 from jaxferry.planning import make_plan
+from jaxferry.recording import Recording
 from jaxferry.records import write_json
+from jaxferry.report.summaries import Summary
 
 RESULTS = Path(__file__).parent / "results" / "command_line.json"
 PASS = (sys.executable, "-c", "pass")
@@ -38,6 +41,7 @@ PLANNING = (
     "simulate profile.json plan.json",
     "tune profile.json --policy memferry",
     "weights profile.json --memory-budget 1.25GiB",
+    "report run.json -o page.html",
 )
 FITS = ("fit gpt2:6.7b --machine h100-pcie5 --host-memory 128GiB",)
 
@@ -73,6 +77,17 @@ def measured(arguments, runs, folder, byte_code):
     }
 
 
+def write_inputs(folder):
+    """Writes a profile, a plan, and a recording of some steps as the machine model predicts them."""
+    profile = transformer(6, seed=0)
+    plan = make_plan(profile, "exact")
+    about = {"model": "a model", "machine": {"name": "a machine"}, "accumulate": 1, "memory_budget_bytes": None}
+    recording = Recording(**about, plan=plan, profile=profile, tasks=(), device_bytes={}, host_bytes={})
+    profile.save(folder / "profile.json")
+    plan.save(folder / "plan.json")
+    dataclasses.replace(recording, tasks=Summary(recording).predicted).save(folder / "run.json")
+
+
 def main():
     """Runs the study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,9 +96,7 @@ def main():
     arguments = parser.parse_args()
     cases = [*((each, arguments.runs) for each in PLANNING), *((each, arguments.fits) for each in FITS)]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as byte_code:
-        profile = transformer(6, seed=0)
-        profile.save(Path(folder) / "profile.json")
-        make_plan(profile, "exact").save(Path(folder) / "plan.json")
+        write_inputs(Path(folder))
         tracked = track(cases, description="commands", console=Console(stderr=True))
         rows = [measured(*case, folder, byte_code) for case in tracked]
     load = round(os.getloadavg()[1], 1)
