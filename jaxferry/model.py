@@ -12,8 +12,9 @@ import optax
 
 from jaxferry import host_memory
 from jaxferry.engine import UNSCALED, HostOptimizer, Placement, TrainState, choose_transport, masters_from_arrays
+from jaxferry.engine.host.pieces import Parts
 from jaxferry.options import Options
-from jaxferry.partition import Layer, frozen_leaves, layers_by_path
+from jaxferry.partition import Layer, Ownership, frozen_leaves, held_whole, layers_by_path
 from jaxferry.partition.graph import aval_bytes
 
 
@@ -57,7 +58,8 @@ class Model:
         self._accumulates = options.accumulate > 1
         given = (optimizer, tree, masters, placement, options.clip_norm, hidden)
         self.optimizer = HostOptimizer(*given, accumulates=self._accumulates)
-        self.layers = layers_by_path(params, self.compute_dtype, self.optimizer.frozen)
+        by_path = layers_by_path(params, self.compute_dtype, self.optimizer.frozen)
+        self.layers = held_whole(by_path, self.optimizer.whole)
         self.optimizer.check_parts(self.layers)
         self.transport = choose_transport(transport, placement, self.layers)
 
@@ -67,8 +69,10 @@ class Model:
         return self.transport == "ferry"
 
     def host_bytes(self) -> dict[str, int]:
-        """Bytes of host memory that a training step keeps, by what they are for."""
-        return _host_bytes(self.layers, self.optimizer.state_shapes().values(), self._accumulates)
+        """Bytes of host memory that a training step keeps in this process, by what they are for."""
+        units, own = self.optimizer.units_of(self.layers), self._placement.ownership
+        state = {key: aval for unit in units for key, aval in zip(unit.state_keys, unit.state, strict=True)}
+        return _host_bytes(self.layers, state.values(), self._accumulates, own)
 
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there.
@@ -78,22 +82,24 @@ class Model:
         """
         host_memory.check(self.host_bytes())
 
-    def masters(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Copies parameters to host memory in the masters' dtypes."""
-        dtypes = _master_dtypes(self.layers)
-        return masters_from_arrays(leaves, [dtypes[leaf] for leaf in range(len(leaves))], self._placement)
+    def masters(self, leaves: Sequence[Any]) -> dict[int, Parts]:
+        """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
+        dtypes, own = _master_dtypes(self.layers), self._placement.ownership
+        spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
+        numbers = range(len(leaves))
+        return masters_from_arrays(leaves, [dtypes[i] for i in numbers], self._placement, [spans[i] for i in numbers])
 
     def new_state(
         self,
-        masters: list[jax.Array],
+        masters: dict[int, Parts],
         layers: Sequence[Layer],
-        optimizer: dict[str, jax.Array] | None = None,
+        optimizer: dict[str, Parts] | None = None,
         step: int = 0,
     ) -> TrainState:
         """A training state of these masters.
 
         Args:
-          masters: in the order of the flattened tree; donated.
+          masters: by index in the flattened tree; donated.
           layers: the parameter groups of the state.
           optimizer: the leaves of the optimizer's state by path, donated; None makes the initial state.
           step: the number of steps taken.
@@ -116,21 +122,23 @@ def host_bytes(params: Any, optimizer: optax.GradientTransformation, compute_dty
     leaves, tree = jax.tree.flatten(params)
     masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
     state = jax.eval_shape(optimizer.init, jax.tree.unflatten(tree, masters))
-    return _host_bytes(layers, jax.tree.leaves(state), accumulates=False)
+    return _host_bytes(layers, jax.tree.leaves(state), accumulates=False, ownership=Ownership())
 
 
-def _host_bytes(layers: Sequence[Layer], state: Iterable[Any], accumulates: bool) -> dict[str, int]:
-    leaves = [leaf for layer in layers for leaf in layer.leaves]
+def _host_bytes(
+    layers: Sequence[Layer], state: Iterable[Any], accumulates: bool, ownership: Ownership
+) -> dict[str, int]:
+    leaves = [leaf for layer in layers for leaf in ownership.of(layer).leaves]
     # The compute copy of a frozen parameter is its only copy if the dtypes agree.
     own = [leaf for leaf in leaves if leaf.is_trained or leaf.master_dtype != leaf.dtype]
     trained = [layer.trained for layer in layers]
     # Where gradients of fewer bits are summed, these arrive in memory of their own.
-    sums = sum(layer.wide.num_bytes for layer in trained if layer.wide is not layer and accumulates)
+    sums = sum(ownership.of(layer.wide).num_bytes for layer in trained if layer.wide is not layer and accumulates)
     return {
         "master parameters": sum(leaf.size * leaf.master_dtype.itemsize for leaf in own),
         "optimizer state": sum(map(aval_bytes, state)),
-        "compute copy": sum(layer.num_bytes for layer in layers),
-        "gradients": sum(layer.num_bytes for layer in trained),
+        "compute copy": sum(map(ownership.num_host_bytes, layers)),
+        "gradients": sum(map(ownership.num_host_bytes, trained)),
         **({"sums of gradients": sums} if sums else {}),
     }
 

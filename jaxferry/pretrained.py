@@ -93,6 +93,13 @@ class StoredTensor:
             start = (row, *(0,) * (len(stored) - 1))
             yield (start[::-1], piece.T) if self.is_transposed else (start, piece)
 
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Reads some rows, which are columns in the file if the tensor is transposed."""
+        with open_file(self.file) as file:
+            stored = file.get_slice(self.name)
+            found: np.ndarray = stored[:, start:stop].T if self.is_transposed else stored[start:stop]
+        return found
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         with open_file(self.file) as file:
             array: np.ndarray = file.get_tensor(self.name)

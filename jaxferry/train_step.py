@@ -510,7 +510,9 @@ class TrainStep:
         checkpoint.check_matches("model", saved.params, expected)
         checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes(), check_dtypes=True)
         where = self._placement.host
-        optimizer = {name: jax.device_put(leaf, where, may_alias=False) for name, leaf in saved.optimizer.items()}
+        optimizer: dict[str, Any] = {
+            n: {None: jax.device_put(leaf, where, may_alias=False)} for n, leaf in saved.optimizer.items()
+        }
         masters = model.masters([saved.params[name] for name in names])
         state = model.new_state(masters, compiler.layers, optimizer, saved.step)
         if saved.loss_scale is not None and state.loss_scale.is_dynamic:

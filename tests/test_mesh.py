@@ -22,7 +22,7 @@ import jaxferry
 from jaxferry.engine import ProgramKind, Programs, lower_traced, make_placement
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.partition import make_layer, shared
+from jaxferry.partition import Ownership, make_layer, shared
 from jaxferry.partition.graph import trace
 from jaxferry.plan.records import LayerPlan, Plan
 from native.compile_for_gpu import compile_lowered
@@ -207,10 +207,11 @@ def test_only_programs_of_the_gpu_lane_exchange_anything():
         layer = shared(group.trained, 2)
         sizes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer.leaves]
         joined = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.shares) for x in jax.eval_shape(layer.join_small, sizes)
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.shares_of(layer))
+            for x in jax.eval_shape(layer.join_small, sizes)
         ]
         assert exchanges(transport.program("pack", number).lower(joined)) == set()
-        vectors = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=own.shares) for v in layer.vectors]
+        vectors = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=own.shares_of(layer)) for v in layer.vectors]
         assert exchanges(transport.program("unpack", number).lower(vectors)) == {"all-gather"}
 
 
@@ -256,10 +257,11 @@ def test_a_share_of_a_layer_holds_its_part_of_each_parameter(num, dtype):
     for found, vector in zip(there.trained.pack_joined(joined), vectors, strict=False):
         np.testing.assert_array_equal(found, vector)
     if num > 1:
-        host = [np.asarray(vector) for vector in layer.pack(leaves)]
-        for found, vector in zip(there.to_shares(host), vectors, strict=True):
-            np.testing.assert_array_equal(found, vector)
-        for found, vector in zip(there.from_shares([np.asarray(v) for v in vectors]), host, strict=True):
+        own, host = Ownership(num, num), [np.asarray(vector) for vector in layer.pack(leaves)]
+        for found, vector in zip(own.to_shares(layer, host), vectors, strict=True):
+            np.testing.assert_array_equal(found.reshape(-1), vector)
+        rows = [np.asarray(vector).reshape(num, -1) for vector in vectors]
+        for found, vector in zip(own.from_shares(layer, rows), host, strict=True):
             np.testing.assert_array_equal(found, vector)
         row = np.asarray(vectors[-1]).reshape(num, -1)
         assert row.shape[1] == sum(-(-leaf.size // num) for leaf in layer.leaves if leaf.vector == len(vectors) - 1)

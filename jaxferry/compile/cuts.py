@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from jaxferry.partition import (
     ForwardPartition,
     Layer,
     Partition,
+    held_whole,
     partition,
     partition_forward,
     traced_jaxpr,
@@ -95,18 +97,19 @@ class Cutter:
         arrays, flags = split_flags(kwargs)
         model, known = self._model, self.known_layers
         given = (with_flags(self._loss_fn, flags), model.params, args, arrays)
-        dtype, frozen = model.compute_dtype, model.optimizer.frozen
+        dtype, frozen, whole = model.compute_dtype, model.optimizer.frozen, model.optimizer.whole
         jaxpr = traced_jaxpr(*given, dtype, frozen)
         cuts = _CUTS.setdefault(jaxpr, {})
         names, machine = self._merging()
         rule = names or (machine and machine.name)
         num, num_processes = self._placement.num_devices, self._placement.num_processes
-        key = (tuple(leaf.dtype for leaf in jax.tree.leaves(model.params)), known, frozen, rule, num, num_processes)
+        dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(model.params))
+        key = (dtypes, known, frozen, whole, rule, num, num_processes)
         if key not in cuts:
             merge = merge_rule(names, machine)
             settings = {"compute_dtype": dtype, "layers": known, "frozen": frozen, "merge": merge}
             parts = partition(*given, **settings, num_devices=num, num_processes=num_processes)
-            cuts[key] = Cut(parts, jaxpr, key)
+            cuts[key] = Cut(dataclasses.replace(parts, layers=held_whole(parts.layers, whole)), jaxpr, key)
         if known is None:
             self.known_layers = cuts[key].parts.layers
         return cuts[key]
@@ -115,7 +118,7 @@ class Cutter:
         """Any function of the parameters, without derivatives."""
         arrays, flags = split_flags(kwargs)
         model = self._model
-        return partition_forward(
+        parts = partition_forward(
             with_flags(function, flags),
             model.params,
             args,
@@ -126,6 +129,7 @@ class Cutter:
             num_devices=self._placement.num_devices,
             num_processes=self._placement.num_processes,
         )
+        return dataclasses.replace(parts, layers=held_whole(parts.layers, model.optimizer.whole))
 
     def _merging(self) -> tuple[tuple[str, ...], Machine | None]:
         """What decides the merges of small layers: the names of a given plan or profile, or the machine."""

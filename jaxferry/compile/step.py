@@ -207,8 +207,8 @@ class StepCompiler:
         """The temporaries of a step's programs, which it compiles for that, and the memory that is always in use."""
         self._programs.require(self._keys(program))
         groups = program.partition.layers
-        num = self._resources.placement.num_shares
-        sums = sum(-(-groups[group].trained.wide.num_bytes // num) for group in program.summed)
+        num_shares = self._resources.placement.ownership.num_shares
+        sums = sum(-(-groups[group].trained.wide.num_bytes // num_shares(groups[group])) for group in program.summed)
         updates = self._device_updates.compile(program, self._programs)
         other_bytes = self._resources.transport.staging_bytes + sums + updates.device_bytes
         known = self._programs.temporary_bytes

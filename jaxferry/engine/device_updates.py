@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Span
 from jaxferry.engine.host.streamed import subgroups_of
 from jaxferry.engine.host.update_group import Subgroup, UpdateGroup, masters_by_leaf
 from jaxferry.engine.instruction import Operation, StepProgram
@@ -27,7 +26,7 @@ from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
 from jaxferry.engine.transport.base import Transport, added, split
 from jaxferry.engine.transport.choice import transport_like
-from jaxferry.partition import Gradient, Layer, RowGradient
+from jaxferry.partition import Gradient, Layer, RowGradient, Span
 from jaxferry.streaming import SLOTS
 
 

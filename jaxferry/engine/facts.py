@@ -51,7 +51,7 @@ def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[in
     for layer, segment in zip(profile.layers, partition.segments, strict=True):
         trained = partition.layers[segment.group].trained
         is_wider = segment.group in groups and trained.wide is not trained
-        sum_bytes = -(-trained.wide.num_bytes // partition.graph.num_shares) if is_wider else 0
+        sum_bytes = -(-trained.wide.num_bytes // partition.graph.num_shares(trained.is_whole)) if is_wider else 0
         sums = dataclasses.replace(layer, sum_bytes=sum_bytes)
         if sums.sum_bytes != layer.sum_bytes:
             sums = dataclasses.replace(
@@ -68,7 +68,7 @@ def without_times(partition: Partition) -> Profile:
     layers = []
     for segment in partition.segments:
         layer = partition.layers[segment.group]
-        grad_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares)
+        grad_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares(layer.is_whole))
         facts |= {"param_bytes": layer.num_bytes, "grad_bytes": grad_bytes}
         layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
     graph = partition.graph

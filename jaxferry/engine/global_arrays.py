@@ -6,12 +6,13 @@ here does not, so any thread may call it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxferry.partition.graph import is_raw_key
 
@@ -59,14 +60,57 @@ def _moved_parts(array: jax.Array, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, where, jax.device_put(own, there))
 
 
-def whole(array: jax.Array) -> np.ndarray:
-    """The values of an array whose parts are all on this process's devices, though others may have them too."""
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    found = np.empty(array.shape, array.dtype)
-    for shard in array.addressable_shards:
-        found[shard.index] = np.asarray(shard.data)
-    return found
+def rows_of(vector: jax.Array) -> np.ndarray:
+    """The parts of a vector that this process's devices have, one in each row; waits for them."""
+    parts = {shard.index[0].start or 0: shard.data for shard in vector.addressable_shards}
+    return np.stack([np.asarray(parts[start]) for start in sorted(parts)])
+
+
+def from_rows(rows: np.ndarray, size: int, where: NamedSharding) -> jax.Array:
+    """A vector of this many elements, of which this process's devices have these parts."""
+    places = where.addressable_devices_indices_map((size,))
+    starts = sorted({_start(index) for index in places.values()})
+    parts = [
+        jax.device_put(rows[starts.index(_start(index))], SingleDeviceSharding(device, memory_kind=where.memory_kind))
+        for device, index in places.items()
+    ]
+    return jax.make_array_from_single_device_arrays((size,), where, parts)
+
+
+def _start(index: Any) -> int:
+    return int(index[0].start or 0)
+
+
+def merged(array: np.ndarray, where: NamedSharding) -> np.ndarray:
+    """Joins arrays of which each process has some elements, and zeros elsewhere; each process must call this.
+
+    It moves as many bytes as the array has, a piece at a time through each device.
+
+    Args:
+      array: of one shape in all processes. Two processes must not have values for one byte.
+      where: splits the first axis over the processes.
+    """
+    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    words = np.zeros(-(-raw.size // 4), np.uint32)
+    words.view(np.uint8)[: raw.size] = raw
+    for start in range(0, words.size, _MERGED_WORDS):
+        piece = words[start : start + _MERGED_WORDS]
+        own = np.zeros((1, max(1 << (piece.size - 1).bit_length(), _LEAST_WORDS)), np.uint32)
+        own[0, : piece.size] = piece
+        shape = (where.mesh.shape[where.spec[0]], own.shape[1])
+        parts = [jax.device_put(own, device) for device in where.mesh.local_devices]
+        total = _total(where)(jax.make_array_from_single_device_arrays(shape, where, parts))
+        piece[:] = np.asarray(total.addressable_data(0))[: piece.size]
+    return words.view(np.uint8)[: raw.size].view(array.dtype).reshape(array.shape)
+
+
+_MERGED_WORDS, _LEAST_WORDS = 1 << 22, 1 << 8
+
+
+@functools.cache
+def _total(where: NamedSharding) -> Any:
+    whole = NamedSharding(where.mesh, PartitionSpec())
+    return jax.jit(lambda rows: rows.sum(axis=0, dtype=rows.dtype), out_shardings=whole)
 
 
 def is_global(array: Any) -> bool:

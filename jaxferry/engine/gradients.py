@@ -14,7 +14,6 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -109,6 +108,7 @@ class StepGradients:
         self._num_uses = collections.Counter(segment.group for segment in program.partition.segments)
         self._device_norms: dict[int, jax.Array | None] = {}
         self._taken_norms: dict[int, SquaredNorm] = {}
+        self._known_norms: dict[int, Any] = {}
         self.sums: dict[int, list[jax.Array]] = dict(accumulated.on_device)
         self.on_host: dict[int, HostGradient] = dict(accumulated.on_host)
         self.has_added = False
@@ -258,17 +258,16 @@ class StepGradients:
         """Waits until every gradient is in host memory."""
         jax.block_until_ready([self.gather(group) for group in self.on_host])
 
-    def squared_norms(self) -> list[SquaredNorm]:
-        """The squared norm of each group's whole gradient, in the order of the groups."""
-        return [self._taken_norms[group] for group in sorted(self._taken_norms)]
+    def squared_norms(self) -> list[Any]:
+        """The squared norm of each group's whole gradient, in the order of the groups; waits for them."""
+        if not self._known_norms:
+            taken = {group: self._taken_norms[group] for group in sorted(self._taken_norms)}
+            self._known_norms = self._norms.values(taken, self._program.partition.layers)
+        return list(self._known_norms.values())
 
     def first_nonfinite(self) -> int | None:
-        """The first group whose gradient has a squared norm that is not finite; waits for the norms."""
-        for group in sorted(self._taken_norms):
-            norm = self._taken_norms[group]
-            if not np.isfinite(np.asarray(norm.result() if isinstance(norm, Future) else norm)):
-                return group
-        return None
+        """The first group whose gradient has a squared norm that is not finite, once they are known."""
+        return next((group for group, norm in self._known_norms.items() if not np.isfinite(np.asarray(norm))), None)
 
     def recycle(self, unit: UpdateGroup) -> None:
         """Returns the vectors of used gradients to the transport.
@@ -281,7 +280,7 @@ class StepGradients:
 
     def release(self) -> None:
         """Drops the norms once the step's results are known."""
-        self._device_norms, self._taken_norms = {}, {}
+        self._device_norms, self._taken_norms, self._known_norms = {}, {}, {}
 
     def _may_add(self, group: int, commit: Callable[[], bool]) -> bool:
         """Asks permission to add to a gradient of earlier micro-batches, if there is one."""

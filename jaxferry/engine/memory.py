@@ -317,7 +317,8 @@ class _Transfers:
         """The bytes of an offload's gradient; only the touched rows of a lookup's table are on the device."""
         partition = self._program.partition
         derivative = self._program.derivatives[partition.segments[instruction.segment].program]
-        dense_bytes = -(-partition.layers[instruction.group].trained.num_bytes // partition.graph.num_shares)
+        layer = partition.layers[instruction.group]
+        dense_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares(layer.is_whole))
         return derivative.row_gradient_bytes or dense_bytes
 
     def _copies(self) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import squared_norm
 from jaxferry.engine.transport.base import Vectors
+from jaxferry.partition import Layer
 
 SquaredNorm = Future[jax.Array] | jax.Array
 """A scalar in host memory that a thread computes, or one on the device."""
@@ -47,8 +49,26 @@ class Norms:
             return self._thread.submit(lambda: jax.block_until_ready(_norm_of_vectors(gather())))
         return known
 
-    def total(self, squared: Sequence[SquaredNorm], scale: np.floating) -> jax.Array:
-        """The global norm of the mean gradient, an fp32 scalar in host memory; waits for the squared norms."""
-        arrays = [norm.result() if isinstance(norm, Future) else norm for norm in squared]
-        norm: jax.Array = _total(jax.device_get(arrays), jax.device_put(scale, self._placement.host_compute))
+    def values(self, squared: Mapping[int, SquaredNorm], layers: Sequence[Layer]) -> dict[int, Any]:
+        """The squared norms of whole gradients, by group; waits for them.
+
+        Several processes add up those of what each owns, so each must call this.
+        """
+        found = {group: norm.result() if isinstance(norm, Future) else norm for group, norm in squared.items()}
+        place = self._placement
+        own = [g for g, norm in squared.items() if isinstance(norm, Future) and not layers[g].is_whole]
+        if own and place.num_processes > 1:
+            table = np.zeros((place.num_processes, len(own)), np.float32)
+            table[place.process] = [found[group] for group in own]
+            found |= zip(own, place.merged(table).sum(axis=0), strict=True)
+        return found
+
+    def total(self, squared: Sequence[Any], scale: np.floating) -> jax.Array:
+        """The global norm of the mean gradient, an fp32 scalar in host memory.
+
+        Args:
+          squared: the squared norms of all groups, as `values` has found them.
+          scale: the divisor of the gradients.
+        """
+        norm: jax.Array = _total(jax.device_get(list(squared)), jax.device_put(scale, self._placement.host_compute))
         return norm

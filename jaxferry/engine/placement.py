@@ -4,7 +4,8 @@
     several devices:  vectors, a share each (pinned) --load--> shares --gather--> parameters, on each device
 
 The batch, and the values that programs compute from it, are split over several devices (`Graph.split_axis`). With
-several processes, the devices of each one share its own copy of the vectors: layers never cross between processes.
+several processes, each holds the shares of its own devices (`Ownership`). Layers that each process holds whole are
+gathered within each process alone.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxferry.engine.global_arrays import joined_rows, moved, spread
+from jaxferry.engine.global_arrays import joined_rows, merged, moved, spread
 from jaxferry.errors import InputError
+from jaxferry.partition import Layer, Ownership
 from jaxferry.partition.graph import Graph
 
 DATA = "data"
@@ -35,7 +37,7 @@ class Placement:
     Attributes:
       device: memory of each accelerator: loaded parameters, gradients before their offload; and activations, of one.
       pinned: host memory that accelerators can reach: the compute copy of the parameters, arriving gradients. Several
-        share each of these vectors (`partition.SharedLayer`).
+        share each of these vectors (`partition.SharedLayer`); see `pinned_of`.
       host: ordinary memory of the CPU backend: master parameters and optimizer state.
       host_compute: memory for scalars that jitted functions of the CPU backend return.
     """
@@ -68,15 +70,38 @@ class Placement:
         """The number of processes that the devices belong to."""
         return int(self.device.mesh.shape.get(PROCESS, 1))
 
+    @functools.cached_property
+    def ownership(self) -> Ownership:
+        """The elements of each layer that this process holds in host memory."""
+        if self.num_processes == 1:
+            return Ownership(self.num_devices, self.num_devices)
+        rows = [row[0].process_index for row in self.device.mesh.devices]
+        num_own = self.num_devices // self.num_processes
+        return Ownership(self.num_devices, num_own, num_own * rows.index(jax.process_index()))
+
     @property
-    def num_shares(self) -> int:
-        """The number of devices of each process, which share its copy of every layer."""
-        return self.num_devices // self.num_processes
+    def process(self) -> int:
+        """The number of this process among those of the mesh."""
+        return self.ownership.first // self.ownership.num_own
+
+    def pinned_of(self, layer: Layer) -> NamedSharding:
+        """Host memory for the vectors of a layer."""
+        return self._pinned_whole if layer.is_whole else self.pinned
+
+    def shares_of(self, layer: Layer) -> NamedSharding:
+        """Memory of the accelerators for vectors that they share: loaded ones, and gradients that leave."""
+        return self.pinned_of(layer).with_memory_kind("device")
 
     @functools.cached_property
-    def shares(self) -> NamedSharding:
-        """Memory of the accelerators for vectors that they share: loaded ones, and gradients that leave."""
-        return self.pinned.with_memory_kind("device")
+    def _pinned_whole(self) -> NamedSharding:
+        is_shared = PartitionSpec(DATA) if self.num_devices > 1 else PartitionSpec()
+        return NamedSharding(self.pinned.mesh, is_shared, memory_kind="pinned_host")
+
+    def merged(self, array: np.ndarray) -> np.ndarray:
+        """Joins arrays of which each process has some elements, and zeros elsewhere; each process must call this."""
+        if self.num_processes == 1:
+            return array
+        return merged(array, NamedSharding(self.device.mesh, PartitionSpec(PROCESS)))
 
     @functools.cached_property
     def pinned_alone(self) -> NamedSharding:
@@ -179,7 +204,7 @@ def make_placement(device: Any = None, mesh: Any = None) -> Placement:
     if num_processes > 1:
         by_process = np.array(devices).reshape(num_processes, -1)
         own = Mesh(by_process, (PROCESS, DATA), axis_types=(AxisType.Auto,) * 2)
-    is_shared = PartitionSpec(DATA) if len(devices) > 1 else PartitionSpec()
+    is_shared = PartitionSpec() if len(devices) == 1 else PartitionSpec(own.axis_names)
     return Placement(
         device=NamedSharding(own, PartitionSpec(), memory_kind="device"),
         pinned=NamedSharding(own, is_shared, memory_kind="pinned_host"),

@@ -32,7 +32,6 @@ from jaxferry.partition import (
     differentiate,
     host_stores,
     read_in_place,
-    shared,
     store_in_place,
 )
 from jaxferry.partition.graph import evaluate
@@ -240,8 +239,9 @@ class _Maker:
         fused_bytes = None if key.writes is Target.DEVICE else host_stores.FUSED_BYTES
         joins = (key.arrives, key.stores)
         uses = (key.kind, key.reads, key.writes, joins, self._native, self._is_scaled, place, fused_bytes)
-        layer, shared = self._partition.layers[segment.group], self._partition.graph.batch_size
-        return (segment.content, segment.remat, layer.layout, layer.trained.layout, uses, memories, shared)
+        layer, rows = self._partition.layers[segment.group], self._partition.graph.batch_size
+        layouts = (layer.is_whole, layer.layout, layer.trained.layout)
+        return (segment.content, segment.remat, layouts, uses, memories, rows)
 
     def _segment(self, key: ProgramKey) -> Segment:
         if key.kind is ProgramKind.EVALUATION:
@@ -293,7 +293,7 @@ class _Maker:
         """
         device, pinned = self._placement.device, self._placement.pinned
         if key.writes is Target.DEVICE:
-            own = shared(layer.trained, self._placement.num_shares)
+            own = self._placement.ownership.shared(layer.trained)
 
             def returned(*given: Any) -> Any:
                 gradients, rest = function(*given)
@@ -303,7 +303,7 @@ class _Maker:
             used = (4, 5) if key.kind is ProgramKind.BACKWARD else ()
             if key.stores:
                 return self._storing(key, layer, returned, arguments, used)
-            where = self._with_gradients(returned, arguments)
+            where = self._with_gradients(layer, returned, arguments)
             return self._arriving(key, layer, returned, arguments, used, where)
         accumulate = key.writes is Target.HOST_SUM
         store = store_in_place(function, layer.trained, arguments, accumulate=accumulate, native=self._native)
@@ -406,12 +406,12 @@ class _Maker:
         """Structs of values, which devices may share."""
         return [self._struct(aval, self._placement.of(self._partition.graph, aval), aval.weak_type) for aval in avals]
 
-    def _with_gradients(self, function: Function, arguments: Sequence[Any]) -> Any:
+    def _with_gradients(self, layer: Layer, function: Function, arguments: Sequence[Any]) -> Any:
         """The shardings of results: devices share gradients and values; each has all of gradients with rows."""
         if self._placement.num_devices == 1:
             return self._placement.device
         gradients, rest, norm = jax.eval_shape(function, *arguments)
-        where = self._placement.device if has_rows(gradients) else self._placement.shares
+        where = self._placement.device if has_rows(gradients) else self._placement.shares_of(layer)
         return (
             jax.tree.map(lambda _: where, gradients),
             self._shared(rest),

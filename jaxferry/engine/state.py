@@ -11,9 +11,8 @@ import numpy as np
 
 from jaxferry.engine.host.arrays import HostArrays
 from jaxferry.engine.host.given import given_leaves, hyperparameters
-from jaxferry.engine.host.initialise import masters_from_arrays
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Stacked, joined, on_host, together
+from jaxferry.engine.host.pieces import Owned, Parts, on_host, together, whole_of
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import UNSCALED, LossScale
@@ -32,7 +31,7 @@ from jaxferry.engine.process import Process
 from jaxferry.engine.transport.base import DeviceLayer, Transport
 from jaxferry.errors import StateError
 from jaxferry.meshes import outside_mesh
-from jaxferry.partition import Layer
+from jaxferry.partition import Layer, Span
 from jaxferry.units import format_bytes
 
 
@@ -66,8 +65,8 @@ class TrainState:
         optimizer: HostOptimizer,
         placement: Placement,
         layers: Sequence[Layer],
-        masters: list[jax.Array],
-        state: dict[str, jax.Array] | None = None,
+        masters: dict[int, Parts],
+        state: dict[str, Parts] | None = None,
         step: int = 0,
         loss_scale: LossScale = UNSCALED,
     ) -> None:
@@ -96,6 +95,7 @@ class TrainState:
     def params(self) -> Any:
         """The current master parameters in the model's own tree, as NumPy arrays (copies). Waits for updates.
 
+        Where several processes train, each must ask for them at the same time, and receives the whole parameters.
         Frozen parameters are included, bit-identical to the given ones. Changes of the copies change nothing; assign a
         tree to replace the parameters: `state.params = tree`. Its arrays are copied, in the masters' dtypes.
 
@@ -103,7 +103,10 @@ class TrainState:
           InputError: if an assigned tree has another structure or other shapes.
           StateError: if it is assigned while gradients are accumulated.
         """
-        masters = [m.whole() if isinstance(m, Stacked) else np.array(m) for m in self.masters()]
+        self.settle()
+        by_leaf, avals = self.host.masters(), self.optimizer.avals
+        # Without the arrays that have been read, only one parameter exists twice.
+        masters = [np.array(self._whole(by_leaf.pop(leaf), avals[leaf])) for leaf in range(len(avals))]
         return jax.tree.unflatten(self._tree, masters)
 
     @params.setter
@@ -112,7 +115,7 @@ class TrainState:
         if self.accumulated.num_batches:
             raise StateError("state.params is assigned while gradients are accumulated: assign it after an update")
         self.settle()
-        masters = masters_from_arrays(leaves, [aval.dtype for aval in self.optimizer.avals], self._placement)
+        masters = self._given(dict(enumerate(leaves)), dict(enumerate(self.optimizer.avals)))
         with deferred_interrupts(), outside_mesh():
             if self.prefetch is not None:
                 self.prefetch.work.stop()  # the next step frees the copies of the old parameters
@@ -125,7 +128,8 @@ class TrainState:
         """The optimizer's current state in Optax's form, as NumPy arrays (copies). Waits for updates.
 
         It gives access to values such as an average of the parameters. Changes of the copies change nothing; assign a
-        tree to replace the state: `state.opt_state = tree`. `set_hyperparams` replaces only hyperparameters.
+        tree to replace the state: `state.opt_state = tree`. `set_hyperparams` replaces only hyperparameters. Where
+        several processes train, all ask for it together, as for `params`.
 
         Raises:
           InputError: if an assigned tree has another structure or other shapes.
@@ -148,15 +152,15 @@ class TrainState:
         Raises:
           InputError: if the optimizer has no such hyperparameter, or a schedule sets it.
         """
-        self._replace_state(hyperparameters(self.optimizer_state(), values))
+        self._replace_state(hyperparameters(self.optimizer.state_shapes(), values))
 
     def copy(self) -> TrainState:
         """Returns an independent copy, also in host memory, that later steps do not change. Waits for updates.
 
         With `accumulate` it is the state after the last update, as in a checkpoint.
         """
-        masters = [self._owned(master) for master in self.masters()]
-        optimizer = {name: self._owned(leaf) for name, leaf in self.stored_optimizer_state().items()}
+        self.settle()
+        masters, optimizer = self._copies(self.host.masters()), self._copies(self.host.optimizer_state())
         args = (self._tree, self.optimizer, self._placement, self.host.layers, masters, optimizer)
         with outside_mesh():
             made = TrainState(*args, self.updated_step, self.loss_scale)
@@ -165,18 +169,32 @@ class TrainState:
 
     def _replace_state(self, leaves: Mapping[str, Any]) -> None:
         """Replaces leaves of the optimizer's state, which are copied in their own dtypes."""
-        known = self.optimizer.state_shapes()
-        own = {name: self._owned(leaf, known[name].dtype) for name, leaf in leaves.items()}
+        own = self._given(leaves, self.optimizer.state_shapes())
         self.settle()
         with deferred_interrupts(), outside_mesh():
-            self.host.replace_state(own)
+            self.host.replace_state({name: parts[None] for name, parts in own.items()})
+
+    def _given(self, leaves: Mapping[Any, Any], avals: Mapping[Any, Any]) -> dict[Any, Parts]:
+        """Whole arrays of the user in their own dtypes: copies, unless the process keeps only some elements of them."""
+        if self._placement.ownership.is_all:
+            return {name: {None: self._owned(leaf, avals[name].dtype)} for name, leaf in leaves.items()}
+        return {
+            name: {None: leaf if _is_key(leaf) else np.asarray(leaf, avals[name].dtype)}
+            for name, leaf in leaves.items()
+        }
+
+    def _copies(self, arrays: Mapping[Any, Parts]) -> dict[Any, Parts]:
+        return {name: {part: self._owned(array) for part, array in parts.items()} for name, parts in arrays.items()}
 
     def _owned(self, leaf: Any, dtype: Any = None) -> jax.Array:
         """Returns a copy in host memory, in `dtype` if given; PRNG keys keep theirs."""
-        whole = leaf.whole() if isinstance(leaf, Stacked) else leaf
-        if _is_key(whole):
-            return jax.device_put(jnp.copy(whole), self._placement.host, may_alias=False)
-        return on_host(whole, self._placement, dtype)
+        if _is_key(leaf):
+            return jax.device_put(jnp.copy(leaf), self._placement.host, may_alias=False)
+        return on_host(leaf, self._placement, dtype)
+
+    def _whole(self, parts: Parts, aval: Any) -> Any:
+        found = parts.get(None)
+        return found if _is_key(found) else whole_of(parts, tuple(aval.shape), self._placement)
 
     def check(self) -> None:
         """Raises an error if the updates of the last step failed, or if the state is damaged.
@@ -239,23 +257,28 @@ class TrainState:
         self.step, self.accumulated = self.updated_step, Accumulated()
 
     def masters(self) -> list[Any]:
-        """Returns the master parameters in the order of the flattened tree; a `Stacked` for one stored in parts."""
+        """Returns the master parameters in the order of the flattened tree, without copies.
+
+        A `Stacked` stands for one that is stored in parts, an `Owned` for one of which this process has some elements.
+        """
         self.settle()
         by_leaf = self.host.masters()
-        return [together(by_leaf[leaf]) for leaf in range(len(by_leaf))]
+        return [_stored(by_leaf[leaf], aval) for leaf, aval in enumerate(self.optimizer.avals)]
 
     def optimizer_state(self) -> dict[str, Any]:
         """Returns the leaves of the optimizer's state by path; leaves shared by all layers (a count) occur once.
 
-        Leaves of parameters that are stored in parts are joined, as copies.
+        Leaves of parameters that are stored in parts, or of which processes have some elements, are joined, as copies.
         """
         self.settle()
-        return {name: joined(parts) for name, parts in self.host.optimizer_state().items()}
+        shapes = self.optimizer.state_shapes()
+        return {name: self._whole(parts, shapes[name]) for name, parts in self.host.optimizer_state().items()}
 
     def stored_optimizer_state(self) -> dict[str, Any]:
-        """Returns the same leaves without copies: a `Stacked` for a leaf stored in parts."""
+        """Returns the same leaves as `masters` does parameters."""
         self.settle()
-        return {name: together(parts) for name, parts in self.host.optimizer_state().items()}
+        shapes = self.optimizer.state_shapes()
+        return {name: _stored(parts, shapes[name]) for name, parts in self.host.optimizer_state().items()}
 
     def arrange(self, layers: Sequence[Layer]) -> None:
         """Arranges the state in these parameter groups; does nothing if it is so already."""
@@ -291,6 +314,12 @@ class TrainState:
         if self.prefetch is not None:
             self.prefetch.work.wait_ahead()
         jax.block_until_ready([(unit.masters, unit.state) for unit in self.host.units])
+
+
+def _stored(parts: Parts, aval: Any) -> Any:
+    """An array as it is stored, without copies."""
+    is_owned = any(isinstance(part, Span) for part in parts)
+    return Owned(parts, tuple(aval.shape), aval.dtype) if is_owned else together(parts)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -13,7 +13,8 @@ from jaxferry.partition.frozen import Trainable, frozen_leaves
 from jaxferry.partition.graph import with_flags
 from jaxferry.partition.host_reads import read_in_place
 from jaxferry.partition.host_stores import store_in_place
-from jaxferry.partition.layout import Layer, Leaf, Part, Transfer, make_layer, wide_dtype
+from jaxferry.partition.layout import Layer, Leaf, Part, Span, Transfer, make_layer, wide_dtype
+from jaxferry.partition.ownership import OwnedLayer, Ownership, held_whole
 from jaxferry.partition.remat import check_remat, remat_of, with_remat
 from jaxferry.partition.rows import Gradient, RowGradient
 from jaxferry.partition.segments import ForwardPartition, Partition, Segment
@@ -29,17 +30,21 @@ __all__ = [
     "Layer",
     "Leaf",
     "Merge",
+    "OwnedLayer",
+    "Ownership",
     "Part",
     "Partition",
     "RowGradient",
     "Segment",
     "SharedLayer",
+    "Span",
     "Trainable",
     "Transfer",
     "check_byte_order",
     "check_remat",
     "differentiate",
     "frozen_leaves",
+    "held_whole",
     "layers_by_path",
     "make_layer",
     "partition",

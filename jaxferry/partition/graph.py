@@ -67,7 +67,7 @@ class Graph:
       outputs: the flattened outputs.
       out_tree: the tree of the outputs.
       num_devices: the number of devices that share a batch.
-      num_processes: the number of processes that they belong to; those of each one share a copy of the parameters.
+      num_processes: the number of processes that they belong to; see `Ownership`.
       kept: what was computed from slices of the equations, for later calls with the same slice.
     """
 
@@ -86,10 +86,9 @@ class Graph:
         """Bytes of one value."""
         return aval_bytes(self.avals[value])
 
-    @property
-    def num_shares(self) -> int:
-        """The number of devices that share a copy of the parameters."""
-        return self.num_devices // self.num_processes
+    def num_shares(self, is_whole: bool = False) -> int:
+        """The number of devices that share a layer's vectors; those of one process if each holds it whole."""
+        return self.num_devices // self.num_processes if is_whole else self.num_devices
 
     @functools.cached_property
     def batch_size(self) -> int:

@@ -36,6 +36,29 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class Span:
+    """Consecutive elements of a flattened array, or of the flattened part of one.
+
+    Attributes:
+      start, stop: its first element, and the one after its last.
+      part: the part that is flattened; None for the whole array.
+    """
+
+    start: int
+    stop: int
+    part: Part | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def of(self, array: Any) -> Any:
+        """Returns these elements of an array of any shape."""
+        return array.reshape(-1)[self.start : self.stop]
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaf:
     """One parameter of a layer.
 
@@ -95,10 +118,12 @@ class Layer:
     Attributes:
       name: module path.
       leaves: the parameters, in tree order.
+      is_whole: whether each process holds all of it (`Ownership`).
     """
 
     name: str
     leaves: tuple[Leaf, ...]
+    is_whole: bool = False
 
     @functools.cached_property
     def vectors(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -153,6 +178,10 @@ class Layer:
             indices.sort(key=lambda index: self.leaves[index].offset)
             made.append(Transfer(vector, self.leaves[indices[0]].offset, tuple(indices)))
         return tuple(made)
+
+    def owned(self, gradients: Sequence[Any]) -> list[Any]:
+        """The elements of whole gradients that the layer holds, inside a jitted function: all, but see `OwnedLayer`."""
+        return list(gradients)
 
     def join_small(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
         """Joins small gradients, inside a jitted function: returns one array for each of `transfers`."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.partition.graph import Equation, Graph, evaluate, live_equations, trace
+from jaxferry.partition.layout import Span
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +30,7 @@ class RowGradient:
       scatter: the equation that adds them to a table.
       shape: the table's shape.
       dtype: the table's dtype.
+      span: the elements of the table that are wanted; None for all.
     """
 
     indices: Any
@@ -36,13 +38,39 @@ class RowGradient:
     scatter: Equation = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    span: Span | None = dataclasses.field(default=None, metadata={"static": True})
 
     def onto(self, table: jax.Array) -> jax.Array:
-        """Returns the table, of any dtype, with the rows added in its dtype; repeated rows accumulate."""
+        """Returns the table, of any dtype, with the rows added in its dtype; repeated rows accumulate.
+
+        Args:
+          table: the table, or its elements of `span`, flat.
+        """
+        if self.span is None:
+            return self._added(table, self.indices, self.scatter.params["mode"])
+        if not self.span.size:
+            return table
         params = self.scatter.params
-        options = {name: params[name] for name in ("indices_are_sorted", "unique_indices", "mode")}
+        indexed = params["dimension_numbers"]
+        if indexed.scatter_dims_to_operand_dims != (0,) or indexed.inserted_window_dims != (0,):
+            whole = self._added(jnp.zeros(self.shape, table.dtype), self.indices, params["mode"])
+            return table + self.span.of(whole)
+        # Only the table's rows that hold these elements exist. The others' indices lie outside, so they are dropped.
+        num_columns = max(self.shape[1], 1)
+        first, last = self.span.start // num_columns, -(-self.span.stop // num_columns)
+        before, after = self.span.start - first * num_columns, last * num_columns - self.span.stop
+        rows = jnp.pad(table, (before, after)).reshape(last - first, self.shape[1])
+        indices = self.indices.astype(np.int32)
+        if params["mode"] == jax.lax.GatherScatterMode.CLIP:
+            indices = jnp.clip(indices, 0, self.shape[0] - 1)
+        made = self._added(rows, indices - first, jax.lax.GatherScatterMode.FILL_OR_DROP)
+        return made.reshape(-1)[before : before + self.span.size]
+
+    def _added(self, table: jax.Array, indices: Any, mode: Any) -> jax.Array:
+        params = self.scatter.params
+        options = {name: params[name] for name in ("indices_are_sorted", "unique_indices")}
         rows = self.rows.astype(table.dtype)
-        return jax.lax.scatter_add(table, self.indices, rows, params["dimension_numbers"], **options)
+        return jax.lax.scatter_add(table, indices, rows, params["dimension_numbers"], mode=mode, **options)
 
     def dense(self) -> jax.Array:
         """Returns the gradient as a dense table."""

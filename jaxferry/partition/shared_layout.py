@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxferry.partition.layout import Layer, Leaf
 
@@ -73,28 +72,10 @@ class SharedLayer(Layer):
         cut = [whole[x.vector][:, starts[i] : starts[i] + self._share(x)] for i, x in enumerate(self.leaves)]
         return [own.reshape(-1)[: leaf.size].reshape(leaf.shape) for leaf, own in zip(self.leaves, cut, strict=True)]
 
-    def to_shares(self, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Copies vectors of the layer as one device has them."""
-        made = [np.zeros((self.num_devices, v.size // self.num_devices), v.dtype) for v in self.vectors[: len(vectors)]]
-        for i, leaf, share in self._places(len(vectors)):
-            own = vectors[leaf.vector][leaf.offset : leaf.offset + leaf.size]
-            filled = np.zeros(self.num_devices * share, own.dtype)
-            filled[: leaf.size] = own
-            made[leaf.vector][:, i : i + share] = filled.reshape(self.num_devices, share)
-        return [vector.reshape(-1) for vector in made]
-
-    def from_shares(self, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The inverse of `to_shares`."""
-        sizes = [vector.size for vector in Layer(self.name, self.leaves).vectors]
-        made = [np.empty(size, vector.dtype) for size, vector in zip(sizes, vectors, strict=False)]
-        for i, leaf, share in self._places(len(vectors)):
-            own = vectors[leaf.vector].reshape(self.num_devices, -1)[:, i : i + share]
-            made[leaf.vector][leaf.offset : leaf.offset + leaf.size] = own.reshape(-1)[: leaf.size]
-        return made
-
-    def _places(self, num_vectors: int) -> list[tuple[int, Leaf, int]]:
-        starts = self._starts()
-        return [(starts[i], x, self._share(x)) for i, x in enumerate(self.leaves) if x.vector < num_vectors]
+    @functools.cached_property
+    def places(self) -> list[tuple[int, int]]:
+        """For each parameter the first element of its share in that of its vector, and the elements of the share."""
+        return [(start, self._share(leaf)) for start, leaf in zip(self._starts(), self.leaves, strict=True)]
 
     def _share(self, leaf: Leaf) -> int:
         """The elements of a parameter on each device."""
@@ -121,4 +102,4 @@ class SharedLayer(Layer):
 
 def shared(layer: Layer, num_devices: int) -> Layer:
     """The layer as so many devices share it; the layer itself for one."""
-    return layer if num_devices == 1 else SharedLayer(layer.name, layer.leaves, num_devices)
+    return layer if num_devices == 1 else SharedLayer(layer.name, layer.leaves, layer.is_whole, num_devices)

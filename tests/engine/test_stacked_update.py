@@ -10,7 +10,7 @@ import pytest
 
 import jaxferry
 from jaxferry.engine import HostOptimizer, make_placement
-from jaxferry.engine.host.pieces import Pieces, joined
+from jaxferry.engine.host.pieces import Pieces, whole_of
 from jaxferry.native import is_available
 from jaxferry.partition import Part
 from jaxferry.partition.layout import make_layer
@@ -89,10 +89,10 @@ class Run:
             assert_same_bits(vector, expected)
 
     def params(self):
-        return [joined(parts) for _, parts in sorted(self.collect("keys", "masters").items())]
+        return [whole_of(parts, (), self.place) for _, parts in sorted(self.collect("keys", "masters").items())]
 
     def state(self):
-        return {name: np.asarray(joined(parts)) for name, parts in self.collect("state_keys", "state").items()}
+        return {name: whole_of(parts, (), self.place) for name, parts in self.collect("state_keys", "state").items()}
 
     def collect(self, keys, arrays):
         found = {}

@@ -9,17 +9,14 @@ import jax
 import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Key, Pieces, Span, cut, on_host
+from jaxferry.engine.host.pieces import Key, Parts, Pieces, cut, on_host
 from jaxferry.engine.host.pinned import from_shares, on_cpu, to_pinned
 from jaxferry.engine.host.streamed import masters_of, replace_state, state_of, stream, subgroups_of
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import Vectors
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
-from jaxferry.partition import Layer, Leaf, Part, shared
-
-Parts = dict[Part | None, jax.Array]
-"""A whole array under None, or its parts."""
+from jaxferry.partition import Layer, Leaf
 
 
 class HostArrays:
@@ -29,7 +26,7 @@ class HostArrays:
       optimizer: the host optimizer.
       placement: where arrays live.
       layers: the parameter groups.
-      masters: in the order of the flattened tree; emptied.
+      masters: by index in the flattened tree; emptied.
       state: the leaves of the optimizer's state by path, emptied; None makes the initial state.
 
     Attributes:
@@ -42,8 +39,8 @@ class HostArrays:
         optimizer: HostOptimizer,
         placement: Placement,
         layers: Sequence[Layer],
-        masters: list[jax.Array],
-        state: dict[str, jax.Array] | None,
+        masters: dict[int, Parts],
+        state: dict[str, Parts] | None,
     ) -> None:
         self.layers: tuple[Layer, ...] = tuple(layers)
         self._optimizer, self._placement = optimizer, placement
@@ -52,8 +49,8 @@ class HostArrays:
         ORPHANED_COPIES.keep(self, placement, self._held)
         self._frozen: dict[Key, jax.Array] = {}
         self._stale: set[int] = set()
-        pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
-        known = None if state is None else self._pieces({name: {None: leaf} for name, leaf in state.items()})
+        pieces = self._masters_from(masters)
+        known = None if state is None else self._state_from(state)
         # The caller's references are removed, so that arrays that are cut do not exist twice.
         masters.clear()
         if state is not None:
@@ -119,9 +116,8 @@ class HostArrays:
         for group in sorted(groups):
             layer, old = self.layers[group], self.vectors[group]
             own = layer.trained
-            made = to_pinned(
-                self._packing(own)([self._master_of(leaf, trained) for leaf in own.leaves]), self._placement, own
-            )
+            arrays = [self._master_of(own, leaf, trained) for leaf in own.leaves]
+            made = to_pinned(self._packing(own)(arrays), self._placement, own)
             self.vectors[group] = (*made, *old[len(made) :])
             ORPHANED_COPIES.drop(self._placement, old)
         self._stale = self._stale - groups
@@ -144,30 +140,30 @@ class HostArrays:
     def _home(self, unit: UpdateGroup, arrays: list[jax.Array]) -> list[jax.Array]:
         return [self._moved(array, to_device=False) for array in arrays] if unit.is_on_device else arrays
 
-    def masters(self) -> dict[int, Parts]:
+    def masters(self) -> dict[int, dict[Any, jax.Array]]:
         """Returns the stored parameters by leaf and part; frozen ones may exist only in the compute copy."""
         found = self._trained()
         _add(found, self._frozen.items())
         for layer, vectors in zip(self.layers, self.vectors, strict=False):
-            frozen = [leaf for leaf in layer.leaves if not leaf.is_trained]
-            missing = [leaf for leaf in frozen if (leaf.source, leaf.part) not in self._frozen]
-            numbers = {leaf.vector for leaf in missing}
-            flat = self._on_cpu(layer, vectors, numbers)
-            for leaf in missing:
+            keys = [self._key(layer, leaf) for leaf in layer.leaves]
+            pairs = zip(keys, self._placement.ownership.of(layer).leaves, strict=True)
+            missing = [(key, leaf) for key, leaf in pairs if not leaf.is_trained and key not in self._frozen]
+            flat = self._on_cpu(layer, vectors, {leaf.vector for _, leaf in missing})
+            for (name, part), leaf in missing:
                 own = flat[leaf.vector][leaf.offset : leaf.offset + leaf.size].reshape(leaf.shape)
-                found.setdefault(leaf.source, {})[leaf.part] = on_host(own, self._placement)
+                found.setdefault(name, {})[part] = on_host(own, self._placement)
         return found
 
     def _on_cpu(self, layer: Layer, vectors: Vectors, numbers: Collection[int]) -> dict[int, np.ndarray]:
         """Some vectors of a layer's compute copy, by number."""
         if self._placement.num_devices == 1 or not numbers:
             return {number: np.asarray(on_cpu([vectors[number]], self._placement)[0]) for number in numbers}
-        whole = from_shares(vectors, self._placement, shared(layer, self._placement.num_shares))
-        return {number: np.asarray(whole[number]) for number in numbers}
+        own = from_shares(vectors, self._placement, layer)
+        return {number: np.asarray(own[number]) for number in numbers}
 
-    def optimizer_state(self) -> dict[str, Parts]:
+    def optimizer_state(self) -> dict[str, dict[Any, jax.Array]]:
         """Returns the stored leaves of the optimizer's state, by path and part."""
-        found: dict[str, Parts] = {}
+        found: dict[str, dict[Any, jax.Array]] = {}
         for unit in self.units:
             _add(found, zip(unit.state_keys, self._state_at_home(unit), strict=True))
         return found
@@ -177,7 +173,7 @@ class HostArrays:
 
         If that fails (host memory is short), the arrays stay in the groups that they were in.
         """
-        masters, state = self._pieces(self.masters()), self._pieces(self.optimizer_state())
+        masters, state = self._masters_from(self.masters()), self._state_from(self.optimizer_state())
         before = self.layers
         # Only the pieces hold the arrays now, so that arrays that are cut do not exist twice.
         self.layers, self.units, self._frozen = tuple(layers), [], {}
@@ -186,18 +182,18 @@ class HostArrays:
             self.units = self._make_units(masters, state)
         except BaseException:
             self.layers = before
-            self.units = self._make_units(self._pieces(masters.left()), self._pieces(state.left()))
+            self.units = self._make_units(self._masters_from(masters.left()), self._state_from(state.left()))
             raise
 
-    def replace_masters(self, masters: list[jax.Array]) -> None:
+    def replace_masters(self, masters: dict[int, Parts]) -> None:
         """Replaces all parameters; `vectors` is empty afterwards.
 
         Args:
-          masters: in the order of the flattened tree; emptied.
+          masters: by index in the flattened tree; emptied.
         """
         for unit in self.units:
             self.to_host(unit)
-        pieces = self._pieces({leaf: {None: master} for leaf, master in enumerate(masters)})
+        pieces = self._masters_from(masters)
         masters.clear()
         frozen = self._take_frozen(pieces)
         made = [[pieces.take(key) for key in unit.keys] for unit in self.units]
@@ -206,13 +202,13 @@ class HostArrays:
         self._frozen = frozen
         self._drop_vectors()
 
-    def replace_state(self, leaves: Mapping[str, jax.Array]) -> None:
+    def replace_state(self, leaves: Mapping[str, Any]) -> None:
         """Replaces leaves of the optimizer's state.
 
         Args:
           leaves: some of them, whole, by path.
         """
-        pieces = self._pieces({name: {None: leaf} for name, leaf in leaves.items()})
+        pieces = self._state_from({name: {None: leaf} for name, leaf in leaves.items()})
         made = [{key: pieces.take(key) for key in unit.state_keys if key[0] in leaves} for unit in self.units]
         for unit, new in zip(self.units, made, strict=True):
             if unit.subgroups and replace_state(unit, new, self._placement):
@@ -226,32 +222,38 @@ class HostArrays:
     def fill(self) -> None:
         """Makes the `vectors` that do not exist."""
         trained = self._trained()
-        programs = {layer.layout: self._packing(layer) for layer in self.layers}
-        for layer in self.layers[len(self.vectors) :]:
-            leaves = [self._master_of(leaf, trained) for leaf in layer.leaves]
-            self.vectors.append(to_pinned(programs[layer.layout](leaves), self._placement, layer))
+        owned = list(map(self._placement.ownership.of, self.layers))
+        programs = {own.layout: self._packing(own) for own in owned}
+        for layer, own in list(zip(self.layers, owned, strict=True))[len(self.vectors) :]:
+            leaves = [self._master_of(layer, leaf, trained) for leaf in layer.leaves]
+            self.vectors.append(to_pinned(programs[own.layout](leaves), self._placement, layer))
             for leaf in layer.leaves:
                 if not leaf.is_trained and leaf.dtype == leaf.master_dtype:
-                    del self._frozen[leaf.source, leaf.part]
+                    del self._frozen[self._key(layer, leaf)]
 
     def _drop_vectors(self) -> None:
         ORPHANED_COPIES.drop(self._placement, self._held[0])
         self._held[0], self._stale = [], set()
 
-    def _trained(self, units: Sequence[UpdateGroup] | None = None) -> dict[int, Parts]:
+    def _trained(self, units: Sequence[UpdateGroup] | None = None) -> dict[int, dict[Any, jax.Array]]:
         """Returns the stored masters of trained parameters, by leaf and part; of some units, or all."""
-        found: dict[int, Parts] = {}
+        found: dict[int, dict[Any, jax.Array]] = {}
         for unit in self.units if units is None else units:
             _add(found, zip(unit.keys, self._masters_at_home(unit), strict=True))
         return found
 
-    def _master_of(self, leaf: Leaf, trained: Mapping[int, Mapping[Part | None, jax.Array]]) -> jax.Array:
+    def _key(self, layer: Layer, leaf: Leaf) -> Key:
+        """How a group's parameter is stored, or would be if its update took parts of it."""
+        return leaf.source, self._placement.ownership.span(layer, leaf) or leaf.part
+
+    def _master_of(self, layer: Layer, leaf: Leaf, trained: Mapping[int, Parts]) -> jax.Array:
         """Returns the master of a group's leaf; cuts it if it is stored whole."""
+        name, part = self._key(layer, leaf)
         if not leaf.is_trained:
-            return self._frozen[leaf.source, leaf.part]
-        known = trained[leaf.source]
-        if leaf.part is None or leaf.part in known:
-            return known[leaf.part]
+            return self._frozen[name, part]
+        known = trained[name]
+        if leaf.part is None or part in known:
+            return known[part]
         return cut(known[None], leaf.part, self._placement)
 
     def _make_units(self, masters: Pieces, state: Pieces | None) -> list[UpdateGroup]:
@@ -266,11 +268,15 @@ class HostArrays:
         return units
 
     def _take_frozen(self, masters: Pieces) -> dict[Key, jax.Array]:
-        keys = [(leaf.source, leaf.part) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
+        keys = [self._key(layer, leaf) for layer in self.layers for leaf in layer.leaves if not leaf.is_trained]
         return {key: masters.take(key) for key in keys}
 
-    def _pieces(self, arrays: Mapping[Any, Mapping[Part | None, jax.Array]]) -> Pieces:
-        return Pieces(arrays, self._placement)
+    def _masters_from(self, arrays: Mapping[int, Parts]) -> Pieces:
+        return Pieces(arrays, self._placement, {i: tuple(aval.shape) for i, aval in enumerate(self._optimizer.avals)})
+
+    def _state_from(self, arrays: Mapping[str, Parts]) -> Pieces:
+        shapes = {name: tuple(aval.shape) for name, aval in self._optimizer.state_shapes().items()}
+        return Pieces(arrays, self._placement, shapes)
 
     def _packing(self, layer: Layer) -> Callable[[Sequence[jax.Array]], Vectors]:
         def pack(masters: Any) -> Vectors:
@@ -279,8 +285,7 @@ class HostArrays:
         return jax.jit(pack, out_shardings=self._placement.update_output)
 
 
-def _add(found: dict[Any, Parts], arrays: Iterable[tuple[Key, jax.Array]]) -> None:
+def _add(found: dict[Any, dict[Any, jax.Array]], arrays: Iterable[tuple[Key, jax.Array]]) -> None:
     """Adds arrays by name and part."""
     for (name, part), array in arrays:
-        assert not isinstance(part, Span)
         found.setdefault(name, {})[part] = array

@@ -7,6 +7,7 @@ otherwise whole, together with all layers that hold parts of them.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,13 +16,14 @@ import jax
 import optax
 
 from jaxferry.engine.host.optimized_tree import OptimizedTree
-from jaxferry.engine.host.pieces import Key, Span
+from jaxferry.engine.host.pieces import Key
 from jaxferry.engine.host.stacked_update import part_aval
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.engine.host.update_group import UpdateGroup, updated_together
 from jaxferry.engine.host.update_programs import UpdatePrograms
 from jaxferry.engine.placement import Placement
-from jaxferry.partition import Layer, Leaf, Part
+from jaxferry.errors import InputError
+from jaxferry.partition import Layer, Leaf, Part, Span
 
 NOT_SEPARABLE = (
     "the optimizer looks at all parameters at once, or cannot be shown not to{where}; it runs as one update after the "
@@ -30,6 +32,14 @@ NOT_SEPARABLE = (
 NOT_BY_PART = (
     "the optimizer looks at whole stacked parameters ({leaves}: {reason}); the layers that hold parts of them have one "
     "update after the last gradient, so their updates do not overlap the backward"
+)
+HELD_WHOLE = (
+    "the optimizer does not update each element of {leaves} alone ({reason}): every process holds such layers whole, "
+    "with their optimizer state, and repeats their updates"
+)
+LATE_JOINT = (
+    "the optimizer updates layer {name!r} otherwise than within the whole model, so each process would have to hold "
+    "all layers whole, but updates others element by element: use an optimizer that does either for all"
 )
 
 
@@ -48,6 +58,7 @@ class HostOptimizer:
     Attributes:
       avals: shapes and master dtypes of the parameters.
       frozen: leaves without update and gradient: the hidden ones, and those that the transformation itself freezes.
+      whole: of several processes, the leaves that each holds whole, since their update is not element-wise.
       is_joint: whether all layers form one unit, because the optimizer is not separable.
       updates: the compiled updates.
     """
@@ -77,6 +88,18 @@ class HostOptimizer:
         self.is_joint = whole_tree.whole.mixes()
         if self.is_joint:
             warnings.warn(NOT_SEPARABLE.format(where=""), stacklevel=4)
+        self._ownership = placement.ownership
+        self.whole = frozenset[int]() if self._ownership.is_all else self._find_whole()
+
+    def _find_whole(self) -> frozenset[int]:
+        """Finds the leaves that every process must hold whole, and warns about them."""
+        trained = [leaf for leaf in self._tree.shown if leaf not in self.frozen]
+        reasons = {leaf: reason for leaf in trained if (reason := self._tree.by_part.obstacle(leaf)) is not None}
+        if reasons:
+            names = path_names(jax.tree.unflatten(self._tree.tree, self.avals))
+            named = ", ".join(names[leaf] for leaf in list(reasons)[:3]) + (", ..." if len(reasons) > 3 else "")
+            warnings.warn(HELD_WHOLE.format(leaves=named, reason=next(iter(reasons.values()))), stacklevel=5)
+        return frozenset(trained if self.is_joint else reasons)
 
     def check_parts(self, layers: Sequence[Layer]) -> None:
         """Makes the optimizer joint if the update of a layer alone differs from its part of the whole update.
@@ -87,8 +110,10 @@ class HostOptimizer:
         self._check_stacked(layers)
         alone = {layers[group[0]].name: leaves for group, leaves, parts in self._covered(layers) if not parts}
         if alone and not self.is_joint and not self._tree.takes_parts(list(alone.values())):
-            self.is_joint = True
             name = next(name for name, leaves in alone.items() if not self._tree.takes_parts([leaves]))
+            if not self._ownership.is_all and not all(layer.is_whole for layer in layers if layer.trained.leaves):
+                raise InputError(LATE_JOINT.format(name=name))
+            self.is_joint = True
             self._tree.prunes = self._prunes_whole
             warnings.warn(NOT_SEPARABLE.format(where=f" (seen at layer {name!r})"), stacklevel=4)
 
@@ -114,7 +139,7 @@ class HostOptimizer:
 
     def _covered(
         self, layers: Sequence[Layer]
-    ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[Part | None, ...]]]:
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[Part | Span | None, ...]]]:
         """Returns the layers, leaves and parts of each unit; parts are empty if the unit holds whole leaves."""
         held = {i: layer.trained.leaves for i, layer in enumerate(layers) if layer.trained.leaves}
         covered = []
@@ -122,7 +147,8 @@ class HostOptimizer:
         for group in [tuple(held)] if self.is_joint else [group for group in together if group[0] in held]:
             leaves = [leaf for i in group for leaf in held[i]]
             is_whole = len(group) > 1 or self.is_joint or any(leaf.source in self._not_by_part for leaf in leaves)
-            parts = () if is_whole else tuple(leaf.part for leaf in leaves)
+            own, layer = self._ownership, layers[group[0]]
+            parts = () if is_whole else tuple(own.span(layer, leaf) or leaf.part for leaf in leaves)
             if any(parts):
                 covered.append((group, tuple(leaf.source for leaf in leaves), parts))
             else:
@@ -170,8 +196,12 @@ class HostOptimizer:
             keys = [(name, None) for name in path_names(abstract)]
         return UpdateGroup(layers, leaves, masters, state, keys, parts=parts)
 
-    def state_shapes(self) -> dict[str, Any]:
+    def state_shapes(self) -> Mapping[str, Any]:
         """Shapes of the whole Optax state by path."""
+        return self._state_shapes
+
+    @functools.cached_property
+    def _state_shapes(self) -> dict[str, Any]:
         state = self._tree.state(self._tree.shown)
         return dict(zip(path_names(state), jax.tree.leaves(state), strict=True))
 

@@ -1,12 +1,13 @@
 """Arrays in host memory, whole or in parts, and conversions between the two forms.
 
-A parameter that a model scans over, and its optimizer state, is stored in parts, one per layer. Users and checkpoints
-see it whole.
+A parameter that a model scans over, and its optimizer state, is stored in parts, one per layer. Of several processes,
+each stores some elements of each array. Users see it whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,34 +15,13 @@ import jax
 import numpy as np
 
 from jaxferry.engine.placement import Placement
-from jaxferry.partition import Part
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Consecutive elements of a flattened array, or of the flattened part of one.
-
-    Attributes:
-      start, stop: its first element, and the one after its last.
-      part: the part that is flattened; None for the whole array.
-    """
-
-    start: int
-    stop: int
-    part: Part | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return self.stop - self.start
-
-    def of(self, array: Any) -> Any:
-        """Returns these elements of an array of any shape."""
-        return array.reshape(-1)[self.start : self.stop]
-
+from jaxferry.partition import Part, Span
 
 Key = tuple[Any, Part | Span | None]
 """Identifies an array: a parameter's number or the path of a leaf of the state, and its part; None for the whole."""
+
+Parts = Mapping[Part | Span | None, Any]
+"""A whole array under None, or its parts, or the elements of these that a process holds."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,47 +52,74 @@ class Stacked:
         return np.stack([np.asarray(part) for part in self.parts], self.axis)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Owned:
+    """An array of which this process holds some elements.
+
+    Attributes:
+      parts: these, or those of each part, by `Span`.
+      shape: shape of the whole.
+      dtype: its dtype.
+    """
+
+    parts: Parts
+    shape: tuple[int, ...]
+    dtype: Any
+
+
 class Pieces:
     """Arrays that callers take one by one; cuts or joins them if a caller asks for the other form.
 
-    Releases an array as soon as its parts exist, so that at most one array exists twice.
+    Releases an array as soon as its parts exist, so that at most one array exists twice. Where processes hold elements
+    of an array, and a caller asks for another form, all processes must do so, in the same order.
 
     Args:
-      arrays: by name and part; the caller keeps no references.
+      arrays: by name and part; the caller keeps no references. Those of NumPy are the user's, and are copied.
       placement: where they live.
+      shapes: of the whole arrays, by name; needed where processes hold some elements each.
     """
 
-    def __init__(self, arrays: Mapping[Any, Mapping[Part | None, Any]], placement: Placement) -> None:
-        self._placement = placement
+    def __init__(
+        self, arrays: Mapping[Any, Parts], placement: Placement, shapes: Mapping[Any, tuple[int, ...]] | None = None
+    ) -> None:
+        self._placement, self._shapes = placement, shapes or {}
         self._arrays = {name: dict(parts) for name, parts in arrays.items()}
-        self._given: dict[tuple[Any, Part | None], jax.Array] = {}
+        self._given: dict[Key, jax.Array] = {}
 
     def take(self, key: Key) -> jax.Array:
         """Returns the array of a key; a copy if it has been taken before, since updates work in place."""
         name, part = key
-        assert not isinstance(part, Span)
-        if (name, part) in self._given:
-            return on_host(self._given[name, part], self._placement)
-        known = self._arrays[name]
-        if part not in known:
-            known = self._arrays[name] = self._in_form_of(part, together(known))
-        self._given[name, part] = known.pop(part)
-        return self._given[name, part]
+        if key in self._given:
+            return on_host(self._given[key], self._placement)
+        if part not in self._arrays[name]:
+            self._arrays[name] = self._in_form_of(name, part)
+        array = self._arrays[name].pop(part)
+        self._given[key] = on_host(array, self._placement) if isinstance(array, np.ndarray) else array
+        return self._given[key]
 
-    def left(self) -> dict[Any, dict[Part | None, Any]]:
+    def left(self) -> dict[Any, dict[Part | Span | None, Any]]:
         """Returns all arrays by name and part, taken or not, each once."""
         found = {name: dict(parts) for name, parts in self._arrays.items()}
         for (name, part), array in self._given.items():
             found[name][part] = array
         return found
 
-    def _in_form_of(self, part: Part | None, found: Any) -> dict[Part | None, Any]:
-        """Cuts an array into parts like this one, or joins its parts if that is None."""
-        whole = found.whole() if isinstance(found, Stacked) else found
-        if part is None:
-            return {None: on_host(whole, self._placement)}
-        ones = [Part(number, part.length, part.axis) for number in range(part.length)]
-        return {one: cut(whole, one, self._placement) for one in ones}
+    def _in_form_of(self, name: Any, part: Part | Span | None) -> dict[Part | Span | None, Any]:
+        """Cuts an array into parts, or elements, like this one; joins it if that is None."""
+        shape, found, span = self._shapes.get(name, ()), self._arrays[name], part if isinstance(part, Span) else None
+        base = part.part if isinstance(part, Span) else part
+        ones = [None] if base is None else [Part(number, base.length, base.axis) for number in range(base.length)]
+        if base is not None and not any(isinstance(known, Span) for known in found):
+            found = {None: whole_of(found, shape, self._placement)}
+        made: dict[Part | Span | None, Any] = {}
+        for one in ones:
+            array = whole_of(found, shape, self._placement, one)
+            if span is None:
+                made[one] = on_host(array, self._placement)
+            else:
+                own = dataclasses.replace(span, part=one)
+                made[own] = on_host(own.of(array), self._placement)
+        return made
 
 
 def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> jax.Array:
@@ -123,18 +130,62 @@ def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> 
 
 def cut(array: Any, part: Part, placement: Placement) -> jax.Array:
     """Returns a part of an array, in host memory."""
-    return on_host(np.asarray(array)[(slice(None),) * part.axis + (part.number,)], placement)
+    return on_host(_part_of(np.asarray(array), part), placement)
 
 
-def together(parts: Mapping[Part | None, Any]) -> Any:
+def together(parts: Parts) -> Any:
     """Returns the array itself if it is whole, or its parts as a `Stacked`."""
     if None in parts:
         return parts[None]
-    ordered = sorted((part for part in parts if part is not None), key=lambda part: part.number)
+    ordered = sorted((part for part in parts if isinstance(part, Part)), key=lambda part: part.number)
     return Stacked(tuple(parts[part] for part in ordered), ordered[0].axis)
 
 
-def joined(parts: Mapping[Part | None, Any]) -> Any:
-    """Returns the array itself if it is whole, or joins its parts."""
-    found = together(parts)
-    return found.whole() if isinstance(found, Stacked) else found
+def whole_of(parts: Parts, shape: tuple[int, ...], placement: Placement, part: Part | None = None) -> Any:
+    """Returns an array, or a part of it, as NumPy memory, which may be that of `parts`.
+
+    If processes hold some elements each, every process must call this. A part of which they hold elements is then
+    gathered alone.
+
+    Args:
+      parts: the array as it is stored.
+      shape: shape of the whole.
+      placement: where it lives.
+      part: the wanted part; None for the whole.
+    """
+    spans = {known.part: known for known in parts if isinstance(known, Span)}
+    if not spans:
+        found = together(parts)
+        whole = found.whole() if isinstance(found, Stacked) else np.asarray(found)
+        return whole if part is None else _part_of(whole, part)
+    if None in spans:
+        own, span = np.asarray(parts[spans[None]]), spans[None]
+        if part is not None and part.axis == 0:
+            size = math.prod(shape[1:])
+            return _gathered(own, span, part.number * size, size, placement).reshape(shape[1:])
+        whole = _gathered(own, span, 0, math.prod(shape), placement).reshape(shape)
+        return whole if part is None else _part_of(whole, part)
+    parts_of = sorted((known for known in spans if known is not None), key=lambda known: known.number)
+    axis = parts_of[0].axis
+    shape_of_one = (*shape[:axis], *shape[axis + 1 :])
+
+    def one(part: Part) -> np.ndarray:
+        span = spans[part]
+        return _gathered(np.asarray(parts[span]), span, 0, math.prod(shape_of_one), placement).reshape(shape_of_one)
+
+    if part is not None:
+        return one(part)
+    return np.stack([one(part) for part in parts_of], axis)
+
+
+def _gathered(own: np.ndarray, span: Span, first: int, size: int, placement: Placement) -> np.ndarray:
+    """Elements of a flattened array of which each process holds some."""
+    made = np.zeros(size, own.dtype)
+    start, stop = max(span.start, first), min(span.stop, first + size)
+    if start < stop:
+        made[start - first : stop - first] = own[start - span.start : stop - span.start]
+    return placement.merged(made)
+
+
+def _part_of(array: np.ndarray, part: Part) -> np.ndarray:
+    return array[(slice(None),) * part.axis + (part.number,)]

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxferry.engine.global_arrays import spread, whole
+from jaxferry.engine.global_arrays import from_rows, rows_of
 from jaxferry.engine.placement import Placement
-from jaxferry.partition import Layer, SharedLayer, shared
+from jaxferry.partition import Layer
 
 Vectors = tuple[jax.Array, ...]
 
@@ -95,11 +95,10 @@ def from_shares(vectors: Sequence[jax.Array], placement: Placement, layer: Layer
     Args:
       vectors: all vectors of the layer in pinned memory, or the first ones.
       placement: where arrays live.
-      layer: the layer, as the devices share it.
+      layer: the layer; of its vectors, what this process owns is returned.
     """
-    found = [whole(vector) for vector in vectors]
-    joined = layer.from_shares(found) if isinstance(layer, SharedLayer) else map(np.array, found)
-    return tuple(jax.device_put(v, placement.host) for v in joined)
+    found = placement.ownership.from_shares(layer, list(map(rows_of, vectors)))
+    return tuple(jax.device_put(vector, placement.host) for vector in found)
 
 
 def as_numpy(array: jax.Array) -> np.ndarray:
@@ -111,7 +110,7 @@ def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer |
     """Copies vectors of the CPU backend into pinned memory, unless they are there already.
 
     Args:
-      vectors: all vectors of a layer, or the first ones.
+      vectors: all vectors of a layer, or the first ones; where several processes train, of what this one owns.
       placement: where arrays live.
       layer: the layer; needed where several devices share its vectors.
     """
@@ -119,9 +118,9 @@ def to_pinned(vectors: Sequence[jax.Array], placement: Placement, layer: Layer |
         return tuple(vectors)
     if placement.num_devices > 1:
         assert layer is not None
-        there, given = shared(layer, placement.num_shares), [np.array(vector) for vector in vectors]
-        shares = there.to_shares(given) if isinstance(there, SharedLayer) else given
-        return tuple(spread(vector, placement.pinned) for vector in shares)
+        own, where = placement.ownership, placement.pinned_of(layer)
+        shares = own.to_shares(layer, [np.asarray(vector) for vector in vectors])
+        return tuple(from_rows(rows, rows.shape[1] * own.num_shares(layer), where) for rows in shares)
     # From NumPy: another client's array would pass through a literal. JAX may keep the NumPy array that it is given.
     return tuple(jax.device_put(np.array(vector), placement.pinned) for vector in vectors)
 

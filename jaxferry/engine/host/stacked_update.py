@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxferry.engine.host.pieces import Key, Span
+from jaxferry.engine.host.pieces import Key
 from jaxferry.engine.host.separable import SHARED, WholeUpdate
-from jaxferry.partition import Part
+from jaxferry.partition import Part, Span
 from jaxferry.partition.elementwise import ELEMENTWISE
 from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, live_equations, trace
 
@@ -107,9 +107,11 @@ class _Recipe:
       outputs: numbers and values of the outputs.
       equations: element-wise equations and broadcasts of scalars, in order.
       scalars: scalars that these equations read, the same for all parts.
+      is_of_scalar: whether the leaf is a scalar.
     """
 
     outputs: list[tuple[int, Atom]]
+    is_of_scalar: bool = False
     equations: dict[int, Equation] = dataclasses.field(default_factory=dict)
     scalars: set[int] = dataclasses.field(default_factory=set)
 
@@ -168,13 +170,20 @@ class _ByPart:
         known = {**values, **{self._numbers[i]: array for i, array in own.items()}}
         for equation in recipe.equations.values():
             operands = [_read(atom, known) for atom in equation.inputs]
+            if recipe.is_of_scalar:  # of which there are arrays here
+                operands = [jnp.broadcast_to(operand, shape) for operand in operands]
             if equation.primitive.name == "broadcast_in_dim":
-                known[equation.outputs[0]] = jax.lax.broadcast_in_dim(operands[0], shape, ())
+                known[equation.outputs[0]] = jnp.broadcast_to(operands[0], shape)
             else:
                 params = equation.primitive.get_bind_params(equation.params)
                 with equation.context.manager:
                     known[equation.outputs[0]] = equation.primitive.bind(*operands, **params)
-        return {i: known[atom] for i, atom in recipe.outputs if isinstance(atom, int)}
+        literals = {
+            i: jnp.full(shape, atom.val, jnp.asarray(atom.val).dtype)
+            for i, atom in recipe.outputs
+            if not isinstance(atom, int)
+        }
+        return literals | {i: known[atom] for i, atom in recipe.outputs if isinstance(atom, int)}
 
     def _recipe(self, leaf: int) -> _Recipe | str:
         if leaf not in self._recipes:
@@ -185,7 +194,8 @@ class _ByPart:
         return self._recipes[leaf]
 
     def _find_recipe(self, leaf: int) -> _Recipe:
-        recipe = _Recipe([(i, self._graph.outputs[i]) for i, owner in enumerate(self._outputs) if owner == leaf])
+        outputs = [(i, self._graph.outputs[i]) for i, owner in enumerate(self._outputs) if owner == leaf]
+        recipe = _Recipe(outputs, is_of_scalar=not self._shapes[leaf])
         for i, owner in enumerate(self._outputs):
             if owner == SHARED and self._is_of_leaves(self._graph.outputs[i]):
                 raise _ObstacleError("what all parameters have in common depends on it")
@@ -207,7 +217,8 @@ class _ByPart:
         if not is_fill and equation.primitive.name not in ELEMENTWISE:
             raise _ObstacleError(f"{equation.primitive.name!r} is not element-wise")
         for operand in equation.inputs:
-            if self._shape(operand) == self._shapes[leaf]:
+            is_of_leaf = self._shapes[leaf] or self._is_of_leaves(operand)
+            if self._shape(operand) == self._shapes[leaf] and is_of_leaf:
                 self._need(leaf, operand, recipe)
             elif self._shape(operand) or self._is_of_leaves(operand):
                 raise _ObstacleError(f"{self._reduction(leaf, operand, equation).primitive.name!r} is not element-wise")

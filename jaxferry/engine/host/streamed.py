@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Key, Span, on_host
+from jaxferry.engine.host.pieces import Key, on_host
 from jaxferry.engine.host.pinned import on_cpu, to_pinned
 from jaxferry.engine.host.update_group import Subgroup, UpdateGroup
 from jaxferry.engine.placement import Placement
-from jaxferry.partition import Layer, Leaf, make_layer
+from jaxferry.partition import Layer, Leaf, Span, make_layer
 
 _ALIGNMENT = 16
 """Parameters are cut at multiples of so many elements: a cache line of fp32."""

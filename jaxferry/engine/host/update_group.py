@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxferry.engine.host.pieces import Key, Span
-from jaxferry.partition import Layer, Part
+from jaxferry.engine.host.pieces import Key
+from jaxferry.partition import Layer, Part, Span
 from jaxferry.partition.graph import aval_bytes
 
 

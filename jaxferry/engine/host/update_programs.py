@@ -123,7 +123,7 @@ class UpdatePrograms:
 
     def key(self, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]) -> Any:
         """Returns everything that the update of a unit depends on: units with equal keys share a program."""
-        layouts = tuple(layers[i].trained.layout for i in unit.layers)
+        layouts = tuple(layer.layout for layer in self._owned(unit, layers))
         shapes = tuple(tuple(master.shape) for master in unit.masters)
         content = self._tree.whole.content(unit.leaves) or unit.leaves
         return (content, shapes, layouts, tuple(is_read[i] for i in unit.layers))
@@ -138,7 +138,7 @@ class UpdatePrograms:
         """Everything that an update depends on, whatever the model; None if that cannot be compared."""
         if unit.parts or len(unit.layers) > 1 or self._tree.whole.content(unit.leaves) is None:
             return None
-        is_fused = self._rule(unit, self._state_tree(unit), [layers[unit.layers[0]].trained], reads) is not None
+        is_fused = self._rule(unit, self._state_tree(unit), self._owned(unit, layers), reads) is not None
         place = self._placement
         return (
             "update",
@@ -157,7 +157,7 @@ class UpdatePrograms:
         return text
 
     def _lower(self, unit: UpdateGroup, layers: Sequence[Layer], reads: Sequence[bool]) -> Any:
-        place, unit_layers = self._placement, [layers[i].trained for i in unit.layers]
+        place, unit_layers = self._placement, self._owned(unit, layers)
         state = self._state_tree(unit)
         rule = self._rule(unit, state, unit_layers, reads)
         if rule is not None:
@@ -201,6 +201,10 @@ class UpdatePrograms:
             out_shardings=(place.host, place.host, place.update_output),
         )
         return jitted.trace(masters, states, vectors, gradients, number, number).lower()
+
+    def _owned(self, unit: UpdateGroup, layers: Sequence[Layer]) -> list[Layer]:
+        """The trained parameters of a unit's layers, as this process holds them."""
+        return [self._placement.ownership.of(layers[i].trained) for i in unit.layers]
 
     def _rule(self, unit: UpdateGroup, state: Any, layers: Sequence[Layer], reads: Sequence[bool]) -> HostRule | None:
         """Returns the native library's rule for a unit; None if Optax has to update it."""

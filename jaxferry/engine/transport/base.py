@@ -26,7 +26,7 @@ from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
 from jaxferry.native import NativeLibrary
-from jaxferry.partition import Gradient, Layer, RowGradient, shared
+from jaxferry.partition import Gradient, Layer, RowGradient
 
 _OF_LOADS = frozenset({"unpack", "load", "load onto", "arrived"})
 """Programs that move parameters; all others move gradients."""
@@ -162,10 +162,10 @@ class Transport:
         self._placement, self._layers = placement, list(layers)
         self._gradients = [layer.trained for layer in layers]
         self._sums = [layer.wide for layer in self._gradients] if accumulates else self._gradients
-        # As they are on the device, and in the memory that it reaches; where the host adds, layers are whole.
-        self._there = [
-            [shared(x, placement.num_shares) for x in own] for own in (self._layers, self._gradients, self._sums)
-        ]
+        # As they are on the device and in the memory that it reaches, and where the host adds.
+        kinds, ownership = (self._layers, self._gradients, self._sums), placement.ownership
+        self._there = [list(map(ownership.shared, layers)) for layers in kinds]
+        self._here = [[ownership.of(layer.trained) for layer in layers] for layers in kinds]
         self._programs: dict[Any, Any] = {}
         self._of_layer: dict[tuple[str, int, bool], Any] = {}
         self._spare: dict[Any, list[Vectors]] = {}
@@ -299,7 +299,7 @@ class Transport:
           is_sum: whether a sum over micro-batches is written.
         """
         if onto is None:
-            shapes = (self._sums if is_sum else self._gradients)[layer].vectors
+            shapes = self._here[2 if is_sum else 1][layer].vectors
             if spare := self._spares(layer, shapes, is_pinned=True):
                 return spare.pop()
             if self._placement.is_cpu:
@@ -342,7 +342,7 @@ class Transport:
             if not gradient.is_gathered:
                 written = gradient.vectors
                 if self._placement.num_devices > 1:
-                    gradient.vectors = from_shares(written, self._placement, self._there[1][layer])
+                    gradient.vectors = from_shares(written, self._placement, self._gradients[layer])
                 else:
                     # Views are remembered. That pays where later steps write the same memory, as by the library.
                     view = borrowed if gradient.is_reusable and self.library is not None else on_cpu
@@ -372,7 +372,7 @@ class Transport:
 
     def _sum_vectors(self, layer: int) -> tuple[Vectors, bool]:
         """Vectors where the host adds gradients, and whether they are zeros."""
-        shapes = self._sums[layer].vectors
+        shapes = self._here[2][layer].vectors
         if spare := self._spares(layer, shapes, is_pinned=False):
             return spare.pop(), False
         self._num_sum_vectors[layer] += 1
@@ -426,7 +426,7 @@ class Transport:
         """The jitted function of a name, for sums over micro-batches if so; groups of the same layout share it."""
         known = self._of_layer.get((name, layer, is_sum))
         if known is None:
-            kinds = self._there if name in _OF_LOADS or name == "pack" else (self._layers, self._gradients, self._sums)
+            kinds = self._there if name in _OF_LOADS or name == "pack" else self._here
             made = kinds[0 if name in _OF_LOADS else 2 if is_sum else 1][layer]
             key = (name, made.layout)
             if key not in self._programs:
@@ -440,8 +440,8 @@ class Transport:
 
         def add(gradients: Sequence[Gradient], onto: Vectors) -> Vectors:
             known, gradients = computable((onto, gradients))
-            whole = split(layer, gradients)
-            return layer.pack([added(a, b) for a, b in zip(layer.unpack(known), whole, strict=True)], known)
+            own = layer.owned(split(layer, gradients))
+            return layer.pack([added(a, b) for a, b in zip(layer.unpack(known), own, strict=True)], known)
 
         def zeros() -> Vectors:
             return tuple(jnp.zeros(v.shape, v.dtype) for v in layer.vectors)

@@ -34,8 +34,11 @@ class DevicePut(Transport):
     def __init__(self, placement: Placement, layers: Sequence[Layer], accumulates: bool = False) -> None:
         super().__init__(placement, layers, accumulates)
         # The flat vectors exist beside the parameters split from them, and beside the gradients packed into them.
-        most = max(max(layer.num_bytes, sums.num_bytes) for layer, sums in zip(layers, self._sums, strict=True))
-        self.staging_bytes = 0 if placement.is_cpu else 2 * -(-most // placement.num_shares)
+        most = max(
+            -(-max(layer.num_bytes, sums.num_bytes) // placement.ownership.num_shares(layer))
+            for layer, sums in zip(layers, self._sums, strict=True)
+        )
+        self.staging_bytes = 0 if placement.is_cpu else 2 * most
 
     def store(
         self,
@@ -57,7 +60,7 @@ class DevicePut(Transport):
             stored = self._store_rows(layer, gradients, onto, mark)
         else:
             packed = self.program("pack", layer, is_sum)(gradients)
-            pinned = tuple(self._placement.moved(packed, self._placement.pinned))
+            pinned = tuple(self._placement.moved(packed, self._placement.pinned_of(self._layers[layer])))
             if mark is not None:
                 mark.watch(pinned)
             delete_all(packed)
@@ -88,7 +91,7 @@ class DevicePut(Transport):
             delete_all(arrays)
             return cut
 
-        copies = self._placement.moved(vectors, self._placement.shares)
+        copies = self._placement.moved(vectors, self._placement.shares_of(self._layers[layer]))
         if mark is not None:
             mark.watch(copies)
         return DeviceLayer(layer, size, copies, arrive)
@@ -109,7 +112,7 @@ class DevicePut(Transport):
         made = {
             "unpack": lambda: jax.jit(unpack, out_shardings=device),
             "store": lambda: jax.jit(store, donate_argnums=1, out_shardings=gathered),
-            "pack": lambda: jax.jit(pack, out_shardings=self._placement.shares),
+            "pack": lambda: jax.jit(pack, out_shardings=self._placement.shares_of(layer)),
         }
         return made[name]() if name in made else super()._jitted(name, layer)
 
