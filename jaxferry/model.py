@@ -13,8 +13,9 @@ import optax
 from jaxferry import host_memory
 from jaxferry.engine import UNSCALED, HostOptimizer, Placement, TrainState, choose_transport, masters_from_arrays
 from jaxferry.engine.host.pieces import Parts
+from jaxferry.engine.host.subtree import path_names
 from jaxferry.options import Options
-from jaxferry.partition import Layer, Ownership, frozen_leaves, held_whole, layers_by_path
+from jaxferry.partition import Layer, Ownership, Span, frozen_leaves, held_whole, layers_by_path
 from jaxferry.partition.graph import aval_bytes
 
 
@@ -84,10 +85,33 @@ class Model:
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Parts]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""
-        dtypes, own = _master_dtypes(self.layers), self._placement.ownership
+        return masters_from_arrays(leaves, self._dtypes(), self._placement, self._spans())
+
+    def own_masters(self, leaves: Sequence[Any]) -> dict[int, Parts]:
+        """Likewise for arrays of what this process owns alone."""
+        made = masters_from_arrays(leaves, self._dtypes(), self._placement)
+        return {i: {span: made[i][None]} for i, span in enumerate(self._spans())}
+
+    def owned(self) -> dict[str, dict[str, Span]]:
+        """The elements that this process owns of leaves of `params` and of the `optimizer`'s state, by path.
+
+        Those that it has whole are left out.
+        """
+        params = zip(path_names(self.params), self._spans(), strict=True)
+        state = [key for unit in self.optimizer.units_of(self.layers) for key in unit.state_keys]
+        return {
+            "params": {name: span for name, span in params if span is not None},
+            "optimizer": {name: span for name, span in state if isinstance(span, Span)},
+        }
+
+    def _dtypes(self) -> list[np.dtype]:
+        dtypes = _master_dtypes(self.layers)
+        return [dtypes[leaf] for leaf in range(len(dtypes))]
+
+    def _spans(self) -> list[Span | None]:
+        own = self._placement.ownership
         spans = {leaf.index: own.span(layer, leaf) for layer in self.layers for leaf in layer.leaves}
-        numbers = range(len(leaves))
-        return masters_from_arrays(leaves, [dtypes[i] for i in numbers], self._placement, [spans[i] for i in numbers])
+        return [spans[leaf] for leaf in range(len(spans))]
 
     def new_state(
         self,

@@ -27,7 +27,7 @@ from jaxferry.engine import (
     make_placement,
     masters_layer_by_layer,
 )
-from jaxferry.engine.all_processes import first_writes
+from jaxferry.engine.all_processes import messages_of
 from jaxferry.engine.global_arrays import global_shape
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
@@ -422,9 +422,7 @@ class TrainStep:
           InputError: if another argument is invalid.
         """
         self._check(state)
-        is_alone = self._placement.num_processes == 1
-        if is_alone:
-            self.wait_for_saves()
+        self.wait_for_saves()
         if keep_last is None and keep_best:
             raise InputError(f"keep_best needs keep_last, the number of checkpoints to keep anyway, got {keep_best}")
         keep = None if keep_last is None else checkpoint.Keep(keep_last, keep_best)
@@ -442,23 +440,17 @@ class TrainStep:
             extra=checkpoint.check_extra({} if extra is None else extra),
             metric=checkpoint.check_metric(metric),
         )
-        if not wait and jax.process_index() == 0:
-            checkpoint.check_target(target, saved.step, keep)
+        messages = messages_of("save", self._placement.process, self._placement.num_processes)
+        if not wait:
+            if messages is None:
+                checkpoint.check_target(target, saved.step, keep)
             saved = saved.copied()
 
         def write() -> None:
-            checkpoint.save(saved, target, keep)
+            checkpoint.save(saved, target, keep, messages)
             state.checkpoint = os.fspath(path)
 
-        def write_next() -> None:
-            self.wait_for_saves()
-            write() if wait else self._saves.start(write)
-
-        if is_alone:
-            write() if wait else self._saves.start(write)
-        else:
-            first_writes(write_next)
-            state.checkpoint = os.fspath(path)
+        write() if wait else self._saves.start(write)
 
     def wait_for_saves(self) -> None:
         """Waits until the last save with `wait=False` is on the disk.
@@ -484,16 +476,21 @@ class TrainStep:
           UserWarning: if the checkpoint is of an older version, without digests, or if an interrupted save left it
             beside the path.
         """
-        if self._placement.num_processes == 1:
-            self._saves.settle()
-        else:
-            first_writes(self._saves.settle)
-        saved, known = checkpoint.load(path), self._compiler
-        if params is None:
-            params = saved.dictionary() if known is None else known.model.params
+        self._saves.settle()
+        known, is_alone = self._compiler, self._placement.num_processes == 1
+
+        def tree(saved: checkpoint.Checkpoint) -> Any:
+            if params is not None:
+                return params
+            return saved.dictionary() if known is None else known.model.params
+
+        def spans(described: checkpoint.Checkpoint) -> checkpoint.Spans:
+            return self._matching(described, tree(described)).owned()
+
         try:
             with outside_mesh():
-                state = self._restored(saved, params)
+                saved = checkpoint.load(path, None if is_alone else spans)
+                state = self._restored(saved, tree(saved))
         except JaxFerryError:
             # A state in training keeps its model.
             self._compiler = known
@@ -501,20 +498,25 @@ class TrainStep:
         state.checkpoint, state.extra = os.fspath(path), dict(saved.extra)
         return state
 
-    def _restored(self, saved: checkpoint.Checkpoint, params: Any) -> TrainState:
-        compiler = self._adopt(params)
-        model = compiler.model
-        model.check_host_memory()  # beside the arrays that have been read
-        names = path_names(model.params)
-        expected = dict(zip(names, jax.tree.leaves(model.params), strict=True))
+    def _matching(self, saved: checkpoint.Checkpoint, params: Any) -> Model:
+        """The model of these parameters, which a checkpoint must match: arrays or shapes of it."""
+        model = self._adopt(params).model
+        expected = dict(zip(path_names(model.params), jax.tree.leaves(model.params), strict=True))
         checkpoint.check_matches("model", saved.params, expected)
         checkpoint.check_matches("optimizer", saved.optimizer, model.optimizer.state_shapes(), check_dtypes=True)
-        where = self._placement.host
+        return model
+
+    def _restored(self, saved: checkpoint.Checkpoint, params: Any) -> TrainState:
+        is_alone = self._placement.num_processes == 1
+        model = self._matching(saved, params) if is_alone else self._adopt(params).model
+        model.check_host_memory()  # beside the arrays that have been read
+        spans, where = model.owned(), self._placement.host
         optimizer: dict[str, Any] = {
-            n: {None: jax.device_put(leaf, where, may_alias=False)} for n, leaf in saved.optimizer.items()
+            name: {spans["optimizer"].get(name): jax.device_put(leaf, where, may_alias=False)}
+            for name, leaf in saved.optimizer.items()
         }
-        masters = model.masters([saved.params[name] for name in names])
-        state = model.new_state(masters, compiler.layers, optimizer, saved.step)
+        masters = model.own_masters([saved.params[name] for name in path_names(model.params)])
+        state = model.new_state(masters, self.compiler.layers, optimizer, saved.step)
         if saved.loss_scale is not None and state.loss_scale.is_dynamic:
             value, num_finite = saved.loss_scale
             state.loss_scale = LossScale(float(value), num_finite=int(num_finite))

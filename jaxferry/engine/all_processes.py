@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxferry.errors import CheckpointError, InputError
 
-_MESSAGE_BYTES = 2000
-_SAVE_TIMEOUT_S = 6 * 3600
+_MESSAGE_CHARACTERS = 2000
+_TIMEOUT_S = 6 * 3600
+"""How long a process waits for a message: the others may be writing a checkpoint."""
 
 
 def check_same(what: str, content: str) -> None:
@@ -35,27 +39,65 @@ def check_same(what: str, content: str) -> None:
         )
 
 
-def first_writes(write: Callable[[], None]) -> None:
-    """Lets the first process write while the others wait; each must call this.
+class Messages:
+    """Short messages between processes for one purpose, in order; any thread may send and receive.
 
-    Raises:
-      CheckpointError: in every process, if it fails.
+    Args:
+      purpose: a name that no other messages have.
+      process: the number of this process.
+      num_processes: how many there are.
     """
-    error: CheckpointError | None = None
-    if jax.process_index() == 0:
-        try:
-            write()
-        except CheckpointError as failure:
-            error = failure
-    import orbax.checkpoint
 
-    # No collective: those have short timeouts, and a save may take minutes.
-    orbax.checkpoint.multihost.sync_global_processes("jaxferry save", timeout=_SAVE_TIMEOUT_S)
-    message = np.zeros(_MESSAGE_BYTES, np.uint8)
-    text = str(error).encode()[:_MESSAGE_BYTES] if error is not None else b""
-    message[: len(text)] = np.frombuffer(text, np.uint8)
-    told = bytes(multihost_utils.broadcast_one_to_all(message)).rstrip(b"\0").decode(errors="replace")
-    if error is not None:
-        raise error
-    if told:
-        raise CheckpointError(f"process 0: {told}")
+    def __init__(self, purpose: str, process: int, num_processes: int) -> None:
+        self._purpose, self.process, self.num_processes = purpose, process, num_processes
+        self._told: set[str] = set()
+
+    def tell(self, what: str, text: str, is_error: bool = False) -> None:
+        """Tells the others something once."""
+        self._told.add(what)
+        content = json.dumps({"error" if is_error else "text": text[:_MESSAGE_CHARACTERS]})
+        _client().key_value_set(self._key(what, self.process), content)
+
+    def hear(self, what: str, process: int) -> str:
+        """Waits for what another process tells.
+
+        Raises:
+          CheckpointError: if that process has failed.
+        """
+        found = json.loads(_client().blocking_key_value_get(self._key(what, process), 1000 * _TIMEOUT_S))
+        if "error" in found:
+            raise CheckpointError(f"process {process}: {found['error']}")
+        return str(found["text"])
+
+    def do(self, what: str, action: Callable[[], None]) -> None:
+        """Does something, and tells the others that it is done, or the error."""
+        with self.telling(what):
+            action()
+
+    @contextlib.contextmanager
+    def telling(self, *what: str) -> Iterator[None]:
+        """Tells the others the end of the block by the first name; an error by all names that have not been told."""
+        try:
+            yield
+        except BaseException as error:
+            for name in set(what) - self._told:
+                self.tell(name, f"{error}" if isinstance(error, CheckpointError) else repr(error), is_error=True)
+            raise
+        self.tell(what[0], "")
+
+    def _key(self, what: str, process: int) -> str:
+        return f"jaxferry/{self._purpose}/{what}/{process}"
+
+
+def messages_of(purpose: str, process: int, num_processes: int) -> Messages | None:
+    """Messages for the next purpose of this name, which all processes have in the same order; None for one process."""
+    return None if num_processes == 1 else Messages(f"{purpose} {next(_NUMBERS)}", process, num_processes)
+
+
+_NUMBERS = itertools.count()
+
+
+def _client() -> Any:
+    from orbax.checkpoint import multihost
+
+    return multihost.get_jax_distributed_client()

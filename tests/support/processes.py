@@ -5,6 +5,7 @@ python processes.py ADDRESS NUM_PROCESSES PROCESS NUM_DEVICES FOLDER SCENARIO
 Prints what it found as JSON.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -169,6 +170,7 @@ def main():
     """Runs one process."""
     address, num_processes, number, num_devices, folder, scenario = sys.argv[1:]
     sys.path[:0] = [str(TESTS), str(TESTS / "support")]
+    faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER_S", "400")), exit=True)
     import jax
 
     jax.distributed.initialize(address, int(num_processes), int(number))

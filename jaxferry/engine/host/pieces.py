@@ -66,6 +66,22 @@ class Owned:
     shape: tuple[int, ...]
     dtype: Any
 
+    @property
+    def span(self) -> Span:
+        """Which elements it holds, of the array or of each part."""
+        return next(span for span in self.parts if isinstance(span, Span))
+
+    @property
+    def axis(self) -> int | None:
+        """The axis along which it is stored in parts; None if it is not."""
+        return None if self.span.part is None else self.span.part.axis
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The elements that it holds, of each part in order."""
+        numbered = [(span.part.number if span.part else 0, span) for span in self.parts if isinstance(span, Span)]
+        return [self.parts[span] for _, span in sorted(numbered, key=lambda pair: pair[0])]
+
 
 class Pieces:
     """Arrays that callers take one by one; cuts or joins them if a caller asks for the other form.

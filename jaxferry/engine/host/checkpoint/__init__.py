@@ -3,7 +3,8 @@
 A checkpoint is a folder. It records no modes, layers or devices, so a run may continue under another plan or budget.
 
     NAME/about/metadata   what the arrays are, and their digests (`about`, `digests`)
-    NAME/arrays/          the arrays (`arrays`)
+    NAME/arrays/          the arrays (`arrays`); of several processes, those of the first
+    NAME/arrays-1/ ...    the elements that the others own (`together`)
 
 `scratch` and `replacement` put a new checkpoint in the place of an old one, `series` keeps several in one folder,
 `background` saves while training goes on.
@@ -12,20 +13,23 @@ A checkpoint is a folder. It records no modes, layers or devices, so a run may c
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxferry.engine.all_processes import Messages
 from jaxferry.engine.host.checkpoint.about import FILE, WITHOUT_DIGESTS, About, read_about, write_about
 from jaxferry.engine.host.checkpoint.arrays import describe, read_arrays, write_arrays
 from jaxferry.engine.host.checkpoint.background import BackgroundSaves
 from jaxferry.engine.host.checkpoint.content import Checkpoint, check_extra, check_matches, dictionary_paths, is_key
+from jaxferry.engine.host.checkpoint.leaves import Spans, read_leaves
 from jaxferry.engine.host.checkpoint.paths import local_path, reason
 from jaxferry.engine.host.checkpoint.replacement import check_replaceable, find, identity, publish, sweep
 from jaxferry.engine.host.checkpoint.scratch import is_scratch, leftovers, scratch_beside
@@ -38,7 +42,8 @@ from jaxferry.engine.host.checkpoint.series import (
     path_in,
     prune,
 )
-from jaxferry.engine.host.pieces import Stacked
+from jaxferry.engine.host.checkpoint.together import pieces_of_others, with_pieces, write_own
+from jaxferry.engine.host.pieces import Owned, Stacked
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.errors import CheckpointError, InputError
 
@@ -47,6 +52,7 @@ __all__ = [
     "Checkpoint",
     "Keep",
     "SavedCheckpoint",
+    "Spans",
     "check_extra",
     "check_matches",
     "check_metric",
@@ -63,25 +69,37 @@ Path = str | os.PathLike[str]
 _ATTEMPTS = 100
 
 
-def save(checkpoint: Checkpoint, path: Path, keep: Keep | None = None) -> None:
+def save(checkpoint: Checkpoint, path: Path, keep: Keep | None = None, messages: Messages | None = None) -> None:
     """Writes a checkpoint; an existing one is replaced once the new one is complete and on the disk.
 
     Args:
       checkpoint: the content.
       path: the checkpoint's folder; with `keep`, the folder above it, in which it is named by its step.
       keep: which other checkpoints of that folder to keep.
+      messages: of the processes that write it together, each of which calls this; None for one.
 
     Raises:
       CheckpointError: if the path is not a local one, exists and is not a checkpoint, or cannot be written. What was
         there stays as it was.
     """
+    if messages is not None and messages.process:
+        folder = pathlib.Path(messages.hear("folder", 0))
+        with deferred_interrupts():
+            messages.do("wrote", lambda: write_own(_arrays_of(checkpoint), folder, messages.process))
+            messages.hear("done", 0)
+        return
+    with contextlib.nullcontext() if messages is None else messages.telling("done", "folder"):
+        _save(checkpoint, path, keep, messages)
+
+
+def _save(checkpoint: Checkpoint, path: Path, keep: Keep | None, messages: Messages | None) -> None:
     target = _target(path, checkpoint.step, keep)
     # Interrupts are deferred: Orbax's own threads cannot be stopped and would continue to write.
     with deferred_interrupts(), _told(target):
         check_replaceable(target)
         with scratch_beside(target) as scratch:
             scratch.writing.mkdir()
-            _write(checkpoint, scratch.writing)
+            _write(checkpoint, scratch.writing, messages)
             publish(scratch, target)
         sweep(target)
         if keep is not None:
@@ -121,10 +139,15 @@ def list_checkpoints(folder: Path) -> list[SavedCheckpoint]:
     return list_in(local_path(folder))
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path, spans: Callable[[Checkpoint], Spans] | None = None) -> Checkpoint:
     """Reads a checkpoint into host memory; from a folder of several, the one that was saved last.
 
     While another process replaces the checkpoint, this reads the old or the new one.
+
+    Args:
+      path: the folder.
+      spans: told the content with shapes in place of arrays, returns which elements of which leaves to read; None reads
+        all. The others are not read, or not kept.
 
     Raises:
       CheckpointError: if there is no checkpoint, or it is damaged; the message names the leaf and the file.
@@ -134,7 +157,7 @@ def load(path: Path) -> Checkpoint:
         folder = _current(target)
         before = identity(folder)
         try:
-            loaded, error = _load(folder, path), None
+            loaded, error = _load(folder, path, spans), None
         except CheckpointError as failure:
             loaded, error = None, failure
         # The files of a checkpoint that is replaced while it is read may belong to both.
@@ -153,36 +176,45 @@ def _current(target: pathlib.Path) -> pathlib.Path:
     return find(target) if (target / FILE).exists() else find(newest_in(target) or target)
 
 
-def _write(checkpoint: Checkpoint, folder: pathlib.Path) -> None:
-    params, optimizer, extra = (
-        {name: _plain(leaf) for name, leaf in leaves.items()}
-        for leaves in (checkpoint.params, checkpoint.optimizer, checkpoint.extra)
-    )
+def _arrays_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    parts = {"params": checkpoint.params, "optimizer": checkpoint.optimizer, "extra": checkpoint.extra}
+    return {part: {name: _plain(leaf) for name, leaf in leaves.items()} for part, leaves in parts.items()}
+
+
+def _write(checkpoint: Checkpoint, folder: pathlib.Path, messages: Messages | None) -> None:
+    arrays = _arrays_of(checkpoint)
+    if messages is not None:
+        messages.tell("folder", os.fspath(folder))
+    write_arrays(arrays, folder)
+    others = [] if messages is None else pieces_of_others(folder, messages)
+    params, optimizer, extra = (with_pieces(p, describe(leaves), leaves, others) for p, leaves in arrays.items())
     keys = {name: leaf for name, leaf in checkpoint.optimizer.items() if is_key(leaf)}
     about = About(
         step=checkpoint.step,
-        params=describe(params),
+        params=params,
         dtypes=checkpoint.dtypes,
         dictionary_paths=checkpoint.dictionary_paths,
-        optimizer=describe(optimizer),
+        optimizer=optimizer,
         loss_scale=checkpoint.loss_scale,
         optimizer_keys={name: str(jax.random.key_impl(key)) for name, key in keys.items()},
-        extra=describe(extra),
+        extra=extra,
         metric=checkpoint.metric,
         saved_at_s=time.time(),
+        is_in_pieces=messages is not None,
     )
-    write_arrays({"params": params, "optimizer": optimizer, "extra": extra}, folder)
     write_about(about, folder)
 
 
-def _load(folder: pathlib.Path, path: Path) -> Checkpoint:
+def _load(folder: pathlib.Path, path: Path, spans: Callable[[Checkpoint], Spans] | None) -> Checkpoint:
     if not (folder / FILE).is_file():
         others = ", ".join(str(other) for other in leftovers(folder))
         of_saves = f"; interrupted saves left {others}, which hold no whole one" if others else ""
         raise CheckpointError(f"{path} is not a JaxFerry checkpoint{of_saves}")
     try:
         about = read_about(folder)
-        arrays = read_arrays(about, folder)
+        wanted = {} if spans is None else spans(_content(about, _shapes(about)))
+        is_apart = wanted or about.is_in_pieces
+        arrays: Any = read_leaves(about, folder, wanted) if is_apart else read_arrays(about, folder)
         for name, kind in about.optimizer_keys.items():
             arrays["optimizer"][name] = jax.random.wrap_key_data(arrays["optimizer"][name], impl=kind)
     except (CheckpointError, InputError, OSError, ValueError, TypeError, MemoryError) as error:
@@ -194,6 +226,18 @@ def _load(folder: pathlib.Path, path: Path) -> Checkpoint:
             "again to add them",
             stacklevel=2,
         )
+    return _content(about, arrays)
+
+
+def _shapes(about: About) -> dict[str, dict[str, Any]]:
+    described = {"params": about.params, "optimizer": about.optimizer, "extra": about.extra}
+    return {
+        part: {leaf.path: jax.ShapeDtypeStruct(leaf.shape, jax.numpy.dtype(leaf.dtype)) for leaf in leaves}
+        for part, leaves in described.items()
+    }
+
+
+def _content(about: About, arrays: Mapping[str, Mapping[str, Any]]) -> Checkpoint:
     return Checkpoint(
         step=about.step,
         params=arrays["params"],
@@ -210,6 +254,8 @@ def _plain(leaf: Any) -> Any:
     """Returns a leaf as NumPy memory, without a copy; parts of a `Stacked` stay apart."""
     if isinstance(leaf, Stacked):
         return Stacked(tuple(np.asarray(part) for part in leaf.parts), leaf.axis)
+    if isinstance(leaf, Owned):
+        return dataclasses.replace(leaf, parts={span: np.asarray(part) for span, part in leaf.parts.items()})
     return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
 

@@ -6,7 +6,9 @@
      "optimizer": [...], "loss_scale": null, "optimizer_keys": {}, "extra": [...],
      "metric": 0.25, "saved_at_s": 1800000000.0, "digest": "..."}
 
-A leaf with an `axis` is stored in parts along it. The last `digest` is that of all other fields, as JSON with sorted
+A leaf with an `axis` is stored in parts along it. In format 3, which several processes write, a leaf may have `pieces`:
+for each process the first element that it has stored, the one after the last, and their digest; of each part, if it is
+stored in parts. The last `digest` is that of all other fields, as JSON with sorted
 keys and without spaces. Format 1 has no digests, no `extra`, no `metric` and no `saved_at_s`.
 """
 
@@ -28,6 +30,7 @@ from jaxferry.records import check_keys, check_seconds, check_text, read_json, r
 from jaxferry.units import MAX_BYTES
 
 FORMAT = "jaxferry.checkpoint/2"
+IN_PIECES = "jaxferry.checkpoint/3"
 WITHOUT_DIGESTS = "jaxferry.checkpoint/1"
 FILE = "about/metadata"
 """The file, relative to the checkpoint; the name is that of Orbax's `JsonSave`, which can read it."""
@@ -50,6 +53,20 @@ _MAX_PARTS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
+class Piece:
+    """The elements of a leaf that one process has stored, or those of each of its parts.
+
+    Attributes:
+      start, stop: the first one, and the one after the last.
+      digest: their digest.
+    """
+
+    start: int
+    stop: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Leaf:
     """A leaf of the parameters, of the optimizer's state or of the user's arrays.
 
@@ -58,7 +75,8 @@ class Leaf:
       shape: shape of the whole.
       dtype: name of its dtype.
       axis: the axis along which it is stored in parts; None for a leaf stored whole.
-      digest: digest of its elements; None in format 1.
+      digest: digest of its elements; None in format 1, and of leaves in pieces.
+      pieces: what each process has stored of it; none if the first has stored it whole.
     """
 
     path: str
@@ -66,12 +84,15 @@ class Leaf:
     dtype: str
     axis: int | None = None
     digest: str | None = None
+    pieces: tuple[Piece, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the leaf's JSON object."""
         document: dict[str, Any] = {"path": self.path, "shape": list(self.shape), "dtype": self.dtype}
         if self.axis is not None:
             document["axis"] = self.axis
+        if self.pieces:
+            return {**document, "pieces": [[piece.start, piece.stop, piece.digest] for piece in self.pieces]}
         return {**document, "digest": self.digest}
 
 
@@ -83,6 +104,7 @@ class About:
       optimizer_keys: the implementations of those leaves of `optimizer` that are PRNG keys, by path.
       saved_at_s: when it was saved, in seconds since 1970; 0 in format 1.
       has_digests: whether each leaf has one.
+      is_in_pieces: whether leaves may be in pieces.
     """
 
     step: int
@@ -96,11 +118,12 @@ class About:
     metric: float | None = None
     saved_at_s: float = 0.0
     has_digests: bool = True
+    is_in_pieces: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON document, with the digest of its fields."""
         document = {
-            "format": FORMAT,
+            "format": IN_PIECES if self.is_in_pieces else FORMAT,
             "step": self.step,
             "params": [leaf.to_json() for leaf in self.params],
             "dtypes": list(self.dtypes),
@@ -142,7 +165,7 @@ def read_format(checkpoint: pathlib.Path) -> str | None:
         return None
     found = read_json(file)
     known = found.get("format") if isinstance(found, Mapping) else None
-    return known if known in (FORMAT, WITHOUT_DIGESTS) else None
+    return known if known in (FORMAT, IN_PIECES, WITHOUT_DIGESTS) else None
 
 
 def read_about(checkpoint: pathlib.Path) -> About:
@@ -155,9 +178,10 @@ def read_about(checkpoint: pathlib.Path) -> About:
     if not isinstance(document, Mapping):
         raise InputError(f"{FILE} must be a JSON object")
     found = required(document, "format", FILE)
-    if found not in (FORMAT, WITHOUT_DIGESTS):
-        raise InputError(f"it has format {found!r}, this package reads {FORMAT!r} and {WITHOUT_DIGESTS!r}")
-    has_digests = found == FORMAT
+    if found not in (FORMAT, IN_PIECES, WITHOUT_DIGESTS):
+        known = f"{FORMAT!r}, {IN_PIECES!r} and {WITHOUT_DIGESTS!r}"
+        raise InputError(f"it has format {found!r}, this package reads {known}")
+    has_digests = found != WITHOUT_DIGESTS
     fields = _OF_SECOND if has_digests else _OF_FIRST
     check_keys(document, fields, FILE)
     for key in fields:
@@ -191,6 +215,7 @@ def _from_json(document: Mapping[str, Any], has_digests: bool) -> About:
         metric=_metric(document.get("metric")),
         saved_at_s=check_seconds(document.get("saved_at_s", 0.0), "saved_at_s", FILE),
         has_digests=has_digests,
+        is_in_pieces=document["format"] == IN_PIECES,
     )
 
 
@@ -205,7 +230,8 @@ def _leaf(value: Any, key: str, has_digests: bool) -> Leaf:
     where = f"{FILE}: {key}"
     if not isinstance(value, Mapping):
         raise InputError(f"{where} must be a JSON object, got {_show(value)}")
-    check_keys(value, (*_OF_LEAF, "digest") if has_digests else _OF_LEAF, where)
+    is_in_pieces = has_digests and "pieces" in value
+    check_keys(value, (*_OF_LEAF, *(["pieces" if is_in_pieces else "digest"] if has_digests else [])), where)
     path, dtype, axis = required(value, "path", where), _dtype(required(value, "dtype", where), f"{key}.dtype"), None
     # A tree that is one array has the empty path.
     if path != "":
@@ -220,8 +246,25 @@ def _leaf(value: Any, key: str, has_digests: bool) -> Leaf:
         axis = _count(value["axis"], f"{key}.axis")
         if axis >= len(shape) or not 1 <= shape[axis] <= _MAX_PARTS:
             raise InputError(f"{where}: axis must be that of a dimension with parts, got {axis}")
+    if is_in_pieces:
+        size = math.prod(length for i, length in enumerate(shape) if i != axis)
+        return Leaf(path, shape, dtype, axis, pieces=_pieces(value["pieces"], size, where))
     digest = required(value, "digest", where) if has_digests else None
     return Leaf(path, shape, dtype, axis, check_text(digest, "digest", where) if has_digests else None)
+
+
+def _pieces(value: Any, size: int, where: str) -> tuple[Piece, ...]:
+    """Pieces that together have each of this many elements once."""
+    found = []
+    for each in _list(value, "pieces"):
+        if len(_list(each, "pieces")) != 3:
+            raise InputError(f"{where}: a piece must be two elements and a digest, got {_show(each)}")
+        start, stop = (_count(number, "pieces") for number in each[:2])
+        found.append(Piece(start, stop, check_text(each[2], "digest", where)))
+    ends = [0, *(piece.stop for piece in found)]
+    if [piece.start for piece in found] != ends[:-1] or ends != sorted(ends) or ends[-1] != size:
+        raise InputError(f"{where}: pieces must have each of {size} elements once, got {_show(value)}")
+    return tuple(found)
 
 
 def _dtypes(value: Any, num_params: int) -> list[str]:

@@ -19,11 +19,11 @@ import tensorstore
 from jaxferry.engine.host.checkpoint.about import About, Leaf
 from jaxferry.engine.host.checkpoint.digests import digest
 from jaxferry.engine.host.checkpoint.paths import reason
-from jaxferry.engine.host.pieces import Stacked
+from jaxferry.engine.host.pieces import Owned, Stacked
 from jaxferry.errors import CheckpointError
 
 FOLDER = "arrays"
-"""The folder, relative to the checkpoint."""
+"""The folder of the first process, relative to the checkpoint."""
 
 _FILE_BYTES = 64 * 2**20
 """Orbax collects as many compressed bytes in memory before it writes them to a file; by default 2 GiB."""
@@ -35,26 +35,71 @@ Leaves = Mapping[str, Any]
 def describe(leaves: Leaves) -> list[Leaf]:
     """Returns what `about` says of arrays; computes their digests."""
     return [
-        Leaf(name, tuple(leaf.shape), str(leaf.dtype), leaf.axis if isinstance(leaf, Stacked) else None, digest(leaf))
+        Leaf(
+            name,
+            tuple(leaf.shape),
+            str(leaf.dtype),
+            leaf.axis if isinstance(leaf, Stacked | Owned) else None,
+            None if isinstance(leaf, Owned) else digest(leaf),
+        )
         for name, leaf in leaves.items()
     ]
 
 
-def write_arrays(parts: Mapping[str, Leaves], checkpoint: pathlib.Path) -> None:
+def folder_of(process: int) -> str:
+    """The folder of what a process has stored, relative to the checkpoint."""
+    return f"{FOLDER}-{process}" if process else FOLDER
+
+
+def write_arrays(parts: Mapping[str, Leaves], checkpoint: pathlib.Path, process: int = 0) -> None:
     """Writes the arrays of a checkpoint.
 
     Args:
       parts: the leaves of `params`, `optimizer` and `extra`.
       checkpoint: its folder.
+      process: the number of the process; only the first writes leaves that all have whole.
     """
     ocp = _orbax()
-    arrays = {part: _filled(_numbered(list(leaves.values()))) for part, leaves in parts.items()}
-    if jax.process_count() > 1:  # Orbax takes a process's own arrays from NumPy only
-        arrays = {part: {name: np.asarray(array) for name, array in own.items()} for part, own in arrays.items()}
+    arrays = {part: _filled(_numbered(list(leaves.values()), is_first=not process)) for part, leaves in parts.items()}
+    if jax.process_count() > 1:
+        _write_own(arrays, checkpoint / folder_of(process))
+        return
     saved = ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES)
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_without_copies(), **_alone())
     with ocp.Checkpointer(handler, **_alone()) as checkpointer:
-        checkpointer.save(checkpoint / FOLDER, args=saved)
+        checkpointer.save(checkpoint / folder_of(process), args=saved)
+
+
+def _write_own(arrays: Mapping[str, Mapping[str, Any]], folder: pathlib.Path) -> None:
+    """Writes arrays as Orbax does, which lets no process but the first write arrays that others have not."""
+    writes: list[Any] = []
+    num_bytes = 0
+    store = {"driver": "ocdbt", "base": f"file://{folder}/", "target_data_file_size": _FILE_BYTES}
+    context = tensorstore.Context()
+    for part, own in arrays.items():
+        for name, array in own.items():
+            # Not more is in memory twice than this.
+            if num_bytes + array.nbytes > 2 * _FILE_BYTES:
+                _finish(writes)
+                num_bytes = 0
+            spec = {"driver": "zarr", "kvstore": {**store, "path": f"{part}.{name}/"}}
+            chunks = [min(length, _CHUNK) for length in array.shape] if len(array.shape) == 1 else array.shape
+            kind = {"dtype": tensorstore.dtype(array.dtype), "shape": array.shape}
+            opened = tensorstore.open(
+                spec, create=True, context=context, chunk_layout=tensorstore.ChunkLayout(chunk_shape=chunks), **kind
+            )
+            writes.append(opened.result().write(np.asarray(array)))
+            num_bytes += array.nbytes
+    _finish(writes)
+
+
+def _finish(writes: list[Any]) -> None:
+    while writes:
+        writes.pop(0).result()
+
+
+_CHUNK = 1 << 22
+"""The most elements of a flat array that TensorStore encodes at a time."""
 
 
 def _orbax() -> Any:
@@ -111,19 +156,24 @@ def read_arrays(about: About, checkpoint: pathlib.Path) -> dict[str, dict[str, A
     return {"extra": {}, **whole}
 
 
-def _numbered(leaves: Sequence[Any]) -> dict[str, Any]:
+def _numbered(leaves: Sequence[Any], is_first: bool) -> dict[str, Any]:
     """Returns the arrays to write, by the number of the leaf, and of the part for a leaf in parts."""
     arrays: dict[str, Any] = {}
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Stacked):
+        if isinstance(leaf, Owned):
+            names = [str(i)] if leaf.axis is None else [f"{i}.{k}" for k in range(leaf.shape[leaf.axis])]
+            arrays |= dict(zip(names, map(np.asarray, leaf.arrays), strict=True))
+        elif not is_first:
+            continue
+        elif isinstance(leaf, Stacked):
             arrays |= {f"{i}.{k}": np.asarray(part) for k, part in enumerate(leaf.parts)}
         else:
             arrays[str(i)] = leaf
     return arrays
 
 
-def _names(number: int, leaf: Leaf) -> list[str]:
-    """Returns the names of a leaf's arrays."""
+def names_of(number: int, leaf: Leaf) -> list[str]:
+    """The names of a leaf's arrays."""
     return [str(number)] if leaf.axis is None else [f"{number}.{k}" for k in range(leaf.shape[leaf.axis])]
 
 
@@ -133,7 +183,7 @@ def _empty(leaves: Sequence[Leaf]) -> dict[str, np.ndarray]:
     for i, leaf in enumerate(leaves):
         shape = [length for axis, length in enumerate(leaf.shape) if axis != leaf.axis]
         like = np.broadcast_to(np.empty((), jax.numpy.dtype(leaf.dtype)), shape)
-        made |= dict.fromkeys(_names(i, leaf), like)
+        made |= dict.fromkeys(names_of(i, leaf), like)
     return made
 
 
@@ -144,11 +194,11 @@ def _filled(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _joined(part: str, number: int, leaf: Leaf, arrays: dict[str, Any], folder: pathlib.Path) -> Any:
     """Returns a leaf, made from its arrays, which it removes; checks its digest."""
-    names = _names(number, leaf)
+    names = names_of(number, leaf)
     own = [arrays.pop(name) for name in names]
     found: Any = own[0] if leaf.axis is None else Stacked(tuple(own), leaf.axis)
     if leaf.digest is not None and digest(found) != leaf.digest:
-        files = _files(folder, [f"{part}.{name}" for name in names])
+        files = files_of(folder, [f"{part}.{name}" for name in names])
         raise CheckpointError(f"{part} {leaf.path} in {files} is damaged: its digest is another")
     return found.whole() if isinstance(found, Stacked) else found
 
@@ -159,11 +209,11 @@ def _damage(folder: pathlib.Path, described: Mapping[str, Sequence[Leaf]]) -> st
         for number, leaf in enumerate(leaves):
             if not math.prod(leaf.shape):
                 continue
-            for name in _names(number, leaf):
+            for name in names_of(number, leaf):
                 try:
-                    _open_one(folder, f"{part}.{name}").read().result()
+                    open_one(folder, f"{part}.{name}").read().result()
                 except Exception as error:  # noqa: BLE001 - as above
-                    return f"{part} {leaf.path} in {_files(folder, [f'{part}.{name}'])}: {reason(error)}"
+                    return f"{part} {leaf.path} in {files_of(folder, [f'{part}.{name}'])}: {reason(error)}"
     return None
 
 
@@ -171,7 +221,7 @@ def _check_stored(folder: pathlib.Path, described: Mapping[str, Sequence[Leaf]])
     """Compares shapes and dtypes with those of the stored arrays; Orbax would cut, fill and convert them."""
     for part, leaves in described.items():
         for name, array in _filled(_empty(leaves)).items():
-            stored = _open_one(folder, f"{part}.{name}")
+            stored = open_one(folder, f"{part}.{name}")
             found, declared = (stored.shape, stored.dtype.numpy_dtype), (array.shape, array.dtype)
             if found != declared:
                 raise ValueError(
@@ -179,13 +229,14 @@ def _check_stored(folder: pathlib.Path, described: Mapping[str, Sequence[Leaf]])
                 )
 
 
-def _open_one(folder: pathlib.Path, name: str) -> Any:
+def open_one(folder: pathlib.Path, name: str) -> Any:
+    """Opens one array of a folder."""
     base = {"driver": "file", "path": f"{folder}/"}
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
     return tensorstore.open(spec, open=True).result()
 
 
-def _files(folder: pathlib.Path, names: Sequence[str]) -> str:
+def files_of(folder: pathlib.Path, names: Sequence[str]) -> str:
     """Returns the files, relative to the checkpoint, that hold arrays; the folder's name if it cannot be told."""
     prefixes = tuple(f"{name}/".encode() for name in names)
     try:
@@ -194,7 +245,7 @@ def _files(folder: pathlib.Path, names: Sequence[str]) -> str:
         files = {_file_of(place) for key, place in _places(store, root) if key.startswith(prefixes)}
     except Exception:  # noqa: BLE001 - the file that tells is damaged too
         files = set()
-    return " and ".join(f"{FOLDER}/{file}" for file in sorted(files)) or f"{FOLDER}/"
+    return " and ".join(f"{folder.name}/{file}" for file in sorted(files)) or f"{folder.name}/"
 
 
 def _places(store: Any, node: str) -> Iterator[tuple[bytes, str]]:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxferry.engine.host.checkpoint.about import is_numeric
-from jaxferry.engine.host.pieces import Stacked
+from jaxferry.engine.host.pieces import Owned, Stacked
 from jaxferry.errors import CheckpointError, InputError
 
 
@@ -21,7 +21,7 @@ class Checkpoint:
     Attributes:
       step: number of steps taken.
       params: master parameters by path (as `jax.tree_util.keystr` writes it), in the order of the flattened tree;
-        `Stacked` where they are in parts, which is never so after `load`.
+        `Stacked` or `Owned` where they are in parts, which is never so after `load`.
       dtypes: the dtypes of the model's own parameters, in the same order.
       dictionary_paths: for a tree of plain dictionaries the keys of each parameter, else None.
       optimizer: leaves of the optimizer's state by path.
@@ -77,6 +77,8 @@ def _copies(leaves: Mapping[str, Any]) -> dict[str, Any]:
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Stacked):
         return Stacked(tuple(np.array(part) for part in leaf.parts), leaf.axis)
+    if isinstance(leaf, Owned):
+        return dataclasses.replace(leaf, parts={span: np.array(part) for span, part in leaf.parts.items()})
     if is_key(leaf):
         data = jax.numpy.array(np.array(jax.random.key_data(leaf)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))

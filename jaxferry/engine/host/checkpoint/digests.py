@@ -9,18 +9,34 @@ from typing import Any
 
 import numpy as np
 
-from jaxferry.engine.host.pieces import Stacked
+from jaxferry.engine.host.pieces import Owned, Stacked
 from jaxferry.errors import CheckpointError
 
 
 def digest(leaf: Any) -> str:
     """Returns the digest of an array's elements in C order, or of its parts one after the other, in hexadecimal."""
-    hashed = _xxh3(b"")
-    for part in leaf.parts if isinstance(leaf, Stacked) else (leaf,):
+    found = Digest()
+    parts = leaf.parts if isinstance(leaf, Stacked) else leaf.arrays if isinstance(leaf, Owned) else (leaf,)
+    for part in parts:
+        found.add(part)
+    return found.text()
+
+
+class Digest:
+    """The digest of arrays one after the other."""
+
+    def __init__(self) -> None:
+        self._hashed = _xxh3(b"")
+
+    def add(self, array: Any) -> None:
+        """Adds an array's elements in C order."""
         # Dtypes such as bfloat16 have no buffer; bytes have.
-        hashed.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-    found: str = hashed.hexdigest()
-    return found
+        self._hashed.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def text(self) -> str:
+        """Returns the digest in hexadecimal."""
+        found: str = self._hashed.hexdigest()
+        return found
 
 
 def digest_of_bytes(content: bytes) -> str:

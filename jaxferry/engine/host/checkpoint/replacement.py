@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
 import shutil
 import warnings
 
@@ -21,7 +22,7 @@ from jaxferry.engine.host.checkpoint.arrays import FOLDER
 from jaxferry.engine.host.checkpoint.scratch import Scratch, leftovers, locked_leftover, remove
 from jaxferry.errors import CheckpointError, InputError
 
-_OWN = {FILE.split("/")[0], FOLDER, "_CHECKPOINT_METADATA", "commit_success.txt"}
+_OWN = re.compile(rf"{FILE.split('/')[0]}|{FOLDER}(-\d+)?|_CHECKPOINT_METADATA|commit_success\.txt")
 _ATTEMPTS = 100
 
 
@@ -196,7 +197,7 @@ def _move_in_two(scratch: Scratch, target: pathlib.Path) -> None:
 
 def foreign(checkpoint: pathlib.Path) -> list[pathlib.Path]:
     """Returns what users have put into the folder of a checkpoint."""
-    return [entry for entry in checkpoint.iterdir() if entry.name not in _OWN]
+    return [entry for entry in checkpoint.iterdir() if not _OWN.fullmatch(entry.name)]
 
 
 def _carry(old: pathlib.Path, new: pathlib.Path) -> None:
