@@ -9,15 +9,15 @@ import pytest
 
 import jaxferry
 import processes
-from processes import BATCH, NUM_STEPS, OPTIONS
+from processes import BATCH, KINDS, NUM_LONG, NUM_STEPS, OPTIONS
 from test_mesh import batches, loss_fn, params
 
 
-def alone(**options):
+def alone(num_steps=NUM_STEPS, **options):
     """The same training on one device."""
     step = jaxferry.train_step(loss_fn, optax.adamw(1e-2), **options)
     state, losses, metrics = step.init(params()), [], {}
-    for batch, key in batches(NUM_STEPS, BATCH):
+    for batch, key in batches(num_steps, BATCH):
         state, metrics = step(state, batch, key)
         losses.append(float(metrics["loss"]))
     return step, state, losses, metrics
@@ -69,10 +69,49 @@ def test_processes_that_differ_say_so_and_do_not_hang(trained, what, message):
         assert ": 1 from process 0" in found["errors"][what]
 
 
+def test_a_process_holds_its_share_of_masters_and_optimizer_state_as_predicted(trained):
+    """Shares are rounded up by less than one element of each parameter."""
+    for found in trained[0]:
+        host = found["host"]
+        assert (host["held"], host["copy"]) == (host["predicted"], host["predicted copy"])
+        num_arrays = len(found["params"])
+        assert abs(host["held"] - host["whole"] / len(trained[0])) <= 3 * 8 * num_arrays
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 2), (4, 1)])
+@pytest.mark.filterwarnings("ignore:the optimizer looks at")
+def test_other_models_and_optimizers_are_as_on_one_device(num_processes, num_devices, tmp_path):
+    """Scanned layers, whose parameters are cut anew; frozen ones; optimizers whose updates are not element-wise."""
+    ended = processes.start("kinds", num_processes, num_devices, tmp_path)
+    for name in KINDS:
+        params, loss, optimizer, options = processes.kind(name)
+        step = jaxferry.train_step(loss, optimizer, **options)
+        state, losses = step.init(params), []
+        for batch in processes.plain_batches():
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        trees = {"params": jax.tree.leaves(state.params), "state": jax.tree.leaves(state.opt_state)}
+        for found in ended:
+            np.testing.assert_allclose(found[name]["losses"], losses, rtol=1e-5, err_msg=name)
+            for tree, leaves in trees.items():
+                for own, leaf in zip(found[name][tree], leaves, strict=True):
+                    np.testing.assert_allclose(own, leaf, rtol=1e-4, atol=1e-5, err_msg=f"{name} {tree}")
+            host = found[name]["host"]
+            assert (host["held"], host["copy"]) == (host["predicted"], host["predicted copy"])
+        restored = step.restore(tmp_path / name, params)
+        assert restored.step == 2
+    held = {name: [found[name]["host"]["held"] for found in ended] for name in KINDS}
+    whole = {name: ended[0][name]["host"]["whole"] for name in KINDS}
+    assert max(held["scanned"]) < 1.3 * whole["scanned"] / num_processes
+    assert max(held["whole"]) > 0.9 * whole["whole"] and max(held["joint"]) > 0.9 * whole["joint"]
+    assert max(held["mixed"]) < 0.95 * whole["mixed"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 2), (4, 1)])
 def test_options_give_the_losses_of_one_device(num_processes, num_devices, tmp_path):
-    expected = {name: alone(**_without_profile(options))[2] for name, options in OPTIONS.items()}
+    expected = {name: alone(NUM_LONG, **_without_profile(options))[2] for name, options in OPTIONS.items()}
     for found in processes.start("options", num_processes, num_devices, tmp_path):
         assert found.keys() == OPTIONS.keys()
         for name, losses in found.items():

@@ -8,11 +8,13 @@ import typer
 
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget_on
+from jaxferry.errors import InputError
 from jaxferry.plan.base import Request, read_objective
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.planning import Compared, compare, plan_for
 from jaxferry.profiling.records import Profile
+from jaxferry.profiling.sharing import shared_by
 from jaxferry.report.tables import (
     comparison_lines,
     comparison_table,
@@ -45,6 +47,11 @@ def plan(
             metavar="SIZE", help='Limit on device memory, such as "8GiB", or none. [default: what the machine has]'
         ),
     ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Devices that share each batch, of the profile of one. [default: the profile's]"),
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes, a machine each, that these devices belong to.")] = 1,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan.")] = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="Print all policies side by side.")] = False,
     as_json: AsJson = False,
@@ -52,6 +59,10 @@ def plan(
     """Makes and prints one plan, or those of all policies."""
     make_policy(policy)
     known = Profile.load(profile)
+    if devices is None and processes > 1:
+        raise InputError("--processes needs --devices, the number of devices of all processes")
+    if devices is not None:
+        known = shared_by(known, devices, processes)
     budget = read_budget_on(known.machine, memory_budget)
     request = Request(reserve_factor, budget.num_bytes, read_objective(objective))
     with progress("planning") as report, naming(profile):

@@ -114,7 +114,8 @@ def estimate_model(
         parts = partition(*given, compute_dtype=dtype, merge=merge, num_devices=devices, num_processes=processes)
         _check_batch(parts, devices)
     sizes = Model(known.shapes(), OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
-    facts = {"model": model, "remat": remat, "host_bytes": sizes.host_bytes()}
+    host_bytes = {name: -(-size // processes) for name, size in sizes.host_bytes().items()}
+    facts = {"model": model, "remat": remat, "host_bytes": host_bytes}
     costs = partition_costs(parts, remat, temporaries=True)
     profile = estimate_profile(costs, figures, facts, devices, processes)
     return with_program_facts(profile, parts, derivatives_of(parts, "none" if remat == AUTO else remat))

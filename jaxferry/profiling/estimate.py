@@ -7,15 +7,13 @@ The profile is marked as estimated; measured profiles replace it.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxferry.errors import InputError
 from jaxferry.profiling.machines import Machine
-from jaxferry.profiling.records import LayerProfile, Profile, backward_variant, forward_variant
-
-_BOTH = (False, True)
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.sharing import Devices
 
 UPDATE_BYTES_PER_PARAMETER = 30
 """Host memory traffic of a one-pass AdamW step: it reads a 16-bit gradient, writes a 16-bit parameter, and reads and
@@ -58,6 +56,7 @@ class LayerCosts:
       itemsize: bytes per element in the layer's products: 2 for 16 bits, 4 for 32.
       recomputation: costs of recomputation; None if a plan cannot choose it.
       temporary_bytes: as in a profile.
+      is_whole: whether each of several processes holds the layer whole.
     """
 
     name: str
@@ -81,6 +80,7 @@ class LayerCosts:
     itemsize: int = 2
     recomputation: Recomputation | None = None
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    is_whole: bool = False
 
 
 def estimate_profile(
@@ -94,8 +94,8 @@ def estimate_profile(
 
     Several devices share a batch: each has its part of the work, of the activations, of each load and of each gradient.
     A load includes gathering the others' shares, an offload adding up their gradients. All links of a process together
-    move no more than host memory does. Several processes run on a machine each, with a copy of the parameters. Each
-    device of one has a part of the gradients, which machines add up over their network, by a ring.
+    move no more than host memory does. Several processes run on a machine each, and update their own shares; see
+    `sharing`.
 
     Args:
       layers: the costs of the whole batch, in forward order; only `activation_bytes` are those of one device.
@@ -111,46 +111,15 @@ def estimate_profile(
     del about["format"]
     if num_devices == 1:
         return Profile(about, tuple(_estimate_layer(layer, machine) for layer in layers))
-    shares = tuple(_estimate_share(layer, machine, num_devices, num_processes) for layer in layers)
+    devices = Devices(machine, num_devices, num_processes)
+    shares = tuple(_estimate_share(layer, devices) for layer in layers)
     return Profile(about, shares, num_devices=num_devices, num_processes=num_processes)
 
 
-def _estimate_share(layer: LayerCosts, machine: Machine, num_devices: int, num_processes: int) -> LayerProfile:
-    """The profile of a layer on each of several devices.
-
-    What these do not do, reading parameters or writing gradients in host memory, is as slow as if the copies of all
-    devices passed one link in turn, and takes the memory of the whole. So no plan gains by it; see `planning.as_run`.
-    """
-    to_others, num_shares = machine.interconnect_bytes_per_s or machine.link_bytes_per_s, num_devices // num_processes
-    ring_bytes = 2 * (num_processes - 1) / num_processes * layer.grad_bytes
-    summed_s = ring_bytes / (machine.network_bytes_per_s or to_others)
-    machine = dataclasses.replace(
-        machine, link_bytes_per_s=min(machine.link_bytes_per_s, machine.host_bytes_per_s / num_shares)
-    )
-    in_turn_s = [num_shares * _transfer_s(machine, size) for size in (layer.param_bytes, layer.grad_bytes)]
-    own = _estimate_layer(_share_of_work(layer, num_devices), machine)
-    shares = [-(-size // num_shares) for size in (layer.param_bytes, layer.grad_bytes)]
-    exchanged_s = [(num_shares - 1) * share / to_others for share in shares]
-    sizes = dict.fromkeys((forward_variant(True, again) for again in _BOTH), layer.param_bytes)
-    for flags in itertools.product(_BOTH, repeat=3):
-        sizes[backward_variant(*flags)] = flags[0] * layer.param_bytes + flags[1] * layer.grad_bytes
-    known = layer.temporary_bytes
-    return dataclasses.replace(
-        own,
-        grad_bytes=shares[1],
-        load_s=_transfer_s(machine, shares[0]) + exchanged_s[0],
-        offload_s=_transfer_s(machine, shares[1]) + exchanged_s[1] + summed_s,
-        forward_dha_s=own.forward_s + in_turn_s[0],
-        backward_dha_s=own.backward_s + in_turn_s[0],
-        backward_go_s=own.backward_s + in_turn_s[1],
-        forward_read_s=0.0,
-        backward_read_s=0.0,
-        backward_write_s=0.0,
-        update_gpu_s=None,
-        state_up_s=None,
-        state_down_s=None,
-        temporary_bytes={key: known.get(key, 0) + sizes.get(key, 0) for key in {**known, **sizes}},
-    )
+def _estimate_share(layer: LayerCosts, devices: Devices) -> LayerProfile:
+    """The profile of a layer on each of several devices."""
+    own = _estimate_layer(_share_of_work(layer, devices.num_devices), devices.machine)
+    return devices.exchanging(own, (layer.param_bytes, layer.grad_bytes), layer.temporary_bytes, layer.is_whole)
 
 
 def _share_of_work(layer: LayerCosts, num_devices: int) -> LayerCosts:
@@ -186,7 +155,7 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         param_bytes=layer.param_bytes,
         grad_bytes=layer.grad_bytes,
         activation_bytes=layer.activation_bytes,
-        load_s=_transfer_s(machine, layer.param_bytes),
+        load_s=machine.transfer_s(layer.param_bytes),
         forward_s=forward_s,
         forward_dha_s=max(forward_s, layer.dha_bytes_forward / machine.link_bytes_per_s),
         backward_s=backward_s,
@@ -195,13 +164,13 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         forward_read_s=layer.dha_bytes_forward / machine.link_bytes_per_s,
         backward_read_s=layer.dha_bytes_backward / machine.link_bytes_per_s,
         backward_write_s=layer.grad_bytes / machine.link_bytes_per_s,
-        offload_s=_transfer_s(machine, layer.grad_bytes),
+        offload_s=machine.transfer_s(layer.grad_bytes),
         inter_forward_s=_inter_s(machine, layer, layer.inter_forward_flops, layer.inter_forward_bytes),
         inter_backward_s=_inter_s(machine, layer, layer.inter_backward_flops, layer.inter_backward_bytes),
         update_s=UPDATE_BYTES_PER_PARAMETER * layer.num_parameters / machine.host_bytes_per_s,
         update_gpu_s=update_on_device_s(layer.num_parameters, machine),
-        state_up_s=_transfer_s(machine, STATE_BYTES_PER_PARAMETER * layer.num_parameters),
-        state_down_s=_transfer_s(machine, STATE_BYTES_PER_PARAMETER * layer.num_parameters + layer.param_bytes),
+        state_up_s=machine.transfer_s(STATE_BYTES_PER_PARAMETER * layer.num_parameters),
+        state_down_s=machine.transfer_s(STATE_BYTES_PER_PARAMETER * layer.num_parameters + layer.param_bytes),
         state_bytes=STATE_BYTES_PER_PARAMETER * layer.num_parameters,
         recompute_s=None if layer.recomputation is None else _recompute_s(machine, layer, backward_s),
         recompute_activation_bytes=None if layer.recomputation is None else layer.recomputation.activation_bytes,
@@ -228,7 +197,3 @@ def _roofline_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: fl
 
 def _inter_s(machine: Machine, layer: LayerCosts, flops: float, num_bytes: float) -> float:
     return _roofline_s(machine, layer, flops, num_bytes, 1) if flops or num_bytes else 0.0
-
-
-def _transfer_s(machine: Machine, num_bytes: int) -> float:
-    return machine.link_latency_s + num_bytes / machine.link_bytes_per_s if num_bytes else 0.0

@@ -142,6 +142,24 @@ class Machine:
         values |= {key: fields[key] for key in (*_OPTIONAL, "sources") if key in fields}
         return cls(name=name, **values)
 
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """The machine that a profile's facts describe.
+
+        Raises:
+          InputError: if they lack a figure, as where the profile was measured.
+        """
+        if missing := [key for key in _REQUIRED if key not in facts]:
+            raise InputError(
+                f"the profile's machine lacks {', '.join(missing)}: estimate a profile (jaxferry profile --machine)"
+            )
+        known = {key: facts[key] for key in (*_REQUIRED, *_OPTIONAL) if facts.get(key) is not None}
+        return cls(name=str(facts.get("name", "machine")), **known)
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Seconds of a transfer between host memory and a device."""
+        return self.link_latency_s + num_bytes / self.link_bytes_per_s if num_bytes else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Returns the machine as `jaxferry.machine/1`."""
         fields = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}

@@ -114,6 +114,7 @@ class _ProgramCosts:
             forward_kernels=self.forward.kernels,
             backward_kernels=self.backward.kernels,
             itemsize=max(np.dtype(leaf.dtype).itemsize for leaf in layer.leaves),
+            is_whole=layer.is_whole,
         )
 
     def recomputation(self, again: _ProgramCosts, activation_bytes: int) -> Recomputation:

@@ -18,6 +18,7 @@ from jaxferry.plan.registry import policies
 from jaxferry.planning import as_run, make_plan
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.records import Profile
+from jaxferry.profiling.sharing import shared_by
 from jaxferry.simulate.report import predict
 
 MACHINE = dataclasses.replace(
@@ -44,16 +45,43 @@ def test_devices_exchange_over_their_links_if_no_other_way_is_known():
     assert layer.load_s == pytest.approx(2.0 + 6.0)
 
 
-def test_processes_add_up_gradients_over_their_network_and_load_for_themselves():
-    """Two machines of two devices: halves of layers, and a ring that moves each gradient once."""
+def test_processes_exchange_shares_over_their_network_and_update_their_own():
+    """Two machines of two devices: quarters of layers, and a ring whose slowest connection is the network."""
     machine = dataclasses.replace(MACHINE, network_bytes_per_s=5.0)
     profile = estimate_profile([COSTS], machine, num_devices=4, num_processes=2)
     assert (profile.num_devices, profile.num_processes) == (4, 2)
     (layer,) = profile.layers
-    assert (layer.forward_s, layer.grad_bytes, layer.update_s) == (2 / 4, 40, 20.0)
+    assert (layer.forward_s, layer.grad_bytes, layer.update_s) == (2 / 4, 20, 10.0)
+    assert layer.load_s == layer.offload_s == pytest.approx(2.0 + 3 * 20 / 5)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+def test_layers_that_processes_hold_whole_are_gathered_within_them_and_summed_over_the_network():
+    machine = dataclasses.replace(MACHINE, network_bytes_per_s=5.0)
+    costs = dataclasses.replace(COSTS, is_whole=True)
+    (layer,) = estimate_profile([costs], machine, num_devices=4, num_processes=2).layers
+    assert (layer.grad_bytes, layer.update_s) == (40, 20.0)
     assert layer.load_s == pytest.approx(4.0 + 2.0)
     assert layer.offload_s == pytest.approx(4.0 + 2.0 + 80 / 5)
-    assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize(("devices", "processes"), [(4, 1), (8, 2)])
+def test_plan_takes_devices_and_processes_for_the_profile_of_one(tmp_path, capsys, devices, processes):
+    """As good as estimating the devices themselves, where no program is bound by a layer's bytes."""
+    machine = dataclasses.replace(MACHINE, network_bytes_per_s=5.0, memory_bytes_per_s=1e30)
+    alone, file = estimate_profile([COSTS], machine), tmp_path / "profile.json"
+    alone.save(file)
+    costs = dataclasses.replace(COSTS, activation_bytes=-(-COSTS.activation_bytes // devices))
+    assert shared_by(alone, devices, processes) == estimate_profile(
+        [costs], machine, num_devices=devices, num_processes=processes
+    )
+    given = ["plan", str(file), "--memory-budget", "none", "--json"]
+    assert status_of(*given, "--devices", str(devices), "--processes", str(processes)) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = make_plan(shared_by(alone, devices, processes), "exact")
+    assert found["predicted"]["step_s"] == expected.predicted.step_s
+    assert status_of(*given, "--devices", "3", "--processes", "2") == 2
+    assert "devices must be a multiple of processes" in capsys.readouterr().err
 
 
 def test_processes_must_have_equally_many_devices():

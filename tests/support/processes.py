@@ -7,6 +7,7 @@ Prints what it found as JSON.
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-BATCH, NUM_STEPS = 8, 5
+BATCH, NUM_STEPS, NUM_LONG = 8, 5, 20
 OPTIONS = {
     "accumulate": {"accumulate": 2, "clip_norm": 0.5},
     "scaled": {"loss_scale": "dynamic", "skip_nonfinite": True},
@@ -24,6 +25,8 @@ OPTIONS = {
     "planned": {"policy": "auto", "profile": "estimate", "memory_budget": "1MiB"},
     "recorded": {"record_steps": 2},
 }
+KINDS = ("frozen", "joint", "mixed", "scanned", "whole")
+"""Models and optimizers of `kind`."""
 SURVIVORS_END_IN_S = 200
 """JAX notices within 100 s that a process is gone, and takes some time to end the others."""
 
@@ -98,7 +101,7 @@ class Member:
         step = self.step(clip_norm=0.5)
         state, losses, metrics = self.train(step, step.init(self.model.params()))
         batch, key = self.model.batches(1, BATCH)[0]
-        found = {"losses": losses, "norm": float(metrics["grad_norm"])}
+        found = {"losses": losses, "norm": float(metrics["grad_norm"]), "host": host_bytes(step, state)}
         found["evaluated"] = float(step.evaluate(state, self.own(batch), key)[0])
         found["params"] = [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)]
         found["shapes"] = list(metrics["aux"]["logits"].shape)
@@ -134,7 +137,34 @@ class Member:
         found = {}
         for name, options in OPTIONS.items():
             step = self.step(**options)
-            found[name] = self.train(step, step.init(self.model.params()))[1]
+            found[name] = self.train(step, step.init(self.model.params()), NUM_LONG)[1]
+        return found
+
+    def kinds(self):
+        """Losses and states of other models and optimizers; they are saved, copied, assigned and go on."""
+        import jax
+        import numpy as np
+
+        found = {}
+        for name in KINDS:
+            params, loss_fn, optimizer, options = kind(name)
+            step = self._step_of(loss_fn, optimizer, mesh=self.mesh, **options)
+            state, losses = step.init(params), []
+            for number, batch in enumerate(plain_batches()):
+                state, metrics = step(state, self.own(batch))
+                losses.append(float(metrics["loss"]))
+                if number == 1:
+                    step.save(state, self.folder / name)
+                    state = step.restore(self.folder / name)
+                if number == 2:
+                    copied, state.params, state.opt_state = state.copy(), state.params, state.opt_state
+                    assert all(map(np.array_equal, jax.tree.leaves(copied.params), jax.tree.leaves(state.params)))
+            found[name] = {
+                "losses": losses,
+                "params": [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)],
+                "state": [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.opt_state)],
+                "host": host_bytes(step, state),
+            }
         return found
 
     def dies(self):
@@ -156,6 +186,71 @@ class Member:
         step = self.step()
         state = step.restore(self.folder / "state", self.model.params())
         return {"step": state.step, "losses": self.train(step, state)[1]}
+
+
+def plain_batches():
+    """Batches of `kind`."""
+    import numpy as np
+
+    generator = np.random.default_rng(1)
+    return [{"x": generator.normal(size=(BATCH, WIDTH)).astype(np.float32)} for _ in range(NUM_STEPS)]
+
+
+WIDTH, LENGTH = 6, 3
+
+
+def kind(name):
+    """Parameters, loss function, optimizer and options of one of `KINDS`; with scalars, and sizes that are ragged."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    keys = jax.random.split(jax.random.key(2), 3)
+    params = {
+        "in": {"w": jax.random.normal(keys[0], (WIDTH, WIDTH)), "scale": jnp.float32(0.9)},
+        "layers": {"w": 0.5 * jax.random.normal(keys[1], (LENGTH, WIDTH, WIDTH)), "scale": jnp.ones(LENGTH)},
+        "out": {"w": jax.random.normal(keys[2], (WIDTH, 1)), "b": jnp.zeros(1)},
+    }
+
+    def block(x, own):
+        return x + own["scale"] * jnp.tanh(x @ own["w"]), None
+
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["in"]["w"] * params["in"]["scale"]
+        x = jax.lax.scan(block, x, params["layers"])[0]
+        return ((x @ params["out"]["w"] + params["out"]["b"]) ** 2).mean()
+
+    by_name = {"layers": "trust", "in": "adam", "out": "adam"}
+    labels = {top: jax.tree.map(lambda _, top=top: by_name[top], own) for top, own in params.items()}
+    optimizers = {
+        "frozen": optax.adamw(1e-2),
+        "joint": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2)),
+        "mixed": optax.multi_transform({"trust": optax.lamb(1e-2), "adam": optax.adam(1e-2)}, labels),
+        "scanned": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+        "whole": optax.adafactor(1e-2),
+    }
+    options = {"trainable": lambda path: "in" not in path} if name == "frozen" else {}
+    return params, loss_fn, optimizers[name], options
+
+
+def host_bytes(step, state):
+    """The bytes that a process holds in host memory, and those that it predicts."""
+    import jax
+
+    state.block_until_ready()
+    units = [array for unit in state.host.units for array in (*unit.masters, *unit.state)]
+    vectors = [shard.data for own in state.host.vectors for vector in own for shard in vector.addressable_shards]
+    found = [sum(array.nbytes for array in arrays) for arrays in (units, vectors)]
+    predicted = step.compiler.model.host_bytes()
+    shapes = step.compiler.model.optimizer.state_shapes().values()
+    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*jax.tree.leaves(step.compiler.model.params), *shapes))
+    return {
+        "held": found[0],
+        "copy": found[1],
+        "predicted": predicted["master parameters"] + predicted["optimizer state"],
+        "predicted copy": predicted["compute copy"],
+        "whole": whole,
+    }
 
 
 def _error(action):
