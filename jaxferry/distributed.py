@@ -18,13 +18,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxferry.engine.all_processes import coordination_client
 from jaxferry.engine.global_arrays import has_rows, is_global, spread
+from jaxferry.engine.progress import watch
 from jaxferry.errors import InputError
 
 _NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
 
 
-def start(num_cpu_devices: int = 1) -> Mesh:
+def start(num_cpu_devices: int = 1, *, heartbeat_timeout_s: int = 100, hang_timeout_s: float = 1800.0) -> Mesh:
     """Joins the processes of a job, and returns the mesh of all their devices with the axis `data`.
 
     It is called before anything else uses JAX. `jax.distributed.initialize` finds the processes by itself under SLURM,
@@ -33,6 +35,10 @@ def start(num_cpu_devices: int = 1) -> Mesh:
 
     Args:
       num_cpu_devices: number of virtual CPU devices of each process, where there is no accelerator.
+      heartbeat_timeout_s: a process that has not been heard of for so long counts as dead. JAX then ends the others,
+        with an error that names it.
+      hang_timeout_s: how long a step or an evaluation waits for a process that is alive but has not begun it. The
+        waiting ones then end with status 70 and an error that names it.
 
     Raises:
       InputError: if the processes cannot be found, or JAX is in use already.
@@ -41,12 +47,13 @@ def start(num_cpu_devices: int = 1) -> Mesh:
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     try:
         given: dict[str, Any] = {name: int(os.environ[key]) for name, key in _NUMBERS.items() if key in os.environ}
-        jax.distributed.initialize(**given)
+        jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_timeout_s)
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"the processes of this job cannot be found: {error}. Outside SLURM, Open MPI and Kubernetes, set "
             "JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         ) from error
+    watch(coordination_client(), jax.process_index(), hang_timeout_s)
     return jax.make_mesh((jax.device_count(),), ("data",))
 
 

@@ -69,11 +69,18 @@ class Model:
         """Whether programs access host memory through the native library."""
         return self.transport == "ferry"
 
-    def host_bytes(self) -> dict[str, int]:
-        """Bytes of host memory that a training step keeps in this process, by what they are for."""
-        units, own = self.optimizer.units_of(self.layers), self._placement.ownership
-        state = {key: aval for unit in units for key, aval in zip(unit.state_keys, unit.state, strict=True)}
-        return _host_bytes(self.layers, state.values(), self._accumulates, own)
+    def host_bytes(self, layers: Sequence[Layer] = ()) -> dict[str, int]:
+        """Bytes of host memory that a training step keeps in this process, by what they are for.
+
+        Args:
+          layers: the parameter groups; none for those that paths suggest. Of several processes' shares, those of other
+            groups differ by a few elements.
+        """
+        own, layers = self._placement.ownership, layers or self.layers
+        state: Iterable[Any] = self.optimizer.state_shapes().values()
+        if not own.is_all:
+            state = [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
+        return _host_bytes(layers, state, self._accumulates, own)
 
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there.

@@ -30,6 +30,7 @@ from jaxferry.engine import (
 from jaxferry.engine.all_processes import messages_of
 from jaxferry.engine.global_arrays import global_shape
 from jaxferry.engine.host.subtree import path_names
+from jaxferry.engine.progress import PROGRESS
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.meshes import outside_mesh
 from jaxferry.model import Model, abstract
@@ -252,7 +253,7 @@ class TrainStep:
           TaskError: if a task of this step or of the previous one failed; the message states the outcome.
           StateError: if the state belongs to another step or to the parent of this forked process, or is damaged.
         """
-        with outside_mesh():
+        with outside_mesh(), PROGRESS.call():
             prepared = self._arranged(state, args, kwargs)
             state.fill()
             number = state.step
@@ -349,7 +350,7 @@ class TrainStep:
         """
         self._check(state)
         compiler = self.compiler
-        with outside_mesh():
+        with outside_mesh(), PROGRESS.call():
             evaluator = compiler.evaluator(function, *self._of_all(args, kwargs))
             compiler.free_copies(state)
             state.settle()

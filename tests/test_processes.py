@@ -123,6 +123,15 @@ def _without_profile(options):
 
 
 @pytest.mark.slow
+def test_a_process_that_waits_too_long_ends_and_names_the_one_that_is_stuck(tmp_path):
+    waiting, stuck = processes.start("hangs", 2, 1, tmp_path, timeout_s=processes.SURVIVORS_END_IN_S)
+    begun = NUM_STEPS + 1
+    told = f"error: step or evaluation {begun} has waited 3 s for process 1, which has begun {NUM_STEPS}: this process"
+    assert told in waiting
+    assert isinstance(stuck, str)
+
+
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_other_and_training_goes_on_from_the_checkpoint(tmp_path):
     survivor, killed = processes.start("dies", 2, 1, tmp_path, timeout_s=processes.SURVIVORS_END_IN_S)
     assert isinstance(killed, str)

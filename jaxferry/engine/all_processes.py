@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from jaxferry.errors import CheckpointError, InputError
@@ -56,7 +57,7 @@ class Messages:
         """Tells the others something once."""
         self._told.add(what)
         content = json.dumps({"error" if is_error else "text": text[:_MESSAGE_CHARACTERS]})
-        _client().key_value_set(self._key(what, self.process), content)
+        coordination_client().key_value_set(self._key(what, self.process), content)
 
     def hear(self, what: str, process: int) -> str:
         """Waits for what another process tells.
@@ -64,7 +65,7 @@ class Messages:
         Raises:
           CheckpointError: if that process has failed.
         """
-        found = json.loads(_client().blocking_key_value_get(self._key(what, process), 1000 * _TIMEOUT_S))
+        found = json.loads(coordination_client().blocking_key_value_get(self._key(what, process), 1000 * _TIMEOUT_S))
         if "error" in found:
             raise CheckpointError(f"process {process}: {found['error']}")
         return str(found["text"])
@@ -97,7 +98,6 @@ def messages_of(purpose: str, process: int, num_processes: int) -> Messages | No
 _NUMBERS = itertools.count()
 
 
-def _client() -> Any:
-    from orbax.checkpoint import multihost
-
-    return multihost.get_jax_distributed_client()
+def coordination_client() -> Any:
+    """JAX's client of the coordination service, which `jax.distributed.initialize` makes; it has no public name."""
+    return distributed.global_state.client

@@ -25,6 +25,7 @@ OPTIONS = {
     "planned": {"policy": "auto", "profile": "estimate", "memory_budget": "1MiB"},
     "recorded": {"record_steps": 2},
 }
+HANGS_AFTER_S = 3
 KINDS = ("frozen", "joint", "mixed", "scanned", "whole")
 """Models and optimizers of `kind`."""
 SURVIVORS_END_IN_S = 200
@@ -181,6 +182,18 @@ class Member:
             return {"error": str(error)[:500], "seconds": time.monotonic() - start_s}
         return losses
 
+    def hangs(self):
+        """One process is alive, but does not begin its last step."""
+        from jaxferry.engine.all_processes import coordination_client
+        from jaxferry.engine.progress import watch
+
+        watch(coordination_client(), self.number, HANGS_AFTER_S)
+        step = self.step()
+        state, _, _ = self.train(step, step.init(self.model.params()))
+        if self.number == 1:
+            time.sleep(100 * HANGS_AFTER_S)
+        self.train(step, state)
+
     def goes_on(self):
         """Training from the checkpoint that `dies` has left."""
         step = self.step()
@@ -241,7 +254,7 @@ def host_bytes(step, state):
     units = [array for unit in state.host.units for array in (*unit.masters, *unit.state)]
     vectors = [shard.data for own in state.host.vectors for vector in own for shard in vector.addressable_shards]
     found = [sum(array.nbytes for array in arrays) for arrays in (units, vectors)]
-    predicted = step.compiler.model.host_bytes()
+    predicted = step.compiler.model.host_bytes(state.host.layers)
     shapes = step.compiler.model.optimizer.state_shapes().values()
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*jax.tree.leaves(step.compiler.model.params), *shapes))
     return {
