@@ -23,11 +23,14 @@ def alone(num_steps=NUM_STEPS, **options):
     return step, state, losses, metrics
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+SEVERAL = [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow), pytest.param((4, 1), marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=SEVERAL, ids=str)
 def trained(request, tmp_path_factory):
-    """What two processes of as many devices have found, and the folder of their checkpoints."""
+    """What so many processes of as many devices have found, and the folder of their checkpoints."""
     folder = tmp_path_factory.mktemp("trained")
-    return processes.start("trains", 2, request.param, folder), folder
+    return processes.start("trains", *request.param, folder), folder
 
 
 def test_losses_and_parameters_are_those_of_one_device(trained):
@@ -43,8 +46,9 @@ def test_losses_and_parameters_are_those_of_one_device(trained):
 
 
 def test_all_processes_have_the_same_bits(trained):
-    first, second = trained[0]
-    assert all(first[name] == second[name] for name in ("losses", "norm", "evaluated", "params", "held"))
+    first, *others = trained[0]
+    names = ("losses", "norm", "evaluated", "params", "held")
+    assert all(first[name] == other[name] for other in others for name in names)
 
 
 def test_a_checkpoint_is_written_once_and_goes_on_anywhere(trained):
@@ -70,12 +74,16 @@ def test_processes_that_differ_say_so_and_do_not_hang(trained, what, message):
 
 
 def test_a_process_holds_its_share_of_masters_and_optimizer_state_as_predicted(trained):
-    """Shares are rounded up by less than one element of each parameter."""
+    """Shares are rounded up by less than one element of each parameter; each of four layers has a count of its own."""
+    step, state, _, _ = alone(1)
+    assert processes.host_bytes(step, state)["held"] == processes.host_bytes(step, state)["whole"] + 3 * 4
+    num = len(trained[0])
     for found in trained[0]:
         host = found["host"]
         assert (host["held"], host["copy"]) == (host["predicted"], host["predicted copy"])
-        num_arrays = len(found["params"])
-        assert abs(host["held"] - host["whole"] / len(trained[0])) <= 3 * 8 * num_arrays
+        rounding = 3 * 4 * len(found["params"]) * (jax.local_device_count() + num)
+        assert abs(host["held"] - 4 * 4 - host["whole"] / num) <= rounding
+        assert host["held"] < 0.7 * host["whole"]
 
 
 @pytest.mark.slow
@@ -103,7 +111,7 @@ def test_other_models_and_optimizers_are_as_on_one_device(num_processes, num_dev
         assert restored.step == 2
     held = {name: [found[name]["host"]["held"] for found in ended] for name in KINDS}
     whole = {name: ended[0][name]["host"]["whole"] for name in KINDS}
-    assert max(held["scanned"]) < 1.3 * whole["scanned"] / num_processes
+    assert max(held["scanned"]) < 1.6 * whole["scanned"] / num_processes  # each layer has scalars of its own
     assert max(held["whole"]) > 0.9 * whole["whole"] and max(held["joint"]) > 0.9 * whole["joint"]
     assert max(held["mixed"]) < 0.95 * whole["mixed"]
 
@@ -120,6 +128,18 @@ def test_options_give_the_losses_of_one_device(num_processes, num_devices, tmp_p
 
 def _without_profile(options):
     return {name: value for name, value in options.items() if name not in ("policy", "profile", "memory_budget")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 2), (4, 1)])
+def test_each_process_may_update_in_an_order_of_its_own(num_processes, num_devices, tmp_path):
+    """Programs that exchange anything run in one order; what is ready when differs, and so do updates."""
+    ended = processes.start("shuffles", num_processes, num_devices, tmp_path)
+    assert all(found["trained"] == ended[0]["trained"] for found in ended)
+    assert len({tuple(found["order"]) for found in ended}) == num_processes
+    for name, options in {"overlapped": {}, "clipped": {"clip_norm": 0.5}}.items():
+        losses = alone(NUM_LONG, **options)[2]
+        np.testing.assert_allclose(ended[0]["trained"][name]["losses"], losses, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow

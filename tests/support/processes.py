@@ -9,11 +9,13 @@ import faulthandler
 import json
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -181,6 +183,37 @@ class Member:
         except Exception as error:  # noqa: BLE001 - which one is JAX's affair
             return {"error": str(error)[:500], "seconds": time.monotonic() - start_s}
         return losses
+
+    def shuffles(self):
+        """Losses and parameters if each process updates in a random order of its own, and at random moments."""
+        import jax
+        import numpy as np
+
+        from jaxferry.engine import executor, ready_tasks
+
+        drawn, order = random.Random(self.number), []
+
+        def take(heap):
+            return heap.pop(drawn.randrange(len(heap)))
+
+        def late(action):
+            def run(step, instruction):
+                time.sleep(0.03 * drawn.random())
+                order.append(instruction.task.name)
+                return action(step, instruction)
+
+            return run
+
+        ready_tasks.heapq = types.SimpleNamespace(heappush=lambda heap, item: heap.append(item), heappop=take)
+        for operation in (executor.Operation.UPDATE, executor.Operation.OFFLOAD, executor.Operation.LOAD):
+            executor.OPERATIONS[operation] = late(executor.OPERATIONS[operation])
+        found = {}
+        for name, options in {"overlapped": {}, "clipped": {"clip_norm": 0.5}}.items():
+            step = self.step(**options)
+            state, losses, _ = self.train(step, step.init(self.model.params()), NUM_LONG)
+            params = [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)]
+            found[name] = {"losses": losses, "params": params}
+        return {"trained": found, "order": [name for name in order if name.startswith("update")]}
 
     def hangs(self):
         """One process is alive, but does not begin its last step."""
