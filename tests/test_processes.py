@@ -1,6 +1,9 @@
 """Several processes that train together (`support/processes.py`), each with virtual CPU devices of its own."""
 
+import random
 import re
+import signal
+import time
 
 import jax
 import numpy as np
@@ -152,10 +155,28 @@ def test_a_process_that_waits_too_long_ends_and_names_the_one_that_is_stuck(tmp_
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_ends_the_other_and_training_goes_on_from_the_checkpoint(tmp_path):
-    survivor, killed = processes.start("dies", 2, 1, tmp_path, timeout_s=processes.SURVIVORS_END_IN_S)
-    assert isinstance(killed, str)
-    assert isinstance(survivor, str) or survivor["seconds"] < processes.SURVIVORS_END_IN_S
-    for found in processes.start("goes_on", 2, 1, tmp_path):
-        assert found["step"] == NUM_STEPS
-        assert np.all(np.isfinite(found["losses"]))
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_process_that_dies_or_stops_ends_the_others_and_training_goes_on_from_a_checkpoint(how, seed, tmp_path):
+    """At a random moment, which may be that of a step, of a save, or before the first."""
+    drawn, seconds = random.Random(seed), []
+
+    def end_one(running):
+        time.sleep(drawn.uniform(6, 16))
+        chosen = drawn.choice(running)
+        chosen.send_signal(how)
+        start_s = time.monotonic()
+        others = [process for process in running if process is not chosen]
+        for process in others:
+            process.wait(processes.SURVIVORS_END_IN_S)
+        seconds.append(time.monotonic() - start_s)
+        chosen.kill()
+
+    ended = processes.start("killed", 2, 1, tmp_path, meanwhile=end_one)
+    again = processes.start("killed", 2, 1, tmp_path)
+    expected = alone(NUM_LONG)[2]
+    assert not any(isinstance(found, str) for found in again)
+    num_failed = sum(isinstance(found, str) for found in ended)
+    print(f"others ended after {seconds[0]:.1f} s, {num_failed} failed; from step {again[0]['first']}")
+    for found in again:
+        np.testing.assert_allclose(found["losses"], expected[found["first"] :], rtol=1e-5)

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -30,18 +29,27 @@ OPTIONS = {
 HANGS_AFTER_S = 3
 KINDS = ("frozen", "joint", "mixed", "scanned", "whole")
 """Models and optimizers of `kind`."""
-SURVIVORS_END_IN_S = 200
-"""JAX notices within 100 s that a process is gone, and takes some time to end the others."""
+HEARTBEAT_TIMEOUT_S, SURVIVORS_END_IN_S = 10, 60
+"""After how long a process counts as dead, and within which time the others end, on a busy machine."""
 
 
-def start(scenario, num_processes, num_devices, folder, python=sys.executable, timeout_s=600):
-    """Runs a scenario; returns what each process has printed, or of those that failed the end of their errors."""
+def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile=None):
+    """Runs a scenario; returns what each process has printed, or of those that failed the end of their errors.
+
+    Args:
+      scenario: a method of `Member`.
+      num_processes: how many run.
+      num_devices: the devices of each.
+      folder: where they may write.
+      timeout_s: how long they may take.
+      meanwhile: called with the processes while they run.
+    """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    common = [python, __file__, address, str(num_processes)]
+    common = [sys.executable, __file__, address, str(num_processes)]
     rest = [str(num_devices), str(folder), scenario]
     running = [
         subprocess.Popen(
@@ -50,6 +58,8 @@ def start(scenario, num_processes, num_devices, folder, python=sys.executable, t
         for number in range(num_processes)
     ]
     try:
+        if meanwhile is not None:
+            meanwhile(running)
         ended = [process.communicate(timeout=timeout_s) for process in running]
     finally:
         for process in running:
@@ -170,19 +180,23 @@ class Member:
             }
         return found
 
-    def dies(self):
-        """One process is killed after a checkpoint; how the other ends is for the caller to see."""
-        step = self.step()
-        state, losses, _ = self.train(step, step.init(self.model.params()))
-        step.save(state, self.folder / "state")
-        if self.number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        start_s = time.monotonic()
-        try:
-            self.train(step, state, 1000)
-        except Exception as error:  # noqa: BLE001 - which one is JAX's affair
-            return {"error": str(error)[:500], "seconds": time.monotonic() - start_s}
-        return losses
+    def killed(self):
+        """Trains from the last checkpoint, if there is one, and saves after each step, until it is killed.
+
+        Returns the losses from there on.
+        """
+        import jaxferry
+
+        step, folder = self.step(), self.folder / "series"
+        known = jaxferry.list_checkpoints(folder) if folder.exists() else []
+        state = step.restore(folder, self.model.params()) if known else step.init(self.model.params())
+        first, losses = state.step, []
+        for batch, key in self.model.batches(NUM_LONG, BATCH)[first:]:
+            state, metrics = step(state, self.own(batch), key)
+            losses.append(float(metrics["loss"]))
+            step.save(state, folder, keep_last=2, wait=len(losses) % 2 == 0)
+        step.wait_for_saves()
+        return {"first": first, "losses": losses}
 
     def shuffles(self):
         """Losses and parameters if each process updates in a random order of its own, and at random moments."""
@@ -226,12 +240,6 @@ class Member:
         if self.number == 1:
             time.sleep(100 * HANGS_AFTER_S)
         self.train(step, state)
-
-    def goes_on(self):
-        """Training from the checkpoint that `dies` has left."""
-        step = self.step()
-        state = step.restore(self.folder / "state", self.model.params())
-        return {"step": state.step, "losses": self.train(step, state)[1]}
 
 
 def plain_batches():
@@ -314,7 +322,8 @@ def main():
     faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER_S", "400")), exit=True)
     import jax
 
-    jax.distributed.initialize(address, int(num_processes), int(number))
+    given = (address, int(num_processes), int(number))
+    jax.distributed.initialize(*given, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
     assert jax.local_device_count() == int(num_devices)
     print(json.dumps(getattr(Member(Path(folder)), scenario)()))
 
