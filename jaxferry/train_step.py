@@ -7,6 +7,7 @@ state, metrics = step(state, batch)
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -384,6 +385,25 @@ class TrainStep:
         previous one of its lane, have ended. A copy that was freed before a thread could wait for it takes no time.
         """
         return None if self._shared.recorder is None else self._shared.recorder.run()
+
+    def recorded_by_all(self) -> tuple[Run, ...]:
+        """Likewise of all processes that train together, in their order; each must call this.
+
+        Each one's times are from the start of its own first recorded step. It is empty if nothing is recorded.
+        """
+        run, place = self.recorded(), self._placement
+        nums = np.zeros(place.num_processes, np.int32)
+        nums[place.process] = 0 if run is None else len(run.starts_s)
+        nums = place.merged(nums)
+        if run is None or len(set(nums.tolist())) > 1:
+            if nums.any():
+                raise StateError("the processes have recorded different steps: wait for the last one's updates first")
+            return ()
+        times = np.zeros((place.num_processes, 2, len(run.starts_s)))
+        times[place.process] = run.starts_s, run.ends_s
+        return tuple(
+            dataclasses.replace(run, starts_s=tuple(own[0]), ends_s=tuple(own[1])) for own in place.merged(times)
+        )
 
     def save(
         self,

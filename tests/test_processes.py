@@ -1,5 +1,6 @@
 """Several processes that train together (`support/processes.py`), each with virtual CPU devices of its own."""
 
+import json
 import random
 import re
 import signal
@@ -146,6 +147,27 @@ def test_each_process_may_update_in_an_order_of_its_own(num_processes, num_devic
 
 
 @pytest.mark.slow
+def test_the_command_line_traces_all_processes_and_ends_them_together_with_a_checkpoint(tmp_path):
+    """SIGTERM to one process ends both after the same step."""
+    folder = tmp_path / "saved"
+    given = ["train", "--model", "gpt2:tiny", "--distributed", "--optimizer", "sgd", "--json"]
+    first = processes.command(2, [*given, "--steps", "4", "--trace", str(tmp_path / "trace.json")])
+    assert [status for status, _, _ in first] == [0, 0], first
+    assert json.loads(first[0][1])["steps"] == 4 and not first[1][1]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {1, 2}
+
+    def terminate(running):
+        time.sleep(25)
+        running[1].send_signal(signal.SIGTERM)
+
+    ended = processes.command(2, [*given, "--steps", "100000", "--save", str(folder)], meanwhile=terminate)
+    assert [status for status, _, _ in ended] == [143, 143], ended
+    again = processes.command(2, [*given, "--steps", "0", "--resume", str(folder)])
+    assert json.loads(again[0][1])["steps"] > 0
+
+
+@pytest.mark.slow
 def test_a_process_that_waits_too_long_ends_and_names_the_one_that_is_stuck(tmp_path):
     waiting, stuck = processes.start("hangs", 2, 1, tmp_path, timeout_s=processes.SURVIVORS_END_IN_S)
     begun = NUM_STEPS + 1
@@ -158,11 +180,13 @@ def test_a_process_that_waits_too_long_ends_and_names_the_one_that_is_stuck(tmp_
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
 @pytest.mark.parametrize("seed", range(5))
 def test_a_process_that_dies_or_stops_ends_the_others_and_training_goes_on_from_a_checkpoint(how, seed, tmp_path):
-    """At a random moment, which may be that of a step, of a save, or before the first."""
+    """At a random moment, which may be that of a step or of a save; once it is before the first."""
     drawn, seconds = random.Random(seed), []
 
     def end_one(running):
-        time.sleep(drawn.uniform(6, 16))
+        while seed and not (tmp_path / "series").exists():
+            time.sleep(0.1)
+        time.sleep(drawn.uniform(0, 6))
         chosen = drawn.choice(running)
         chosen.send_signal(how)
         start_s = time.monotonic()

@@ -1,12 +1,17 @@
 """`jaxferry train`: trains a user's model."""
 
+import contextlib
 import dataclasses
+import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
+from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jaxferry.cli import COMMANDS
@@ -39,7 +44,7 @@ from jaxferry.simulate.trace import chrome_trace
 from jaxferry.train_step import TrainStep, train_step
 from jaxferry.units import format_bytes, format_seconds
 
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, Terminated.status
 _LINES = 10
 _STEPS_IN_TRACE = 8
 
@@ -112,7 +117,7 @@ def train(
         if resumed:
             console.print(f"as the saved run: {as_arguments(resumed)}", soft_wrap=True, markup=False)
         given |= resumed.keys()
-    mesh = start(values["devices"]) if distributed else mesh_of(values["devices"])
+    mesh = _started(values["devices"]) if distributed else mesh_of(values["devices"])
     console.quiet = not is_first()
     saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in given})
     _check_outputs(saves, trace, record)
@@ -123,17 +128,26 @@ def train(
         step = _step_of(user, values, record_steps=num_recorded, mesh=mesh)
         state = user.new_state(step, seed) if resume is None else step.restore(resume, user.shapes())
         run = _Run(user, step, state, console, saves)
-    with raising_terminated():
+    # JAX tells all processes of a job to end after the same step.
+    with contextlib.nullcontext() if distributed else raising_terminated():
         with user_code(model):
             status = run.train(steps)
         run.save_at_end()
         if status:
             fate = "nothing is saved (no --save)" if save is None else f"saved, continue with --resume {save}"
             console.print(f"ended after step {run.state.step}: {fate}", soft_wrap=True, markup=False)
+        run.write(trace, record)
         if is_first():
-            run.write(trace, record)
             run.report(as_json)
     return status
+
+
+def _started(devices: int) -> Any:
+    """Joins the processes of a job. What libraries print goes to standard error from here on: gloo prints its peers."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, closefd=False)
+    os.dup2(2, 1)
+    return start(devices)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -195,7 +209,7 @@ class _Run:
         self._peak, self._has_saved = 0, False
 
     def train(self, steps: int) -> int:
-        """Trains up to a step; returns the exit status: 0, 130 after Ctrl-C, 143 after SIGTERM."""
+        """Trains up to a step; returns the exit status: 0, 130 after Ctrl-C, 143 after SIGTERM, to any process."""
         try:
             while self.state.step < steps:
                 self._train_one()
@@ -204,9 +218,13 @@ class _Run:
                     self._console.print(f"{self.state.step}/{steps}  {status}")
                 if self._saves.is_due(self.state.step) and self.state.step < steps:
                     self._save_between()
+                if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(self.state.step):
+                    return _TERMINATED
         except Terminated as terminated:
             return terminated.status
         except KeyboardInterrupt:
+            if jax.process_count() > 1:
+                raise  # the others go on, so that there is nothing to save together
             return _INTERRUPTED
         return 0
 
@@ -264,8 +282,11 @@ class _Run:
     def write(self, trace: Path | None, record: Path | None) -> None:
         """Writes trace and recording where asked."""
         if trace is not None:
-            write_json(trace, chrome_trace(self.recorded("--trace")))
-        if record is not None:
+            self.recorded("--trace")
+            runs = self._step.recorded_by_all()
+            if is_first():
+                write_json(trace, chrome_trace(*runs))
+        if record is not None and is_first():
             self.recorded("--record")
             prepared = self._step.prepare(self._batch(self.state.step - 1))
             made = make_recording(self._step, self.state, prepared, model=self._user.name)

@@ -73,12 +73,10 @@ def gradient_of(indices, **options):
 
 
 MODES = ("fill", "clip", "promise_in_bounds")
-ALL_ROWS = [(mode, start) for mode in MODES for start in (0, 3, 5, 13, 29, 30)]
+SLOW = [pytest.param(mode, start, marks=pytest.mark.slow) for mode in MODES for start in (0, 3, 5, 13, 29, 30)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "start"), [("fill", 13), *(pytest.param(*x, marks=pytest.mark.slow) for x in ALL_ROWS)]
-)
+@pytest.mark.parametrize(("mode", "start"), [("fill", 13), *SLOW])
 def test_rows_are_added_to_the_elements_that_a_process_holds(start, mode):
     indices = np.array([1, 4, 4]) if mode == "promise_in_bounds" else np.array([1, 9, 4, 4, -9])
     rows, dense = gradient_of(jnp.asarray(indices), mode=mode)

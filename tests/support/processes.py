@@ -70,6 +70,33 @@ def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile
     ]
 
 
+def command(num_processes, arguments, timeout_s=300, meanwhile=None):
+    """Runs `jaxferry` in several processes; returns status, output and errors of each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    common = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
+    common |= {"JAX_NUM_PROCESSES": str(num_processes), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxferry", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**common, "JAX_PROCESS_ID": str(number)},
+        )
+        for number in range(num_processes)
+    ]
+    try:
+        if meanwhile is not None:
+            meanwhile(running)
+        ended = [process.communicate(timeout=timeout_s) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(running, ended, strict=True)]
+
+
 class Member:
     """A process of the training, with its part of each batch."""
 
