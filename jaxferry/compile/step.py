@@ -36,6 +36,7 @@ from jaxferry.engine import (
 )
 from jaxferry.engine.all_processes import check_same
 from jaxferry.engine.facts import with_sum_bytes
+from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.program_keys import NO_JOINS, ProgramKey
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import UpdatePlace
@@ -91,7 +92,8 @@ class StepCompiler:
 
     def compile(self, plan: Plan) -> Prepared:
         """Prepares the plan that fits into the memory budget."""
-        self._check_updates(plan)
+        if any(layer.update is not UpdatePlace.HOST for layer in plan.layers):
+            _check_updates(self._lower(plan), self._resources.optimizer)
         program = self._fitted(plan)
         if program.plan != plan:
             # The budget has changed the plan, so the other order of updates may be faster now.
@@ -215,30 +217,6 @@ class StepCompiler:
         # A program that would add to host memory only writes there where the host adds.
         return {key: known[key if key in known else key.alone] for key in program.keys}, other_bytes
 
-    def _check_updates(self, plan: Plan) -> None:
-        """Raises InputError if layers with one joint update are not all updated on the device, or none of them.
-
-        Nor may such an update stream, since it needs all masters and optimizer state at once.
-        """
-        if all(layer.update is UpdatePlace.HOST for layer in plan.layers):
-            return
-        program = self._lower(plan)
-        groups, on_device, streamed = self._variants.base.layers, program.updated_on_device, program.streamed
-        for unit in self._resources.optimizer.units_of(groups):
-            inside = on_device.intersection(unit.layers)
-            if len(unit.layers) > 1 and (streams := inside & streamed.keys()):
-                names = groups[min(streams)].name, groups[min({*unit.layers} - {min(streams)})].name
-                raise InputError(
-                    f"the optimizer updates {names[0]!r} and {names[1]!r} together, so this update cannot stream "
-                    'through the GPU: plan update "host" or "resident"'
-                )
-            if inside and not on_device.issuperset(unit.layers):
-                names = groups[min(inside)].name, groups[min(set(unit.layers) - inside)].name
-                raise InputError(
-                    f"the optimizer updates {names[0]!r} and {names[1]!r} together, but the plan updates only "
-                    f"{names[0]!r} on the device"
-                )
-
     def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
         graph, put = program.partition.graph, self._resources.placement.put
         constants = {n: put(graph, n, constant) for n, constant in graph.constants.items()}
@@ -258,3 +236,25 @@ def _recomputable(profile: Profile) -> Profile:
         for layer in profile.layers
     )
     return dataclasses.replace(profile, layers=layers)
+
+
+def _check_updates(program: StepProgram, optimizer: HostOptimizer) -> None:
+    """Raises InputError if layers with one joint update are not all updated on the device, or none of them.
+
+    Nor may such an update stream, since it needs all masters and optimizer state at once.
+    """
+    groups, on_device, streamed = program.partition.layers, program.updated_on_device, program.streamed
+    for unit in optimizer.units_of(groups):
+        inside = on_device.intersection(unit.layers)
+        if len(unit.layers) > 1 and (streams := inside & streamed.keys()):
+            names = groups[min(streams)].name, groups[min({*unit.layers} - {min(streams)})].name
+            raise InputError(
+                f"the optimizer updates {names[0]!r} and {names[1]!r} together, so this update cannot stream "
+                'through the GPU: plan update "host" or "resident"'
+            )
+        if inside and not on_device.issuperset(unit.layers):
+            names = groups[min(inside)].name, groups[min(set(unit.layers) - inside)].name
+            raise InputError(
+                f"the optimizer updates {names[0]!r} and {names[1]!r} together, but the plan updates only "
+                f"{names[0]!r} on the device"
+            )

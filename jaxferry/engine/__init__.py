@@ -22,6 +22,7 @@ from jaxferry.engine.norms import Norms
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.prefetch import PrefetchSlot
 from jaxferry.engine.process import Process
+from jaxferry.engine.program_functions import trace_program
 from jaxferry.engine.program_keys import (
     ProgramKey,
     ProgramKind,
@@ -31,7 +32,7 @@ from jaxferry.engine.program_keys import (
     program_keys,
     with_sums,
 )
-from jaxferry.engine.programs import Programs, derivatives_of, lower_traced, trace_program
+from jaxferry.engine.programs import Programs, derivatives_of, lower_traced
 from jaxferry.engine.ready_tasks import TaskList
 from jaxferry.engine.remat_variants import RematVariants
 from jaxferry.engine.runner import StepRunner

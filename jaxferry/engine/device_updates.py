@@ -21,7 +21,8 @@ from jaxferry.engine.host.streamed import subgroups_of
 from jaxferry.engine.host.update_group import Subgroup, UpdateGroup, masters_by_leaf
 from jaxferry.engine.instruction import Operation, StepProgram
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.programs import Programs, lower_traced, squared_norm
+from jaxferry.engine.program_functions import squared_norm
+from jaxferry.engine.programs import Programs, lower_traced
 from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
 from jaxferry.engine.transport.base import Transport, added, split

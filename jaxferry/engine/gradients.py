@@ -17,12 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Instruction, StepProgram
-from jaxferry.engine.norms import Norms, SquaredNorm
+from jaxferry.engine.norms import GradientNorms, Norms
 from jaxferry.engine.pending import Accumulated, LateFailure
 from jaxferry.engine.program_keys import ProgramKey, Target
 from jaxferry.engine.transport.base import CopyInFlight, HostGradient, Transport, Vectors, added
@@ -84,6 +83,7 @@ class StepGradients:
       kept: by group that is updated on the device, the gradients of this micro-batch, one for each use.
       on_host: by group, the gradients in host memory or in flight.
       in_flight: offloads that the device has not waited for.
+      norms: their norms.
       has_added: whether a sum of earlier micro-batches may have changed, which is irreversible.
     """
 
@@ -98,7 +98,8 @@ class StepGradients:
     ) -> None:
         self._updates = updates
         self.kept: dict[int, list[Any]] = {}
-        self._program, self._transport, self._norms, self._is_last = program, transport, norms, is_last
+        self._program, self._transport, self._is_last = program, transport, is_last
+        self.norms = GradientNorms(norms, program.partition.layers)
         self._earlier = frozenset((*accumulated.on_host, *accumulated.on_device))
         self._pending: dict[int, Any] = {}
         self._queued: dict[int, HostGradient] = {}
@@ -106,9 +107,6 @@ class StepGradients:
         self.in_flight = OffloadsInFlight(transport)
         self._num_arrived: collections.Counter[int] = collections.Counter()
         self._num_uses = collections.Counter(segment.group for segment in program.partition.segments)
-        self._device_norms: dict[int, jax.Array | None] = {}
-        self._taken_norms: dict[int, SquaredNorm] = {}
-        self._known_norms: dict[int, Any] = {}
         self.sums: dict[int, list[jax.Array]] = dict(accumulated.on_device)
         self.on_host: dict[int, HostGradient] = dict(accumulated.on_host)
         self.has_added = False
@@ -148,7 +146,7 @@ class StepGradients:
         group = instruction.group
         if not self._program.partition.segments[instruction.segment].trained:
             return
-        self._device_norms[group] = norm
+        self.norms.note(group, norm)
         if group in self._program.updated_on_device:
             self.kept.setdefault(group, []).append(gradients)
             self._note_kept(group, commit)
@@ -181,8 +179,8 @@ class StepGradients:
         if not self._is_last:
             self.sums[group] = self.kept.pop(group)[0]
             return
-        known = None if is_sum or self._num_uses[group] > 1 else self._device_norms[group]
-        self._taken_norms[group] = self._updates.squared_norm(group, uses) if known is None else known
+        known = None if is_sum or self._num_uses[group] > 1 else self.norms.of_program(group)
+        self.norms.take(group, self._updates.squared_norm(group, uses) if known is None else known)
 
     def take_kept(self, unit: UpdateGroup) -> list[list[Any]]:
         """The gradients for an update on the device: for each of its groups one list for each use."""
@@ -241,10 +239,10 @@ class StepGradients:
         self._num_arrived[group] += 1
         if self._num_arrived[group] < self._num_uses[group] or not self._is_last:
             return
-        norm = self._device_norms[group] if self._num_uses[group] == 1 and not self._earlier else None
+        is_whole = self._num_uses[group] == 1 and not self._earlier
         # The update may take the gradient away before its norm is computed.
         gather = functools.partial(self._transport.gather, group, self.on_host[group])
-        self._taken_norms[group] = self._norms.of(gather, norm)
+        self.norms.begin(group, gather, is_whole)
 
     def gather(self, group: int) -> Vectors:
         """The vectors of a group's gradient that the optimizer reads."""
@@ -258,17 +256,6 @@ class StepGradients:
         """Waits until every gradient is in host memory."""
         jax.block_until_ready([self.gather(group) for group in self.on_host])
 
-    def squared_norms(self) -> list[Any]:
-        """The squared norm of each group's whole gradient, in the order of the groups; waits for them."""
-        if not self._known_norms:
-            taken = {group: self._taken_norms[group] for group in sorted(self._taken_norms)}
-            self._known_norms = self._norms.values(taken, self._program.partition.layers)
-        return list(self._known_norms.values())
-
-    def first_nonfinite(self) -> int | None:
-        """The first group whose gradient has a squared norm that is not finite, once they are known."""
-        return next((group for group, norm in self._known_norms.items() if not np.isfinite(np.asarray(norm))), None)
-
     def recycle(self, unit: UpdateGroup) -> None:
         """Returns the vectors of used gradients to the transport.
 
@@ -277,10 +264,6 @@ class StepGradients:
         for group in unit.layers:
             if (used := self.on_host.pop(group, None)) is not None:
                 self._transport.recycle(group, used)
-
-    def release(self) -> None:
-        """Drops the norms once the step's results are known."""
-        self._device_norms, self._taken_norms, self._known_norms = {}, {}, {}
 
     def _may_add(self, group: int, commit: Callable[[], bool]) -> bool:
         """Asks permission to add to a gradient of earlier micro-batches, if there is one."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.programs import squared_norm
+from jaxferry.engine.program_functions import squared_norm
 from jaxferry.engine.transport.base import Vectors
 from jaxferry.partition import Layer
 
@@ -72,3 +72,55 @@ class Norms:
         """
         norm: jax.Array = _total(jax.device_get(list(squared)), jax.device_put(scale, self._placement.host_compute))
         return norm
+
+
+class GradientNorms:
+    """The squared norms of one step's gradients, by parameter group.
+
+    Args:
+      norms: computes them.
+      layers: the groups.
+    """
+
+    def __init__(self, norms: Norms, layers: Sequence[Layer]) -> None:
+        self._norms, self._layers = norms, layers
+        self._of_programs: dict[int, jax.Array | None] = {}
+        self._taken: dict[int, SquaredNorm] = {}
+        self._known: dict[int, Any] = {}
+
+    def note(self, group: int, norm: jax.Array | None) -> None:
+        """Notes the norm of what a program has computed; None if it has none."""
+        self._of_programs[group] = norm
+
+    def of_program(self, group: int) -> jax.Array | None:
+        """What was noted last."""
+        return self._of_programs[group]
+
+    def begin(self, group: int, gather: Callable[[], Vectors], is_whole: bool) -> None:
+        """Starts computing the norm of a group's gradient.
+
+        Args:
+          group: the group.
+          gather: returns the gradient in host memory; may wait.
+          is_whole: whether the program's own norm is that of the whole gradient.
+        """
+        self._taken[group] = self._norms.of(gather, self._of_programs[group] if is_whole else None)
+
+    def take(self, group: int, norm: SquaredNorm) -> None:
+        """Takes a norm that is computed elsewhere."""
+        self._taken[group] = norm
+
+    def squared(self) -> list[Any]:
+        """The squared norm of each group's whole gradient, in the order of the groups; waits for them."""
+        if not self._known:
+            taken = {group: self._taken[group] for group in sorted(self._taken)}
+            self._known = self._norms.values(taken, self._layers)
+        return list(self._known.values())
+
+    def first_nonfinite(self) -> int | None:
+        """The first group whose gradient has a squared norm that is not finite, once they are known."""
+        return next((group for group, norm in self._known.items() if not np.isfinite(np.asarray(norm))), None)
+
+    def release(self) -> None:
+        """Drops the norms once the step's results are known."""
+        self._of_programs, self._taken, self._known = {}, {}, {}

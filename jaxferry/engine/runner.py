@@ -253,7 +253,7 @@ def _nonfinite_gradient(step: StepContext, norm: jax.Array | None) -> str | None
     """The first layer whose gradient is not finite; the norm of all is known by now."""
     if norm is None or np.isfinite(np.asarray(norm)):
         return None
-    group = step.gradients.first_nonfinite()
+    group = step.gradients.norms.first_nonfinite()
     # The sum of finite squares may overflow.
     layers = step.program.partition.layers
     return ", ".join(layer.name for layer in layers) if group is None else layers[group].name

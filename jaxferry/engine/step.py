@@ -262,7 +262,7 @@ class StepContext:
         is_finite, rules = self.is_finite(), self.runnable.rules
         if not self.is_last:
             return is_finite, None
-        norm = self.runnable.norms.total(self.gradients.squared_norms(), self.scale)
+        norm = self.runnable.norms.total(self.gradients.norms.squared(), self.scale)
         if rules.skip_nonfinite or rules.checks_gradients:
             is_finite = is_finite and bool(np.isfinite(np.asarray(norm)))
         return is_finite, norm
@@ -278,7 +278,7 @@ class StepContext:
         """Frees the inputs of the step's results; updates may still be running."""
         loss = self.program.partition.loss
         self.values, self.finite, self.fetched = {loss: self.values[loss]}, [], []
-        self.gradients.release()
+        self.gradients.norms.release()
 
     def drop(self) -> None:
         """Frees everything that the step has on the device, in any state."""

@@ -23,8 +23,9 @@ from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
+from jaxferry.engine.program_functions import joined
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
-from jaxferry.engine.programs import Programs, joined
+from jaxferry.engine.programs import Programs
 from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Vectors
 from jaxferry.engine.transport.choice import make_transport
 from jaxferry.partition import Derivative, Layer, Leaf, Partition, RowGradient
