@@ -74,15 +74,15 @@ def test_memory_that_is_short_while_a_state_is_arranged_loses_nothing(monkeypatc
     task = scanned.plain()
     step = jaxferry.train_step(task.loss_fn, ADAM)
     state = step.init(task.params)
-    before, cut, count = (state.params, state.opt_state), pieces.cut, itertools.count()
+    before, on_host, count = (state.params, state.opt_state), pieces.on_host, itertools.count()
 
     def short(*args):
         if next(count) == 5:
             raise MemoryError("host memory is short")
-        return cut(*args)
+        return on_host(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pieces, "cut", short)
+        patch.setattr(pieces, "on_host", short)
         with pytest.raises(MemoryError):
             step(state, task.batch)
     assert_same_bits((state.params, state.opt_state), before)
