@@ -12,9 +12,9 @@ measured: each layer a segment of its own, and merged as on an H200.
 Goal: at most 0.15 ms for each layer and step on the issuing thread, and linear in the number of segments.
 
 Expected: less for `ferry` since forwards wait for their own loads and backwards queue their own stores, which takes
-three launches in place of five. Found: no less here. On a CPU a launch runs the program as well, and most of the rest is
-not launches: samples of the thread showed 44 % of its time in Python, 27 % in XLA, and 15 % in the system, mostly where
-it and the host's thread hand over the interpreter's lock.
+three launches in place of five. Found: no less here. On a CPU a launch runs the program as well, and most of the rest
+is not launches: samples of the thread showed 44 % of its time in Python, 27 % in XLA, and 15 % in the system, mostly
+where it and the host's thread hand over the interpreter's lock.
 """
 
 import argparse

@@ -9,7 +9,7 @@ The paper's text gives only which way is faster, and 5 to 10 % for the slowdown 
 """
 
 from figures import Row, arguments, legend, new_figure, save, write
-from paper_models import ITEM, known_models
+from paper_models import ITEM, known_models, product
 
 from jaxferry.profiling.estimate import LayerCosts, estimate_profile
 from jaxferry.profiling.machines import find_machine
@@ -31,20 +31,7 @@ def convolution() -> LayerCosts:
     pixels, channels = 8 * 14 * 14, 256
     parameters = 9 * channels**2 + channels
     flops, moved = 2 * pixels * 9 * channels**2, ITEM * (2 * pixels * channels + parameters)
-    return LayerCosts(
-        name="convolution",
-        num_parameters=parameters,
-        param_bytes=ITEM * parameters,
-        grad_bytes=ITEM * parameters,
-        forward_flops=flops,
-        forward_bytes=moved,
-        backward_flops=2 * flops,
-        backward_bytes=2 * moved,
-        dha_bytes_forward=ITEM * parameters,
-        dha_bytes_backward=ITEM * parameters,
-        backward_kernels=2,
-        itemsize=ITEM,
-    )
+    return product("convolution", parameters, flops, moved, 2)
 
 
 def times_of(layer: LayerProfile) -> dict[str, float]:

@@ -96,19 +96,23 @@ def _linear(model: Model, name: str, inputs: int, outputs: int, rows: int | None
     rows = model.tokens if rows is None else rows
     parameters = inputs * outputs + outputs
     flops, moved = 2 * rows * inputs * outputs, ITEM * (rows * (inputs + outputs) + parameters)
+    return dataclasses.replace(product(name, parameters, flops, moved, 3), activation_bytes=ITEM * rows * inputs)
+
+
+def product(name: str, parameters: int, flops: float, moved: float, backward_kernels: int) -> LayerCosts:
+    """A product with weights, whose backward does twice the work. DHA reads each byte of the weights once."""
     return LayerCosts(
         name=name,
         num_parameters=parameters,
         param_bytes=ITEM * parameters,
         grad_bytes=ITEM * parameters,
-        activation_bytes=ITEM * rows * inputs,
         forward_flops=flops,
         forward_bytes=moved,
         backward_flops=2 * flops,
         backward_bytes=2 * moved,
         dha_bytes_forward=ITEM * parameters,
         dha_bytes_backward=ITEM * parameters,
-        backward_kernels=3,
+        backward_kernels=backward_kernels,
         itemsize=ITEM,
     )
 

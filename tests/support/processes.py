@@ -44,9 +44,7 @@ def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile
       timeout_s: how long they may take.
       meanwhile: called with the processes while they run.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = _free_address()
     flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     common = [sys.executable, __file__, address, str(num_processes)]
@@ -57,14 +55,7 @@ def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile
         )
         for number in range(num_processes)
     ]
-    try:
-        if meanwhile is not None:
-            meanwhile(running)
-        ended = [process.communicate(timeout=timeout_s) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    pairs = zip(running, ended, strict=True)
+    pairs = zip(running, _texts_of(running, timeout_s, meanwhile), strict=True)
     return [
         json.loads(out.splitlines()[-1]) if not process.returncode else err[-3000:] for process, (out, err) in pairs
     ]
@@ -72,9 +63,7 @@ def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile
 
 def command(num_processes, arguments, timeout_s=300, meanwhile=None):
     """Runs `jaxferry` in several processes; returns status, output and errors of each."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = _free_address()
     common = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
     common |= {"JAX_NUM_PROCESSES": str(num_processes), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     running = [
@@ -87,14 +76,25 @@ def command(num_processes, arguments, timeout_s=300, meanwhile=None):
         )
         for number in range(num_processes)
     ]
+    pairs = zip(running, _texts_of(running, timeout_s, meanwhile), strict=True)
+    return [(process.returncode, *texts) for process, texts in pairs]
+
+
+def _free_address():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def _texts_of(running, timeout_s, meanwhile):
+    """Output and errors of each process once all have ended."""
     try:
         if meanwhile is not None:
             meanwhile(running)
-        ended = [process.communicate(timeout=timeout_s) for process in running]
+        return [process.communicate(timeout=timeout_s) for process in running]
     finally:
         for process in running:
             process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(running, ended, strict=True)]
 
 
 class Member:
