@@ -479,6 +479,7 @@ class TrainStep:
         Raises:
           CheckpointError: if it failed; what was at its path is unchanged. Later calls do not raise this again.
         """
+        self._shared.process.check()
         self._saves.wait()
 
     def restore(self, path: str | os.PathLike[str], params: Any = None) -> TrainState:
@@ -497,6 +498,7 @@ class TrainStep:
           UserWarning: if the checkpoint is of an older version, without digests, or if an interrupted save left it
             beside the path.
         """
+        self._shared.process.check()
         self._saves.settle()
         known, is_alone = self._compiler, self._placement.num_processes == 1
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 import warnings
 
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import jaxferry
+from jaxferry.engine.host.checkpoint.background import BackgroundSaves, finish
 
 BATCH = np.ones((2, 4), np.float32)
 LONGEST_S = 60
@@ -58,8 +60,10 @@ def training():
         lambda step, state: step.evaluate(state, BATCH),
         lambda step, state: step.init({"w": np.ones((4, 4), np.float32)}),
         lambda step, state: state.params,
+        lambda step, state: step.restore("nowhere"),
+        lambda step, state: step.wait_for_saves(),
     ],
-    ids=["step", "another batch", "evaluate", "init", "params"],
+    ids=["step", "another batch", "evaluate", "init", "params", "restore", "saves"],
 )
 def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(training, use):
     step, state = training
@@ -67,3 +71,26 @@ def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(training, use)
     number = state.step
     step(state, BATCH)
     assert state.step == number + 1
+
+
+def test_a_child_ends_while_its_parent_saves_in_the_background():
+    saves, may_end = BackgroundSaves(), threading.Event()
+    saves.start(lambda: may_end.wait(LONGEST_S))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        finish()
+        os._exit(0)
+    try:
+        for _ in range(LONGEST_S * 10):
+            ended, _ = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            time.sleep(0.05)
+        assert ended and not may_end.is_set()
+    finally:
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        may_end.set()
+        saves.wait()

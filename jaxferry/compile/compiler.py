@@ -78,8 +78,10 @@ class Compiler:
 
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
         """Measures what each layer costs on the device."""
+        cut = self._cut(args, kwargs)
         self._shared.prefetch.take(None)
-        return self._profiler.measured(*self._variants(self._cut(args, kwargs)))
+        self._shared.prefetch.keep(None, self._transport_of(cut.parts.layers))
+        return self._profiler.measured(*self._variants(cut))
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""
@@ -95,7 +97,7 @@ class Compiler:
     def free_copies(self, state: TrainState) -> None:
         """Frees the device copies that a state keeps for its next step, so that something else may run."""
         self._shared.prefetch.take(None)
-        state.drop_kept(self._transport_of(state.host.layers))
+        self._shared.prefetch.keep(None, self._transport_of(state.host.layers))
 
     def _compiled(self, cut: Cut) -> tuple[Prepared, Cut]:
         _check_shared(cut.parts.graph)

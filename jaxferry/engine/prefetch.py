@@ -7,13 +7,15 @@ the caller prepares the next batch.
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from typing import Protocol
 
 import jax
 
 from jaxferry.engine.instruction import StepProgram
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.trace.marks import StepMarks
+from jaxferry.engine.trace.marks import StepMarks, TaskMark
 from jaxferry.engine.transport.base import DeviceLayer, Transport, Vectors
 
 
@@ -30,6 +32,8 @@ class DeviceCopies:
 
     Attributes:
       is_last: whether the update follows, so that no copy is left.
+      expects_kept: whether the micro-batch before, which may still be running, leaves the copies that stay. A program
+        takes such a copy when it needs it, since the load may run too early.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class DeviceCopies:
         self._placement, self.marks, self._kept = placement, marks, kept
         self._held: dict[int, DeviceLayer] = {}
         self._num_left = dict(program.loaded)
-        self.is_last = True
+        self.is_last, self.expects_kept = True, False
 
     def __len__(self) -> int:
         return len(self._held)
@@ -58,26 +62,38 @@ class DeviceCopies:
     def load(self, index: int) -> None:
         """Runs the load with this index; see `lanes.Action`."""
         group = self._program.instructions[index].group
+        is_first = self._num_left[group] == self._program.loaded[group]
         self._num_left[group] -= 1
-        if (kept := self._kept.pop(group, None)) is not None:
-            self._held[index] = kept
-            return
-        mark = None if self.marks is None else self.marks.of(index)
-        held = self._held[index] = self._transport.load(group, self._vectors[group], mark)
-        wait_for_copy(held, self._placement)
+        if not (is_first and self.expects_kept and group in self._program.kept):
+            self._take(index, None if self.marks is None else self.marks.of(index))
+
+    def _take(self, index: int, mark: TaskMark | None = None) -> DeviceLayer:
+        """Takes the copy of a load: one that stays from an earlier load of the group, or a new one."""
+        group = self._program.instructions[index].group
+        held = self._kept.pop(group, None)
+        if held is None:
+            held = self._transport.load(group, self._vectors[group], mark)
+            wait_for_copy(held, self._placement)
+        self._held[index] = held
+        return held
+
+    def _copy(self, index: int) -> DeviceLayer:
+        return self._held[index] if index in self._held else self._take(index)
 
     def parameters(self, index: int) -> list[jax.Array]:
         """The parameters that the load with this index copied."""
-        return self._held[index].parameters()
+        return self._copy(index).parameters()
 
     def arriving(self, index: int) -> tuple[DeviceLayer, Vectors]:
         """The copy of this load for a program that waits for it, and the vectors that the load reads."""
-        return self._held[index], self._vectors[self._program.instructions[index].group]
+        return self._copy(index), self._vectors[self._program.instructions[index].group]
 
     def drop(self, index: int, is_reused: bool = True) -> None:
         """Frees the copy of a load once the programs that read it have run, or leaves it to a later load."""
-        held, group = self._held.pop(index), self._program.instructions[index].group
+        held, group = self._copy(index), self._program.instructions[index].group
+        del self._held[index]
         if group in self._program.kept and (self._num_left[group] or not self.is_last):
+            assert group not in self._kept, "two copies of a group stay"
             self._kept[group] = held
         else:
             self._transport.drop(held, is_reused)
@@ -121,11 +137,26 @@ class Prefetch:
         self.copies.drop_all()
 
 
+class Keeper(Protocol):
+    """A state with copies that stay between micro-batches."""
+
+    def drop_kept(self, transport: Transport) -> None:
+        """Frees them."""
+
+
 class PrefetchSlot:
-    """Ensures that at most one state of a training step has prefetched copies on the device."""
+    """Ensures that at most one state of a training step has prefetched copies, or copies that stay, on the device."""
 
     def __init__(self) -> None:
         self._known: Prefetch | None = None
+        self._keeper: tuple[weakref.ref[Keeper], Transport] | None = None
+
+    def keep(self, keeper: Keeper | None, transport: Transport) -> None:
+        """Lets only this state keep copies between micro-batches; None frees those of all."""
+        known = None if self._keeper is None else self._keeper[0]()
+        if self._keeper is not None and known is not None and known is not keeper:
+            known.drop_kept(self._keeper[1])
+        self._keeper = None if keeper is None else (weakref.ref(keeper), transport)
 
     def put(self, prefetch: Prefetch) -> None:
         """Remembers a prefetch until it is taken."""

@@ -79,6 +79,7 @@ class StepRunner:
         try:
             previous = self._previous(state, runnable)
             self._resources.transport.settle()
+            self._resources.prefetch.keep(state, self._resources.transport)
             self._arrange_copies(state, runnable)
             copies = self._new_copies(state, runnable) if prefetch is None else prefetch.copies
             step = StepContext(runnable, state, batch, copies)
@@ -159,9 +160,10 @@ class StepRunner:
     def _prefetch_next(self, step: StepContext) -> None:
         """Starts the next step's first loads, each after its update in this step."""
         loads, state = self.runnable.loads_ahead, step.state
-        if not loads or step.runnable is not self.runnable or (step.program.kept and not step.is_last):
+        if not loads or step.runnable is not self.runnable:
             return
         copies = self._new_copies(state, self.runnable)
+        copies.expects_kept = not step.is_last
         work = self._resources.lanes.begin_ahead(self.runnable.tasks, copies.load, step.work, loads)
         state.prefetch = Prefetch(work, copies)
         self._resources.prefetch.put(state.prefetch)

@@ -1,5 +1,6 @@
 """Damage to the files of a checkpoint: it is found and named, or harmless."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -280,6 +281,12 @@ def test_the_extra_arrays_of_a_state_are_saved_with_it(tmp_path):
     np.testing.assert_array_equal(found["memory"], memory)
     step.save(state, tmp_path / "saved")
     assert step.restore(tmp_path / "saved").extra == {}
+
+
+def test_extra_arrays_of_the_other_order_of_bytes_keep_their_values(tmp_path):
+    kept = checkpoint.check_extra({"memory": np.arange(4, dtype=">f4")})
+    checkpoint.save(dataclasses.replace(content(1), extra=kept), tmp_path / "saved")
+    np.testing.assert_array_equal(checkpoint.load(tmp_path / "saved").extra["memory"], np.arange(4))
 
 
 @pytest.mark.parametrize("extra", [[1], {"a": "text"}, {1: np.ones(2)}, {"a": object()}])

@@ -359,3 +359,14 @@ def test_a_failed_save_removes_what_threads_write_after_its_error(tmp_path):
         raise OSError("no space")
     late.join()
     assert not list(tmp_path.iterdir())
+
+
+def test_folders_of_a_user_that_are_named_like_those_of_other_processes_stay(tmp_path):
+    target = tmp_path / "saved"
+    checkpoint.save(content(1), target)
+    (target / "arrays-2026").mkdir()
+    (target / "arrays-2026" / "precious.npy").write_text("mine")
+    (target / "arrays-1").write_text("mine")
+    checkpoint.save(content(2), target)
+    assert (target / "arrays-2026" / "precious.npy").read_text() == (target / "arrays-1").read_text() == "mine"
+    assert plain(checkpoint.load(target)) == plain(content(2))

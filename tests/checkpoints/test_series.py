@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -118,3 +119,22 @@ def test_a_run_saves_in_the_background_and_goes_on_from_the_newest_or_the_best(t
     np.testing.assert_array_equal(step.restore(tmp_path / "run").params["w"], params[5])
     best = min(jaxferry.list_checkpoints(tmp_path / "run"), key=lambda one: one.metric)
     np.testing.assert_array_equal(step.restore(best.path).params["w"], params[2])
+
+
+def test_a_clock_that_is_set_back_makes_no_save_older_than_those_before(tmp_path, monkeypatch):
+    for number in (1, 2):
+        save(tmp_path, number, last=2)
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s - 60)
+    for number in (3, 4):
+        save(tmp_path, number, last=2)
+    assert names(tmp_path) == ["00000003", "00000004"]
+    assert plain(checkpoint.load(tmp_path))["step"] == 4
+
+
+def test_a_checkpoint_that_is_not_named_by_its_step_is_a_users_own(tmp_path):
+    checkpoint.save(content(7), tmp_path / "20261124")
+    for number in (1, 2):
+        save(tmp_path, number, last=1)
+    assert names(tmp_path) == ["00000002", "20261124"]
+    assert [one.step for one in jaxferry.list_checkpoints(tmp_path)] == [2]

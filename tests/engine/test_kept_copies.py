@@ -122,3 +122,45 @@ def test_plans_and_baselines_load_as_they_say(gpt):
         step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, **options)
         step.declare(gpt.params)
         assert step.prepare(gpt.batch).program.kept == frozenset()
+
+
+def test_loads_run_ahead_where_only_some_copies_stay(gpt):
+    def prepared(budget):
+        step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, memory_budget=budget)
+        step.declare(gpt.params)
+        return step, step.prepare(gpt.batch)
+
+    with pytest.raises(jaxferry.BudgetError) as error:
+        prepared(1)
+    least = error.value.smallest_bytes
+    steps = (prepared(round(least * (1 + share / 20))) for share in range(1, 20))
+    step = next(
+        step
+        for step, found in steps
+        if set() != found.program.kept != found.program.loaded.keys() and found.runner.runnable.loads_ahead
+    )
+    state, ahead = step.init(gpt.params), []
+    for _ in range(2 * N):
+        state, _ = step(state, gpt.batch)
+        state.block_until_ready()
+        ahead.append(state.prefetch is not None)
+    assert all(ahead)
+    expected = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, policy="l2l")
+    other = expected.init(gpt.params)
+    for _ in range(2 * N):
+        other, _ = expected(other, gpt.batch)
+    assert_same_bits(state.params, other.params)
+
+
+def test_one_state_keeps_copies_at_a_time(gpt):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N)
+    states = [step.init(gpt.params) for _ in range(2)]
+    held = transport_of(step, gpt.batch).held
+    whole = sum(layer.num_bytes for layer in step.prepare(gpt.batch).partition.layers)
+    for number in range(2 * N):
+        for state in states:
+            step(state, gpt.batch)
+            state.block_until_ready()
+            assert [bool(each.kept) for each in states].count(True) <= 1
+            assert held.now <= whole, number
+    assert_same_bits(states[0].params, states[1].params)

@@ -39,6 +39,7 @@ from jaxferry.engine.host.checkpoint.series import (
     check_metric,
     list_in,
     newest_in,
+    next_time_s,
     path_in,
     prune,
 )
@@ -99,7 +100,8 @@ def _save(checkpoint: Checkpoint, path: Path, keep: Keep | None, messages: Messa
         check_replaceable(target)
         with scratch_beside(target) as scratch:
             scratch.writing.mkdir()
-            _write(checkpoint, scratch.writing, messages)
+            saved_at_s = time.time() if keep is None else next_time_s(target.parent)
+            _write(checkpoint, scratch.writing, saved_at_s, messages)
             publish(scratch, target)
         sweep(target)
         if keep is not None:
@@ -181,7 +183,7 @@ def _arrays_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     return {part: {name: _plain(leaf) for name, leaf in leaves.items()} for part, leaves in parts.items()}
 
 
-def _write(checkpoint: Checkpoint, folder: pathlib.Path, messages: Messages | None) -> None:
+def _write(checkpoint: Checkpoint, folder: pathlib.Path, saved_at_s: float, messages: Messages | None) -> None:
     arrays = _arrays_of(checkpoint)
     if messages is not None:
         messages.tell("folder", os.fspath(folder))
@@ -199,7 +201,7 @@ def _write(checkpoint: Checkpoint, folder: pathlib.Path, messages: Messages | No
         optimizer_keys={name: str(jax.random.key_impl(key)) for name, key in keys.items()},
         extra=extra,
         metric=checkpoint.metric,
-        saved_at_s=time.time(),
+        saved_at_s=saved_at_s,
         is_in_pieces=messages is not None,
     )
     write_about(about, folder)

@@ -120,6 +120,11 @@ class About:
     has_digests: bool = True
     is_in_pieces: bool = False
 
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that have written it, as far as leaves are in pieces."""
+        return max((len(leaf.pieces) for leaf in (*self.params, *self.optimizer, *self.extra)), default=1) or 1
+
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON document, with the digest of its fields."""
         document = {

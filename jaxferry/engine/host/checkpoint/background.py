@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class BackgroundSaves:
             last.result()
 
 
-def _finish() -> None:
+def finish() -> None:
     """Waits for all saves in progress at the end of the process; prints the errors that nobody has asked for."""
     # A second interrupt must not lose what the first one waits for.
     with contextlib.suppress(KeyboardInterrupt), deferred_interrupts():
@@ -56,6 +57,8 @@ def _finish() -> None:
                 print(f"error: {error}", file=sys.stderr)
 
 
+# A forked child has none of its parent's threads, and would wait for them at its end.
+os.register_at_fork(after_in_child=_untold.clear)
 # Python ends the threads of `concurrent.futures`, which Orbax uses, before it waits for other threads and before
 # `atexit`. Functions registered here are called in reverse order, so this one before that of `concurrent.futures`.
-threading._register_atexit(_finish)  # type: ignore[attr-defined]
+threading._register_atexit(finish)  # type: ignore[attr-defined]

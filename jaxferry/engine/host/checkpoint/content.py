@@ -97,7 +97,8 @@ def check_extra(extra: Mapping[str, Any]) -> dict[str, np.ndarray]:
     for name, array in arrays.items():
         if not is_numeric(array.dtype):
             raise InputError(f"extra[{name!r}] must be an array of numbers, got dtype {array.dtype}")
-    return arrays
+    # Checkpoints name dtypes without an order of bytes.
+    return {name: array.astype(array.dtype.newbyteorder("="), copy=False) for name, array in arrays.items()}
 
 
 def check_matches(what: str, saved: Mapping[str, Any], expected: Mapping[str, Any], check_dtypes: bool = False) -> None:

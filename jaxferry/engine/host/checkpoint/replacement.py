@@ -12,17 +12,16 @@ import contextlib
 import errno
 import os
 import pathlib
-import re
 import shutil
 import warnings
 
 from jaxferry.engine.host.checkpoint import renames
-from jaxferry.engine.host.checkpoint.about import FILE, read_format
-from jaxferry.engine.host.checkpoint.arrays import FOLDER
+from jaxferry.engine.host.checkpoint.about import FILE, read_about, read_format
+from jaxferry.engine.host.checkpoint.arrays import FOLDER, folder_of
 from jaxferry.engine.host.checkpoint.scratch import Scratch, leftovers, locked_leftover, remove
 from jaxferry.errors import CheckpointError, InputError
 
-_OWN = re.compile(rf"{FILE.split('/')[0]}|{FOLDER}(-\d+)?|_CHECKPOINT_METADATA|commit_success\.txt")
+_OWN = frozenset({FILE.split("/")[0], FOLDER, "_CHECKPOINT_METADATA", "commit_success.txt"})
 _ATTEMPTS = 100
 
 
@@ -197,7 +196,11 @@ def _move_in_two(scratch: Scratch, target: pathlib.Path) -> None:
 
 def foreign(checkpoint: pathlib.Path) -> list[pathlib.Path]:
     """Returns what users have put into the folder of a checkpoint."""
-    return [entry for entry in checkpoint.iterdir() if not _OWN.fullmatch(entry.name)]
+    own = set(_OWN)
+    with contextlib.suppress(InputError):
+        about = read_about(checkpoint)
+        own |= {folder_of(process) for process in range(about.num_processes)}
+    return [entry for entry in checkpoint.iterdir() if entry.name not in own]
 
 
 def _carry(old: pathlib.Path, new: pathlib.Path) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import math
 import pathlib
 import re
+import time
 import warnings
 
 from jaxferry.engine.host.checkpoint.about import read_about
@@ -76,16 +77,35 @@ def path_in(folder: pathlib.Path, step: int) -> pathlib.Path:
 
 def list_in(folder: pathlib.Path) -> list[SavedCheckpoint]:
     """Returns the checkpoints of a folder, oldest first; a warning names those that cannot be read."""
-    found = []
+    found, errors = _read(folder)
+    for checkpoint, error in errors:
+        if checkpoint.exists():
+            warnings.warn(f"{checkpoint} is left out: {error}", stacklevel=2)
+    return found
+
+
+def _read(folder: pathlib.Path) -> tuple[list[SavedCheckpoint], list[tuple[pathlib.Path, InputError]]]:
+    """Returns the checkpoints of a folder, oldest first, and those that cannot be read with their errors.
+
+    A checkpoint that is not named by its step is a user's own.
+    """
+    found, errors = [], []
     for path in _paths(folder):
         checkpoint = find(path)
         try:
             about = read_about(checkpoint)
-            found.append(SavedCheckpoint(checkpoint, about.step, about.saved_at_s, about.metric))
         except InputError as error:
-            if checkpoint.exists():
-                warnings.warn(f"{checkpoint} is left out: {error}", stacklevel=2)
-    return sorted(found, key=lambda checkpoint: (checkpoint.saved_at_s, checkpoint.step))
+            errors.append((checkpoint, error))
+            continue
+        if path == path_in(folder, about.step):
+            found.append(SavedCheckpoint(checkpoint, about.step, about.saved_at_s, about.metric))
+    return sorted(found, key=lambda checkpoint: (checkpoint.saved_at_s, checkpoint.step)), errors
+
+
+def next_time_s(folder: pathlib.Path) -> float:
+    """Returns the time of a save that begins now: later than all before, though clocks may differ or be set back."""
+    found, _ = _read(folder)
+    return max([time.time(), *(math.nextafter(checkpoint.saved_at_s, math.inf) for checkpoint in found)])
 
 
 def prune(folder: pathlib.Path, keep: Keep) -> None:
