@@ -353,7 +353,7 @@ class TrainStep:
         compiler = self.compiler
         with outside_mesh(), PROGRESS.call():
             evaluator = compiler.evaluator(function, *self._of_all(args, kwargs))
-            compiler.free_copies(state)
+            self._shared.prefetch.clear()
             state.settle()
             state.arrange(evaluator.partition.layers)
             state.fill()

@@ -14,7 +14,7 @@ from jaxferry.compile.prepared import Prepared
 from jaxferry.compile.profiles import Profiler
 from jaxferry.compile.shared import Shared
 from jaxferry.compile.step import StepCompiler
-from jaxferry.engine import Evaluator, Programs, RematVariants, TrainState, Transport, make_transport
+from jaxferry.engine import Evaluator, Programs, RematVariants, Transport, make_transport
 from jaxferry.engine.all_processes import check_same
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.model import Model
@@ -78,10 +78,8 @@ class Compiler:
 
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
         """Measures what each layer costs on the device."""
-        cut = self._cut(args, kwargs)
-        self._shared.prefetch.take(None)
-        self._shared.prefetch.keep(None, self._transport_of(cut.parts.layers))
-        return self._profiler.measured(*self._variants(cut))
+        self._shared.prefetch.clear()
+        return self._profiler.measured(*self._variants(self._cut(args, kwargs)))
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""
@@ -93,11 +91,6 @@ class Compiler:
             return Evaluator(parts, self._shared.placement, transport, self.model.is_native, budget), cut
 
         return self._evaluators.get((function, structure_of(args, kwargs)), make)[0]
-
-    def free_copies(self, state: TrainState) -> None:
-        """Frees the device copies that a state keeps for its next step, so that something else may run."""
-        self._shared.prefetch.take(None)
-        self._shared.prefetch.keep(None, self._transport_of(state.host.layers))
 
     def _compiled(self, cut: Cut) -> tuple[Prepared, Cut]:
         _check_shared(cut.parts.graph)

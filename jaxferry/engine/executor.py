@@ -234,7 +234,8 @@ def _run(step: StepContext, instruction: Instruction, key: ProgramKey, *argument
 def _parameters(step: StepContext, instruction: Instruction, key: ProgramKey) -> Sequence[jax.Array]:
     if key.reads is Source.HOST:
         return list(step.state.host.vectors[instruction.group])
-    if key.arrives and instruction.task.copy is not None:
+    if key.arrives:
+        assert instruction.task.copy is not None
         return step.copies.arriving(instruction.task.copy)[0].arrays
     return step.weights(instruction)
 

@@ -102,7 +102,6 @@ class StepGradients:
         self.norms = GradientNorms(norms, program.partition.layers)
         self._earlier = frozenset((*accumulated.on_host, *accumulated.on_device))
         self._pending: dict[int, Any] = {}
-        self._queued: dict[int, HostGradient] = {}
         self._are_sums: set[int] = set()
         self.in_flight = OffloadsInFlight(transport)
         self._num_arrived: collections.Counter[int] = collections.Counter()
@@ -158,7 +157,7 @@ class StepGradients:
             self.on_host[group] = stored
             return
         if key.stores:
-            self._queued[instruction.segment] = self._transport.queued(*gradients)
+            self.on_host[group] = self._transport.queued(*gradients)
             return
         if group in self.sums and self._may_add(group, commit):
             gradients = _add_onto(self.sums.pop(group), gradients)
@@ -202,12 +201,11 @@ class StepGradients:
             return
         if not self._may_add(group, commit):
             return
-        stored = self._queued.pop(instruction.segment, None)
-        if stored is None:
+        if instruction.segment in self._pending:  # else the program has queued the copy
             gradients, known = self._pending.pop(instruction.segment), self.on_host.get(group)
             is_sum = group in self._are_sums
-            stored = self._transport.store(group, gradients, known, mark, is_sum)
-        self.on_host[group] = stored
+            self.on_host[group] = self._transport.store(group, gradients, known, mark, is_sum)
+        stored = self.on_host[group]
         if waits:
             jax.block_until_ready(self.gather(group))
         elif stored.copy is not None:
@@ -228,10 +226,6 @@ class StepGradients:
                 # The step is abandoned, and so are its gradients.
                 with contextlib.suppress(Exception):
                     self._transport.gather(group, gradient)
-        for gradient in self._queued.values():
-            if gradient.copy is not None:
-                with contextlib.suppress(Exception):
-                    gradient.copy.wait()
         self.in_flight = OffloadsInFlight(self._transport)
 
     def note_arrival(self, group: int) -> None:

@@ -151,12 +151,21 @@ class PrefetchSlot:
         self._known: Prefetch | None = None
         self._keeper: tuple[weakref.ref[Keeper], Transport] | None = None
 
-    def keep(self, keeper: Keeper | None, transport: Transport) -> None:
-        """Lets only this state keep copies between micro-batches; None frees those of all."""
-        known = None if self._keeper is None else self._keeper[0]()
-        if self._keeper is not None and known is not None and known is not keeper:
-            known.drop_kept(self._keeper[1])
-        self._keeper = None if keeper is None else (weakref.ref(keeper), transport)
+    def keep(self, keeper: Keeper, transport: Transport) -> None:
+        """Lets only this state keep copies between micro-batches."""
+        if self._keeper is None or self._keeper[0]() is not keeper:
+            self._drop_kept()
+        self._keeper = (weakref.ref(keeper), transport)
+
+    def clear(self) -> None:
+        """Frees all of these copies, so that something else may run."""
+        self.take(None)
+        self._drop_kept()
+
+    def _drop_kept(self) -> None:
+        known, self._keeper = self._keeper, None
+        if known is not None and (keeper := known[0]()) is not None:
+            keeper.drop_kept(known[1])
 
     def put(self, prefetch: Prefetch) -> None:
         """Remembers a prefetch until it is taken."""
