@@ -15,7 +15,7 @@ from jaxferry.options import Options
 from jaxferry.partition import AUTO, Partition
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
-from jaxferry.planning import as_run, loaded, plan_for, with_update_order
+from jaxferry.planning import as_run, plan_for, updated_on_host, with_update_order
 from jaxferry.profiling.estimate import estimate_profile, update_on_device_s
 from jaxferry.profiling.machines import MACHINES, Machine
 from jaxferry.profiling.records import Profile
@@ -138,10 +138,10 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
     parts, policy = variants.base, _policy_of(options)
     if options.plan is not None:
         _check_names("plan", options.plan, parts)
-        if profile.num_devices > 1 and options.plan != loaded(options.plan):
+        if profile.num_devices > 1 and options.plan != updated_on_host(options.plan):
             raise InputError(
-                "the plan reads layers in host memory, writes gradients there, or updates on the device, which several "
-                "devices do not: plan modes GFGB, RELOAD and RESIDENT, gradients on the device and updates on the host"
+                'the plan updates layers on the device, which several devices do not: plan updates on the host ("update": '
+                '"host")'
             )
         return _as_run(options.plan, profile)
     if policy is None:

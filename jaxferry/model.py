@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from jaxferry.engine.host.subtree import path_names
 from jaxferry.options import Options
 from jaxferry.partition import Layer, Ownership, Span, frozen_leaves, held_whole, layers_by_path
 from jaxferry.partition.graph import aval_bytes
+
+_COPIES = "copies to read in place"
 
 
 class Model:
@@ -69,18 +71,21 @@ class Model:
         """Whether programs access host memory through the native library."""
         return self.transport == "ferry"
 
-    def host_bytes(self, layers: Sequence[Layer] = ()) -> dict[str, int]:
+    def host_bytes(self, layers: Sequence[Layer] = (), read: Collection[int] = ()) -> dict[str, int]:
         """Bytes of host memory that a training step keeps in this process, by what they are for.
 
         Args:
           layers: the parameter groups; none for those that paths suggest. Of several processes' shares, those of other
             groups differ by a few elements.
+          read: the numbers of those that programs read in host memory; each of several processes has them whole.
         """
         own, layers = self._placement.ownership, layers or self.layers
         state: Iterable[Any] = self.optimizer.state_shapes().values()
         if not own.is_all:
             state = [aval for unit in self.optimizer.units_of(layers) for aval in unit.state]
-        return _host_bytes(layers, state, self._accumulates, own)
+        copies = sum(own.num_whole_bytes(layers[group]) for group in read)
+        more = {_COPIES: copies} if copies else {}
+        return _host_bytes(layers, state, self._accumulates, own) | more
 
     def check_host_memory(self) -> None:
         """Checks that host memory can hold everything that a training step keeps there.
@@ -89,6 +94,15 @@ class Model:
           HostMemoryError: if it cannot.
         """
         host_memory.check(self.host_bytes())
+
+    def check_copies(self, layers: Sequence[Layer], read: Collection[int]) -> None:
+        """Checks that host memory can hold the copies that programs read in place, beside what is there already.
+
+        Args and errors as for `host_bytes` and `check_host_memory`.
+        """
+        copies = self.host_bytes(layers, read).get(_COPIES, 0)
+        if copies:
+            host_memory.check({_COPIES: copies})
 
     def masters(self, leaves: Sequence[Any]) -> dict[int, Parts]:
         """Copies parameters, or what this process owns of them, to host memory in the masters' dtypes."""

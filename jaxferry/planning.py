@@ -84,23 +84,15 @@ def _with_gap(profile: Profile, plan: Plan) -> Plan:
 
 
 def as_run(profile: Profile, plan: Plan) -> Plan:
-    """The plan, with updates after all gradients if the profile says that they wait for them; and see `loaded`."""
+    """The plan; with updates after all gradients if the profile says that they wait, on the host of several devices."""
     if profile.num_devices > 1:
-        plan = loaded(plan)
+        plan = updated_on_host(plan)
     return dataclasses.replace(plan, updates=Updates.AFTER_ALL) if profile.updates_after_all else plan
 
 
-def loaded(plan: Plan) -> Plan:
-    """The plan with what several devices do: layers are loaded, gradients stay until they leave, the host updates."""
-    layers = tuple(
-        dataclasses.replace(
-            layer,
-            mode=Mode.RELOAD if layer.mode in (Mode.DHA, Mode.DFGB) else layer.mode,
-            gradient=GradientPlace.DEVICE,
-            update=UpdatePlace.HOST,
-        )
-        for layer in plan.layers
-    )
+def updated_on_host(plan: Plan) -> Plan:
+    """The plan with all updates on the host."""
+    layers = tuple(dataclasses.replace(layer, update=UpdatePlace.HOST) for layer in plan.layers)
     return plan if layers == plan.layers else dataclasses.replace(plan, layers=layers, predicted=None)
 
 

@@ -3,6 +3,7 @@
 Here they are two CPU devices (`conftest.py`); more of them are those of another process.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxferry
 from jaxferry.engine import ProgramKind, Programs, lower_traced, make_placement
+from jaxferry.engine.program_keys import Source, Target
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.partition import Ownership, make_layer, shared
@@ -90,6 +92,7 @@ def alone():
 
 
 MODES = (Mode.RELOAD, Mode.RESIDENT, Mode.GFGB, Mode.GFGB)
+IN_HOST_MEMORY = (Mode.DFGB, Mode.DHA, Mode.GFGB, Mode.DHA)
 
 
 def plan(modes=MODES, **changes):
@@ -103,6 +106,8 @@ def plan(modes=MODES, **changes):
         {},
         {"accumulate": 2, "clip_norm": 0.1},
         {"plan": plan(), "remat": "full", "offload_activations": True, "record_steps": 2},
+        {"plan": plan(IN_HOST_MEMORY, gradient=GradientPlace.HOST), "accumulate": 2, "clip_norm": 0.1},
+        pytest.param({"plan": plan(IN_HOST_MEMORY), "remat": "full"}, marks=pytest.mark.slow),
         pytest.param({"policy": "auto", "profile": "estimate", "remat": "auto"}, marks=pytest.mark.slow),
         pytest.param({"optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow),
     ],
@@ -238,6 +243,11 @@ def test_gpus_add_up_gradients_where_their_shares_are():
         found = compile_lowered(lower_traced(programs.traced(instruction.key), "cuda"), 2)
         assert "reduce-scatter" in collectives(compiled_text(found)), instruction.task.name
     assert len(summed) == len(NAMES)
+    written = dataclasses.replace(summed[0].key, reads=Source.HOST, writes=Target.HOST)
+    text = compiled_text(compile_lowered(lower_traced(programs.traced(written), "cuda"), 2))
+    assert "reduce-scatter" in collectives(text)
+    read, stored = (re.findall(rf"copy-start{part}", text) for part in (r"\(%param", r"\(%bitcast"))
+    assert len(read) == len(stored) == 1, "a share arrives, and a share leaves"
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 8])
@@ -300,16 +310,9 @@ def test_a_batch_that_the_devices_cannot_share_is_an_error():
         step(state, *batches(1, 3)[0])
 
 
-@pytest.mark.parametrize(
-    ("mode", "changes"),
-    [
-        (Mode.DHA, {}),
-        (Mode.GFGB, {"gradient": GradientPlace.HOST}),
-        (Mode.RESIDENT, {"update": UpdatePlace.RESIDENT}),
-    ],
-)
-def test_plans_for_one_device_alone_are_errors(mode, changes):
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh(), plan=plan([mode] * 4, **changes))
+def test_plans_that_update_on_the_device_are_errors():
+    resident = plan([Mode.RESIDENT] * 4, update=UpdatePlace.RESIDENT)
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh(), plan=resident)
     step.declare(params())
     with pytest.raises(InputError, match="which several devices do not"):
         step.prepare(*batches(1)[0])

@@ -100,7 +100,9 @@ class Compiler:
         transport = self._transport_of(variants.base.layers)
         profile = self._profiler.planned(variants, programs, transport.staging_bytes)
         resources = self._shared.resources(transport, self.model)
-        return StepCompiler(variants, programs, profile, resources, self._options).compile_best(), cut
+        prepared = StepCompiler(variants, programs, profile, resources, self._options).compile_best()
+        self.model.check_copies(variants.base.layers, prepared.program.read_in_place)
+        return prepared, cut
 
     def _drop(self, dropped: tuple[Any, Cut | None]) -> None:
         """Frees what was compiled for a structure; warns the first time."""

@@ -140,7 +140,7 @@ class Evaluator:
         segment, key = self.partition.segments[place], self._keys[place]
         by_dha = key.reads is Source.HOST
         made = self._programs[key](
-            list(state.host.vectors[segment.group]) if by_dha else held[segment.group].parameters(),
+            state.host.readable(segment.group) if by_dha else held[segment.group].parameters(),
             [values[v] for v in segment.inputs],
             [values[v] for v in segment.nondiff_inputs],
         )

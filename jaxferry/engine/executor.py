@@ -233,7 +233,7 @@ def _run(step: StepContext, instruction: Instruction, key: ProgramKey, *argument
 
 def _parameters(step: StepContext, instruction: Instruction, key: ProgramKey) -> Sequence[jax.Array]:
     if key.reads is Source.HOST:
-        return list(step.state.host.vectors[instruction.group])
+        return step.state.host.readable(instruction.group)
     if key.arrives:
         assert instruction.task.copy is not None
         return step.copies.arriving(instruction.task.copy)[0].arrays

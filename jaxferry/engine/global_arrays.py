@@ -77,6 +77,14 @@ def from_rows(rows: np.ndarray, size: int, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays((size,), where, parts)
 
 
+def empty(size: int, dtype: Any, where: NamedSharding) -> jax.Array:
+    """A vector of zeros of this many elements, of which only this process's parts are made."""
+    if where.is_fully_addressable:
+        return jax.device_put(np.zeros(size, dtype), where)
+    num = len(where.addressable_devices_indices_map((size,)))
+    return from_rows(np.zeros((num, where.shard_shape((size,))[0]), dtype), size, where)
+
+
 def _start(index: Any) -> int:
     return int(index[0].start or 0)
 

@@ -17,7 +17,7 @@ import enum
 import functools
 from collections.abc import Mapping
 
-from jaxferry.engine.program_keys import ProgramKey
+from jaxferry.engine.program_keys import ProgramKey, Source
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
@@ -150,6 +150,11 @@ class StepProgram:
     def loaded(self) -> dict[int, int]:
         """The number of loads of each group that is loaded."""
         return dict(collections.Counter(i.group for i in self.instructions if i.operation is Operation.LOAD))
+
+    @functools.cached_property
+    def read_in_place(self) -> frozenset[int]:
+        """Groups that programs read in host memory."""
+        return frozenset(i.group for i in self.programs if i.key is not None and i.key.reads is Source.HOST)
 
     @property
     def stays_on_device(self) -> frozenset[int]:

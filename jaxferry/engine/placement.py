@@ -92,6 +92,30 @@ class Placement:
         """Memory of the accelerators for vectors that they share: loaded ones, and gradients that leave."""
         return self.pinned_of(layer).with_memory_kind("device")
 
+    def readable(self, layer: Layer) -> list[jax.ShapeDtypeStruct]:
+        """The vectors in host memory from which programs read a layer's parameters without a load, with their places.
+
+        If several processes share the layer's vectors, each has all of these: a row for each process's shares. See
+        `host.whole_copies`.
+        """
+        vectors, where = self.ownership.shared(layer).vectors, self.pinned_of(layer)
+        if not self.exchanges(layer):
+            return [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=where) for v in vectors]
+        num, where = self.num_processes, NamedSharding(self.pinned.mesh, PartitionSpec(None, DATA))
+        where = where.with_memory_kind("pinned_host")
+        return [jax.ShapeDtypeStruct((num, v.size // num), v.dtype, sharding=where) for v in vectors]
+
+    def exchanges(self, layer: Layer) -> bool:
+        """Whether processes exchange their parts of a layer before its programs can read it in host memory."""
+        return self.num_processes > 1 and not layer.is_whole
+
+    def exchanged_bytes(self, layer: Layer) -> int:
+        """Device memory that such an exchange needs: what a device has, and what it receives."""
+        if not self.exchanges(layer):
+            return 0
+        vectors, own = self.ownership.shared(layer).vectors, self.ownership.num_own
+        return sum((v.size // own + v.size // self.num_devices) * v.dtype.itemsize for v in vectors)
+
     @functools.cached_property
     def _pinned_whole(self) -> NamedSharding:
         is_shared = PartitionSpec(DATA) if self.num_devices > 1 else PartitionSpec()

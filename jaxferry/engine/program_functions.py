@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.transport.queued import queue_stores
-from jaxferry.native import targets
+from jaxferry.native import targets, twins
 from jaxferry.partition import (
     Derivative,
     ForwardPartition,
@@ -103,6 +103,12 @@ class ProgramTracer:
         layouts = (layer.is_whole, layer.layout, layer.trained.layout)
         return (segment.content, segment.remat, layouts, uses, memories, rows)
 
+    def exchanged_bytes(self, key: ProgramKey) -> int:
+        """Device memory of the exchange that may run before a program; see `Placement.exchanges`."""
+        if key.reads is not Source.HOST:
+            return 0
+        return self._placement.exchanged_bytes(self._partition.layers[self._segment(key).group])
+
     def _segment(self, key: ProgramKey) -> Segment:
         if key.kind is ProgramKind.EVALUATION:
             return next(s for s in self._partition.segments if s.program == key.program)
@@ -137,8 +143,9 @@ class ProgramTracer:
         """Makes a function read the parameters from the key's source."""
         weights, *others = arguments
         if key.reads is Source.HOST:
-            vectors = [_struct(v, self._placement.pinned) for v in layer.vectors]
-            return read_in_place(function, layer, arguments, self._native), [vectors, *others]
+            vectors = self._placement.readable(layer)
+            there = self._placement.ownership.shared(layer)
+            return read_in_place(function, there, arguments, self._native), [vectors, *others]
         if key.kind is not ProgramKind.BACKWARD or self._derivatives[key.program].reads_weights:
             return function, arguments
 
@@ -166,6 +173,8 @@ class ProgramTracer:
                 return self._storing(key, layer, returned, arguments, used)
             where = self._with_gradients(layer, returned, arguments)
             return self._arriving(key, layer, returned, arguments, used, where)
+        if self._placement.num_devices > 1:
+            return self._storing_shares(key, layer, function, arguments)
         accumulate = key.writes is Target.HOST_SUM
         store = store_in_place(function, layer.trained, arguments, accumulate=accumulate, native=self._native)
 
@@ -176,6 +185,25 @@ class ProgramTracer:
         destinations = [_struct(v, pinned) for v in layer.trained.vectors]
         donated = (0, 5, 6) if key.kind is ProgramKind.BACKWARD else (0,)
         return self._arriving(key, layer, stored, [destinations, *arguments], donated, (pinned, device, device))
+
+    def _storing_shares(self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any]) -> Any:
+        """Traces a function whose gradients are summed over the devices, each of which writes its share to the host."""
+        own = self._placement.ownership.shared(layer.trained)
+        shares, pinned = self._placement.shares_of(layer), self._placement.pinned_of(layer)
+
+        def stored(destinations: Any, *given: Any) -> Any:
+            gradients, rest = function(*given)
+            made = [jax.lax.with_sharding_constraint(vector, shares) for vector in own.pack(gradients)]
+            norm = squared_norm(made)
+            if key.writes is Target.HOST_SUM:
+                made = [twins.to_device(known) + vector for known, vector in zip(destinations, made, strict=True)]
+            return list(map(twins.to_host, made)), rest, norm
+
+        destinations = [_struct(v, pinned) for v in own.vectors]
+        _, rest, _ = jax.eval_shape(stored, destinations, *arguments)
+        where = (pinned, self._shared(rest), self._placement.device)
+        donated = (0, 5, 6) if key.kind is ProgramKind.BACKWARD else (0,)
+        return self._arriving(key, layer, stored, [destinations, *arguments], donated, where)
 
     def _storing(
         self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any], donate: tuple[int, ...]

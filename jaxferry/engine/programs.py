@@ -87,7 +87,9 @@ class Programs:
         self._compiled |= made
         for key, program in made.items():
             stats = program.memory_analysis()
-            self.temporary_bytes[key] = 0 if stats is None else stats.temp_size_in_bytes
+            own = 0 if stats is None else stats.temp_size_in_bytes
+            # An exchange may run before a program that reads host memory, and ends before it.
+            self.temporary_bytes[key] = max(own, self._tracer.exchanged_bytes(key))
 
     def temporary_bytes_of(self, keys: Iterable[ProgramKey]) -> Mapping[ProgramKey, int]:
         """Compiles these programs and returns `temporary_bytes`."""

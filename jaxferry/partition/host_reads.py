@@ -66,7 +66,7 @@ def read_in_place(
       A function of `(vectors, *others)` with the same results.
     """
     if not native:
-        return lambda vectors, *others: function(layer.unpack([twins.to_device(v) for v in vectors]), *others)
+        return lambda vectors, *others: function(layer.unpack([twins.to_device(v).ravel() for v in vectors]), *others)
     graph = trace(function, arguments[0], tuple(arguments[1:]), {})
     rewrite = _Rewrite(graph, layer)
     dense = sorted(rewrite.dense_leaves)

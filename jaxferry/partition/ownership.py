@@ -100,6 +100,12 @@ class Ownership:
         num_shares = self.num_shares(layer)
         return sum(v.size // num_shares * self.num_own * v.dtype.itemsize for v in self.shared(layer).vectors)
 
+    def num_whole_bytes(self, layer: Layer) -> int:
+        """The bytes of a copy that the process has of all devices' vectors, besides its own; 0 if these are all."""
+        if self.is_all or layer.is_whole:
+            return 0
+        return sum(v.size * v.dtype.itemsize for v in self.shared(layer).vectors)
+
     def to_shares(self, layer: Layer, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Copies vectors of the process's elements, all of a layer or the first ones, as its devices have them.
 

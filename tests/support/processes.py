@@ -25,7 +25,10 @@ OPTIONS = {
     "offloaded": {"remat": "full", "offload_activations": True},
     "planned": {"policy": "auto", "profile": "estimate", "memory_budget": "1MiB"},
     "recorded": {"record_steps": 2},
+    "read": {"plan": True},
+    "read and written": {"plan": True, "accumulate": 2, "clip_norm": 0.5},
 }
+"""Options of a training step; `plan` stands for that of `Member.read_plan`."""
 HANGS_AFTER_S = 3
 KINDS = ("frozen", "joint", "mixed", "scanned", "whole")
 """Models and optimizers of `kind`."""
@@ -114,8 +117,16 @@ class Member:
             optax,
         )
 
+    def read_plan(self):
+        """Reads parameters and writes gradients in host memory where a layer can."""
+        from jaxferry.modes import GradientPlace, Mode
+
+        return self.model.plan((Mode.DHA, Mode.DFGB, Mode.GFGB, Mode.DHA), gradient=GradientPlace.HOST)
+
     def step(self, loss_fn=None, **options):
         """A training step over all devices."""
+        if options.get("plan"):
+            options["plan"] = self.read_plan()
         return self._step_of(loss_fn or self.model.loss_fn, self._adam.adamw(1e-2), mesh=self.mesh, **options)
 
     def own(self, batch):
@@ -145,6 +156,7 @@ class Member:
         found["evaluated"] = float(step.evaluate(state, self.own(batch), key)[0])
         found["params"] = [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)]
         found["shapes"] = list(metrics["aux"]["logits"].shape)
+        found["read"] = self.reads(batch, key)
         found["held"] = step.prepare(self.own(batch), key).peak.held
 
         step.save(state, self.folder / "state")
@@ -171,6 +183,16 @@ class Member:
         found["errors"]["code"] = differing(loss_fn=twice if is_other else None)
         found["errors"]["plan"] = differing(remat="full" if is_other else "none")
         return found
+
+    def reads(self, batch, key):
+        """Losses, and the bytes of what programs read in host memory, of layers that processes exchange."""
+        step = self.step(plan=True, clip_norm=0.5)
+        state, losses, _ = self.train(step, step.init(self.model.params()))
+        state.block_until_ready()
+        groups = step.prepare(self.own(batch), key).program.read_in_place
+        predicted = step.compiler.model.host_bytes(state.host.layers, groups)["copies to read in place"]
+        whole = sum(state.host.layers[group].num_bytes for group in groups)
+        return {"losses": losses, "held": state.host.whole_copies.num_bytes, "predicted": predicted, "whole": whole}
 
     def options(self):
         """Losses with other options."""

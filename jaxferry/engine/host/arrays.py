@@ -13,6 +13,7 @@ from jaxferry.engine.host.pieces import Key, Parts, Pieces, cut, on_host
 from jaxferry.engine.host.pinned import from_shares, on_cpu, to_pinned
 from jaxferry.engine.host.streamed import masters_of, replace_state, state_of, stream, subgroups_of
 from jaxferry.engine.host.update_group import UpdateGroup
+from jaxferry.engine.host.whole_copies import WholeCopies
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import Vectors
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
@@ -32,6 +33,7 @@ class HostArrays:
     Attributes:
       layers: the parameter groups in which the arrays are arranged.
       units: the update groups, with masters and optimizer state.
+      whole_copies: of several processes, what programs read in place of `vectors`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class HostArrays:
         # What holds the vectors outlives this object until the device has read them.
         self._held: list[list[Vectors]] = [[]]
         ORPHANED_COPIES.keep(self, placement, self._held)
+        self.whole_copies = WholeCopies(placement)
         self._frozen: dict[Key, jax.Array] = {}
         self._stale: set[int] = set()
         pieces = self._masters_from(masters)
@@ -61,6 +64,10 @@ class HostArrays:
     def vectors(self) -> list[Vectors]:
         """For each group its flat vectors in pinned memory, in the compute dtype (once `fill` has made them)."""
         return self._held[0]
+
+    def readable(self, group: int) -> list[jax.Array]:
+        """The vectors from which programs read a group in host memory; see `Placement.readable`."""
+        return self.whole_copies.of(group, self.layers[group], self.vectors[group])
 
     @property
     def on_device(self) -> frozenset[int]:
@@ -233,6 +240,7 @@ class HostArrays:
 
     def _drop_vectors(self) -> None:
         ORPHANED_COPIES.drop(self._placement, self._held[0])
+        self.whole_copies.drop()
         self._held[0], self._stale = [], set()
 
     def _trained(self, units: Sequence[UpdateGroup] | None = None) -> dict[int, dict[Any, jax.Array]]:

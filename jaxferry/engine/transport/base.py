@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.engine.global_arrays import empty
 from jaxferry.engine.host.pieces import on_host
 from jaxferry.engine.host.pinned import Vectors, borrowed, from_shares, on_cpu
 from jaxferry.engine.placement import Placement
@@ -299,13 +300,14 @@ class Transport:
           is_sum: whether a sum over micro-batches is written.
         """
         if onto is None:
-            shapes = self._here[2 if is_sum else 1][layer].vectors
+            shapes = self._there[2 if is_sum else 1][layer].vectors
             if spare := self._spares(layer, shapes, is_pinned=True):
                 return spare.pop()
             if self._placement.is_cpu:
                 return tuple(self.program("empty", layer, is_sum)())
             # A program of the device would make the vectors there first, in device memory that nothing counts.
-            return tuple(jax.device_put(np.zeros(v.shape, v.dtype), self._placement.pinned) for v in shapes)
+            where = self._placement.pinned_of(self._layers[layer])
+            return tuple(empty(v.size, v.dtype, where) for v in shapes)
         if onto.is_gathered and not self._placement.is_cpu:
             written, onto.written = onto.written, ()
             return written
