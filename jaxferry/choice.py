@@ -140,8 +140,8 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
         _check_names("plan", options.plan, parts)
         if profile.num_devices > 1 and options.plan != updated_on_host(options.plan):
             raise InputError(
-                'the plan updates layers on the device, which several devices do not: plan updates on the host ("update": '
-                '"host")'
+                "the plan updates layers on the device, which several devices do not: plan updates on the host "
+                '("update": "host")'
             )
         return _as_run(options.plan, profile)
     if policy is None:

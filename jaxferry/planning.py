@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxferry.errors import BudgetError
-from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto, AutoSearch
 from jaxferry.plan.base import Objective, Request, read_objective
@@ -23,8 +23,8 @@ __all__ = [
     "SweepPoint",
     "as_run",
     "compare",
+    "copies_bytes",
     "knee",
-    "loaded",
     "make_plan",
     "plan_for",
     "sweep",
@@ -94,6 +94,15 @@ def updated_on_host(plan: Plan) -> Plan:
     """The plan with all updates on the host."""
     layers = tuple(dataclasses.replace(layer, update=UpdatePlace.HOST) for layer in plan.layers)
     return plan if layers == plan.layers else dataclasses.replace(plan, layers=layers, predicted=None)
+
+
+def copies_bytes(profile: Profile, plan: Plan) -> int:
+    """Host memory that each of several processes needs for layers that programs read there; they have these whole."""
+    if profile.num_processes == 1:
+        return 0
+    layers = zip(profile.layers, plan.modes, strict=True)
+    read = {layer.parameters: layer.param_bytes for layer, mode in layers if mode in (Mode.DHA, Mode.DFGB)}
+    return sum(read.values())
 
 
 @dataclasses.dataclass(frozen=True)

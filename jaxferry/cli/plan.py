@@ -12,7 +12,7 @@ from jaxferry.errors import InputError
 from jaxferry.plan.base import Request, read_objective
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
-from jaxferry.planning import Compared, compare, plan_for
+from jaxferry.planning import Compared, compare, copies_bytes, plan_for
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.sharing import shared_by
 from jaxferry.report.tables import (
@@ -93,4 +93,4 @@ def _print_plan(made: Plan, profile: Profile, as_json: bool) -> None:
         print_json(made.to_json())
     else:
         lines = prediction_lines(made, needed_bytes(profile, made))
-        print_report(plan_table(made), *lines, *host_memory_lines(profile.machine))
+        print_report(plan_table(made), *lines, *host_memory_lines(profile.machine, copies_bytes(profile, made)))

@@ -41,9 +41,10 @@ class Devices:
     ) -> LayerProfile:
         """The profile of a layer on each device, with its loads, gradients, exchanges and updates.
 
-        What several devices do not do, reading parameters or writing gradients in host memory, is as slow as if the
-        copies of all devices passed one link in turn, and takes the memory of the whole. So no plan gains by it; see
-        `planning.as_run`.
+        A program that reads parameters in host memory copies a share of its process's part over the link and gathers
+        the others' within the process. The forward also exchanges what the processes have updated: shares up the link,
+        over the network, and all of the layer down to each process. A GO backward sums its gradient over the devices
+        and writes a share.
 
         Args:
           own: its part of the work; times of transfers and updates are those of the whole layer.
@@ -61,24 +62,45 @@ class Devices:
         pace = self._bytes_per_s(crosses=not is_whole)
         exchanged_s = [(num_shares - 1) * share / pace for share in shares]
         again = (self.num_processes - 1) / self.num_processes * num_bytes[1] / self._bytes_per_s(crosses=True)
-        in_turn_s = [per_process * link.transfer_s(size) for size in num_bytes]
+        read_s, gather_s = link.transfer_s(-(-num_bytes[0] // per_process)), self._gather_s(num_bytes[0])
+        up_s, exchange_s = self._exchange_s(link, num_bytes) if num_shares > per_process else (0.0, 0.0)
+        summed_s, write_s = exchanged_s[1] + 2 * again * is_whole, link.transfer_s(shares[1])
         return dataclasses.replace(
             own,
             grad_bytes=shares[1],
             load_s=link.transfer_s(shares[0]) + exchanged_s[0],
-            offload_s=link.transfer_s(shares[1]) + exchanged_s[1] + 2 * again * is_whole,
+            offload_s=write_s + summed_s,
             update_s=own.update_s / (1 if is_whole else self.num_processes),
-            forward_dha_s=own.forward_s + in_turn_s[0],
-            backward_dha_s=own.backward_s + in_turn_s[0],
-            backward_go_s=own.backward_s + in_turn_s[1],
-            forward_read_s=0.0,
-            backward_read_s=0.0,
-            backward_write_s=0.0,
+            forward_dha_s=own.forward_s + read_s + gather_s + exchange_s,
+            backward_dha_s=own.backward_s + read_s + gather_s,
+            backward_go_s=own.backward_s + write_s + summed_s,
+            forward_read_s=read_s + up_s,
+            backward_read_s=read_s,
+            backward_write_s=write_s,
             update_gpu_s=None,
             state_up_s=None,
             state_down_s=None,
             temporary_bytes=_with_copies(temporaries, num_bytes),
         )
+
+    def _gather_s(self, num_bytes: int) -> float:
+        """The time to gather, within each process, a layer of which each of its devices has loaded a part."""
+        per_process = self.num_devices // self.num_processes
+        return (per_process - 1) * -(-num_bytes // per_process) / self._bytes_per_s(crosses=False)
+
+    def _exchange_s(self, link: Machine, num_bytes: tuple[int, int]) -> tuple[float, float]:
+        """The time until each process has all of a layer in host memory: of the link up, and in all.
+
+        A frozen layer, without a gradient, is exchanged once.
+        """
+        if not num_bytes[1]:
+            return 0.0, 0.0
+        per_process, share = self.num_devices // self.num_processes, -(-num_bytes[0] // self.num_devices)
+        within = self.machine.interconnect_bytes_per_s or self.machine.link_bytes_per_s
+        # Each device gets the shares of those with its own number, over the network that its process has.
+        crossing_s = per_process * (self.num_processes - 1) * share / (self.machine.network_bytes_per_s or within)
+        up_s, down_s = link.transfer_s(share), link.transfer_s(-(-num_bytes[0] // per_process))
+        return up_s, up_s + crossing_s + down_s
 
     def _bytes_per_s(self, crosses: bool) -> float:
         """The slowest connection between devices, of all machines if `crosses`."""

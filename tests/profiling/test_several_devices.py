@@ -13,12 +13,14 @@ import costs
 import jaxferry
 from jaxferry.cli import main
 from jaxferry.errors import InputError
-from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.modes import Mode, UpdatePlace
+from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.plan.registry import policies
-from jaxferry.planning import as_run, make_plan
+from jaxferry.planning import as_run, copies_bytes, make_plan
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.sharing import shared_by
+from jaxferry.report.tables import host_memory_lines
 from jaxferry.simulate.report import predict
 
 MACHINE = dataclasses.replace(
@@ -54,6 +56,30 @@ def test_processes_exchange_shares_over_their_network_and_update_their_own():
     assert (layer.forward_s, layer.grad_bytes, layer.update_s) == (2 / 4, 20, 10.0)
     assert layer.load_s == layer.offload_s == pytest.approx(2.0 + 3 * 20 / 5)
     assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_processes_exchange_what_they_have_updated_before_a_program_reads_it_in_host_memory(has_gradient):
+    """Halves over the link and from the other device. A share up, two over the network, a half down to each process."""
+    machine = dataclasses.replace(MACHINE, network_bytes_per_s=5.0)
+    given = COSTS if has_gradient else dataclasses.replace(COSTS, grad_bytes=0)
+    (layer,) = estimate_profile([given], machine, num_devices=4, num_processes=2).layers
+    read_s, up_s, exchange_s = 4.0, 2.0 * has_gradient, (2.0 + 2 * 20 / 5 + 4.0) * has_gradient
+    assert layer.forward_dha_s == pytest.approx(2 / 4 + read_s + 40 / 20 + exchange_s)
+    assert layer.backward_dha_s == pytest.approx(4 / 4 + read_s + 40 / 20)
+    assert (layer.forward_read_s, layer.backward_read_s) == pytest.approx((read_s + up_s, read_s))
+    assert layer.backward_go_s - layer.backward_s == pytest.approx(layer.offload_s)
+
+
+def test_a_plan_counts_the_copies_that_each_process_has_of_layers_read_in_place():
+    machine = dataclasses.replace(MACHINE, network_bytes_per_s=5.0)
+    layers = [dataclasses.replace(COSTS, name=name) for name in "ab"]
+    for num_processes in (1, 2):
+        profile = estimate_profile(layers, machine, num_devices=4, num_processes=num_processes)
+        plan = Plan("any", 1.0, (LayerPlan("a", Mode.DFGB), LayerPlan("b", Mode.GFGB)))
+        assert copies_bytes(profile, plan) == (80 if num_processes == 2 else 0)
+    lines = host_memory_lines({"host_bytes": {"compute copy": 1024}}, 1024)
+    assert lines == ["host memory 2.00 KiB: compute copy 1.00 KiB, copies to read in place 1.00 KiB"]
 
 
 def test_layers_that_processes_hold_whole_are_gathered_within_them_and_summed_over_the_network():
@@ -98,8 +124,6 @@ def chain(num):
 @pytest.mark.parametrize("budget", [None, 700, 520])
 def test_every_policy_plans_what_several_devices_do(policy, budget):
     plan = make_plan(chain(4), policy, memory_budget_bytes=budget)
-    assert {layer.mode for layer in plan.layers} <= {Mode.GFGB, Mode.RELOAD, Mode.RESIDENT}
-    assert {layer.gradient for layer in plan.layers} == {GradientPlace.DEVICE}
     assert {layer.update for layer in plan.layers} == {UpdatePlace.HOST}
     again = predict(chain(4), dataclasses.replace(plan, predicted=None))
     assert again.predicted == plan.predicted

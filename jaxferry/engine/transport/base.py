@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxferry.engine.global_arrays import empty
 from jaxferry.engine.host.pieces import on_host
