@@ -10,8 +10,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import save_file
 
 import jaxferry
+import process_starts
 import processes
 from processes import BATCH, KINDS, NUM_LONG, NUM_STEPS, OPTIONS
 from test_mesh import batches, loss_fn, params
@@ -57,6 +59,43 @@ def test_layers_read_in_host_memory_are_whole_in_every_process_as_predicted(trai
         np.testing.assert_allclose(read["losses"], losses, rtol=1e-5)
         assert read["held"] == read["predicted"]
         assert 0 <= read["held"] - read["whole"] < 4 * len(found["params"]) * len(trained[0]) * 2
+
+
+@pytest.mark.parametrize("case", process_starts.CASES)
+def test_processes_judge_alike_what_only_one_of_them_has(trained, case):
+    """An element of a gradient is not finite, in one process's share and from another one's rows."""
+    expected = process_starts.nonfinite_results(case, lambda batch: batch)
+    assert expected["told"][1] != expected["told"][0], "a process alone must notice it"
+    for found in trained[0]:
+        found = found["nonfinite"][case]
+        assert (found["told"], found["step"]) == (expected["told"], expected["step"])
+        np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 2), (4, 1)])
+def test_parameters_may_be_drawn_or_read_from_a_file_and_words_generated(num_processes, num_devices, tmp_path):
+    """Each process reads the rows that hold its elements, at most one row more at each end, of each of two matrices."""
+    drawn = jax.jit(process_starts.init_params)(jax.random.key(0))
+    tensors = {"table/w": drawn["table"]["w"], "head/w": drawn["head"]["w"].T, "head/b": drawn["head"]["b"]}
+    tensors = {name: np.array(array, order="C") for name, array in tensors.items()}
+    save_file(tensors, tmp_path / "weights.safetensors")
+    step = jaxferry.train_step(process_starts.word_loss, optax.adamw(1e-2))
+    ended = processes.start("starts", num_processes, num_devices, tmp_path)
+    states = {
+        "drawn": step.init_from(process_starts.init_params, jax.random.key(0)),
+        "read": step.init(process_starts.stored(tmp_path)),
+    }
+    for source, state in states.items():
+        expected = process_starts.trained_from(step, state, BATCH, lambda batch: batch)
+        for found in ended:
+            np.testing.assert_allclose(found[source]["losses"], expected["losses"], rtol=1e-5)
+            assert found[source]["words"] == expected["words"]
+    num_bytes = sum(array.nbytes for array in tensors.values())
+    longest = max(array.shape[1] for array in (tensors["table/w"], drawn["head"]["w"]))
+    for found in ended:
+        assert found["num_read"] <= num_bytes / num_processes + 2 * 4 * 3 * (longest + num_devices)
+    assert num_bytes <= sum(found["num_read"] for found in ended)
 
 
 def test_all_processes_have_the_same_bits(trained):

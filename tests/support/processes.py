@@ -17,6 +17,8 @@ import time
 import types
 from pathlib import Path
 
+from process_starts import Starts
+
 TESTS = Path(__file__).parents[1]
 BATCH, NUM_STEPS, NUM_LONG = 8, 5, 20
 OPTIONS = {
@@ -100,7 +102,7 @@ def _texts_of(running, timeout_s, meanwhile):
             process.kill()
 
 
-class Member:
+class Member(Starts):
     """A process of the training, with its part of each batch."""
 
     def __init__(self, folder):
@@ -134,7 +136,7 @@ class Member:
         import jax
 
         rows = BATCH // jax.process_count()
-        return {name: array[self.number * rows : (self.number + 1) * rows] for name, array in batch.items()}
+        return jax.tree.map(lambda array: array[self.number * rows : (self.number + 1) * rows], batch)
 
     def train(self, step, state, num_steps=NUM_STEPS, first=0):
         """Trains; returns the state, the losses and the last metrics."""
@@ -156,7 +158,7 @@ class Member:
         found["evaluated"] = float(step.evaluate(state, self.own(batch), key)[0])
         found["params"] = [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)]
         found["shapes"] = list(metrics["aux"]["logits"].shape)
-        found["read"] = self.reads(batch, key)
+        found["read"], found["nonfinite"] = self.reads(batch, key), self.nonfinites()
         found["held"] = step.prepare(self.own(batch), key).peak.held
 
         step.save(state, self.folder / "state")

@@ -49,8 +49,9 @@ def _elements(stored: Any, span: Span, dtype: np.dtype, placement: Placement) ->
         made[:] = np.asarray(stored)
     elif span.size:
         step = max(1, BLOCK_BYTES // max(1, row * stored.dtype.itemsize))
-        for first in range(span.start // row, -(-span.stop // row), step):
-            found = np.asarray(stored.rows(first, min(first + step, stored.shape[0]))).reshape(-1)
+        last = -(-span.stop // row)
+        for first in range(span.start // row, last, step):
+            found = np.asarray(stored.rows(first, min(first + step, last))).reshape(-1)
             start, stop = max(span.start, first * row), min(span.stop, first * row + found.size)
             made[start - span.start : stop - span.start] = found[start - first * row : stop - first * row]
     return jax.device_put(made, placement.host)

@@ -1,0 +1,153 @@
+"""Scenarios of several processes (`processes.Member`): where parameters come from, what `apply` returns, and shares of
+gradients that are not finite."""
+
+NUM_WORDS, NUM_COLUMNS = 11, 7
+CASES = ("skipped", "refused", "clipped", "accumulated", "scaled")
+"""Where one element of a gradient is not finite, while the loss is: see `nonfinite_step`."""
+
+
+def init_params(rng):
+    """Parameters of sizes that no number of processes divides, of draws that `init_from` computes layer by layer."""
+    import jax
+
+    keys = jax.random.split(rng, 2)
+    return {
+        "table": {"w": jax.random.normal(keys[0], (NUM_WORDS, NUM_COLUMNS))},
+        "head": {"w": jax.random.normal(keys[1], (NUM_COLUMNS, NUM_WORDS)), "b": jax.numpy.zeros(NUM_WORDS)},
+    }
+
+
+def next_words(params, words):
+    """Logits for the word after each row of words."""
+    import jax.numpy as jnp
+
+    return jnp.tanh(params["table"]["w"][words]).sum(1) @ params["head"]["w"] + params["head"]["b"]
+
+
+def word_loss(params, batch):
+    """The loss of predicting each row's last word."""
+    import jax
+    import jax.numpy as jnp
+
+    logits = jax.nn.log_softmax(next_words(params, batch[:, :-1]))
+    return -jnp.take_along_axis(logits, batch[:, -1:], 1).mean()
+
+
+def words_of(num_rows):
+    """Rows of words."""
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, NUM_WORDS, (num_rows, 4))
+
+
+def trained_from(step, state, num_rows, own):
+    """Losses of a few steps, and the words that greedy decoding adds to each row."""
+    import numpy as np
+
+    from jaxferry import distributed
+
+    losses, words = [], words_of(num_rows)
+    for _ in range(3):
+        state, metrics = step(state, own(words))
+        losses.append(float(metrics["loss"]))
+    for _ in range(3):
+        logits = distributed.whole(step.apply(state, next_words, own(words)))
+        words = np.concatenate([words[:, 1:], logits.argmax(-1)[:, None]], 1)
+    return {"losses": losses, "words": words.tolist()}
+
+
+def stored(folder):
+    """The parameters as a safetensors file's tensors, the head's matrix transposed."""
+    from jaxferry import pretrained
+
+    tensors = pretrained.open_safetensors(folder / "weights.safetensors")
+
+    def source_of(path):
+        return pretrained.Source("/".join(path), is_transposed=path == ("head", "w"))
+
+    import jax
+
+    shapes = jax.eval_shape(init_params, jax.random.key(0))
+    return pretrained.arrange(tensors, shapes, source_of)
+
+
+def nonfinite_step(case, **where):
+    """A training step, its parameters, and batches: with the second, the last element's gradient is not finite.
+
+    That element belongs to the last process, the row to the first one.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import jaxferry
+
+    options = {
+        "skipped": {"skip_nonfinite": True},
+        "refused": {"check_gradients": True},
+        "clipped": {"clip_norm": 1.0},
+        "accumulated": {"accumulate": 2, "skip_nonfinite": True},
+        "scaled": {"loss_scale": "dynamic"},
+    }[case]
+
+    def rooted(params, batch):
+        return jnp.sqrt(params["w"] - batch).sum(1).mean()
+
+    def scaled(params, batch):
+        return (params["w"] * batch).sum(1).mean()
+
+    good, w = np.zeros((8, NUM_COLUMNS), np.float32), np.ones(NUM_COLUMNS, np.float32)
+    bad = good.copy()
+    bad[0, -1] = 1.0
+    if case == "scaled":
+        w[-1] = 1e-30
+        bad[0, -1] = 8e34  # the loss's scale, 2^16 at first, makes it overflow
+    step = jaxferry.train_step(scaled if case == "scaled" else rooted, optax.sgd(1e-3), **options, **where)
+    return step, {"w": w}, [good, bad, good, good]
+
+
+def nonfinite_results(case, own, **where):
+    """What each step says, and the parameters afterwards."""
+    import numpy as np
+
+    from jaxferry.errors import NonFiniteError
+
+    step, params, batches = nonfinite_step(case, **where)
+    state, told = step.init(params), []
+    for batch in batches:
+        try:
+            state, metrics = step(state, own(batch))
+        except NonFiniteError as error:
+            told.append([error.step, error.layer])
+            continue
+        told.append([bool(metrics.get("skipped", False)), float(metrics.get("loss_scale", 1.0))])
+    return {"told": told, "step": state.step, "w": np.asarray(state.params["w"]).tolist()}
+
+
+class Starts:
+    """Scenarios of `processes.Member`."""
+
+    def starts(self):
+        """Models that are initialised layer by layer, or read from a file of which each process reads its part."""
+        import jax
+        import numpy as np
+
+        from jaxferry import pretrained
+
+        step, num_read, found = self._step_of(word_loss, self._adam.adamw(1e-2), mesh=self.mesh), [0], {}
+        state = step.init_from(init_params, jax.random.key(0))
+        found["drawn"] = trained_from(step, state, 8, self.own)
+        rows = pretrained.StoredTensor.rows
+
+        def counted(tensor, start, stop):
+            array = rows(tensor, start, stop)
+            num_read[0] += np.asarray(array).nbytes
+            return array
+
+        pretrained.StoredTensor.rows = counted
+        found["read"] = trained_from(step, step.init(stored(self.folder)), 8, self.own)
+        return found | {"num_read": num_read[0]}
+
+    def nonfinites(self):
+        """Steps of which one process's share is not finite."""
+        return {case: nonfinite_results(case, self.own, mesh=self.mesh) for case in CASES}
