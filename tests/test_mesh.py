@@ -5,7 +5,6 @@ Here they are two CPU devices (`conftest.py`); more of them are those of another
 
 import dataclasses
 import json
-import math
 import os
 import re
 import subprocess
@@ -29,7 +28,7 @@ from jaxferry.partition.graph import trace
 from jaxferry.plan.records import LayerPlan, Plan
 from native.compile_for_gpu import compile_lowered
 from native.compile_for_gpu import text as compiled_text
-from watched import SCALARS_BYTES, device_arrays
+from watched import SCALARS_BYTES, most_on_one_device
 
 NUM_STEPS, BATCH, WIDTH, WORDS = 5, 4, 6, 7
 NAMES = ("table", "first", "second", "head")
@@ -173,7 +172,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_devices(tmp_path):
     assert state.step == 3
 
 
-def test_each_device_holds_no_more_than_predicted_and_less_than_one_alone(monkeypatch):
+def test_each_device_holds_no_more_than_predicted_and_less_than_one_alone():
     """The bytes of all arrays on the first device while programs run."""
 
     all_reload = plan((Mode.RELOAD,) * 4)
@@ -182,19 +181,8 @@ def test_each_device_holds_no_more_than_predicted_and_less_than_one_alone(monkey
         step = jaxferry.train_step(lambda *given: loss_fn(*given)[0], optax.sgd(0.1), plan=all_reload, **options)
         state, given = step.init(params()), batches(2, 64)
         train(step, state, given)
-        held, run = [0], jax.stages.Compiled.__call__
-        before = {id(array) for array in device_arrays()}
-
-        def called(program, *arguments):
-            made = run(program, *arguments)
-            own = [array for array in device_arrays() if id(array) not in before and not array.is_deleted()]
-            held.append(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in own))
-            return made
-
-        with monkeypatch.context() as patched:
-            patched.setattr(jax.stages.Compiled, "__call__", called)
-            train(step, state, given)
-        return max(held), step.prepare(*given[0]).peak.held
+        held = most_on_one_device(lambda: train(step, state, given))
+        return held, step.prepare(*given[0]).peak.held
 
     (alone, predicted_alone), (found, predicted) = most(transport="device_put"), most(mesh=mesh())
     assert 0 < found <= predicted + SCALARS_BYTES

@@ -31,6 +31,7 @@ OPTIONS = {
     "read and written": {"plan": True, "accumulate": 2, "clip_norm": 0.5},
 }
 """Options of a training step; `plan` stands for that of `Member.read_plan`."""
+SHUFFLED = {"overlapped": {}, "clipped": {"clip_norm": 0.5}, "read": {"plan": True}}
 HANGS_AFTER_S = 3
 KINDS = ("frozen", "joint", "mixed", "scanned", "whole")
 """Models and optimizers of `kind`."""
@@ -159,7 +160,7 @@ class Member(Starts):
         found["params"] = [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)]
         found["shapes"] = list(metrics["aux"]["logits"].shape)
         found["read"], found["nonfinite"] = self.reads(batch, key), self.nonfinites()
-        found["held"] = step.prepare(self.own(batch), key).peak.held
+        found["device"] = self.device_bytes(step, step.init(self.model.params()))
 
         step.save(state, self.folder / "state")
         again = step.restore(self.folder / "state")
@@ -190,11 +191,21 @@ class Member(Starts):
         """Losses, and the bytes of what programs read in host memory, of layers that processes exchange."""
         step = self.step(plan=True, clip_norm=0.5)
         state, losses, _ = self.train(step, step.init(self.model.params()))
-        state.block_until_ready()
+        on_device = self.device_bytes(step, state)
         groups = step.prepare(self.own(batch), key).program.read_in_place
         predicted = step.compiler.model.host_bytes(state.host.layers, groups)["copies to read in place"]
         whole = sum(state.host.layers[group].num_bytes for group in groups)
-        return {"losses": losses, "held": state.host.whole_copies.num_bytes, "predicted": predicted, "whole": whole}
+        held = state.host.whole_copies.num_bytes
+        return {"losses": losses, "held": held, "predicted": predicted, "whole": whole, "device": on_device}
+
+    def device_bytes(self, step, state):
+        """The most bytes on one device during a few steps, and those that are predicted."""
+        from watched import most_on_one_device
+
+        held = most_on_one_device(lambda: self.train(step, state))
+        state.block_until_ready()
+        batch, key = self.model.batches(1, BATCH)[0]
+        return held, step.prepare(self.own(batch), key).peak.held
 
     def options(self):
         """Losses with other options."""
@@ -273,7 +284,7 @@ class Member(Starts):
         for operation in (executor.Operation.UPDATE, executor.Operation.OFFLOAD, executor.Operation.LOAD):
             executor.OPERATIONS[operation] = late(executor.OPERATIONS[operation])
         found = {}
-        for name, options in {"overlapped": {}, "clipped": {"clip_norm": 0.5}}.items():
+        for name, options in SHUFFLED.items():
             step = self.step(**options)
             state, losses, _ = self.train(step, step.init(self.model.params()), NUM_LONG)
             params = [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)]

@@ -2,8 +2,10 @@
 
 import gc
 import itertools
+import math
 import threading
 import time
+from unittest import mock
 
 import jax
 import optax
@@ -20,6 +22,22 @@ SCALARS_BYTES = 256
 
 def device_arrays():
     return [a for a in jax.live_arrays() if a.sharding.memory_kind == "device" and not a.is_deleted()]
+
+
+def most_on_one_device(train):
+    """Calls a function; returns the most bytes that new arrays take on one device after any program of its steps."""
+    held, run = [0], jax.stages.Compiled.__call__
+    before = {id(array) for array in device_arrays()}
+
+    def called(program, *arguments):
+        made = run(program, *arguments)
+        own = [array for array in device_arrays() if id(array) not in before and not array.is_deleted()]
+        held.append(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in own))
+        return made
+
+    with mock.patch.object(jax.stages.Compiled, "__call__", called):
+        train()
+    return max(held)
 
 
 def settled_arrays():
