@@ -44,7 +44,7 @@ class Devices:
         A program that reads parameters in host memory copies a share of its process's part over the link and gathers
         the others' within the process. The forward also exchanges what the processes have updated: shares up the link,
         over the network, and all of the layer down to each process. A GO backward sums its gradient over the devices
-        and writes a share.
+        and writes a share. The links are taken for as long as by a load or an offload, which exchange as much.
 
         Args:
           own: its part of the work; times of transfers and updates are those of the whole layer.
@@ -74,9 +74,9 @@ class Devices:
             forward_dha_s=own.forward_s + read_s + gather_s + exchange_s,
             backward_dha_s=own.backward_s + read_s + gather_s,
             backward_go_s=own.backward_s + write_s + summed_s,
-            forward_read_s=read_s + up_s,
-            backward_read_s=read_s,
-            backward_write_s=write_s,
+            forward_read_s=read_s + gather_s + up_s,
+            backward_read_s=read_s + gather_s,
+            backward_write_s=write_s + summed_s,
             update_gpu_s=None,
             state_up_s=None,
             state_down_s=None,
@@ -89,7 +89,7 @@ class Devices:
         return (per_process - 1) * -(-num_bytes // per_process) / self._bytes_per_s(crosses=False)
 
     def _exchange_s(self, link: Machine, num_bytes: tuple[int, int]) -> tuple[float, float]:
-        """The time until each process has all of a layer in host memory: of the link up, and in all.
+        """The time until each process has all of a layer in host memory: up to the devices, and in all.
 
         A frozen layer, without a gradient, is exchanged once.
         """
@@ -99,8 +99,8 @@ class Devices:
         within = self.machine.interconnect_bytes_per_s or self.machine.link_bytes_per_s
         # Each device gets the shares of those with its own number, over the network that its process has.
         crossing_s = per_process * (self.num_processes - 1) * share / (self.machine.network_bytes_per_s or within)
-        up_s, down_s = link.transfer_s(share), link.transfer_s(-(-num_bytes[0] // per_process))
-        return up_s, up_s + crossing_s + down_s
+        up_s, down_s = link.transfer_s(share) + crossing_s, link.transfer_s(-(-num_bytes[0] // per_process))
+        return up_s, up_s + down_s
 
     def _bytes_per_s(self, crosses: bool) -> float:
         """The slowest connection between devices, of all machines if `crosses`."""

@@ -64,11 +64,12 @@ def test_processes_exchange_what_they_have_updated_before_a_program_reads_it_in_
     machine = dataclasses.replace(MACHINE, network_bytes_per_s=5.0)
     given = COSTS if has_gradient else dataclasses.replace(COSTS, grad_bytes=0)
     (layer,) = estimate_profile([given], machine, num_devices=4, num_processes=2).layers
-    read_s, up_s, exchange_s = 4.0, 2.0 * has_gradient, (2.0 + 2 * 20 / 5 + 4.0) * has_gradient
-    assert layer.forward_dha_s == pytest.approx(2 / 4 + read_s + 40 / 20 + exchange_s)
-    assert layer.backward_dha_s == pytest.approx(4 / 4 + read_s + 40 / 20)
+    read_s, up_s, exchange_s = 4.0 + 40 / 20, (2.0 + 2 * 20 / 5) * has_gradient, (2.0 + 2 * 20 / 5 + 4.0) * has_gradient
+    assert layer.forward_dha_s == pytest.approx(2 / 4 + read_s + exchange_s)
+    assert layer.backward_dha_s == pytest.approx(4 / 4 + read_s)
     assert (layer.forward_read_s, layer.backward_read_s) == pytest.approx((read_s + up_s, read_s))
     assert layer.backward_go_s - layer.backward_s == pytest.approx(layer.offload_s)
+    assert layer.backward_write_s == pytest.approx(layer.offload_s)
 
 
 def test_a_plan_counts_the_copies_that_each_process_has_of_layers_read_in_place():
