@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxferry.engine.all_processes import coordination_client
-from jaxferry.engine.global_arrays import has_rows, is_global, spread
+from jaxferry.engine.global_arrays import has_rows, is_global, is_key, spread
 from jaxferry.engine.progress import watch
 from jaxferry.errors import InputError
 
@@ -90,9 +90,14 @@ def alike(tree: Any) -> Any:
 
 
 def whole(tree: Any) -> Any:
-    """Results of a step as NumPy arrays, with the rows of all processes; each process must call this."""
+    """Results of a step as NumPy arrays, with the rows of all processes; each process must call this.
+
+    PRNG keys become keys of this process's first device.
+    """
 
     def gathered(leaf: Any) -> Any:
+        if is_key(leaf):
+            return jax.random.wrap_key_data(gathered(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         if is_global(leaf) and not leaf.is_fully_replicated:
             return multihost_utils.process_allgather(leaf, tiled=True)
         return np.asarray(leaf)

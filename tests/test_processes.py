@@ -46,6 +46,7 @@ def test_losses_and_parameters_are_those_of_one_device(trained):
     for found in trained[0]:
         np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
         np.testing.assert_allclose(found["norm"], metrics["grad_norm"], rtol=1e-5)
+        assert found["given whole"] == [found["evaluated"], True]
         np.testing.assert_allclose(found["evaluated"], step.evaluate(state, batch, key)[0], rtol=1e-5)
         for own, expected in zip(found["params"], jax.tree.leaves(state.params), strict=True):
             np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-6)

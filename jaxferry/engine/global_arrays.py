@@ -24,11 +24,11 @@ def spread(array: Any, where: NamedSharding) -> jax.Array:
       array: a NumPy array or scalar, or an array of this process's devices.
       where: its sharding.
     """
-    if where.is_fully_addressable or is_global(array):
-        return jax.device_put(array, where)
-    if _is_key(array):
+    if is_key(array) and not where.is_fully_addressable:  # JAX puts no keys on other processes' devices
         keys = spread(jax.random.key_data(array), where)
         return jax.random.wrap_key_data(keys, impl=jax.random.key_impl(array))
+    if where.is_fully_addressable or is_global(array):
+        return jax.device_put(array, where)
     whole = np.asarray(array)
     return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
 
@@ -146,8 +146,9 @@ def global_shape(leaf: Any, num_processes: int) -> Any:
 def has_rows(leaf: Any) -> bool:
     """Whether an argument has a first axis of which each process has its own part."""
     shape, dtype = getattr(leaf, "shape", ()), getattr(leaf, "dtype", None)
-    return bool(shape) and not _is_key(leaf) and not is_raw_key(shape, dtype)
+    return bool(shape) and not is_key(leaf) and not is_raw_key(shape, dtype)
 
 
-def _is_key(array: Any) -> bool:
+def is_key(array: Any) -> bool:
+    """Whether an array consists of PRNG keys."""
     return bool(jax.dtypes.issubdtype(getattr(array, "dtype", np.float32), jax.dtypes.prng_key))

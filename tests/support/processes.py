@@ -39,7 +39,7 @@ HEARTBEAT_TIMEOUT_S, SURVIVORS_END_IN_S = 10, 60
 """After how long a process counts as dead, and within which time the others end, on a busy machine."""
 
 
-def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile=None):
+def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile=None, script=__file__):
     """Runs a scenario; returns what each process has printed, or of those that failed the end of their errors.
 
     Args:
@@ -49,11 +49,12 @@ def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile
       folder: where they may write.
       timeout_s: how long they may take.
       meanwhile: called with the processes while they run.
+      script: what each runs; it calls `main` with a class of its own scenarios.
     """
     address = _free_address()
     flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    common = [sys.executable, __file__, address, str(num_processes)]
+    common = [sys.executable, script, address, str(num_processes)]
     rest = [str(num_devices), str(folder), scenario]
     running = [
         subprocess.Popen(
@@ -152,11 +153,15 @@ class Member(Starts):
         import jax
         import numpy as np
 
+        from jaxferry import distributed
+
         step = self.step(clip_norm=0.5)
         state, losses, metrics = self.train(step, step.init(self.model.params()))
         batch, key = self.model.batches(1, BATCH)[0]
         found = {"losses": losses, "norm": float(metrics["grad_norm"]), "host": host_bytes(step, state)}
         found["evaluated"] = float(step.evaluate(state, self.own(batch), key)[0])
+        alike = distributed.alike((batch, key))
+        found["given whole"] = [float(step.evaluate(state, *alike)[0]), bool(distributed.whole(alike)[1] == key)]
         found["params"] = [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)]
         found["shapes"] = list(metrics["aux"]["logits"].shape)
         found["read"], found["nonfinite"] = self.reads(batch, key), self.nonfinites()
@@ -377,8 +382,12 @@ def _error(action):
     return "none"
 
 
-def main():
-    """Runs one process."""
+def main(member=Member):
+    """Runs one process.
+
+    Args:
+      member: the class of its scenarios.
+    """
     address, num_processes, number, num_devices, folder, scenario = sys.argv[1:]
     sys.path[:0] = [str(TESTS), str(TESTS / "support")]
     faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER_S", "400")), exit=True)
@@ -387,7 +396,7 @@ def main():
     given = (address, int(num_processes), int(number))
     jax.distributed.initialize(*given, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
     assert jax.local_device_count() == int(num_devices)
-    print(json.dumps(getattr(Member(Path(folder)), scenario)()))
+    print(json.dumps(getattr(member(Path(folder)), scenario)()))
 
 
 if __name__ == "__main__":
