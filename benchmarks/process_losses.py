@@ -18,7 +18,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import benchmark_paths  # noqa: F401, E402
+import benchmark_paths  # noqa: F401
 from rich.console import Console
 from rich.table import Table
 

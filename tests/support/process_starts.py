@@ -1,5 +1,5 @@
-"""Scenarios of several processes (`processes.Member`): where parameters come from, what `apply` returns, and shares of
-gradients that are not finite."""
+"""Scenarios of several processes (`processes.Member`): where parameters come from, what `apply` returns, layers read in
+host memory, and shares of gradients that are not finite."""
 
 NUM_WORDS, NUM_COLUMNS = 11, 7
 CASES = ("skipped", "refused", "clipped", "accumulated", "scaled")
@@ -151,3 +151,29 @@ class Starts:
     def nonfinites(self):
         """Steps of which one process's share is not finite."""
         return {case: nonfinite_results(case, self.own, mesh=self.mesh) for case in CASES}
+
+    def read_plan(self):
+        """Reads parameters and writes gradients in host memory where a layer can."""
+        from jaxferry.modes import GradientPlace, Mode
+
+        return self.model.plan((Mode.DHA, Mode.DFGB, Mode.GFGB, Mode.DHA), gradient=GradientPlace.HOST)
+
+    def reads(self, batch, key):
+        """Losses, and the bytes of what programs read in host memory, of layers that processes exchange."""
+        step = self.step(plan=True, clip_norm=0.5)
+        state, losses, _ = self.train(step, step.init(self.model.params()))
+        on_device = self.device_bytes(step, state)
+        groups = step.prepare(self.own(batch), key).program.read_in_place
+        predicted = step.compiler.model.host_bytes(state.host.layers, groups)["copies to read in place"]
+        whole = sum(state.host.layers[group].num_bytes for group in groups)
+        held = state.host.whole_copies.num_bytes
+        return {"losses": losses, "held": held, "predicted": predicted, "whole": whole, "device": on_device}
+
+    def device_bytes(self, step, state):
+        """The most bytes on one device during a few steps, and those that are predicted."""
+        from watched import most_on_one_device
+
+        held = most_on_one_device(lambda: self.train(step, state))
+        state.block_until_ready()
+        batch, key = self.model.batches(1, 8)[0]
+        return held, step.prepare(self.own(batch), key).peak.held

@@ -32,6 +32,8 @@ OPTIONS = {
 }
 """Options of a training step; `plan` stands for that of `Member.read_plan`."""
 SHUFFLED = {"overlapped": {}, "clipped": {"clip_norm": 0.5}, "read": {"plan": True}}
+QUICKLY = "--xla_backend_optimization_level=0"
+"""The flag with which XLA compiles quickly."""
 HANGS_AFTER_S = 3
 KINDS = ("frozen", "joint", "mixed", "scanned", "whole")
 """Models and optimizers of `kind`."""
@@ -39,7 +41,7 @@ HEARTBEAT_TIMEOUT_S, SURVIVORS_END_IN_S = 10, 60
 """After how long a process counts as dead, and within which time the others end, on a busy machine."""
 
 
-def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile=None, script=__file__):
+def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile=None, script=__file__, flags=QUICKLY):
     """Runs a scenario; returns what each process has printed, or of those that failed the end of their errors.
 
     Args:
@@ -50,9 +52,10 @@ def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile
       timeout_s: how long they may take.
       meanwhile: called with the processes while they run.
       script: what each runs; it calls `main` with a class of its own scenarios.
+      flags: further flags of XLA.
     """
     address = _free_address()
-    flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count={num_devices} {flags}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     common = [sys.executable, script, address, str(num_processes)]
     rest = [str(num_devices), str(folder), scenario]
@@ -72,7 +75,7 @@ def command(num_processes, arguments, timeout_s=300, meanwhile=None):
     """Runs `jaxferry` in several processes; returns status, output and errors of each."""
     address = _free_address()
     common = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
-    common |= {"JAX_NUM_PROCESSES": str(num_processes), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    common |= {"JAX_NUM_PROCESSES": str(num_processes), "XLA_FLAGS": QUICKLY}
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "jaxferry", *arguments],
@@ -120,12 +123,6 @@ class Member(Starts):
             jaxferry.train_step,
             optax,
         )
-
-    def read_plan(self):
-        """Reads parameters and writes gradients in host memory where a layer can."""
-        from jaxferry.modes import GradientPlace, Mode
-
-        return self.model.plan((Mode.DHA, Mode.DFGB, Mode.GFGB, Mode.DHA), gradient=GradientPlace.HOST)
 
     def step(self, loss_fn=None, **options):
         """A training step over all devices."""
@@ -191,26 +188,6 @@ class Member(Starts):
         found["errors"]["code"] = differing(loss_fn=twice if is_other else None)
         found["errors"]["plan"] = differing(remat="full" if is_other else "none")
         return found
-
-    def reads(self, batch, key):
-        """Losses, and the bytes of what programs read in host memory, of layers that processes exchange."""
-        step = self.step(plan=True, clip_norm=0.5)
-        state, losses, _ = self.train(step, step.init(self.model.params()))
-        on_device = self.device_bytes(step, state)
-        groups = step.prepare(self.own(batch), key).program.read_in_place
-        predicted = step.compiler.model.host_bytes(state.host.layers, groups)["copies to read in place"]
-        whole = sum(state.host.layers[group].num_bytes for group in groups)
-        held = state.host.whole_copies.num_bytes
-        return {"losses": losses, "held": held, "predicted": predicted, "whole": whole, "device": on_device}
-
-    def device_bytes(self, step, state):
-        """The most bytes on one device during a few steps, and those that are predicted."""
-        from watched import most_on_one_device
-
-        held = most_on_one_device(lambda: self.train(step, state))
-        state.block_until_ready()
-        batch, key = self.model.batches(1, BATCH)[0]
-        return held, step.prepare(self.own(batch), key).peak.held
 
     def options(self):
         """Losses with other options."""

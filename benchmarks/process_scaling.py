@@ -1,0 +1,152 @@
+"""Weak and strong scaling over devices and processes: simulated for GPUs, measured for processes of one CPU core each.
+
+    python benchmarks/process_scaling.py
+
+**Simulated**: Transformer-XL of 6.7B parameters on machines of eight GPUs with a built-in machine's figures, by the
+roofline model and the machine model, under three policies. Where there are several machines, each is assumed
+to have a network of 50 GB/s. No GPU, link or network is here: their bandwidths are the emulated part.
+
+**Measured**: dense layers that really train on this machine, by one process on one core, and by two on a core each,
+joined by gloo over loopback. Cores, memory and updates are real; the link is a copy in memory, and the network the
+loopback. Each core computes its part of the batch and updates its part of the parameters; both share the memory's
+bandwidth. More processes than cores would show nothing.
+
+Strong: one global batch. Weak: one batch for each device. Prints tables and writes
+`benchmarks/results/process_scaling.json`.
+"""
+
+import dataclasses
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import benchmark_paths  # noqa: F401
+from rich.console import Console
+from rich.table import Table
+
+import processes
+
+MACHINE, BILLIONS, LENGTH, PER_DEVICE, GLOBAL = "h100-pcie5", 6.7, 384, 8, 64
+NETWORK_BYTES_PER_S, DEVICES_OF_A_MACHINE = 5e10, 8
+DEVICES = (1, 2, 4, 8, 16, 32)
+POLICIES = ("auto", "memferry", "zero-offload")
+NUM_LAYERS, WIDTH, ROWS = 8, 1024, 512
+NUM_RUNS, NUM_STEPS = 3, 5
+
+
+def simulated(batch, num_devices):
+    """The seconds of a step by policy, and the host memory bandwidth's share of it."""
+    from papers.paper_models import transformer_xl
+
+    from jaxferry.planning import make_plan
+    from jaxferry.profiling.estimate import estimate_profile
+    from jaxferry.profiling.machines import find_machine
+
+    machine = dataclasses.replace(find_machine(MACHINE), network_bytes_per_s=NETWORK_BYTES_PER_S)
+    num_processes = -(-num_devices // DEVICES_OF_A_MACHINE)
+    layers = transformer_xl(BILLIONS, batch, LENGTH).layers()
+    profile = estimate_profile(layers, machine, num_devices=num_devices, num_processes=num_processes)
+    return {policy: make_plan(profile, policy).predicted.steady_step_s for policy in POLICIES}
+
+
+class Member(processes.Member):
+    """One of the processes, on a core of its own."""
+
+    def strong(self):
+        """The seconds of steps on its part of the batch."""
+        import jax
+
+        return self._seconds(ROWS // jax.process_count())
+
+    def weak(self):
+        """The seconds of steps on a batch of its own."""
+        return self._seconds(ROWS)
+
+    def _seconds(self, rows):
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        import optax
+
+        import jaxferry
+
+        def init_fn(rng):
+            keys = jax.random.split(rng, NUM_LAYERS)
+            return {f"l{i}": jax.random.normal(keys[i], (WIDTH, WIDTH)) / WIDTH**0.5 for i in range(NUM_LAYERS)}
+
+        def loss_fn(params, x):
+            for name in sorted(params):
+                x = jnp.tanh(x @ params[name])
+            return jnp.mean(x**2)
+
+        step = jaxferry.train_step(loss_fn, optax.adamw(1e-4), mesh=self.mesh)
+        state, seconds = step.init_from(init_fn, jax.random.key(0)), []
+        x = np.random.default_rng(self.number).normal(size=(rows, WIDTH)).astype(np.float32)
+        for _ in range(2 + NUM_STEPS):
+            start_s = time.perf_counter()
+            state, _ = step(state, x)
+            state.block_until_ready()
+            seconds.append(time.perf_counter() - start_s)
+        return seconds[2:]
+
+
+def measured():
+    """The median seconds of a step by kind and number of processes; each of them is as slow as the slowest."""
+    found = {(kind, number): [] for kind in ("strong", "weak") for number in (1, 2)}
+    for _ in range(NUM_RUNS):
+        for kind, number in found:
+            with tempfile.TemporaryDirectory() as folder:
+                ended = processes.start(kind, number, 1, Path(folder), script=__file__, flags="")
+            failed = [own for own in ended if isinstance(own, str)]
+            assert not failed, failed[0]
+            found[kind, number] += map(max, zip(*ended, strict=True))
+    return {f"{kind} {number}": statistics.median(seconds) for (kind, number), seconds in found.items()}
+
+
+def rows_of_simulation():
+    """The times and efficiencies by number of devices."""
+    rows = []
+    for num in DEVICES:
+        times = {"strong": simulated(GLOBAL, num), "weak": simulated(PER_DEVICE * num, num)}
+        rows.append({"devices": num, "machines": -(-num // DEVICES_OF_A_MACHINE), **times})
+    for row in rows:
+        for kind, ideal in (("strong", row["devices"]), ("weak", 1)):
+            row[f"{kind}_efficiency"] = {name: rows[0][kind][name] / row[kind][name] / ideal for name in POLICIES}
+    return rows
+
+
+def main():
+    import measure
+
+    rows, seconds = rows_of_simulation(), measured()
+    heads = [f"{kind}, {name}" for kind in ("strong", "weak") for name in POLICIES]
+    table = Table("devices", "machines", *heads, title=f"simulated: {BILLIONS}B on {MACHINE}, seconds and efficiency")
+    for row in rows:
+        pairs = [(row[kind][name], row[f"{kind}_efficiency"][name]) for kind in ("strong", "weak") for name in POLICIES]
+        table.add_row(str(row["devices"]), str(row["machines"]), *(f"{s:.2f} s {share:4.0%}" for s, share in pairs))
+    Console().print(table)
+    speedup, weak = seconds["strong 1"] / seconds["strong 2"], seconds["weak 1"] / seconds["weak 2"]
+    for name, own in seconds.items():
+        print(f"measured: {name} process(es): {own:.3f} s a step")
+    print(
+        f"measured: two cores are {speedup:.2f} times as fast as one; on twice the batch they take {1 / weak:.2f} times"
+    )
+    facts = {"machine": measure.machine(), "load_average": os.getloadavg()[0]}
+    of_run = {"layers": NUM_LAYERS, "width": WIDTH, "rows": ROWS, "seconds": seconds, "strong_speedup": speedup}
+    measure.write("process_scaling", {**facts, "simulated": rows, "measured": {**of_run, "weak_efficiency": weak}})
+
+
+def member():
+    """Runs a process on its core, which is chosen before XLA counts them."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(sys.argv[3]) % len(cores)]})
+    processes.main(Member)
+
+
+if __name__ == "__main__":
+    member() if len(sys.argv) == 7 else main()
