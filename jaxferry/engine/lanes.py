@@ -57,32 +57,31 @@ class Monitor:
     """
 
     def __init__(self, threads: Sequence[Sequence[Lane]]) -> None:
-        self._lock = threading.RLock()
-        self.outside = threading.Condition(self._lock)
+        self.lock = threading.RLock()
+        self.outside = threading.Condition(self.lock)
         self.later = ThreadPoolExecutor(1, thread_name_prefix="jaxferry later")
         self._of_lane: dict[Lane, threading.Condition] = {}
         for lanes in threads:
-            self._of_lane |= dict.fromkeys(lanes, threading.Condition(self._lock))
+            self._of_lane |= dict.fromkeys(lanes, threading.Condition(self.lock))
+        self._asleep: set[threading.Condition] = set()
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def thread_of(self, lane: Lane) -> threading.Condition:
-        """The condition that a lane's thread waits on."""
-        return self._of_lane[lane]
+    def sleep(self, lane: Lane) -> None:
+        """Makes a lane's thread, which has the lock, sleep until somebody wakes it."""
+        condition = self._of_lane[lane]
+        self._asleep.add(condition)
+        condition.wait()
 
     def wake(self, lanes: Sequence[Lane]) -> None:
-        """Wakes the threads of these lanes."""
-        for lane in lanes:
-            self._of_lane[lane].notify_all()
+        """Wakes the threads of these lanes that sleep."""
+        if self._asleep:
+            for condition in self._asleep.intersection(map(self._of_lane.__getitem__, lanes)):
+                self._asleep.discard(condition)
+                condition.notify()
 
     def wake_all(self) -> None:
         """Wakes everybody."""
-        for condition in (self.outside, *self._of_lane.values()):
-            condition.notify_all()
+        self.wake(ALL_LANES)
+        self.outside.notify_all()
 
 
 class StepRun:
@@ -103,11 +102,11 @@ class StepRun:
         self.failure: Failure | None = None
         self.is_stopped = self.is_committed = False
         self._ready: ReadyTasks = ReadyTasks(tasks, None if previous is None else previous._ready)
+        self.starts_s, self.ends_s = self._ready.starts_s, self._ready.ends_s
         self._successor: StepRun | None = None
         self._num_threads = 0
         self._is_open = True
         self.begin_s = time.perf_counter()
-        self.starts_s, self.ends_s = [0.0] * len(tasks.tasks), [0.0] * len(tasks.tasks)
         if previous is not None:
             previous._successor = self
             # Tasks that wait for a failed run never start.
@@ -125,7 +124,7 @@ class StepRun:
           lanes: the lanes.
           should_stop: polled while waiting; once true, no further task starts unless the run is committed.
         """
-        with self._monitor:
+        with self._monitor.lock:
             while not self.is_over(lanes):
                 self._monitor.outside.wait(None if should_stop is None else _POLL_S)
                 if should_stop is not None and not self.is_committed and should_stop():
@@ -138,12 +137,12 @@ class StepRun:
 
     def wait_ahead(self) -> None:
         """Returns when the loads that run ahead have ended or the run has broken off."""
-        with self._monitor:
+        with self._monitor.lock:
             self._monitor.outside.wait_for(lambda: self._num_threads == 0)
 
     def stop(self) -> None:
         """Prevents further tasks from starting and returns when those in flight have ended."""
-        with self._monitor:
+        with self._monitor.lock:
             self.is_stopped = True
             self._monitor.wake_all()
             self._monitor.outside.wait_for(lambda: self._num_threads == 0)
@@ -151,50 +150,48 @@ class StepRun:
 
     def commit(self) -> bool:
         """Asks permission for an irreversible change; False if the run was stopped."""
-        with self._monitor:
+        with self._monitor.lock:
             self.is_committed |= not self.is_stopped
             return self.is_committed
 
     def open(self, action: Action) -> None:
         """Prepares a run that has begun ahead for `submit`; this action does the tasks that have not started yet."""
-        with self._monitor:
+        with self._monitor.lock:
             self._action, self._is_open = action, True
             self._ready.end_prefetch()
             self._monitor.wake_all()
             self.begin_s = min([time.perf_counter(), *(start_s for start_s in self.starts_s if start_s)])
 
     def _end(self, index: int) -> None:
-        with self._monitor:
-            self.ends_s[index] = time.perf_counter()
-            self._monitor.wake(self._ready.end(index))
-            if self._successor is not None:
-                for later in self.list.waiting_next[index]:
-                    self._monitor.wake(self._successor._ready.fewer_missing(later))
-            if self._ready.is_over([self.list.tasks[index].lane]):
-                self._monitor.outside.notify_all()
+        """Records that a task has ended; the caller has the lock."""
+        lanes = self._ready.end(index, time.perf_counter())
+        self._monitor.wake(lanes)
+        if not all(map(self._ready.num_left.get, lanes)):
+            self._monitor.outside.notify_all()
             if self._ready.is_over(ALL_LANES):
                 self._action = _nothing
 
-    def _do(self, index: int) -> None:
+    def _do(self, index: int) -> bool:
+        """Does a task; returns whether it has ended, else it has failed or ends later."""
         self.starts_s[index] = time.perf_counter()
         try:
             wait = self._action(index)
-            if wait is not None:
-                self._end_later(index, wait)
-                return
+            if wait is None:
+                return True
+            self._end_later(index, wait)
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the run
             self._fail(index, error)
-            return
-        self._end(index)
+        return False
 
     def _end_later(self, index: int, wait: Wait) -> None:
-        with self._monitor:
+        with self._monitor.lock:
             self._num_threads += 1
 
         def end() -> None:
             try:
                 wait()
-                self._end(index)
+                with self._monitor.lock:
+                    self._end(index)
             except BaseException as error:  # noqa: BLE001 - as above
                 self._fail(index, error)
             finally:
@@ -207,47 +204,49 @@ class StepRun:
 
     def _leave(self) -> None:
         """Records that a thread has finished its part."""
-        with self._monitor:
+        with self._monitor.lock:
             self._num_threads -= 1
             if not self._num_threads:
                 self._monitor.outside.notify_all()
 
     def _next_task(self, lanes: Sequence[Lane]) -> tuple[StepRun, int] | None:
-        """The next task of these lanes, from this run or ahead of the next run; None if none is left."""
-        with self._monitor:
-            while self._ready.has_left(lanes) and not self.has_broken_off:
-                if (ahead := self._take_of_successor(lanes)) is not None:
-                    return ahead
-                index = self._ready.take(lanes)
-                if index is not None:
-                    return self, index
-                self._monitor.thread_of(lanes[0]).wait()
+        """The next task of these lanes, from this run or ahead of the next run; None if none is left.
+
+        The caller has the lock.
+        """
+        while not self.has_broken_off:
+            if self._successor is not None and (ahead := self._take_of(self._successor, lanes)) is not None:
+                return self._successor, ahead
+            index = self._ready.take(lanes)
+            if index is not None:
+                return self, index
+            if not self._ready.has_left(lanes):
+                return None
+            self._monitor.sleep(lanes[0])
         return None
 
     def _next_ahead(self) -> int | None:
-        with self._monitor:
-            while self._ready.has_prefetch and not self.has_broken_off:
-                index = self._ready.take_prefetch()
-                if index is not None:
-                    return index
-                self._monitor.thread_of(Lane.H2D).wait()
-            if not self._is_open:
-                self._action = _nothing
+        """The next of the loads that run before this run is submitted; None if none is left."""
+        while self._ready.has_prefetch and not self.has_broken_off:
+            index = self._ready.take_prefetch()
+            if index is not None:
+                return index
+            self._monitor.sleep(Lane.H2D)
+        if not self._is_open:
+            self._action = _nothing
         return None
 
-    def _take_of_successor(self, lanes: Sequence[Lane]) -> tuple[StepRun, int] | None:
+    def _take_of(self, later: StepRun, lanes: Sequence[Lane]) -> int | None:
         """A load of the next run, if one thread has several lanes and this run has no loads left."""
-        later = self._successor
-        if later is None or later.has_broken_off or Lane.H2D not in lanes or not self._ready.has_started(Lane.H2D):
+        if Lane.H2D not in lanes or not self._ready.has_started(Lane.H2D) or later.has_broken_off:
             return None
         index = later._ready.take_prefetch()
-        if index is None:
-            return None
-        later._num_threads += 1
-        return later, index
+        if index is not None:
+            later._num_threads += 1
+        return index
 
     def _fail(self, index: int, error: BaseException) -> None:
-        with self._monitor:
+        with self._monitor.lock:
             self.failure = self.failure or Failure(index, error)
             run: StepRun | None = self._successor
             while run is not None:
@@ -257,21 +256,36 @@ class StepRun:
 
 def _do_tasks(of: StepRun, lanes: Sequence[Lane]) -> None:
     """Does the tasks of these lanes; the body of a thread."""
+    run, ended, lock = of, None, of._monitor.lock
     try:
-        while (found := of._next_task(lanes)) is not None:
+        while True:
+            # The end of one task and the choice of the next take the lock once.
+            with lock:
+                if ended is not None:
+                    run._end(ended)
+                if run is not of:
+                    run._leave()
+                found = of._next_task(lanes)
+            if found is None:
+                return
             run, index = found
-            run._do(index)
-            if run is not of:
-                run._leave()
+            ended = index if run._do(index) else None
     finally:
         of._leave()
 
 
 def _do_ahead(of: StepRun) -> None:
     """Does the first loads of a run before it is submitted; the body of a thread."""
+    ended, lock = None, of._monitor.lock
     try:
-        while (index := of._next_ahead()) is not None:
-            of._do(index)
+        while True:
+            with lock:
+                if ended is not None:
+                    of._end(ended)
+                index = of._next_ahead()
+            if index is None:
+                return
+            ended = index if of._do(index) else None
     finally:
         of._leave()
 
@@ -303,7 +317,7 @@ class Lanes:
           action: does one task.
           previous: the run that `after_previous` refers to; None if it has ended.
         """
-        with self._monitor:
+        with self._monitor.lock:
             return StepRun(tasks, action, previous, self._monitor)
 
     def begin_ahead(self, tasks: TaskList, action: Action, previous: StepRun, loads: Sequence[int]) -> StepRun:
@@ -318,7 +332,7 @@ class Lanes:
         Returns:
           The run. The caller either opens and submits it, or stops it.
         """
-        with self._monitor:
+        with self._monitor.lock:
             run = StepRun(tasks, action, previous, self._monitor)
             run._is_open = False
             run._ready.prefetch(loads)
@@ -333,13 +347,13 @@ class Lanes:
 
     def submit(self, run: StepRun) -> None:
         """Starts a run on the threads."""
-        with self._monitor:
+        with self._monitor.lock:
             run._num_threads += len(self._lanes)
         for number, (thread, lanes) in enumerate(zip(self._threads, self._lanes, strict=True)):
             try:
                 thread.submit(_do_tasks, run, lanes)
             except RuntimeError as error:
-                with self._monitor:
+                with self._monitor.lock:
                     run.is_stopped = True
                     run._num_threads -= len(self._lanes) - number
                     self._monitor.wake_all()

@@ -7,27 +7,50 @@ from __future__ import annotations
 
 import collections
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jaxferry.schedule import Lane, Schedule
 
+_NONE = -1
+"""Follows the last task of a lane, and is never ready."""
+
 
 class TaskList:
-    """The tasks of one step with their dependencies; made once, run often."""
+    """The tasks of one step with their dependencies; made once, run often.
 
-    def __init__(self, schedule: Schedule) -> None:
+    Args:
+      schedule: the tasks.
+      trivial: those without work of their own. No thread takes them: each ends once those that it waits for have ended,
+        and on the GPU's lane the one before it.
+    """
+
+    def __init__(self, schedule: Schedule, trivial: Collection[int] = ()) -> None:
         self.schedule, self.tasks = schedule, schedule.tasks
         count = len(self.tasks)
+        self.trivial = frozenset(trivial)
+        self.lanes = [task.lane for task in self.tasks]
         self.waiting: list[list[int]] = [[] for _ in range(count)]
         self.waiting_next: list[list[int]] = [[] for _ in range(count)]
-        self.num_waits = [len(set(task.after)) for task in self.tasks]
-        self.by_lane: dict[Lane, list[int]] = {lane: [] for lane in Lane}
+        self.after_previous = [(i, set(task.after_previous)) for i, task in enumerate(self.tasks) if task.after_previous]
+        self.num_waits = [0] * count
+        self.orders: dict[Lane, list[int]] = {lane: [] for lane in Lane}
+        before = _NONE
         for index, task in enumerate(self.tasks):
-            self.by_lane[task.lane].append(index)
-            for earlier in set(task.after):
+            after = set(task.after)
+            if task.lane is Lane.GPU:
+                after |= {before} if before != _NONE and not self.trivial.isdisjoint((before, index)) else set()
+                before = index
+            if index not in self.trivial:
+                self.orders[task.lane].append(index)
+            self.num_waits[index] = len(after)
+            for earlier in after:
                 self.waiting[earlier].append(index)
             for earlier in set(task.after_previous):
                 self.waiting_next[earlier].append(index)
+        for order in self.orders.values():
+            order.append(_NONE)
+        self.counts = collections.Counter(self.lanes)
+        self.needs = [task.need if schedule.updates_by_need else (0, i) for i, task in enumerate(self.tasks)]
 
 
 class ReadyTasks:
@@ -36,49 +59,73 @@ class ReadyTasks:
     Args:
       tasks: the list.
       previous: the progress of the run that `after_previous` refers to; None if it has ended.
+
+    Attributes:
+      num_left: by lane, the tasks that have not ended.
+      starts_s: when each task started.
+      ends_s: when each task ended.
     """
 
     def __init__(self, tasks: TaskList, previous: ReadyTasks | None) -> None:
+        count = len(tasks.tasks)
         self._list = tasks
-        self._missing = list(tasks.num_waits)
-        self._is_done = [False] * len(tasks.tasks)
-        self._num_left = {lane: len(indices) for lane, indices in tasks.by_lane.items()}
-        self._num_all = len(tasks.tasks)
+        self._successor: ReadyTasks | None = None
+        self._missing = [*tasks.num_waits, 1]
+        self._is_done = [False] * count
+        self.num_left = dict(tasks.counts)
+        self._num_all = count
         self._next = dict.fromkeys(Lane, 0)
         self._updates: list[tuple[tuple[int, int], int]] = []
         self._ahead: collections.deque[int] = collections.deque()
+        self.starts_s, self.ends_s = [0.0] * count, [0.0] * count
         if previous is not None:
-            for index, task in enumerate(tasks.tasks):
-                self._missing[index] += sum(not previous._is_done[earlier] for earlier in set(task.after_previous))
-        for index in tasks.by_lane[Lane.HOST]:
-            self._offer(index)
+            previous._successor = self
+            for index, earlier in tasks.after_previous:
+                self._missing[index] += sum(not previous._is_done[each] for each in earlier)
+        first = [*tasks.orders[Lane.HOST][:-1], *sorted(tasks.trivial)]
+        for index in [index for index in first if not self._missing[index]]:
+            self._offer(index, 0.0)
 
-    def end(self, index: int) -> list[Lane]:
-        """Records that a task has ended; returns the lanes that may continue."""
-        lane = self._list.tasks[index].lane
-        self._is_done[index] = True
-        self._num_left[lane] -= 1
+    def end(self, index: int, now_s: float = 0.0) -> list[Lane]:
+        """Records that a task has ended; returns the lanes that may continue, of this run or of the next one."""
+        tasks, lane = self._list, self._list.lanes[index]
+        self.ends_s[index], self._is_done[index] = now_s, True
+        self.num_left[lane] -= 1
         self._num_all -= 1
-        lanes = [] if self._num_left[lane] else [lane]
-        for later in self._list.waiting[index]:
-            lanes += self.fewer_missing(later)
+        lanes = [] if self.num_left[lane] else [lane]
+        for later in tasks.waiting[index]:
+            lanes += self._fewer_missing(later, now_s)
+        if self._successor is not None:
+            for later in tasks.waiting_next[index]:
+                lanes += self._successor._fewer_missing(later, now_s)
         return lanes
 
-    def fewer_missing(self, index: int) -> list[Lane]:
-        """Records that one dependency of a task has ended; returns its lane if the task may start now."""
+    def _fewer_missing(self, index: int, now_s: float) -> Sequence[Lane]:
+        """Records that one dependency of a task has ended; returns the lanes that may continue."""
         self._missing[index] -= 1
-        self._offer(index)
-        return [] if self._missing[index] else [self._list.tasks[index].lane]
+        return () if self._missing[index] else self._offer(index, now_s)
+
+    def _offer(self, index: int, now_s: float) -> Sequence[Lane]:
+        """Offers a task that may start now to its lane, or ends it if it is trivial."""
+        lane = self._list.lanes[index]
+        if index in self._list.trivial:
+            self.starts_s[index] = now_s
+            return self.end(index, now_s)
+        if lane is Lane.HOST:
+            heapq.heappush(self._updates, (self._list.needs[index], index))
+        return (lane,)
 
     def take(self, lanes: Sequence[Lane]) -> int | None:
         """A task that may start now, from the first of these lanes that has one; None if there is none."""
         for lane in lanes:
-            if lane is Lane.HOST and self._updates:
-                return heapq.heappop(self._updates)[1]
-            order, place = self._list.by_lane[lane], self._next[lane]
-            if lane is not Lane.HOST and place < len(order) and self._missing[order[place]] == 0:
+            if lane is Lane.HOST:
+                if self._updates:
+                    return heapq.heappop(self._updates)[1]
+                continue
+            index = self._list.orders[lane][self._next[lane]]
+            if not self._missing[index]:
                 self._next[lane] += 1
-                return order[place]
+                return index
         return None
 
     def prefetch(self, loads: Sequence[int]) -> None:
@@ -103,20 +150,14 @@ class ReadyTasks:
 
     def has_started(self, lane: Lane) -> bool:
         """Whether every task of a lane has been taken."""
-        return self._next[lane] >= len(self._list.by_lane[lane])
+        return self._list.orders[lane][self._next[lane]] == _NONE
 
     def is_over(self, lanes: Sequence[Lane]) -> bool:
         """Whether every task of these lanes has ended."""
-        return not self._num_all or not any(map(self._num_left.get, lanes))
+        return not self._num_all or not any(map(self.num_left.get, lanes))
 
     def has_left(self, lanes: Sequence[Lane]) -> bool:
         """Whether a thread that runs these lanes has tasks left to take."""
         if Lane.HOST in lanes:
-            return self._num_left[Lane.HOST] > 0
+            return self.num_left.get(Lane.HOST, 0) > 0
         return not all(map(self.has_started, lanes))
-
-    def _offer(self, index: int) -> None:
-        task = self._list.tasks[index]
-        if self._missing[index] == 0 and task.lane is Lane.HOST:
-            need = task.need if self._list.schedule.updates_by_need else (0, index)
-            heapq.heappush(self._updates, (need, index))
