@@ -146,7 +146,7 @@ class StepCompiler:
         most = max(self._peak(runnable.program).total, self._options.memory_budget_bytes or 0)
         if program.updated_on_device and self._peak(program).total > most:
             return runnable
-        tasks = TaskList(program.schedule)
+        tasks = TaskList(program.schedule, program.trivial)
         return dataclasses.replace(runnable, program=program, tasks=tasks, loads_ahead=(), is_first=True)
 
     def _fitted(self, plan: Plan) -> StepProgram:
@@ -220,7 +220,7 @@ class StepCompiler:
     def _runnable(self, program: StepProgram, ahead: tuple[int, ...]) -> RunnableStep:
         graph, put = program.partition.graph, self._resources.placement.put
         constants = {n: put(graph, n, constant) for n, constant in graph.constants.items()}
-        tasks, rules = TaskList(program.schedule), rules_of(self._options)
+        tasks, rules = TaskList(program.schedule, program.trivial), rules_of(self._options)
         norms = Norms(self._resources.placement, on_host=rules.clips)
         updates = self._device_updates.compile(program, self._programs)
         given = (program, tasks, self._programs, self._resources, rules, norms, updates, constants)

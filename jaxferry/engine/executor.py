@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
 
+from jaxferry.engine.calls import Call
 from jaxferry.engine.global_arrays import moved
 from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
-from jaxferry.engine.instruction import Instruction, Operation
+from jaxferry.engine.instruction import Operation
 from jaxferry.engine.lanes import Wait
 from jaxferry.engine.prefetch import wait_for_copy
-from jaxferry.engine.program_keys import ProgramKey, Source, Target
+from jaxferry.engine.program_keys import ProgramKey
 from jaxferry.engine.step import StepContext
 from jaxferry.engine.transport.base import Vectors, delete_all
 
@@ -33,82 +34,79 @@ _add = jax.jit(jnp.add)
 
 def execute(step: StepContext, index: int) -> Wait | None:
     """Executes one instruction; see `lanes.Action`. JAX's profiler shows it by its task's name."""
-    instruction = step.program.instructions[index]
-    operation = OPERATIONS[instruction.operation]
+    call = step.calls[index]
+    operation = OPERATIONS[call.operation]
     if not TraceAnnotation.is_enabled():
-        return operation(step, instruction)
-    with TraceAnnotation(instruction.task.name):
-        return operation(step, instruction)
+        return operation(step, call)
+    with TraceAnnotation(call.task.name):
+        return operation(step, call)
 
 
-def load(step: StepContext, instruction: Instruction) -> None:
+def load(step: StepContext, call: Call) -> None:
     """Copies a group's parameters to the device."""
-    step.copies.load(instruction.index)
+    step.copies.load(call.index)
 
 
-def refresh(step: StepContext, instruction: Instruction) -> None:
+def refresh(step: StepContext, call: Call) -> None:
     """Replaces the RESIDENT copy of a group after its update."""
     if step.is_last:
-        group, state, resources = instruction.group, step.state, step.runnable.resources
+        group, state, resources = call.group, step.state, step.runnable.resources
         resources.transport.drop(state.resident[group])
-        mark = step.mark(instruction.index)
+        mark = step.mark(call.index)
         state.resident[group] = resources.transport.load(group, state.host.vectors[group], mark)
         wait_for_copy(state.resident[group], resources.placement)
 
 
-def forward(step: StepContext, instruction: Instruction) -> None:
+def forward(step: StepContext, call: Call) -> None:
     """Runs a forward and keeps its residuals."""
-    assert instruction.key is not None
-    step.make_room(instruction)
-    arguments = _forward_arguments(step, instruction, instruction.key)
-    outputs, nondiff_outputs, saved, finite = _run(step, instruction, instruction.key, *arguments)
-    step.saved[instruction.segment] = saved
-    _keep_outputs(step, instruction, outputs, nondiff_outputs, finite)
-    _end_program(step, instruction, instruction.key, finite)
+    assert call.key is not None
+    step.make_room(call)
+    outputs, nondiff_outputs, saved, finite = _run(step, call, call.key, (), _values_read(step, call))
+    step.saved[call.segment] = saved
+    _keep_outputs(step, call, outputs, nondiff_outputs, finite)
+    _end_program(step, call, finite)
 
 
-def loss(step: StepContext, instruction: Instruction) -> None:
+def loss(step: StepContext, call: Call) -> None:
     """Runs forward and backward of the last segment."""
-    step.make_room(instruction)
-    key = step.gradients.key(instruction, step.work.commit)
+    step.make_room(call)
+    key = step.gradients.key(call, step.work.commit)
     if key is None:
         return
-    arguments = _forward_arguments(step, instruction, key)
-    destinations = step.gradients.destinations(key, instruction.group)
-    made = _run(step, instruction, key, *destinations, *arguments, *step.seed)
+    destinations = step.gradients.destinations(call, key)
+    made = _run(step, call, key, destinations, [*_values_read(step, call), *step.seed])
     gradients, (outputs, nondiff_outputs, finite, cotangents), norm = made
-    _keep_cotangents(step, instruction, cotangents)
-    step.gradients.receive(instruction, key, gradients, norm, step.work.commit)
-    _keep_outputs(step, instruction, outputs, nondiff_outputs, finite)
-    _end_program(step, instruction, key, finite)
+    _keep_cotangents(step, call, cotangents)
+    step.gradients.receive(call, key, gradients, norm, step.work.commit)
+    _keep_outputs(step, call, outputs, nondiff_outputs, finite)
+    _end_program(step, call, finite)
 
 
-def backward(step: StepContext, instruction: Instruction) -> None:
+def backward(step: StepContext, call: Call) -> None:
     """Runs a backward and passes on its gradients and cotangents."""
-    step.make_room(instruction)
-    key = step.gradients.key(instruction, step.work.commit)
+    step.make_room(call)
+    key = step.gradients.key(call, step.work.commit)
     if key is None:
         return
-    segment = step.program.partition.segments[instruction.segment]
-    destinations = step.gradients.destinations(key, instruction.group)
-    arguments = _backward_arguments(step, instruction, key)
-    gradients, cotangents, norm = _run(step, instruction, key, *destinations, *arguments)
-    del step.saved[instruction.segment]
-    for value in segment.outputs:
+    destinations = step.gradients.destinations(call, key)
+    others = [*_values_read(step, call), step.saved[call.segment], [step.cotangent(v) for v in call.outputs]]
+    gradients, cotangents, norm = _run(step, call, key, destinations, others)
+    del step.saved[call.segment]
+    for value in call.outputs:
         step.cotangents.pop(value, None)
-    _keep_cotangents(step, instruction, cotangents)
-    step.gradients.receive(instruction, key, gradients, norm, step.work.commit)
-    _end_program(step, instruction, key, (norm, gradients, cotangents))
+    _keep_cotangents(step, call, cotangents)
+    step.gradients.receive(call, key, gradients, norm, step.work.commit)
+    _end_program(step, call, (norm, gradients, cotangents))
 
 
-def offload(step: StepContext, instruction: Instruction) -> None:
+def offload(step: StepContext, call: Call) -> None:
     """Offloads a gradient; on an accelerator this only issues the copy."""
-    mark = step.mark(instruction.index)
-    step.gradients.offload(instruction, mark, step.work.commit, waits=step.does_what_it_issues)
+    mark = step.mark(call.index)
+    step.gradients.offload(call, mark, step.work.commit, waits=step.does_what_it_issues)
     _end_offloads(step)
 
 
-def update(step: StepContext, instruction: Instruction) -> None:
+def update(step: StepContext, call: Call) -> None:
     """Updates the unit of a group. The last update task also updates the units that no segment reads."""
     if not step.is_last:
         return
@@ -119,7 +117,7 @@ def update(step: StepContext, instruction: Instruction) -> None:
         is_finite = step.is_finite()
     if step.runnable.is_first:
         step.gradients.wait_for_all()
-    units = _units_to_update(step, instruction)
+    units = _units_to_update(step, call)
     # A device error surfaces at this wait, before any master is donated.
     gradients = jax.block_until_ready([step.gradients.gathered(unit) for unit in units])
     jax.block_until_ready(norm)
@@ -130,7 +128,7 @@ def update(step: StepContext, instruction: Instruction) -> None:
         step.num_updates += 1
 
 
-def update_on_device(step: StepContext, instruction: Instruction) -> Wait | None:
+def update_on_device(step: StepContext, call: Call) -> Wait | None:
     """Updates the unit of a group whose masters and optimizer state are on the device.
 
     Where the update needs the norm of all gradients, a thread that may wait issues it. Otherwise it is issued here, and
@@ -140,13 +138,13 @@ def update_on_device(step: StepContext, instruction: Instruction) -> Wait | None
         return None
     runnable = step.runnable
     if not runnable.rules.need_all_gradients and not runnable.is_first:
-        _update_on_device(step, instruction, np.float32(0))
+        _update_on_device(step, call, np.float32(0))
         return _update_unread(step)
 
     def judged() -> None:
         is_finite, norm = step.judged()
         if is_finite:
-            _update_on_device(step, instruction, np.float32(0 if norm is None else norm))
+            _update_on_device(step, call, np.float32(0 if norm is None else norm))
             wait = _update_unread(step)
             if wait is not None:
                 wait()
@@ -157,45 +155,45 @@ def update_on_device(step: StepContext, instruction: Instruction) -> Wait | None
     return None
 
 
-def load_state(step: StepContext, instruction: Instruction) -> None:
+def load_state(step: StepContext, call: Call) -> None:
     """Copies a subgroup's masters and optimizer state to the device."""
     if step.is_last:
-        step.streaming.load(_subgroup(instruction), step.mark(instruction.index))
+        step.streaming.load(_subgroup(call), step.mark(call.index))
 
 
-def store_state(step: StepContext, instruction: Instruction) -> Wait | None:
+def store_state(step: StepContext, call: Call) -> Wait | None:
     """Copies them back to host memory, with the new compute copy, if they have been updated."""
     if not step.is_last:
         return None
-    place = _subgroup(instruction)
-    step.streaming.store(place, step.mark(instruction.index))
+    place = _subgroup(call)
+    step.streaming.store(place, step.mark(call.index))
     if not step.does_what_it_issues:
         return lambda: step.streaming.wait(place)
     step.streaming.wait(place)
     return None
 
 
-def save(step: StepContext, instruction: Instruction) -> Wait | None:
+def save(step: StepContext, call: Call) -> Wait | None:
     """Moves values to pinned host memory. Programs that need their memory wait for the end of this task."""
-    arrays = _move(step, instruction, step.values, step.offloaded, "pinned_host")
-    for value in instruction.values:
+    arrays = _move(step, call, step.values, step.offloaded, "pinned_host")
+    for value in call.values:
         # The runtime frees memory of the device only after its last read.
         step.values.pop(value).delete()
     return None if step.does_what_it_issues else lambda: jax.block_until_ready(arrays)
 
 
-def fetch(step: StepContext, instruction: Instruction) -> None:
+def fetch(step: StepContext, call: Call) -> None:
     """Moves values back to the device."""
-    _move(step, instruction, step.offloaded, step.values, "device")
+    _move(step, call, step.offloaded, step.values, "device")
     # Pinned memory is free at once, whatever the device still reads: `release` drops it when the step has ended.
-    step.fetched += [step.offloaded.pop(value) for value in instruction.values]
+    step.fetched += [step.offloaded.pop(value) for value in call.values]
 
 
-def nothing(step: StepContext, instruction: Instruction) -> None:
+def nothing(step: StepContext, call: Call) -> None:
     """Does nothing: another instruction does this task's work."""
 
 
-OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], Wait | None]] = {
+OPERATIONS: dict[Operation, Callable[[StepContext, Call], Wait | None]] = {
     Operation.LOAD: load,
     Operation.REFRESH: refresh,
     Operation.FORWARD: forward,
@@ -212,86 +210,67 @@ OPERATIONS: dict[Operation, Callable[[StepContext, Instruction], Wait | None]] =
 }
 
 
-def _run(step: StepContext, instruction: Instruction, key: ProgramKey, *arguments: Any) -> Any:
-    """Runs the program of an instruction, which may wait for its own parameters."""
-    program = step.runnable.programs[key]
-    if not key.arrives:
-        return step.ran(program(*arguments))
-    assert instruction.task.copy is not None
-    held, sources = step.copies.arriving(instruction.task.copy)
+def _run(step: StepContext, call: Call, key: ProgramKey, destinations: Sequence[Any], others: Sequence[Any]) -> Any:
+    """Runs the program of a call, which may wait for its own parameters."""
+    program = step.runnable.programs[key] if call.writes_host else call.program
+    if not call.arrives:
+        return step.ran(program(*destinations, _parameters(step, call), *others))
+    assert call.copy is not None
+    held, sources = step.copies.arriving(call.copy)
     try:
-        parameters, made = step.ran(program(*arguments, sources))
+        parameters, made = step.ran(program(*destinations, held.arrays, *others, sources))
     except BaseException:
         if any(array.is_deleted() for array in held.arrays):
             # The program has failed after its wait, with the parameters that it was given.
             held.arrived_in(())
-            step.copies.forget(instruction.task.copy)
+            step.copies.forget(call.copy)
         raise
     held.arrived_in(parameters)
     return made
 
 
-def _parameters(step: StepContext, instruction: Instruction, key: ProgramKey) -> Sequence[jax.Array]:
-    if key.reads is Source.HOST:
-        return step.state.host.readable(instruction.group)
-    if key.arrives:
-        assert instruction.task.copy is not None
-        return step.copies.arriving(instruction.task.copy)[0].arrays
-    return step.weights(instruction)
+def _parameters(step: StepContext, call: Call) -> Sequence[jax.Array]:
+    if not call.reads_parameters:
+        return []
+    return step.state.host.readable(call.group) if call.reads_vectors else step.weights(call)
 
 
-def _forward_arguments(step: StepContext, instruction: Instruction, key: ProgramKey) -> list[Any]:
-    segment = step.program.partition.segments[instruction.segment]
-    inputs, others = ([step.values[v] for v in values] for values in (segment.inputs, segment.nondiff_inputs))
-    return [_parameters(step, instruction, key), inputs, others]
+def _values_read(step: StepContext, call: Call) -> list[list[jax.Array]]:
+    """The values that a program is given, one list for each argument."""
+    values = step.values
+    return [[values[number] for number in numbers] for numbers in call.reads]
 
 
-def _backward_arguments(step: StepContext, instruction: Instruction, key: ProgramKey) -> list[Any]:
-    segment = step.program.partition.segments[instruction.segment]
-    derivative = step.program.derivatives[segment.program]
-    return [
-        _parameters(step, instruction, key) if derivative.reads_weights else [],
-        [step.values[segment.inputs[i]] for i in derivative.inputs_read],
-        [step.values[segment.nondiff_inputs[i]] for i in derivative.nondiff_inputs_read],
-        [step.values[segment.outputs[i]] for i in derivative.outputs_read],
-        step.saved[instruction.segment],
-        [step.cotangent(v) for v in segment.outputs],
-    ]
-
-
-def _keep_outputs(
-    step: StepContext, instruction: Instruction, outputs: Any, nondiff_outputs: Any, finite: jax.Array
-) -> None:
-    segment = step.program.partition.segments[instruction.segment]
-    step.values |= zip((*segment.outputs, *segment.nondiff_outputs), (*outputs, *nondiff_outputs), strict=True)
+def _keep_outputs(step: StepContext, call: Call, outputs: Any, nondiff_outputs: Any, finite: jax.Array) -> None:
+    step.values.update(zip(call.outputs, outputs, strict=True))
+    step.values.update(zip(call.nondiff_outputs, nondiff_outputs, strict=True))
     step.finite.append(finite)
 
 
-def _keep_cotangents(step: StepContext, instruction: Instruction, cotangents: Any) -> None:
+def _keep_cotangents(step: StepContext, call: Call, cotangents: Any) -> None:
     """Adds cotangents to those of later segments."""
-    segment = step.program.partition.segments[instruction.segment]
-    for value, cotangent in zip(segment.inputs, cotangents, strict=True):
+    for value, cotangent in zip(call.inputs, cotangents, strict=True):
         known = step.cotangents.get(value)
         step.cotangents[value] = cotangent if known is None else _add(known, cotangent)
 
 
-def _end_program(step: StepContext, instruction: Instruction, key: ProgramKey, ended: Any) -> None:
+def _end_program(step: StepContext, call: Call, ended: Any) -> None:
     """Marks the end of a program and frees the buffers that it read last."""
     step.num_programs += 1
-    _mark_end(step, instruction, ended)
-    if key.writes is not Target.DEVICE:
-        step.gradients.note_arrival(instruction.group)
+    _mark_end(step, call, ended)
+    if call.writes_host:
+        step.gradients.note_arrival(call.group)
     _end_offloads(step)
-    for drop in instruction.drops:
+    for drop in call.drops:
         step.copies.drop(drop.load, drop.is_reused)
-    for value in instruction.frees:
+    for value in call.frees:
         step.values.pop(value).delete()
 
 
-def _mark_end(step: StepContext, instruction: Instruction, ended: Any) -> None:
+def _mark_end(step: StepContext, call: Call, ended: Any) -> None:
     """Records when the device has made these arrays, if a recorder asks for it."""
-    if not step.does_what_it_issues and step.copies.marks is not None:
-        step.copies.marks.after(instruction.index, ended)
+    if step.copies.marks is not None and not step.does_what_it_issues:
+        step.copies.marks.after(call.index, ended)
 
 
 def _end_offloads(step: StepContext) -> None:
@@ -302,37 +281,37 @@ def _end_offloads(step: StepContext) -> None:
 
 def _move(
     step: StepContext,
-    instruction: Instruction,
+    call: Call,
     source: dict[int, Any],
     target: dict[int, Any],
     memory_kind: str,
 ) -> list[jax.Array]:
-    found = [source[value] for value in instruction.values]
+    found = [source[value] for value in call.values]
     where = [array.sharding.with_memory_kind(memory_kind) for array in found]
     arrays: list[jax.Array] = step.ran(moved(found, where))
-    if arrays and (mark := step.mark(instruction.index)) is not None:
+    if arrays and (mark := step.mark(call.index)) is not None:
         mark.watch(arrays)
-    target |= zip(instruction.values, arrays, strict=True)
+    target |= zip(call.values, arrays, strict=True)
     return arrays
 
 
-def _units_to_update(step: StepContext, instruction: Instruction) -> list[UpdateGroup]:
+def _units_to_update(step: StepContext, call: Call) -> list[UpdateGroup]:
     """The units of an update task of the host that still need an update."""
-    units = [unit for unit in step.state.host.units if instruction.group in unit.layers or step.is_last_update]
+    units = [unit for unit in step.state.host.units if call.group in unit.layers or step.is_last_update]
     units = [unit for unit in units if id(unit) not in step.updated and unit.is_on_host]
     step.updated |= {id(unit) for unit in units}
     return units
 
 
-def _update_on_device(step: StepContext, instruction: Instruction, norm: np.floating) -> None:
+def _update_on_device(step: StepContext, call: Call, norm: np.floating) -> None:
     """Issues the update of the group's unit, or of a subgroup, unless another group of the unit has done so."""
-    (unit,) = (unit for unit in step.state.host.units if instruction.group in unit.layers)
+    (unit,) = (unit for unit in step.state.host.units if call.group in unit.layers)
     if (id(unit) in step.updated and not unit.subgroups) or not step.work.commit():
         return
     step.updated.add(id(unit))
     step.is_updating = True
     if unit.subgroups:
-        _update_subgroup(step, instruction, unit, norm)
+        _update_subgroup(step, call, unit, norm)
         return
     host, resident = step.state.host, [step.state.resident[group] for group in unit.layers]
     trained = [[i for i, leaf in enumerate(host.layers[group].leaves) if leaf.is_trained] for group in unit.layers]
@@ -345,23 +324,23 @@ def _update_on_device(step: StepContext, instruction: Instruction, norm: np.floa
         given = dict(zip(chosen, updated, strict=True))
         held.arrays = [given.get(i, array) for i, array in enumerate(own)]
     host.note_update(unit)
-    _mark_end(step, instruction, new)
+    _mark_end(step, call, new)
     delete_all(jax.tree.leaves(gradients))
 
 
-def _update_subgroup(step: StepContext, instruction: Instruction, unit: UpdateGroup, norm: np.floating) -> None:
+def _update_subgroup(step: StepContext, call: Call, unit: UpdateGroup, norm: np.floating) -> None:
     """Issues the update of a subgroup that has been loaded."""
 
     def take_uses() -> Any:
         return step.gradients.take_kept(unit)[0]
 
     loss = step.values[step.program.partition.loss]
-    made = step.ran(step.streaming.update(_subgroup(instruction), take_uses, norm, step.scale, loss))
-    _mark_end(step, instruction, loss if made is None else made)
+    made = step.ran(step.streaming.update(_subgroup(call), take_uses, norm, step.scale, loss))
+    _mark_end(step, call, loss if made is None else made)
 
 
-def _subgroup(instruction: Instruction) -> tuple[int, int]:
-    return instruction.group, instruction.task.subgroup
+def _subgroup(call: Call) -> tuple[int, int]:
+    return call.group, call.task.subgroup
 
 
 def _update_unread(step: StepContext) -> Wait | None:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from jaxferry.engine.calls import Call
 from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.host.update_group import UpdateGroup
-from jaxferry.engine.instruction import Instruction, StepProgram
+from jaxferry.engine.instruction import StepProgram
 from jaxferry.engine.norms import GradientNorms, Norms
 from jaxferry.engine.pending import Accumulated, LateFailure
 from jaxferry.engine.program_keys import ProgramKey, Target
@@ -105,64 +106,71 @@ class StepGradients:
         self._are_sums: set[int] = set()
         self.in_flight = OffloadsInFlight(transport)
         self._num_arrived: collections.Counter[int] = collections.Counter()
-        self._num_uses = collections.Counter(segment.group for segment in program.partition.segments)
+        self._num_uses = program.num_uses
         self.sums: dict[int, list[jax.Array]] = dict(accumulated.on_device)
         self.on_host: dict[int, HostGradient] = dict(accumulated.on_host)
         self.has_added = False
 
-    def key(self, instruction: Instruction, commit: Callable[[], bool]) -> ProgramKey | None:
+    def key(self, call: Call, commit: Callable[[], bool]) -> ProgramKey | None:
         """The program to run. It adds to host memory if an earlier micro-batch has written there.
 
         Returns None if the step was stopped before any sum changed.
         """
-        key = instruction.key
+        key = call.key
         assert key is not None
-        if key.writes is Target.DEVICE:
+        if not call.writes_host:
             return key
-        if not self._may_add(instruction.group, commit):
+        if not self._may_add(call.group, commit):
             return None
-        known = self.on_host.get(instruction.group)
-        if self._transport.is_summed_on_host(instruction.group, known):
+        known = self.on_host.get(call.group)
+        if self._transport.is_summed_on_host(call.group, known):
             return key.alone
         return key if known is None else key.onto_sum
 
-    def destinations(self, key: ProgramKey, group: int) -> list[list[jax.Array]]:
+    def destinations(self, call: Call, key: ProgramKey) -> Sequence[list[jax.Array]]:
         """The vectors that a program writes its gradient into, as one argument or none."""
-        if key.writes is Target.DEVICE and not key.stores:
-            return []
-        onto = self.on_host[group] if key.writes is Target.HOST_SUM else None
-        return [list(self._transport.destinations(group, onto))]
+        if not call.writes_host and not call.stores:
+            return ()
+        onto = self.on_host[call.group] if key.writes is Target.HOST_SUM else None
+        return [list(self._transport.destinations(call.group, onto))]
 
     def receive(
         self,
-        instruction: Instruction,
+        call: Call,
         key: ProgramKey,
         gradients: Any,
         norm: jax.Array | None,
         commit: Callable[[], bool],
     ) -> None:
-        """Stores the gradient that a program has returned; with `key.stores`, the vectors and what goes there."""
-        group = instruction.group
-        if not self._program.partition.segments[instruction.segment].trained:
+        """Stores the gradient that a program has returned; with `call.stores`, the vectors and what goes there."""
+        if not call.is_trained:
             return
+        group = call.group
         self.norms.note(group, norm)
-        if group in self._program.updated_on_device:
+        if call.stores:
+            stored = self.on_host[group] = self._transport.queued(*gradients)
+            self._note_offload(call.offload, group, stored)
+            return
+        if call.is_updated_on_device:
             self.kept.setdefault(group, []).append(gradients)
             self._note_kept(group, commit)
             return
-        if key.writes is not Target.DEVICE:
+        if call.writes_host:
             stored, known = self._transport.written(gradients), self.on_host.get(group)
             if key.writes is not Target.HOST_SUM and self._transport.is_summed_on_host(group, known):
                 stored = self._transport.add_on_host(group, known, stored)
             self.on_host[group] = stored
             return
-        if key.stores:
-            self.on_host[group] = self._transport.queued(*gradients)
-            return
         if group in self.sums and self._may_add(group, commit):
             gradients = _add_onto(self.sums.pop(group), gradients)
             self._are_sums.add(group)
-        self._pending[instruction.segment] = gradients
+        self._pending[call.segment] = gradients
+
+    def _note_offload(self, index: int, group: int, stored: HostGradient) -> None:
+        """Notes an offload that has been issued."""
+        if stored.copy is not None:
+            self.in_flight.add(index, stored.copy)
+        self.note_arrival(group)
 
     def _note_kept(self, group: int, commit: Callable[[], bool]) -> None:
         """Adds the gradient of a group to the sum of earlier micro-batches, or starts its norm, once it is whole."""
@@ -185,32 +193,29 @@ class StepGradients:
         """The gradients for an update on the device: for each of its groups one list for each use."""
         return [self.kept.pop(group, []) for group in unit.layers]
 
-    def offload(self, instruction: Instruction, mark: Any, commit: Callable[[], bool], waits: bool) -> None:
+    def offload(self, call: Call, mark: Any, commit: Callable[[], bool], waits: bool) -> None:
         """Offloads a gradient, or keeps it in the sums on the device.
 
         Args:
-          instruction: the offload.
+          call: the offload.
           mark: records when the copy starts and ends; None records nothing.
           commit: asks permission for an irreversible change.
           waits: whether to wait for the copy.
         """
-        group = instruction.group
+        group = call.group
         # A sum begun on the host, under another batch's plan, stays there. The bits are the same either way.
         if group in self._program.summed and not self._is_last and group not in self.on_host:
-            self.sums[group] = self._sum_of(group, self._pending.pop(instruction.segment))
+            self.sums[group] = self._sum_of(group, self._pending.pop(call.segment))
             return
         if not self._may_add(group, commit):
             return
-        if instruction.segment in self._pending:  # else the program has queued the copy
-            gradients, known = self._pending.pop(instruction.segment), self.on_host.get(group)
-            is_sum = group in self._are_sums
-            self.on_host[group] = self._transport.store(group, gradients, known, mark, is_sum)
-        stored = self.on_host[group]
+        gradients, known, is_sum = self._pending.pop(call.segment), self.on_host.get(group), group in self._are_sums
+        stored = self.on_host[group] = self._transport.store(group, gradients, known, mark, is_sum)
         if waits:
             jax.block_until_ready(self.gather(group))
-        elif stored.copy is not None:
-            self.in_flight.add(instruction.index, stored.copy)
-        self.note_arrival(group)
+            self.note_arrival(group)
+        else:
+            self._note_offload(call.index, group, stored)
 
     def _sum_of(self, group: int, gradients: Any) -> list[jax.Array]:
         """The sum on the device that ends with these gradients, or begins with them."""

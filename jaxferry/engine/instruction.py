@@ -50,6 +50,9 @@ class Operation(enum.Enum):
     NOTHING = "nothing"
     """A task whose work another instruction does."""
 
+    # An enumeration's own is a Python function, which the executor would call for each task.
+    __hash__ = object.__hash__
+
 
 @dataclasses.dataclass(frozen=True)
 class Drop:
@@ -127,6 +130,24 @@ class StepProgram:
     def keys(self) -> list[ProgramKey]:
         """The program of each place."""
         return [instruction.key for instruction in self.programs if instruction.key is not None]
+
+    @functools.cached_property
+    def queued(self) -> dict[int, int]:
+        """By segment, the OFFLOAD whose work its program does, since that queues the copy itself."""
+        queuing = {i.segment for i in self.programs if i.key is not None and i.key.stores}
+        offloads = [i for i in self.instructions if i.operation is Operation.OFFLOAD and i.segment in queuing]
+        return {instruction.segment: instruction.index for instruction in offloads}
+
+    @property
+    def trivial(self) -> list[int]:
+        """The tasks whose work other instructions do."""
+        nothing = [i.index for i in self.instructions if i.operation is Operation.NOTHING]
+        return [*nothing, *self.queued.values()]
+
+    @functools.cached_property
+    def num_uses(self) -> dict[int, int]:
+        """By group, the number of segments that read it."""
+        return dict(collections.Counter(segment.group for segment in self.partition.segments))
 
     @functools.cached_property
     def resident(self) -> frozenset[int]:

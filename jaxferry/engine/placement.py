@@ -154,7 +154,12 @@ class Placement:
         These run programs in a common pool of threads. Two such programs at a time could take all threads, each waiting
         for a part of itself that gets none.
         """
-        return jax.block_until_ready(made) if self.platform == "cpu" and self.num_devices > 1 else made
+        return jax.block_until_ready(made) if self.takes_turns else made
+
+    @property
+    def takes_turns(self) -> bool:
+        """See `in_turn`."""
+        return self.platform == "cpu" and self.num_devices > 1
 
     def put(self, graph: Graph, number: int, array: Any) -> Any:
         """Moves the batch or a constant, a value of this number, to the accelerators.

@@ -31,7 +31,9 @@ class TaskList:
         self.lanes = [task.lane for task in self.tasks]
         self.waiting: list[list[int]] = [[] for _ in range(count)]
         self.waiting_next: list[list[int]] = [[] for _ in range(count)]
-        self.after_previous = [(i, set(task.after_previous)) for i, task in enumerate(self.tasks) if task.after_previous]
+        self.after_previous = [
+            (i, set(task.after_previous)) for i, task in enumerate(self.tasks) if task.after_previous
+        ]
         self.num_waits = [0] * count
         self.orders: dict[Lane, list[int]] = {lane: [] for lane in Lane}
         before = _NONE

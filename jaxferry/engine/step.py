@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.engine.calls import Call, calls_of
 from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.gradients import StepGradients
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.instruction import Instruction, Operation, StepProgram
+from jaxferry.engine.instruction import Operation, StepProgram
 from jaxferry.engine.lanes import Lanes, StepRun
 from jaxferry.engine.norms import Norms
 from jaxferry.engine.placement import Placement
@@ -137,6 +139,11 @@ class RunnableStep:
     loads_ahead: tuple[int, ...] = ()
     is_first: bool = False
 
+    @functools.cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The instructions as the executor follows them."""
+        return calls_of(self.program, self.programs)
+
 
 class StepContext:
     """The data of one step in progress.
@@ -146,6 +153,8 @@ class StepContext:
       program: its instructions.
       state: the state that the step updates.
       work: the run of its tasks.
+      calls: the instructions as the executor follows them.
+      does_what_it_issues: whether each lane's thread does the work itself; on an accelerator, a thread only issues it.
       copies: its device copies.
       values: the values between programs, by number.
       offloaded: values that wait in pinned host memory for their backward.
@@ -169,7 +178,9 @@ class StepContext:
     def __init__(self, runnable: RunnableStep, state: TrainState, batch: Sequence[Any], copies: DeviceCopies) -> None:
         self.runnable, self.program, self.state, self.copies = runnable, runnable.program, state, copies
         placement, rules, accumulated = runnable.resources.placement, runnable.rules, state.accumulated
-        self._in_turn, self.values = placement.in_turn, self._given(batch)
+        self.calls, self.values = runnable.calls, self._given(batch)
+        self.does_what_it_issues = placement.is_cpu
+        self._waits = placement.is_cpu or placement.takes_turns
         self.offloaded: dict[int, jax.Array] = {}
         self.fetched: list[jax.Array] = []
         self.saved: dict[int, list[Any]] = {}
@@ -206,11 +217,6 @@ class StepContext:
         return values
 
     @property
-    def does_what_it_issues(self) -> bool:
-        """Whether each lane's thread does the work itself; on an accelerator, a thread only issues it."""
-        return self.runnable.resources.placement.is_cpu
-
-    @property
     def has_added(self) -> bool:
         """Whether sums of earlier micro-batches may have changed."""
         return self.gradients.has_added
@@ -222,18 +228,17 @@ class StepContext:
 
     def ran(self, made: Any) -> Any:
         """Waits for results if threads do the work themselves, so that errors surface before anything changes."""
-        return jax.block_until_ready(made) if self.does_what_it_issues else self._in_turn(made)
+        return jax.block_until_ready(made) if self._waits else made
 
     def mark(self, index: int) -> TaskMark | None:
         """Records when a task's copy starts and ends; None without a recorder."""
         return None if self.copies.marks is None else self.copies.marks.of(index)
 
-    def weights(self, instruction: Instruction) -> list[jax.Array]:
+    def weights(self, call: Call) -> list[jax.Array]:
         """The device arrays from which a program reads its group's parameters."""
-        copy = instruction.task.copy
-        if copy is None:
-            return self.state.resident[instruction.group].parameters()
-        return self.copies.parameters(copy)
+        if call.copy is None:
+            return self.state.resident[call.group].parameters()
+        return self.copies.parameters(call.copy)
 
     def cotangent(self, value: int) -> jax.Array:
         """The cotangent of a value; zeros if no later segment reads it."""
@@ -243,12 +248,12 @@ class StepContext:
         placement, graph = self.runnable.resources.placement, self.program.partition.graph
         return jnp.zeros(aval.shape, aval.dtype, device=placement.of(graph, aval))
 
-    def make_room(self, instruction: Instruction) -> None:
+    def make_room(self, call: Call) -> None:
         """Ensures that the offloads whose memory this program reuses have finished when the device runs it.
 
         On an accelerator an offload counts as ended once issued, so the device waits.
         """
-        for offload in instruction.offloads_awaited:
+        for offload in call.offloads_awaited:
             self.gradients.in_flight.hold_for(offload)
 
     def judged(self) -> tuple[bool, jax.Array | None]:
