@@ -29,7 +29,8 @@ Rules (the machine model; MemFerry, section IV-B):
   follows the group's last backward on the GPU, or waits for all gradients if the others do. Nothing of the group moves.
 - **Updates through the GPU** (`update: "gpu"`): once the group's gradient is whole on the device, masters and optimizer
   state go up, are updated there and go back down with the new compute copy, in subgroups (`jaxferry.streaming`). The
-  gradient never leaves. The next step's load (or DHA read) waits for the last transfer down.
+  gradient never leaves. The next step's load (or DHA read) waits for the last transfer down. Updates left after the
+  last backward run between the forwards of the next step (`jaxferry.late_updates`).
 - **Shared links**: where the profile says so, programs that read or write host memory take time of the links
   (`Task.read_s`, `Task.write_s`). Programs go first, and the transfers that follow in the list get what they leave
   (`jaxferry.simulate.shared_links`).
@@ -69,13 +70,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxferry.holdings import Holdings, as_updated, effective, gradient_flags, mode_codes, streamed, updated_on_device
+from jaxferry.late_updates import Forwards, LateUpdates
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.profiling.records import Profile, backward_variant
 from jaxferry.room import CROSSING_SLOTS, NO_WAIT, Demand, demand, load_order, waits
 from jaxferry.step_tasks import StepTasks
 from jaxferry.streaming import StateStreams, as_kept, kept_gradients, slots_bytes
-from jaxferry.tasks import Kind, Lane, Run, Schedule, Task, leading_loads, repeat
+from jaxferry.tasks import Kind, Lane, Run, Schedule, Task, dispatch_order, leading_loads, repeat
 
 __all__ = [
     "CROSSING_SLOTS",
@@ -84,6 +86,7 @@ __all__ = [
     "Run",
     "Schedule",
     "Task",
+    "dispatch_order",
     "leading_loads",
     "repeat",
     "schedule_chain",
@@ -253,6 +256,7 @@ class _StepBuilder:
         self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed(profile, plan)
         held, needs = step_demand(profile, plan)
         self.room = [int(layer) for layer in waits(held, needs, plan.memory_bytes or 0)[:, 0]]
+        self.left_bytes = max(int(needs.natural[0]), plan.memory_bytes or 0) - needs.forward[:, 0]
         self.save_s_a_byte, self.fetch_s_a_byte = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
         self.list = StepTasks(profile)
         self.copies = _Copies(profile, plan, self.list)
@@ -277,6 +281,7 @@ class _StepBuilder:
                 self.forward(layer, self.copies.for_forward(layer), ())
         for layer in order:
             self.copies.between(layer, self.forwards[layer])
+        num_forward_tasks = len(self.list.tasks)
         for layer in reversed(order):
             self.backward(layer)
         if self.plan.updates is Updates.AFTER_ALL:
@@ -285,10 +290,10 @@ class _StepBuilder:
                 self.update_on_device(layer, everything)
                 self.stream(layer, everything)
                 self.update(layer, everything)
-        self.streams.finish()
-        self.updates |= self.streams.ends
         for group in self.updates:
             self.refresh(group)
+        self.list_late_updates(num_forward_tasks)
+        self.updates |= self.streams.ends
         self.copies.free()
         self.wait_for_previous()
         groups = self.profile.groups
@@ -452,6 +457,31 @@ class _StepBuilder:
         group = self.profile.group_of[layer]
         if group in self.through_gpu and layer == self.profile.groups[group][0]:
             self.streams.add(group, after)
+
+    def list_late_updates(self, num_forward_tasks: int) -> None:
+        """Lists the updates through the GPU that run between the forwards of the next step."""
+        if self.streams.left_groups:
+            kept = kept_gradients(self.profile, self.through_gpu, self.plan.updates is Updates.AFTER_ALL)
+            sizes = dict.fromkeys(self.through_gpu, 0)
+            for layer, profile in enumerate(self.layers):
+                if self.profile.group_of[layer] in sizes and layer not in kept:
+                    sizes[self.profile.group_of[layer]] += profile.device_gradient_bytes
+            reads = dict((*self.copies.first_loads, *self.waits_for_update))
+            left_bytes = self.left_bytes - self.leaving_bytes()
+            forwards = Forwards(num_forward_tasks, reads, left_bytes.tolist())
+            LateUpdates(self.profile, self.list, self.streams, sizes).list(forwards)
+        for task, place in self.streams.late.items():
+            self.list.set(task, before=len(self.list.tasks) + place)
+
+    def leaving_bytes(self) -> np.ndarray:
+        """By layer, the gradients whose transfers may still be under way in its next forward, (layers,)."""
+        found, arrived = np.zeros(len(self.layers), dtype=np.int64), len(self.layers)
+        for layer in range(len(self.layers)):
+            members = self.profile.groups[self.profile.group_of[layer]]
+            # Its forward waits for the update, and that for these offloads and all before them on the link.
+            arrived = min([arrived, *(other for other in members if other in self.offloads)])
+            found[layer] = sum(self.layers[x].device_gradient_bytes for x in self.offloads if x < arrived)
+        return found
 
     def refresh(self, group: int) -> None:
         if group in self.copies.resident and group not in self.on_device:

@@ -11,13 +11,13 @@ latency; four of them keep a link busy during a backward of 20 to 40 ms and take
 (Deep Optimizer States, as the second opportunity of Breaking the Memory Wall, interleaves subgroups likewise.)
 
 The programs of the GPU run in the order of the list. So an update is listed before the first backward at whose start
-its state would have arrived in a step alone; after the last backward come all others. The next step's forwards thus
-wait for all updates of this one; a later place, between these forwards, is not planned.
+its state would have arrived in a step alone. Those left after the last backward run between the forwards of the next
+step (`jaxferry.late_updates`), the group that these need first in front.
 """
 
 import collections
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.step_tasks import StepTasks
@@ -94,6 +94,7 @@ class StateStreams:
 
     Attributes:
       ends: for each group whose last update is listed, the transfer that brings it down.
+      late: tasks that run in the next step, each with the index of the task there before which it runs.
     """
 
     def __init__(self, profile: Profile, tasks: StepTasks, load_s_a_byte: float, offload_s_a_byte: float):
@@ -104,16 +105,18 @@ class StateStreams:
         self._up: collections.deque[_Subgroup] = collections.deque()
         self._downs: list[int] = []
         self._num_ups = 0
+        self.late: dict[int, int] = {}
+        self._place: int | None = None
 
     def add(self, group: int, after: tuple[int, ...]) -> None:
         """Adds a group whose upload may start after these tasks."""
         count = num_subgroups(self._layer(group))
         self._waiting.extend(_Subgroup(group, index, count, after) for index in range(count))
-        self._fill_slots()
+        self.fill_slots()
 
-    def update_arrived(self) -> None:
-        """Lists the updates whose state has arrived by the time at which the GPU is free."""
-        while self._up and self.tasks.ends_s[self._up[0].up] <= self.tasks.free_s[Lane.GPU]:
+    def update_arrived(self, until_s: float = 0.0) -> None:
+        """Lists the updates whose state has arrived by the time at which the GPU is free, or by a later one."""
+        while self._up and self.tasks.ends_s[self._up[0].up] <= max(self.tasks.free_s[Lane.GPU], until_s):
             self._update()
 
     def finish(self, down_to: int = 0) -> None:
@@ -122,21 +125,51 @@ class StateStreams:
         for _ in range(max((number for number, layer in enumerate(first, 1) if layer >= down_to), default=0)):
             self._update()
 
-    def _fill_slots(self) -> None:
-        while self._waiting and self._num_ups < len(self._downs) + SLOTS:
+    def begin_late(self) -> None:
+        """All backwards are listed: what is left runs in the next step, first what its forwards need first."""
+        self._waiting = collections.deque(sorted(self._waiting, key=lambda each: (self.profile.groups[each.group], each.index)))
+        self._place = 0
+
+    def run_before(self, place: int) -> None:
+        """What is listed from now on runs before this task of the next step."""
+        self._place = place
+
+    def finish_group(self, group: int) -> None:
+        """Lists all updates up to the last one of a group."""
+        left = [each.group for each in (*self._up, *self._waiting)]
+        for _ in range(max((number for number, other in enumerate(left, 1) if other == group), default=0)):
+            self._update()
+
+    @property
+    def left_groups(self) -> list[int]:
+        """The groups whose last update is not listed yet, in the order of their updates."""
+        return [each.group for each in (*self._up, *self._waiting) if each.is_last]
+
+    @property
+    def next_up_s(self) -> float:
+        """The time of the next transfer up."""
+        return self._up_s(self._waiting[0]) if self._waiting else 0.0
+
+    def fill_slots(self, may_start: Callable[[], bool] = lambda: True) -> None:
+        """Lists transfers up while there are slots and one more may start."""
+        while self._waiting and self._num_ups < len(self._downs) + SLOTS and may_start():
             each = self._waiting.popleft()
             slot = self._downs[self._num_ups - SLOTS : self._num_ups - SLOTS + 1] if self._num_ups >= SLOTS else []
             layer = self._layer(each.group)
-            seconds = layer.state_up_s
-            seconds = layer.state_bytes * self.load_s_a_byte if seconds is None else seconds
-            task = self._emit(
-                Kind.STATE_UP, Lane.H2D, each, ("state_up_s", seconds), tuple(sorted({*each.after, *slot}))
-            )
+            waits = tuple(sorted({*each.after, *slot}))
+            task = self._emit(Kind.STATE_UP, Lane.H2D, each, ("state_up_s", self._up_s(each) * each.count), waits)
             self.tasks.add_bytes(task, start_bytes=part_bytes(layer.state_bytes, each.index, each.count))
             self._up.append(dataclasses.replace(each, up=task))
             self._num_ups += 1
 
+    def _up_s(self, each: _Subgroup) -> float:
+        layer = self._layer(each.group)
+        seconds = layer.state_bytes * self.load_s_a_byte if layer.state_up_s is None else layer.state_up_s
+        return seconds / each.count
+
     def _update(self) -> None:
+        if not self._up:
+            self.fill_slots()
         each = self._up.popleft()
         layer = self._layer(each.group)
         copy_bytes = part_bytes(layer.param_bytes, each.index, each.count)
@@ -154,7 +187,8 @@ class StateStreams:
         self._downs.append(down)
         if each.is_last:
             self.ends[each.group] = down
-        self._fill_slots()
+        if self._place is None:
+            self.fill_slots()
 
     def _emit(
         self, kind: Kind, lane: Lane, each: _Subgroup, duration: tuple[str, float], after: tuple[int, ...]
@@ -166,6 +200,8 @@ class StateStreams:
         if each.count > 1:
             name = f"{self.tasks.tasks[task].name} {each.index + 1}/{each.count}"
             self.tasks.set(task, name=name, subgroup=each.index, num_subgroups=each.count)
+        if self._place is not None:
+            self.late[task] = self._place
         return task
 
     def _layer(self, group: int) -> LayerProfile:

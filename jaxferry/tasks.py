@@ -5,6 +5,7 @@ Simulator and engine consume the same list of tasks, see `jaxferry.schedule`.
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 
 class Lane(enum.StrEnum):
@@ -59,6 +60,8 @@ class Task:
       duration_s: seconds.
       after: indices of tasks in the same list that must have ended; all are lower than its own.
       after_previous: indices of tasks of the previous step that must have ended. The first step waits for none.
+      before: on its lane it runs before the task with this index in the endless list of all steps, that is, between
+        tasks of the next step. None: in the order of the list. Without a next step, it follows all others.
       start_bytes: device memory allocated as it starts.
       end_bytes: device memory freed as it ends.
       workspace_bytes: further device memory that it needs while it runs.
@@ -81,6 +84,7 @@ class Task:
     duration_s: float
     after: tuple[int, ...] = ()
     after_previous: tuple[int, ...] = ()
+    before: int | None = None
     start_bytes: int = 0
     end_bytes: int = 0
     workspace_bytes: int = 0
@@ -104,7 +108,7 @@ class Schedule:
     """The tasks of one step, or of a chain of steps.
 
     Attributes:
-      tasks: in dispatch order: each task comes after everything that it waits for.
+      tasks: in dispatch order, but for `Task.before`: each task comes after everything that it waits for.
       resident_bytes: device memory that RESIDENT copies hold all the time.
       steps: the number of steps in `tasks`.
       updates_by_need: whether the host picks, of the updates that could start, the one whose parameters the next
@@ -143,6 +147,7 @@ def repeat(step: Schedule, steps: int) -> Schedule:
                 task,
                 after=tuple(index + offset for index in task.after)
                 + tuple(index + offset - size for index in task.after_previous),
+                before=None if task.before is None else task.before + offset,
                 copy=None if task.copy is None else task.copy + offset,
                 step=number,
             )
@@ -151,13 +156,53 @@ def repeat(step: Schedule, steps: int) -> Schedule:
     return dataclasses.replace(step, tasks=tuple(tasks), steps=steps)
 
 
+def dispatch_order(tasks: Sequence[Task], ahead: int = 0) -> list[int]:
+    """Indices of the tasks in the order in which lanes run them.
+
+    Args:
+      tasks: of one step, or of a chain of steps.
+      ahead: subtracted from `Task.before`: the number of tasks, if those of the previous step run among these.
+    """
+
+    def place(index: int) -> tuple[int, bool]:
+        before = tasks[index].before
+        return (index, True) if before is None else (before - ahead, False)
+
+    return sorted(range(len(tasks)), key=place)
+
+
+def in_one_period(step: Schedule) -> Schedule:
+    """What runs in one period of an endless chain: tasks that the step leaves to the next one are those of the last.
+
+    Times of the chain, and so its period, are the same, but for its beginning.
+    """
+    if all(task.before is None for task in step.tasks):
+        return step
+    order = dispatch_order(step.tasks, len(step.tasks))
+    place = {index: number for number, index in enumerate(order)}
+    is_late = [task.before is not None for task in step.tasks]
+    tasks = []
+    for index in order:
+        task = step.tasks[index]
+        waits = [(other, is_late[index] - is_late[other]) for other in task.after]
+        waits += [(other, 1 + is_late[index] - is_late[other]) for other in task.after_previous]
+        after = tuple(place[other] for other, periods in waits if periods == 0)
+        earlier = tuple(place[other] for other, periods in waits if periods == 1)
+        assert len(after) + len(earlier) == len(waits)
+        assert all(other < place[index] for other in after)
+        copy = None if task.copy is None else place[task.copy]
+        tasks.append(dataclasses.replace(task, after=after, after_previous=earlier, before=None, copy=copy))
+    return dataclasses.replace(step, tasks=tuple(tasks))
+
+
 def leading_loads(step: Schedule) -> tuple[int, ...]:
     """The first tasks of the link up that wait, within their own step, only for each other.
 
-    They can run before their step is called.
+    They can run before their step is called. Tasks that the previous step leaves to this one run first.
     """
     leading: list[int] = []
-    for index, task in enumerate(step.tasks):
+    left = [task.before - len(step.tasks) for task in step.tasks if task.before is not None and task.lane is Lane.H2D]
+    for index, task in enumerate(step.tasks[: min(left, default=None)]):
         if task.lane is Lane.H2D:
             if task.kind not in (Kind.LOAD, Kind.RELOAD) or not set(task.after) <= set(leading):
                 break

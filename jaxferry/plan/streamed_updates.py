@@ -1,22 +1,21 @@
 """Plans that stream the updates of some groups through the GPU, and may keep the state of others there.
 
-A candidate has streamed groups, groups that stay on the device, and modes, gradients and recomputation of one start.
+A candidate has groups that stay on the device, streamed groups, and modes, gradients and recomputation of one start.
 
-- Streamed groups are the last k ones with a gradient, or k of them spread evenly. The last ones have their gradients
-  first, so that most of their stream passes during the backward.
-- Groups that stay on the device are the first m of the others in forward order.
+- Groups that stay are the first m ones in forward order, the streamed ones the k that follow. The host updates the last
+  ones: their gradients come first and their parameters are needed last, so it works almost all the time, while a stream
+  takes little longer than its transfers. k makes the busiest lane's work the least.
 - A start is a plan that the search without such updates found, or one mode for all layers.
 - A backward waits for the updates that free its room, or for none.
 
-Each candidate has a lower bound on its time, mostly its busiest lane, and an estimate of its memory. Those that others
-beat in both are left out, `_FRONTS` times over. None of this depends on the budget, which only picks the fastest one
-that fits; so more memory is never slower. Candidates are simulated in the order of their bounds, until no other can be
-faster. One that could not gain `LEAST_GAIN` over plans that need no more memory is left out too.
+Each candidate has a lower bound on its time and an estimate of its memory. Those that others beat in both are left out,
+`_FRONTS` times over. None of this depends on the budget, which only picks the fastest one that fits; so more memory is
+never slower. Candidates are simulated in the order of their bounds, until no other can be faster. One that could not
+gain `LEAST_GAIN` over plans that need no more memory is left out too.
 """
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,12 +28,14 @@ from jaxferry.plan.order import best_order
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, plan_of
 from jaxferry.profiling.records import Profile
-from jaxferry.schedule import needed_bytes, step_demand
+from jaxferry.schedule import Lane, needed_bytes, step_demand
+from jaxferry.streaming import num_subgroups, slots_bytes
 
 LEAST_GAIN = 0.02
 """The least gain for which a plan with streamed updates is worth a simulation."""
 
-_POINTS, _LEAST_POINTS = 8, 2
+_POINTS, _LEAST_POINTS = 48, 2
+_BESIDE = 1
 _STARTS = 4
 _FRONTS = 2
 _EXACT = 1e-12
@@ -64,11 +65,8 @@ class StreamedUpdateSearch:
         chosen = np.unique(np.linspace(0, max(len(starts) - 1, 0), _STARTS).astype(int))
         self.starts = [starts[number] for number in chosen] if starts else []
         self.starts += self._uniform()
-        pairs = self._choices()
-        candidates = [
-            _Candidate(start, *groups, fills)
-            for start, groups, fills in itertools.product(range(len(self.starts)), pairs, (False, True))
-        ]
+        pairs = ((number, *groups) for number in range(len(self.starts)) for groups in self._choices(number))
+        candidates = [_Candidate(*each, fills) for each in pairs for fills in ((False, True) if each[1] else (False,))]
         rows = [(self._bound_s(each), self._estimated_bytes(each), each) for each in candidates]
         self.bounded = sorted(_fronts(rows), key=lambda row: row[:2])
 
@@ -101,29 +99,40 @@ class StreamedUpdateSearch:
 
     def _estimated_bytes(self, each: _Candidate) -> int:
         layers, groups = self.profile.layers, self.profile.groups
-        first = [layers[groups[group][0]] for group in each.on_device]
+        stays = [(layers[groups[group][0]], self.starts[each.start].modes[groups[group][0]]) for group in each.on_device]
+        more = sum(x.state_bytes + x.param_bytes * (mode not in (GFGB, RESIDENT)) for x, mode in stays)
         gradients = [layers[member].device_gradient_bytes for group in each.through_gpu for member in groups[group]]
-        more = sum(gradients) if each.fills_memory else max(gradients)
-        return self._start_bytes[each.start] + sum(x.state_bytes + x.param_bytes for x in first) + more
+        more += sum(gradients) if each.fills_memory else max(gradients, default=0)
+        return self._start_bytes[each.start] + more + slots_bytes(self.profile, each.through_gpu)
 
     @functools.cached_property
     def _start_bytes(self) -> list[int]:
         plans = [plan_of(self.policy, 1.0, self.profile, start) for start in self.starts]
         return [needed_bytes(self.profile, plan) for plan in plans]
 
-    def _choices(self) -> list[tuple[frozenset[int], frozenset[int]]]:
-        """Pairs of streamed groups and groups that stay on the device."""
-        groups, num_layers = streamable_groups(self.profile), len(self.profile.layers)
-        points = np.unique(np.linspace(1, len(groups), fewer(_POINTS, num_layers, _LEAST_POINTS)).astype(int))
-        spread = [np.unique(np.linspace(0, len(groups) - 1, count).astype(int)) for count in points[::2]]
-        sets = [frozenset(groups[-count:]) for count in points]
-        sets += [frozenset(groups[index] for index in each) for each in spread]
+    def _choices(self, start: int) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """Pairs of streamed groups and groups that stay on the device, for one start."""
+        may_stay, may_stream = updatable_groups(self.profile), streamable_groups(self.profile)
+        on_host, streamed, stays = (self._lanes_s(start, choice) for choice in _CHOICES)
+        more_s = np.zeros((len(may_stream) + 1, len(Lane)))
+        np.cumsum((streamed - on_host)[may_stream], axis=0, out=more_s[1:])
+        counts = np.unique(np.linspace(0, len(may_stay), fewer(_POINTS, len(self.profile.layers), _LEAST_POINTS)))
         pairs = []
-        for through_gpu in dict.fromkeys(sets):
-            others = [group for group in updatable_groups(self.profile) if group not in through_gpu]
-            counts = np.unique(np.linspace(0, len(others), fewer(_POINTS, num_layers, _LEAST_POINTS)).astype(int))
-            pairs += [(through_gpu, frozenset(others[:count])) for count in counts]
-        return pairs
+        for count in counts.astype(int):
+            chosen, first = may_stay[:count], int(np.isin(may_stream, may_stay[:count]).sum())
+            lanes_s = on_host.sum(axis=0) + (stays - on_host)[chosen].sum(axis=0)
+            busiest_s = (lanes_s + more_s[first:] - more_s[first]).max(axis=1)
+            best = int(busiest_s.argmin())
+            for number in range(max(best - _BESIDE, 0), min(best + _BESIDE, len(busiest_s) - 1) + 1):
+                pairs.append((frozenset(may_stream[first : first + number]), frozenset(chosen)))
+        return [pair for pair in dict.fromkeys(pairs) if any(pair)]
+
+    def _lanes_s(self, start: int, choice: "_Choice") -> np.ndarray:
+        """Seconds of each group on each lane, (groups, lanes), if all groups have the same choice."""
+        layers_s = self._work_s(start, *choice)
+        found = np.zeros((len(self.profile.groups), len(Lane)))
+        np.add.at(found, np.array(self.profile.group_of), layers_s)
+        return found
 
     def _known_s(self, num_bytes: int) -> float:
         """The least time of the known plans that need no more memory."""
@@ -157,26 +166,31 @@ class StreamedUpdateSearch:
         plan, num_bytes = self._plan(each)
         return Placed(*best_order(self.profile, plan), num_bytes)
 
-    def _bound_s(self, each: _Candidate) -> float:
-        """The steady step is no less: each lane's work, or the GPU's work up to a gradient and then the stream.
+    def _work_s(self, start: int, streams: np.ndarray | bool, stays: np.ndarray | bool) -> np.ndarray:
+        """Seconds of each layer on GPU, H2D, D2H and host, (layers, lanes), with flags of the layers' groups."""
+        costs, given = self._costs, self._start_costs[start]
+        on_host = given.grad_on_host & ~(streams | stays)
+        backward_s = np.where(stays, given.loaded_s, np.where(on_host, given.backward_go_s, given.backward_s))
+        gpu_s = np.where(stays, costs.forward_s, given.forward_s) + backward_s + costs.update_gpu_s * (streams | stays)
+        up_s = np.where(stays, 0.0, given.load_s) + costs.up_s * streams
+        down_s = np.where(on_host | streams | stays, 0.0, costs.offload_s) + costs.down_s * streams
+        return np.stack([gpu_s, up_s, down_s, costs.update_s * ~(streams | stays)], axis=1)
 
-        The next step's programs wait for all updates of the stream, and no state goes up before its gradient exists.
+    def _bound_s(self, each: _Candidate) -> float:
+        """The steady step is no less: the work of each lane, and two loops.
+
+        A group's next forward waits for its stream, and that for the backwards of all layers from the group on, which
+        wait for its forward; or of all layers if updates wait for all gradients. Likewise for the updates on the host:
+        those of the layers up to some one start after its backward, and the last of them belongs to one of these.
         """
-        costs, start = self._costs, self._start_costs[each.start]
+        costs = self._costs
         streams, stays = costs.members(each.through_gpu), costs.members(each.on_device)
-        on_host = start.grad_on_host & ~streams & ~stays
-        forward_s = float(np.where(stays, costs.forward_s, start.forward_s).sum())
-        backward_s = np.where(stays, start.loaded_s, np.where(on_host, start.backward_go_s, start.backward_s))
-        up_s, down_s = costs.up_s * streams, costs.down_s * streams
-        until_s = np.cumsum(backward_s[::-1])[::-1]
-        until_s = np.full_like(until_s, until_s[0]) if self.profile.updates_after_all else until_s
-        stream_s = float(np.where(up_s > 0, until_s + np.cumsum(up_s), 0.0).max())
-        gpu_s = float(backward_s.sum() + (costs.update_gpu_s * (streams | stays)).sum())
-        load_s = float((start.load_s * ~stays).sum() + up_s.sum())
-        offload_s = float((costs.offload_s * ~(on_host | streams | stays)).sum() + down_s.sum())
-        elsewhere = each.through_gpu | each.on_device
-        host_s = sum(s for group, s in enumerate(self.profile.group_update_s) if group not in elsewhere)
-        return max(host_s, forward_s + max(gpu_s, stream_s), load_s, offload_s)
+        work_s = self._work_s(each.start, streams, stays)
+        programs_s = work_s[:, 0] - costs.update_gpu_s * (streams | stays)
+        loop_s = np.cumsum(programs_s[::-1])[::-1]
+        stream_s = np.where(streams, loop_s + costs.up_s + (costs.update_gpu_s + costs.down_s) / costs.num_subgroups, 0)
+        host_s = np.where(work_s[:, 3] > 0, loop_s + np.cumsum(work_s[:, 3]), 0.0)
+        return max(float(x) for x in (work_s.sum(axis=0).max(), (stream_s * costs.is_first).max(), host_s.max()))
 
     @functools.cached_property
     def _costs(self) -> "_Costs":
@@ -207,8 +221,10 @@ class _Costs:
 
     def __init__(self, profile: Profile):
         layers, self.group_of = profile.layers, np.array(profile.group_of)
-        first = np.zeros(len(layers), dtype=bool)
+        self.is_first = first = np.zeros(len(layers), dtype=bool)
         first[[members[0] for members in profile.groups]] = True
+        self.num_subgroups = np.array([num_subgroups(layer) for layer in layers])
+        self.update_s = first * np.array([profile.group_update_s[group] for group in profile.group_of])
         self.forward_s = np.array([layer.forward_s + layer.inter_forward_s for layer in layers])
         self.offload_s = np.array([layer.offload_s for layer in layers])
         self.update_gpu_s = first * np.array([layer.update_gpu_s or 0.0 for layer in layers])
@@ -246,8 +262,14 @@ class _StartCosts:
             ]
             loaded_s = layer.inter_backward_s + layer.backward_for(False, False, bool(again))
             forward_s = layer.inter_forward_s + (layer.forward_dha_s if by_dha else layer.forward_s)
-            rows.append((forward_s, *backward_s, loaded_s, layer.load_s if loads else 0.0))
+            reads_s = (by_dha * layer.forward_read_s) + (mode == DHA) * layer.backward_reads_for(bool(again))
+            twice = own and mode == RELOAD and (layer.backward_reads or again) and not layer.fused_backward
+            load_s = layer.load_s * (1 + twice) if loads else reads_s
+            rows.append((forward_s, *backward_s, loaded_s, load_s))
         return cls(on_host, *np.array(rows).T)
 
 
 _KIND = (Loads.LAYERWISE, Updates.OVERLAPPED)
+_Choice = tuple[np.ndarray | bool, np.ndarray | bool]
+_CHOICES: tuple[_Choice, ...] = ((np.False_, np.False_), (np.True_, np.False_), (np.False_, np.True_))
+"""Updates on the host, through the GPU, and on the device."""

@@ -30,7 +30,9 @@ _UPDATES = (Kind.UPDATE, Kind.STATE_DOWN)
 def run(schedule: Schedule) -> Run:
     """Runs all tasks, and those that `shared_links` adds."""
     schedule = with_link_work(schedule)
-    starts, ends = Chain(schedule).run_step()
+    chain = Chain(schedule)
+    starts, ends = chain.run_step()
+    chain.finish()
     return Run(schedule, tuple(starts), tuple(ends))
 
 

@@ -81,7 +81,8 @@ def simulate_schedule(profile: Profile, step: Schedule) -> Simulation:
     step = with_link_work(step)
     chain = Chain(step)
     steps = [chain.run_step() for _ in range(CHAIN_STEPS)]
-    first = machine.Run(step, tuple(steps[0][0]), tuple(steps[0][1]))
+    chain.finish()
+    first = machine.run(step)
     return Simulation(
         forward_s=machine.forward_s(first),
         step_s=machine.step_s(first),

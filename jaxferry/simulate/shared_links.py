@@ -27,12 +27,14 @@ def with_link_work(step: Schedule) -> Schedule:
         return step
     tasks: list[Task] = []
     new_index: list[int] = []
+    places: list[int] = []
     on_gpu: tuple[int, ...] = ()
 
     def moved(indices: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(new_index[index] for index in indices)
 
     for index, task in enumerate(step.tasks):
+        places.append(len(tasks))
         if task.read_s:
             tasks.append(_link_task(task, Kind.READ, Lane.H2D, ("read_s", task.read_s), ()))
         new_index.append(len(tasks))
@@ -42,9 +44,12 @@ def with_link_work(step: Schedule) -> Schedule:
             waits = moved(tuple(dict.fromkeys((*task.after, *on_gpu))))
             tasks.append(_link_task(task, Kind.WRITE, Lane.D2H, ("write_s", task.write_s), waits))
         on_gpu = (index,) if task.lane is Lane.GPU else on_gpu
-    for index, task in enumerate(tasks):  # the previous step's tasks have their new indices only now
+    for index, task in enumerate(tasks):  # tasks of other steps have their new indices only now
         if task.after_previous:
             tasks[index] = dataclasses.replace(task, after_previous=moved(task.after_previous))
+        if task.before is not None:
+            steps, place = divmod(task.before, len(places))
+            tasks[index] = dataclasses.replace(tasks[index], before=steps * len(tasks) + places[place])
     return dataclasses.replace(step, tasks=tuple(tasks))
 
 

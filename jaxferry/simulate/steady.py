@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from jaxferry.simulate.chain import Chain
 from jaxferry.simulate.shared_links import with_link_work
-from jaxferry.tasks import Lane, Schedule
+from jaxferry.tasks import Lane, Schedule, in_one_period
 
 STEPS_BY_NEED = (8, 24)
 """With updates by need, the steady step is the mean time between these steps of a chain."""
@@ -27,7 +27,7 @@ _ROUNDING = 1e-14
 
 def steady_step_s(step: Schedule) -> float:
     """Seconds a step in an endless chain of this step; exact for any transient, without updates by need."""
-    step = with_link_work(step)
+    step = in_one_period(with_link_work(step))
     return _measured_s(step) if step.updates_by_need else _Search(step).largest_mean_s()
 
 

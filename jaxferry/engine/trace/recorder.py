@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.trace.marks import StepMarks
-from jaxferry.schedule import Lane, Run, Schedule, repeat
+from jaxferry.schedule import Lane, Run, Schedule, dispatch_order, repeat
 
 
 class Recorder:
@@ -69,7 +69,8 @@ def on_the_device(
       known: observed starts and ends of tasks of the other lanes; NaN if not observed.
     """
     starts, ends, lane_ends = list(starts_s), list(ends_s), dict.fromkeys(Lane, -math.inf)
-    for index, task in enumerate(schedule.tasks):
+    for index in dispatch_order(schedule.tasks):
+        task = schedule.tasks[index]
         starts[index] = max([starts[index], *(ends[earlier] for earlier in task.after)])
         if task.lane is Lane.HOST:
             ends[index] = max(ends[index], starts[index])
