@@ -10,7 +10,8 @@ from jaxferry.engine import RematVariants
 from jaxferry.engine.facts import with_program_facts, with_sum_bytes, without_times
 from jaxferry.engine.lower import summed_groups
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.modes import Mode
+from jaxferry.granularity import plan_finest
+from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.options import Options
 from jaxferry.partition import AUTO, Partition
 from jaxferry.plan.base import Request
@@ -101,8 +102,8 @@ def with_updates_on_device(
     """
     machine, layers, is_together = known_machine(device_kind), [], profile.updates_together
     load_s_a_byte, offload_s_a_byte = fetch_seconds_a_byte(profile), save_seconds_a_byte(profile)
-    for layer, segment in zip(profile.layers, parts.segments, strict=True):
-        seconds, group = layer.update_gpu_s, parts.layers[segment.group]
+    for layer, use in zip(profile.layers, parts.uses, strict=True):
+        seconds, group = layer.update_gpu_s, parts.layers[use.group]
         if seconds is None and machine is not None and profile.has_times:
             seconds = update_on_device_s(group.trained.num_parameters, machine)
         may_update = has_own_memory and state_bytes is not None and group.name in state_bytes
@@ -121,9 +122,9 @@ def with_updates_on_device(
 
 
 def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan:
-    """Chooses the modes of the segments.
+    """Chooses the modes of the layers.
 
-    A given plan is used for exactly these segments. Without plan and policy, every layer is loaded once (GFGB), and the
+    A given plan is used for exactly these layers. Without plan and policy, every layer is loaded once (GFGB), and the
     reserve factor alone chooses gradients. If no plan of a policy fits into the memory budget, the policy plans for its
     smallest feasible budget instead: the engine counts exact bytes afterwards.
 
@@ -145,10 +146,33 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
             )
         return _as_run(options.plan, profile)
     if policy is None:
-        layers = tuple(LayerPlan(segment.name, Mode.GFGB) for segment in parts.segments)
+        layers = tuple(LayerPlan(use.name, Mode.GFGB) for use in parts.uses)
         plan = Plan("native-overlapped", 1.0, layers, update_order=UpdateOrder.NEED)
         return _as_run(with_update_order(profile, plan), profile)
     return _plan_within(variants, options, profile, policy, options.memory_budget_bytes)
+
+
+def best_granularity(variants: RematVariants, options: Options, profile: Profile) -> str:
+    """How fine layers should be: what a given plan or profile names, else what is faster for the policy.
+
+    Args:
+      variants: the segments, cut into layers of modules.
+      options: those of the training step.
+      profile: of these layers, estimated.
+    """
+    policy = _policy_of(options)
+    if options.given_names:
+        return MODULE if list(options.given_names) == [use.name for use in variants.base.uses] else BLOCK
+    if policy is None or not profile.has_times or not any(use.place for use in variants.base.uses):
+        return BLOCK
+    request = Request(options.reserve_factor, options.memory_budget_bytes)
+    profile = _may_recompute(variants, profile)
+    try:
+        chosen, _ = plan_finest(profile, policy, request, FASTER)
+    except BudgetError as error:
+        smallest = dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes)
+        chosen, _ = plan_finest(profile, policy, smallest, FASTER)
+    return MODULE if chosen is profile else BLOCK
 
 
 def leanest_plan(variants: RematVariants, options: Options, profile: Profile) -> Plan | None:
@@ -166,12 +190,18 @@ def _plan_within(
     variants: RematVariants, options: Options, profile: Profile, policy: str, budget_bytes: int | None
 ) -> Plan:
     """The policy's plan within a budget, or within its smallest feasible one if that is larger."""
-    profile = profile.only_recomputing([segment.remat == AUTO for segment in variants.base.segments])
+    profile = _may_recompute(variants, profile)
     request = Request(options.reserve_factor, budget_bytes)
     try:
         return plan_for(profile, policy, request)
     except BudgetError as error:
         return plan_for(profile, policy, dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes))
+
+
+def _may_recompute(variants: RematVariants, profile: Profile) -> Profile:
+    """The profile for plans that recompute only where the options leave it to them."""
+    segments, uses = variants.base.segments, variants.base.uses
+    return profile.only_recomputing([use.place == 0 and segments[use.segment].remat == AUTO for use in uses])
 
 
 def _policy_of(options: Options) -> str | None:
@@ -204,10 +234,10 @@ def _machine_of(device_kind: str) -> Machine:
 
 
 def _check_names(what: str, given: Plan | Profile, parts: Partition) -> None:
-    names, segments = [layer.name for layer in given.layers], [segment.name for segment in parts.segments]
-    if names != segments:
-        differing = next((n for n in [*segments, *names] if n not in segments or n not in names), "their order")
+    names, uses = [layer.name for layer in given.layers], [use.name for use in parts.uses]
+    if names != uses:
+        differing = next((n for n in [*uses, *names] if n not in uses or n not in names), "their order")
         raise InputError(
-            f"the {what} is for another model: it has {len(names)} layers, the model {len(segments)} segments, and "
+            f"the {what} is for another model: it has {len(names)} layers, the model {len(uses)}, and "
             f"they differ in {differing!r}"
         )

@@ -36,10 +36,16 @@ def flags_of(profile: Profile, key: str) -> np.ndarray:
     return np.array([bool(getattr(layer, key)) for layer in profile.layers])[:, None]
 
 
+def of_program(profile: Profile, recomputes: np.ndarray) -> np.ndarray:
+    """Whether each layer's backward runs its forward again, (layers, ...): the first layer of a program decides."""
+    return recomputes[[first for first, _ in profile.program_ends]]
+
+
 def reads_back(profile: Profile, recomputes: np.ndarray | None) -> np.ndarray:
     """Whether each backward reads parameters, (layers, plans or 1): one that runs its forward again always does."""
     reads = flags_of(profile, "backward_reads")
-    return (reads if recomputes is None else reads | recomputes) & flags_of(profile, "has_backward")
+    again = reads if recomputes is None else reads | of_program(profile, recomputes)
+    return again & flags_of(profile, "has_backward")
 
 
 def effective_codes(

@@ -30,12 +30,12 @@ class Forwards:
 
     Attributes:
       num_tasks: how many these are; they lead the list.
-      reads: the tasks that wait for the previous step's update of a group, with that group.
+      reads: the tasks that wait for the previous step's updates of groups, with these groups.
       left_bytes: by layer, what its forward leaves of device memory for gradients of the previous step.
     """
 
     num_tasks: int
-    reads: Mapping[int, int]
+    reads: Mapping[int, Sequence[int]]
     left_bytes: Sequence[int]
 
 
@@ -64,8 +64,8 @@ class LateUpdates:
             if not self.streams.left_groups:
                 return
             self.streams.run_before(index)
-            if index in forwards.reads:
-                self.streams.finish_group(forwards.reads[index])
+            for group in forwards.reads.get(index, ()):
+                self.streams.finish_group(group)
             if task.lane is Lane.GPU:
                 self._before_program(task, forwards.left_bytes)
             self._go_up(following, index, users)

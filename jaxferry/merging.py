@@ -31,7 +31,7 @@ def merges_of_small(parts: Partition, machine: Machine) -> tuple[Merge, ...]:
     lookup tables, stay alone.
 
     Args:
-      parts: the segments.
+      parts: the segments, of one group each.
       machine: the machine's figures.
     """
     costs = estimate_profile(partition_costs(parts, None), machine).layers
@@ -60,17 +60,18 @@ def _lanes_s(costs: LayerProfile) -> tuple[float, ...]:
 
 def _runs_of_small(parts: Partition, costs: Sequence[LayerProfile], issue_s: float) -> Iterator[list[int]]:
     """Consecutive groups, each run no longer than it takes to reach the time of issuing."""
-    uses = collections.Counter(segment.group for segment in parts.segments)
-    uses.update(segment.group for segment in parts.segments if _looks_up(segment))
+    uses = collections.Counter(use.group for use in parts.uses)
+    uses.update(segment.groups[0] for segment in parts.segments if _looks_up(segment))
     most_bytes = sum(layer.num_bytes for layer in parts.layers) / _LEAST_SEGMENTS
     run: list[int] = []
     run_s = run_bytes = 0.0
     for segment, of_segment in zip(parts.segments, costs, strict=True):
-        size, is_alone = parts.layers[segment.group].num_bytes, uses[segment.group] > 1
+        [group] = segment.groups
+        size, is_alone = parts.layers[group].num_bytes, uses[group] > 1
         if run and (is_alone or run_s >= issue_s or run_bytes + size > most_bytes):
             yield run
             run, run_s, run_bytes = [], 0.0, 0
-        run, run_s, run_bytes = [*run, segment.group], run_s + max(_lanes_s(of_segment)), run_bytes + size
+        run, run_s, run_bytes = [*run, group], run_s + max(_lanes_s(of_segment)), run_bytes + size
         if is_alone:
             yield run
             run, run_s, run_bytes = [], 0.0, 0

@@ -45,3 +45,8 @@ class Remat(enum.StrEnum):
     """All residuals of its backward: the profile's `activation_bytes`."""
     FULL = "full"
     """Only its inputs: its backward runs its forward again."""
+
+
+BLOCK, MODULE, FASTER = "block", "module", "auto"
+GRANULARITIES = (BLOCK, MODULE, FASTER)
+"""How fine layers are: all parameters between two cuts, those of one module, or whichever is faster."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxferry.engine.loss_scale import LossScale
 from jaxferry.errors import InputError
+from jaxferry.modes import BLOCK, GRANULARITIES
 from jaxferry.partition import Trainable, check_remat
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy
@@ -48,6 +49,7 @@ class Options:
     offload_activations: bool = False
     cached_shapes: int = CACHED_SHAPES
     merge_small: bool = True
+    granularity: str = BLOCK
     takes_device_budget: bool = True
 
     def on(self, memory_bytes: int | None) -> Options:
@@ -82,6 +84,7 @@ def read_options(
     offload_activations: Any = False,
     cached_shapes: Any = CACHED_SHAPES,
     merge_small: Any = True,
+    granularity: Any = BLOCK,
 ) -> Options:
     """Checks the arguments of `train_step`; reads plan and profile if they are files.
 
@@ -112,6 +115,7 @@ def read_options(
         offload_activations=_read_flag(offload_activations, "offload_activations"),
         cached_shapes=_read_count(cached_shapes, 1, "cached_shapes must be a number of shapes"),
         merge_small=_read_flag(merge_small, "merge_small"),
+        granularity=_read_granularity(granularity),
     )
 
 
@@ -137,6 +141,12 @@ def _read_count(value: Any, least: int, rule: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InputError(f"{rule}, {least} or more, got {value!r}")
     return value
+
+
+def _read_granularity(value: Any) -> str:
+    if value not in GRANULARITIES:
+        raise InputError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {value!r}")
+    return str(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -70,7 +70,7 @@ def _moved_bytes(prepared: Prepared, task: Task, batch: int, is_last: bool) -> i
     Before the last micro-batch, sums stay on the device, and nothing is updated. After the first, copies that stay are
     not loaded again.
     """
-    layer, group = prepared.profile.layers[task.segment], prepared.partition.segments[task.segment].group
+    layer, group = prepared.profile.layers[task.segment], prepared.partition.uses[task.segment].group
     if not is_last and (task.kind in _OF_UPDATES or (task.kind is Kind.OFFLOAD and group in prepared.program.summed)):
         return 0
     if group in prepared.program.kept and (task.kind is Kind.RELOAD or (task.kind is Kind.LOAD and batch)):

@@ -5,6 +5,8 @@ which it would not fit into device memory. All counts here are worst cases, sinc
 may exist once its load can start, and a gradient may be outstanding until some program has waited for it.
 
 Names: a **place** is a program's position in the step. Layer l's forward has place l, its backward place 2L - 1 - l.
+Layers of one program (`shares_program`) have neighbouring places: the first of them waits for all, and the last of them
+ends the program. So their copies stay, and their gradients leave, from there on.
 
 - `copy_bytes`: bytes of copies that may exist at each place.
 - `Demand.natural`: the most memory that the step needs in any case: the only outstanding gradient is the program's own.
@@ -33,7 +35,7 @@ from typing import Self
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, flags_of
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, flags_of, of_program
 from jaxferry.profiling.records import LayerProfile, Profile
 
 CROSSING_SLOTS = 2
@@ -101,22 +103,22 @@ def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
       after_all: whether `updates` is "after-all".
     """
     size = held.num_layers
-    layer = np.arange(size)[:, None]
+    first, last = _program_ends(held.profile)
     first_wait, second_wait = _slot_waits(held)
     order = load_order(held.profile, bulk)
     first_start = _in_link_order(np.where(held.loads_forward, first_wait, 0), order)
     link = first_start.max(axis=0)
-    between = np.where(held.loads_between, layer + 1, 0)
+    between = np.where(held.loads_between, last[:, None] + 1, 0)
     between_start = np.maximum(np.maximum.accumulate(between, axis=0), link)
     link = between_start[-1]
-    again = np.where(held.loads_backward, np.maximum(layer + 1, second_wait), 0)[::-1]
+    again = np.where(held.loads_backward, np.maximum(last[:, None] + 1, second_wait), 0)[::-1]
     again_start = np.maximum(np.maximum.accumulate(again, axis=0), link)[::-1]
     link = again_start[0]
     updated = _update_places(held.profile, after_all)[:, None]
     refreshed = np.where(held.group_resident, updated, 0).max(axis=0)
     link = np.maximum(link, refreshed)
     of_group = np.array(held.profile.group_of)
-    first_place = np.where(held.first_ends_by_backward, 2 * size - 1 - held.first_end, held.first_end)
+    first_place = np.where(held.first_ends_by_backward, 2 * size - 1 - first[held.first_end], last[held.first_end])
     reusable = np.where(updated[of_group] > 0, updated[of_group], first_place + 1)
     next_wait = np.where(held.loads_forward, np.where(first_wait > 0, 2 * size + first_wait, reusable), 0)
     lowest = _lowest_offloads(held, after_all)[of_group]
@@ -125,10 +127,16 @@ def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
         first_start=first_start,
         first_end=first_place,
         second_start=np.where(held.loads_between, between_start, again_start),
-        second_end=2 * size - 1 - held.second_end,
+        second_end=2 * size - 1 - first[held.second_end],
         next_start=np.maximum(_in_link_order(next_wait, order), link),
         next_waits_for=next_waits_for,
     )
+
+
+def _program_ends(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last layer of each layer's program, (layers,) each."""
+    first, last = np.array(profile.program_ends).T
+    return first, last
 
 
 def load_order(profile: Profile, bulk: bool) -> np.ndarray:
@@ -147,9 +155,9 @@ def _in_link_order(waits: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 def _update_places(profile: Profile, after_all: bool) -> np.ndarray:
     """For each group, the place that its update may precede, (groups,); 0 without an update."""
-    size = len(profile.layers)
+    size, (first, _) = len(profile.layers), _program_ends(profile)
     places = np.array(
-        [2 * size - members[0] if profile.layers[members[0]].has_gradient else 0 for members in profile.groups]
+        [2 * size - first[members[0]] if profile.layers[members[0]].has_gradient else 0 for members in profile.groups]
     )
     return np.where(places > 0, places.max(), 0) if after_all else places
 
@@ -162,16 +170,18 @@ def _slot_waits(held: Holdings) -> tuple[np.ndarray, np.ndarray]:
     if not reloads.any():
         return first, second
     last = before = np.zeros(held.num_plans, dtype=np.int64)
-    for layer in range(size):
-        uses = reloads[layer] & held.loads_forward[layer]
-        first[layer] = np.where(uses, before, 0)
-        before, last = np.where(uses, last, before), np.where(uses, layer + 1, last)
-    for layer in reversed(range(size)):
-        end = 2 * size - layer
-        if held.profile.layers[layer].fused_backward:
-            last = np.where(reloads[layer] & held.loads_forward[layer], end, last)
-        uses = held.loads_backward[layer]
-        second[layer] = np.where(uses, before, 0)
+    for members in map(list, held.profile.programs):
+        loads = reloads[members] & held.loads_forward[members]
+        first[members] = np.where(loads, before, 0)
+        uses, end = loads.any(axis=0), members[-1] + 1
+        before, last = np.where(uses, last, before), np.where(uses, end, last)
+    for members in map(list, reversed(held.profile.programs)):
+        end = 2 * size - members[0]
+        if held.profile.layers[members[0]].fused_backward:
+            last = np.where((reloads[members] & held.loads_forward[members]).any(axis=0), end, last)
+        loads = held.loads_backward[members]
+        second[members] = np.where(loads, before, 0)
+        uses = loads.any(axis=0)
         before, last = np.where(uses, last, before), np.where(uses, end, last)
     return first, second
 
@@ -213,25 +223,22 @@ def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
 
     Kept activations include both. So fetched bytes still count here once their backward has freed them.
     """
-    size = len(profile.layers)
-    saved = np.cumsum([0, *(layer.save_bytes for layer in profile.layers)])
+    size, programs = len(profile.layers), profile.programs
+    saved = np.cumsum([0, *(sum(profile.layers[layer].save_bytes for layer in members) for members in programs)])
     left, fetched = np.zeros(2 * size + 1, dtype=np.int64), np.zeros(2 * size + 2, dtype=np.int64)
-    below: dict[int, int] = {}
-    backwards = [layer for layer in reversed(range(size)) if profile.layers[layer].has_backward]
-    for layer, following in itertools.pairwise(backwards):
-        below[layer] = following
-    for layer in range(size):
-        left[layer] = saved[max(layer + 1 - CROSSING_SLOTS, 0)]
-    number, last_place = size, size - 1
-    for layer in backwards:
-        place = 2 * size - 1 - layer
-        left[place] = left[last_place]
-        if not profile.layers[layer].fused_backward:
-            left[place] = saved[min(max(number + 1 - CROSSING_SLOTS, 0), size)]
+    backwards = [members for members in reversed(programs) if profile.layers[members[0]].has_backward]
+    for number, members in enumerate(programs):
+        left[list(members)] = saved[max(number + 1 - CROSSING_SLOTS, 0)]
+    number, last_place = len(programs), size - 1
+    for members, following in itertools.zip_longest(backwards, backwards[1:]):
+        places = [2 * size - 1 - layer for layer in members]
+        left[places] = left[last_place]
+        if not profile.layers[members[0]].fused_backward:
+            left[places] = saved[min(max(number + 1 - CROSSING_SLOTS, 0), len(programs))]
             number += 1
-        if layer in below:
-            fetched[last_place + 1] += profile.layers[below[layer]].fetch_bytes
-        last_place = place
+        if following is not None:
+            fetched[last_place + 1] += profile.layers[following[0]].fetch_bytes
+        last_place = places[0]
     return left, np.cumsum(fetched)[:-1]
 
 
@@ -259,7 +266,7 @@ def demand(
     now, free, following = copy_bytes(held, spans)
     now = now + resident_bytes(held)
     left, fetched = (array[:, None] for array in _crossing_bytes(profile))
-    again = np.zeros(held.modes.shape, dtype=bool) if recomputes is None else recomputes
+    again = np.zeros(held.modes.shape, dtype=bool) if recomputes is None else of_program(profile, recomputes)
     by_dha, by_dha_back = (held.modes == DHA) | (held.modes == DFGB), held.modes == DHA
     forward_own = _bytes_of(profile, LayerProfile.forward_bytes, by_dha, again)
     backward_own = _bytes_of(profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
@@ -278,14 +285,22 @@ def demand(
         return np.maximum(during, copies[back + 1] + kept_after + fetched[back + 1]) - left[back]
 
     beside_below = np.where(spans.next_waits_for < size, spans.next_waits_for, 0).max(axis=0)
-    own = np.where(np.arange(size)[:, None] < beside_below, gradient, 0)
-    runs_back = flags_of(profile, "has_backward")
-    before = np.where(runs_back, backward(now + free) + gradient, 0)
-    after = np.where(runs_back, backward(early) + own, 0)
+    beside = np.where(np.arange(size)[:, None] < beside_below, gradient, 0)
+    runs_back, own = flags_of(profile, "has_backward"), _of_program_so_far(profile, gradient)
+    before = np.where(runs_back, backward(now + free) + own, 0)
+    after = np.where(runs_back, backward(early) + _of_program_so_far(profile, beside), 0)
     needs = Demand(forward, before, after, beside_below, gradient, forward.max(axis=0))
-    before, after = _with_next_forwards(held, spans, needs, after_all)
+    before, after = _with_next_forwards(held, spans, needs, own, after_all)
     natural = np.maximum(needs.natural, np.maximum(before, after).max(axis=0))
     return dataclasses.replace(needs, backward=before, backward_after=after, natural=natural)
+
+
+def _of_program_so_far(profile: Profile, sizes: np.ndarray) -> np.ndarray:
+    """Adds the sizes of later layers of the same program to those of each layer, (layers, plans)."""
+    if len(profile.programs) == len(sizes):
+        return sizes
+    from_here = np.concatenate([np.cumsum(sizes[::-1], axis=0)[::-1], np.zeros((1, sizes.shape[1]), dtype=sizes.dtype)])
+    return from_here[:-1] - from_here[_program_ends(profile)[1] + 1]
 
 
 def _bytes_of(profile: Profile, count: Callable[..., int], *flags: np.ndarray) -> np.ndarray:
@@ -298,8 +313,18 @@ def _bytes_of(profile: Profile, count: Callable[..., int], *flags: np.ndarray) -
     return np.take_along_axis(table, row, axis=1)
 
 
-def _with_next_forwards(held: Holdings, spans: Spans, needs: Demand, after_all: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Adds the next step's forwards that may run while gradients of this step are still outstanding."""
+def _with_next_forwards(
+    held: Holdings, spans: Spans, needs: Demand, own: np.ndarray, after_all: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Adds the next step's forwards that may run while gradients of this step are still outstanding.
+
+    Args:
+      held: the layers' loads and copies.
+      spans: when copies may exist.
+      needs: of this step alone.
+      own: bytes of the gradients that leave, of each layer and later ones of its program, (layers, plans).
+      after_all: whether `updates` is "after-all".
+    """
     size, profile = held.num_layers, held.profile
     if held.offloads[0].all():
         return needs.backward, needs.backward_after
@@ -319,7 +344,7 @@ def _with_next_forwards(held: Holdings, spans: Spans, needs: Demand, after_all: 
     few_beside = np.where(may_run & (lowest < needs.beside_below), needs.forward, 0).max(axis=0)
 
     def with_more(backward: np.ndarray, beside: np.ndarray) -> np.ndarray:
-        return np.where(last & (beside > 0), np.maximum(backward, beside + needs.gradient), backward)
+        return np.where(last & (beside > 0), np.maximum(backward, beside + own), backward)
 
     return with_more(needs.backward, all_beside), with_more(needs.backward_after, few_beside)
 
@@ -341,34 +366,38 @@ def _lowest_offloads(held: Holdings, after_all: bool) -> np.ndarray:
 def waits(held: Holdings, needs: Demand, memory_bytes: int) -> np.ndarray:
     """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`; (layers, plans).
 
-    A backward that adds to a gradient in host memory also waits for the last offload of its group. No backward repeats
-    the wait of an earlier one.
+    The last layer of a program, whose backward is its first part, waits for all. A backward that adds to a gradient in
+    host memory also waits for the last offload of its group. No backward repeats the wait of an earlier one.
     """
     profile, size = held.profile, held.num_layers
-    limit = np.maximum(needs.natural, memory_bytes)
+    limit, (_, last) = np.maximum(needs.natural, memory_bytes), _program_ends(profile)
     outstanding = np.zeros((size + 1, held.num_plans), dtype=np.int64)
     outstanding[:-1] = np.cumsum(needs.gradient[::-1], axis=0)[::-1]
     columns = np.arange(held.num_plans)
-    least = outstanding[1:] + needs.backward - limit
-    least_after = outstanding[1:] + needs.backward_after - limit
-    beside = outstanding[np.maximum(needs.beside_below, np.arange(1, size + 1)[:, None]), columns]
+    least = outstanding[last + 1] + needs.backward - limit
+    least_after = outstanding[last + 1] + needs.backward_after - limit
+    beside = outstanding[np.maximum(needs.beside_below, last[:, None] + 1), columns]
     least = np.where(beside < least_after, np.maximum(least, least_after), least)
     ended, ended_bytes = np.full(held.num_plans, size), np.zeros(held.num_plans, dtype=np.int64)
     found = np.full(held.modes.shape, NO_WAIT, dtype=np.int64)
     may_wait = (least > 0).any(axis=1)
-    for layer in reversed(range(size)):
-        earlier = [x for x in profile.groups[profile.group_of[layer]] if x > layer]
-        if not profile.layers[layer].has_backward or not (earlier or may_wait[layer]):
+    for members in reversed(profile.programs):
+        later = {layer: [x for x in profile.groups[profile.group_of[layer]] if x > layer] for layer in members}
+        adds = any(later.values())
+        if not profile.layers[members[0]].has_backward or not (adds or may_wait[list(members)].any()):
             continue
         before = ended
-        if earlier:
-            mine = np.where(held.offloads[earlier], np.array(earlier)[:, None], size).min(axis=0)
-            ended = np.where(held.grad_on_host[layer], np.minimum(ended, mine), ended)
+        for layer, earlier in later.items():
+            if earlier:
+                mine = np.where(held.offloads[earlier], np.array(earlier)[:, None], size).min(axis=0)
+                ended = np.where(held.grad_on_host[layer], np.minimum(ended, mine), ended)
+        if adds:
             ended_bytes = outstanding[ended, columns]
-        short = ended_bytes < least[layer]
+        needed = least[list(members)].max(axis=0)
+        short = ended_bytes < needed
         while short.any():
             ended = ended - short
             ended_bytes = outstanding[ended, columns]
-            short = ended_bytes < least[layer]
-        found[layer] = np.where(ended < before, ended, NO_WAIT)
+            short = ended_bytes < needed
+        found[members[-1]] = np.where(ended < before, ended, NO_WAIT)
     return found

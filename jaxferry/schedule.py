@@ -44,6 +44,9 @@ Rules (the machine model; MemFerry, section IV-B):
   backward of the last layer are one program, and one copy serves both. Without `backward_reads` a backward needs no
   copy, unless it runs its forward again. Gradients with `gradient_rows` stay on the device. Without `has_gradient`
   there is no offload and no update. Without `has_backward` there is no backward either.
+- **Several groups in a program** (`shares_program`): the layers of a program follow each other on the GPU. The first of
+  them waits for what any of them needs. When the last of them has ended, their copies are free and their gradients may
+  leave. RELOAD layers of a program take one slot together.
 - **Values in host memory** (`save_bytes` and `fetch_bytes`): a save follows the last forward that reads its values. The
   second program after that forward waits for the save, so at most `CROSSING_SLOTS` programs' values are in flight. A
   fetch starts when the second program before its backward has ended. Saves share D2H with offloads, fetches share H2D
@@ -65,11 +68,20 @@ Memory is counted over these spans:
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from jaxferry.holdings import Holdings, as_updated, effective, gradient_flags, mode_codes, streamed, updated_on_device
+from jaxferry.holdings import (
+    Holdings,
+    as_updated,
+    effective,
+    gradient_flags,
+    mode_codes,
+    of_program,
+    streamed,
+    updated_on_device,
+)
 from jaxferry.late_updates import Forwards, LateUpdates
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
@@ -162,17 +174,17 @@ class _Copies:
       all: in the order of their loads.
       first_loads: the loads for forwards, each with its group; they wait for the previous step's update.
       held: by group, the copy that every layer of the group uses.
-      fused: the RELOAD copy that serves a forward and a backward in one program.
+      fused: by layer, the RELOAD copies that serve a forward and a backward in one program.
       reload_uses: the programs that read RELOAD copies, in order.
       resident: the groups whose copy is on the device before the step.
     """
 
-    def __init__(self, profile: Profile, plan: Plan, tasks: StepTasks):
-        self.profile, self.modes, self.recomputes, self.tasks = profile, plan.modes, plan.recomputes, tasks
+    def __init__(self, profile: Profile, plan: Plan, recomputes: Sequence[bool], tasks: StepTasks):
+        self.profile, self.modes, self.recomputes, self.tasks = profile, plan.modes, recomputes, tasks
         self.all: list[_Copy] = []
         self.first_loads: list[tuple[int, int]] = []
         self.held: dict[int, _Copy] = {}
-        self.fused: _Copy | None = None
+        self.fused: dict[int, _Copy] = {}
         self.reload_uses: list[int] = []
         self.resident = {
             group
@@ -215,8 +227,8 @@ class _Copies:
         mode, group = self.modes[layer], self.profile.group_of[layer]
         if mode is Mode.DHA or group in self.resident:
             return None
-        if self.profile.layers[layer].fused_backward and self.fused is not None:
-            return self.fused
+        if layer in self.fused:
+            return self.fused[layer]
         if mode is not Mode.RELOAD or self.still_held(layer, group):
             return self.held[group]
         if not self.profile.layers[layer].backward_reads and not self.recomputes[layer]:
@@ -228,15 +240,25 @@ class _Copies:
         members = self.profile.groups[group]
         return any(other < layer and self.modes[other] in (Mode.GFGB, Mode.DFGB) for other in members)
 
-    def note_use(self, copy: _Copy, layer: int, task: int) -> None:
-        """Notes that a forward or backward reads a copy."""
-        copy.last_use = task
-        self.tasks.set(task, copy=copy.load)
-        if copy is self.fused:
-            self.reload_uses[-1] = task
-        elif copy is not self.held.get(self.profile.group_of[layer]):
-            self.reload_uses.append(task)
-            self.fused = copy if self.profile.layers[layer].fused_backward else None
+    def note_uses(self, copies: Mapping[int, _Copy], tasks: Mapping[int, int], end: int) -> None:
+        """Notes that the forwards or backwards of a program's layers read copies.
+
+        Args:
+          copies: by layer.
+          tasks: the layers' tasks.
+          end: the task that ends the program.
+        """
+        reloaded: dict[int, _Copy] = {}
+        for layer, copy in copies.items():
+            copy.last_use = end
+            self.tasks.set(tasks[layer], copy=copy.load)
+            if copy is not self.held.get(self.profile.group_of[layer]):
+                reloaded[layer] = copy
+        if any(self.fused.get(layer) is copy for layer, copy in reloaded.items()):
+            self.reload_uses[-1] = end
+        elif reloaded:
+            self.reload_uses.append(end)
+            self.fused = {layer: copy for layer, copy in reloaded.items() if self.profile.layers[layer].fused_backward}
 
     def free(self) -> None:
         """Frees each copy at its last use."""
@@ -252,21 +274,22 @@ class _StepBuilder:
     def __init__(self, profile: Profile, plan: Plan):
         self.profile, self.plan = profile, plan
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
-        self.recomputes = plan.recomputes
+        self.recomputes = [bool(again) for again in of_program(profile, np.array(plan.recomputes))]
         self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed(profile, plan)
         held, needs = step_demand(profile, plan)
         self.room = [int(layer) for layer in waits(held, needs, plan.memory_bytes or 0)[:, 0]]
         self.left_bytes = max(int(needs.natural[0]), plan.memory_bytes or 0) - needs.forward[:, 0]
         self.save_s_a_byte, self.fetch_s_a_byte = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
         self.list = StepTasks(profile)
-        self.copies = _Copies(profile, plan, self.list)
+        self.copies = _Copies(profile, plan, self.recomputes, self.list)
         self.saves_of_programs: list[tuple[int, ...]] = []
         self.fetched: dict[int, int] = {}
         self.last_program = -1
-        self.forwards: list[int] = []
+        self.forwards: dict[int, int] = {}
         self.streams = StateStreams(profile, self.list, self.fetch_s_a_byte, self.save_s_a_byte)
         self.arrivals: dict[int, int] = {}
         self.offloads: dict[int, int] = {}
+        self.host_gradients: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self.refreshes: dict[int, int] = {}
         self.waits_for_update: list[tuple[int, int]] = []
@@ -277,13 +300,13 @@ class _StepBuilder:
         if self.plan.loads is Loads.BULK:
             self.bulk_forwards()
         else:
-            for layer in order:
-                self.forward(layer, self.copies.for_forward(layer), ())
+            for members in self.profile.programs:
+                self.forward(members, {layer: self.copies.for_forward(layer) for layer in members}, ())
         for layer in order:
             self.copies.between(layer, self.forwards[layer])
         num_forward_tasks = len(self.list.tasks)
-        for layer in reversed(order):
-            self.backward(layer)
+        for members in reversed(self.profile.programs):
+            self.backward(members[::-1])
         if self.plan.updates is Updates.AFTER_ALL:
             everything = self.last_arrivals()
             for layer in reversed(order):
@@ -306,32 +329,40 @@ class _StepBuilder:
         """Emits all loads in the order of updates, then the forwards, which wait for the last load."""
         own = {int(layer): self.copies.for_forward(int(layer)) for layer in load_order(self.profile, bulk=True)}
         barrier = tuple(range(len(self.list.tasks)))[-1:]
-        for layer in range(len(self.layers)):
-            self.forward(layer, own[layer], barrier)
+        for members in self.profile.programs:
+            self.forward(members, {layer: own[layer] for layer in members}, barrier)
 
-    def forward(self, layer: int, copy: _Copy | None, barrier: tuple[int, ...]) -> None:
-        profile, group = self.layers[layer], self.profile.group_of[layer]
+    def forward(self, members: Sequence[int], found: Mapping[int, _Copy | None], barrier: tuple[int, ...]) -> None:
+        """Emits the forward of a program's layers."""
+        copies = {layer: copy for layer, copy in found.items() if copy is not None}
+        loads = (copy.load for copy in copies.values())
+        after, tasks = tuple(sorted({*self.saves_to_wait_for(), *barrier, *loads})), dict[int, int]()
+        for layer in members:
+            tasks[layer] = self.last_program = self.forward_of(layer, after)
+            after = ()
+        for layer in members:
+            self.forwards[layer] = self.last_program
+            if layer not in copies:
+                by_dha = self.modes[layer] in (Mode.DHA, Mode.DFGB)
+                waiting = self.waits_for_update if by_dha else self.waits_for_refresh
+                waiting.append((tasks[members[0]], self.profile.group_of[layer]))
+        self.copies.note_uses(copies, tasks, self.last_program)
+        self.saves_of_programs.append(self.save(members[0], self.last_program))
+
+    def forward_of(self, layer: int, after: tuple[int, ...]) -> int:
+        """Emits the forward of one layer, and the parameterless compute that follows it."""
+        profile, again = self.layers[layer], self.recomputes[layer]
         by_dha = self.modes[layer] in (Mode.DHA, Mode.DFGB)
         key = "forward_dha_s" if by_dha else "forward_s"
-        after = tuple(sorted({*self.saves_to_wait_for(), *barrier, *(() if copy is None else (copy.load,))}))
         task = self.list.emit(Kind.FORWARD, Lane.GPU, layer, (key, getattr(profile, key)), after)
-        again = self.recomputes[layer]
         workspace_bytes = profile.forward_bytes(by_dha, again)
         self.list.add_bytes(task, start_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
         if by_dha and profile.forward_read_s:
             self.list.set(task, read_s=profile.forward_read_s)
-        self.forwards.append(task)
-        self.last_program = task
-        if copy is not None:
-            self.copies.note_use(copy, layer, task)
-        elif by_dha:
-            self.waits_for_update.append((task, group))
-        else:
-            self.waits_for_refresh.append((task, group))
         if profile.inter_forward_s > 0:
             duration = ("inter_forward_s", profile.inter_forward_s)
             self.list.emit(Kind.INTER_FORWARD, Lane.GPU, layer, duration, (task,))
-        self.saves_of_programs.append(self.save(layer, task))
+        return task
 
     def saves_to_wait_for(self) -> tuple[int, ...]:
         """The saves that the next program waits for before it may add values on the device."""
@@ -348,8 +379,9 @@ class _StepBuilder:
         return (task,)
 
     def fetch_for_next(self, layer: int) -> None:
-        """Emits the fetch for the backward after this layer's; it precedes this layer's backward in the list."""
-        following = next((other for other in reversed(range(layer)) if self.layers[other].has_backward), None)
+        """Emits the fetch for the backward after this first layer of a program; it precedes the program in the list."""
+        below = (self.profile.program_ends[other][0] for other in reversed(range(layer)))
+        following = next((other for other in below if self.layers[other].has_backward), None)
         num_bytes = 0 if following is None else self.layers[following].fetch_bytes
         if following is None or num_bytes == 0:
             return
@@ -357,37 +389,38 @@ class _StepBuilder:
         self.fetched[following] = self.list.emit(Kind.FETCH, Lane.H2D, following, duration, (self.last_program,))
         self.list.add_bytes(self.fetched[following], start_bytes=num_bytes)
 
-    def backward(self, layer: int) -> None:
-        profile = self.layers[layer]
-        if not profile.has_backward:
+    def backward(self, members: Sequence[int]) -> None:
+        """Emits the backward of a program's layers, last one first."""
+        if not self.layers[members[0]].has_backward:
             return
         self.streams.update_arrived()
-        copy = self.copies.for_backward(layer, self.forwards[layer])
-        self.fetch_for_next(layer)
-        room = self.wait_for_room(layer)
+        found = {layer: self.copies.for_backward(layer, self.forwards[layer]) for layer in members}
+        copies = {layer: copy for layer, copy in found.items() if copy is not None}
+        self.fetch_for_next(members[-1])
+        after = self.backward_waits(members[-1], copies.values(), self.wait_for_room(members[0]))
+        tasks: dict[int, int] = {}
+        for layer in members:
+            tasks[layer] = self.last_program = self.backward_of(layer, after)
+            after = ()
+        self.copies.note_uses(copies, tasks, self.last_program)
+        for layer in members:
+            self.gradient(layer, tasks[layer], self.last_program)
+
+    def backward_of(self, layer: int, after: tuple[int, ...]) -> int:
+        """Emits the backward of one layer, and the parameterless compute before it."""
+        profile, again = self.layers[layer], self.recomputes[layer]
         if profile.inter_backward_s > 0:
             self.list.emit(Kind.INTER_BACKWARD, Lane.GPU, layer, ("inter_backward_s", profile.inter_backward_s))
         by_dha, grad_on_host = self.modes[layer] is Mode.DHA, self.gradients[layer] is GradientPlace.HOST
-        again = self.recomputes[layer]
         variant = backward_variant(by_dha, grad_on_host, again)
         duration = (f"{variant}_s", profile.backward_for(by_dha, grad_on_host, again))
-        task = self.list.emit(Kind.BACKWARD, Lane.GPU, layer, duration, self.backward_waits(layer, copy, room))
-        self.last_program = task
+        task = self.list.emit(Kind.BACKWARD, Lane.GPU, layer, duration, after)
         workspace_bytes = profile.backward_bytes(by_dha, grad_on_host, again)
         self.list.add_bytes(task, end_bytes=profile.kept_bytes(again), workspace_bytes=workspace_bytes)
         if self.profile.shares_links:
             read_s, write_s = by_dha * profile.backward_reads_for(again), grad_on_host * profile.backward_write_s
             self.list.set(task, read_s=read_s, write_s=write_s)
-        if copy is not None:
-            self.copies.note_use(copy, layer, task)
-        if self.profile.group_of[layer] in self.on_device | self.through_gpu:
-            self.list.add_bytes(task, start_bytes=profile.device_gradient_bytes)
-            self.arrivals[layer] = task
-            if self.plan.updates is Updates.OVERLAPPED:
-                self.update_on_device(layer, ())
-                self.stream(layer, (task,))
-        elif profile.has_gradient:
-            self.gradient(layer, task, grad_on_host)
+        return task
 
     def wait_for_room(self, layer: int) -> tuple[int, ...]:
         """The offload that a backward waits for. Also lists the updates through the GPU that free its room."""
@@ -398,8 +431,8 @@ class _StepBuilder:
         offloaded = [other for other in self.offloads if other >= last]
         return tuple(self.offloads[other] for other in offloaded[-1:])
 
-    def backward_waits(self, layer: int, copy: _Copy | None, room: tuple[int, ...]) -> tuple[int, ...]:
-        after = {*room} if copy is None else {*room, copy.load}
+    def backward_waits(self, layer: int, copies: Iterable[_Copy], room: tuple[int, ...]) -> tuple[int, ...]:
+        after = {*room, *(copy.load for copy in copies)}
         if layer in self.fetched:
             after.add(self.fetched[layer])
         if not self.layers[layer].fused_backward:
@@ -407,24 +440,35 @@ class _StepBuilder:
             self.saves_of_programs.append(())
         return tuple(sorted(after))
 
-    def gradient(self, layer: int, backward: int, grad_on_host: bool) -> None:
-        self.arrivals[layer] = backward if grad_on_host else self.offload(layer, backward)
-        if grad_on_host:
-            self.list.add_bytes(backward, host_start_bytes=self.layers[layer].grad_bytes)
-        if self.plan.updates is Updates.OVERLAPPED:
-            members = self.profile.groups[self.profile.group_of[layer]]
-            self.update(layer, tuple(self.arrivals[other] for other in members if other in self.arrivals))
+    def gradient(self, layer: int, backward: int, end: int) -> None:
+        """Emits what follows for a layer's gradient once its program has ended."""
+        profile, group = self.layers[layer], self.profile.group_of[layer]
+        if group in self.on_device | self.through_gpu:
+            self.list.add_bytes(backward, start_bytes=profile.device_gradient_bytes)
+            self.arrivals[layer] = end
+            if self.plan.updates is Updates.OVERLAPPED:
+                self.update_on_device(layer, ())
+                self.stream(layer, (end,))
+        elif profile.has_gradient:
+            grad_on_host = self.gradients[layer] is GradientPlace.HOST
+            self.arrivals[layer] = end if grad_on_host else self.offload(layer, backward, end)
+            if grad_on_host:
+                self.list.add_bytes(backward, host_start_bytes=profile.grad_bytes)
+                self.host_gradients[layer] = backward
+            if self.plan.updates is Updates.OVERLAPPED:
+                members = self.profile.groups[group]
+                self.update(layer, tuple(self.arrivals[other] for other in members if other in self.arrivals))
 
     def last_arrivals(self) -> tuple[int, ...]:
         """The last offload, and the last backward whose gradient no offload takes; all others arrive earlier."""
         last = {self.list.tasks[task].kind: task for task in self.arrivals.values()}
         return tuple(sorted(last.values()))
 
-    def offload(self, layer: int, backward: int) -> int:
+    def offload(self, layer: int, backward: int, end: int) -> int:
         profile = self.layers[layer]
         self.list.add_bytes(backward, start_bytes=profile.device_gradient_bytes)
-        task = self.list.emit(Kind.OFFLOAD, Lane.D2H, layer, ("offload_s", profile.offload_s), (backward,))
-        self.offloads[layer] = task
+        task = self.list.emit(Kind.OFFLOAD, Lane.D2H, layer, ("offload_s", profile.offload_s), (end,))
+        self.offloads[layer] = self.host_gradients[layer] = task
         self.list.add_bytes(task, end_bytes=profile.device_gradient_bytes, host_start_bytes=profile.offload_bytes)
         return task
 
@@ -437,8 +481,8 @@ class _StepBuilder:
             return
         duration = ("update_s", self.profile.group_update_s[group])
         task = self.list.emit(Kind.UPDATE, Lane.HOST, layer, duration, tuple(sorted(after)))
-        arrived = [self.list.tasks[self.arrivals[other]] for other in members if other in self.arrivals]
-        self.list.add_bytes(task, host_end_bytes=sum(each.host_start_bytes for each in arrived))
+        arrived = [self.host_gradients[other] for other in members if other in self.arrivals]
+        self.list.add_bytes(task, host_end_bytes=sum(self.list.tasks[each].host_start_bytes for each in arrived))
         self.updates[group] = task
 
     def update_on_device(self, layer: int, after: tuple[int, ...]) -> None:
@@ -466,12 +510,14 @@ class _StepBuilder:
             for layer, profile in enumerate(self.layers):
                 if self.profile.group_of[layer] in sizes and layer not in kept:
                     sizes[self.profile.group_of[layer]] += profile.device_gradient_bytes
-            reads = dict((*self.copies.first_loads, *self.waits_for_update))
+            reads: dict[int, list[int]] = {}
+            for task, group in (*self.copies.first_loads, *self.waits_for_update):
+                reads.setdefault(task, []).append(group)
             left_bytes = self.left_bytes - self.leaving_bytes()
             forwards = Forwards(num_forward_tasks, reads, left_bytes.tolist())
             LateUpdates(self.profile, self.list, self.streams, sizes).list(forwards)
-        for task, place in self.streams.late.items():
-            self.list.set(task, before=len(self.list.tasks) + place)
+        for late, place in self.streams.late.items():
+            self.list.set(late, before=len(self.list.tasks) + place)
 
     def leaving_bytes(self) -> np.ndarray:
         """By layer, the gradients whose transfers may still be under way in its next forward, (layers,)."""
@@ -497,4 +543,5 @@ class _StepBuilder:
             for task, group in waiting:
                 end = ends.get(group, last_uses.get(task))
                 if end is not None:
-                    self.list.set(task, after_previous=(end,))
+                    known = self.list.tasks[task].after_previous
+                    self.list.set(task, after_previous=tuple(sorted({*known, end})))

@@ -127,7 +127,9 @@ class StateStreams:
 
     def begin_late(self) -> None:
         """All backwards are listed: what is left runs in the next step, first what its forwards need first."""
-        self._waiting = collections.deque(sorted(self._waiting, key=lambda each: (self.profile.groups[each.group], each.index)))
+        self._waiting = collections.deque(
+            sorted(self._waiting, key=lambda each: (self.profile.groups[each.group], each.index))
+        )
         self._place = 0
 
     def run_before(self, place: int) -> None:

@@ -35,6 +35,7 @@ from jaxferry.engine.progress import PROGRESS
 from jaxferry.errors import InputError, JaxFerryError, NonFiniteError, StateError
 from jaxferry.meshes import outside_mesh
 from jaxferry.model import Model, abstract
+from jaxferry.modes import BLOCK
 from jaxferry.options import CACHED_SHAPES, Options, read_options
 from jaxferry.partition import Partition, Trainable
 from jaxferry.partition.graph import result_shapes
@@ -70,6 +71,7 @@ def train_step(
     record_steps: int = 0,
     cached_shapes: int = CACHED_SHAPES,
     merge_small: bool = True,
+    granularity: str = BLOCK,
 ) -> TrainStep:
     """Makes a training step whose parameters and optimizer state live in host memory.
 
@@ -137,6 +139,13 @@ def train_step(
       merge_small: whether neighbouring layers become one where a step would take longer to issue than to run, by a
         roofline model of a known GPU. No merged layer holds more than an eighth of the parameters, and layers stay
         apart if the memory budget asks for it. Layers of a given plan or profile are merged as named there: `a+b`.
+      granularity: how fine layers are, the units that plans load, read in host memory and update. `"block"`: all
+        parameters between two cuts, such as a transformer block. `"module"`: the matrices of each module, and all norms
+        and biases of a block together, so that a plan can read these in place while it loads the matrices, and no copy
+        is larger than a module's. `"auto"`: modules where the policy's plan is then faster by a roofline model, with
+        the time that more copies take to issue, or where blocks do not fit; with a given plan or profile, whichever it
+        names. Programs are the same, so results are equal up to the rounding of gradients' sums, and for one
+        granularity bit-identical under every plan. Small modules are not merged.
 
     Raises:
       InputError: if an argument is invalid.
@@ -163,6 +172,7 @@ def train_step(
         trainable=trainable,
         cached_shapes=cached_shapes,
         merge_small=merge_small,
+        granularity=granularity,
     )
     return TrainStep(loss_fn, optimizer, options, make_placement(device, mesh), transport)
 

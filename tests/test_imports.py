@@ -33,6 +33,7 @@ LAYERS = (
     ("simulate",),
     ("plan",),
     ("planning",),
+    ("granularity",),
     ("weights",),
     ("engine",),
     ("distributed", "measure"),

@@ -231,7 +231,7 @@ def test_gpus_add_up_gradients_where_their_shares_are():
         found = compile_lowered(lower_traced(programs.traced(instruction.key), "cuda"), 2)
         assert "reduce-scatter" in collectives(compiled_text(found)), instruction.task.name
     assert len(summed) == len(NAMES)
-    written = dataclasses.replace(summed[0].key, reads=Source.HOST, writes=Target.HOST)
+    written = dataclasses.replace(summed[0].key, reads=(Source.HOST,), writes=(Target.HOST,))
     text = compiled_text(compile_lowered(lower_traced(programs.traced(written), "cuda"), 2))
     assert "reduce-scatter" in collectives(text)
     read, stored = (re.findall(rf"copy-start{part}", text) for part in (r"\(%param", r"\(%bitcast"))

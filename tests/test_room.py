@@ -56,8 +56,10 @@ def program_ancestors(step):
     return chain, ready
 
 
-def place_of(task, size):
-    return task.segment if task.kind is Kind.FORWARD else 2 * size - 1 - task.segment
+def end_of(task, profile):
+    """The last place of a task's program."""
+    first, last = profile.program_ends[task.segment]
+    return last if task.kind is Kind.FORWARD else 2 * len(profile.layers) - 1 - first
 
 
 def check_copies(profile, plan):
@@ -70,7 +72,7 @@ def check_copies(profile, plan):
     for index, task in enumerate(tasks):
         if task.kind in (Kind.LOAD, Kind.RELOAD):
             users = [tasks[i] for i in programs if tasks[i].copy == index]
-            last = max(place_of(user, size) + 2 * size * user.step for user in users)
+            last = max(end_of(user, profile) + 2 * size * user.step for user in users)
             counted[task.step, ready[index] : last + 1] += task.start_bytes
     held, _ = step_demand(profile, plan)
     now, _, following = copy_bytes(held, copy_spans(held, plan.loads == "bulk", plan.updates == "after-all"))
@@ -99,14 +101,16 @@ every_kind = pytest.mark.parametrize(("loads", "updates"), list(itertools.produc
 
 @every_kind
 def test_copies_of_groups_of_any_shape_may_be_there_once_their_loads_can_start(loads, updates):
-    for case in drawn(30, seed=3, programs=False, loads=[loads], updates=[updates]):
-        check_copies(*case)
+    for together in (False, True):
+        for case in drawn(30, seed=3, programs=False, loads=[loads], updates=[updates], together=together):
+            check_copies(*case)
 
 
 @every_kind
 @pytest.mark.parametrize("modes", [tuple(Mode), pytest.param((Mode.GFGB, Mode.RELOAD), marks=pytest.mark.slow)])
 def test_a_chain_of_any_kind_never_holds_more_than_the_limit(loads, updates, modes):
-    for profile, plan in drawn(80, seed=4, loads=[loads], updates=[updates], modes=modes):
+    cases = {"loads": [loads], "updates": [updates], "modes": modes}
+    for profile, plan in itertools.chain(drawn(80, seed=4, **cases), drawn(80, seed=5, together=True, **cases)):
         limit = max(int(step_demand(profile, plan)[1].natural[0]), plan.memory_bytes or 0)
         step = schedule_step(profile, plan)
         for seed in range(3):

@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 from hypothesis import given
 
+from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, repeat, schedule_chain, schedule_step
 from jaxferry.simulate import machine
-from profiles import deterministic, planned, profiles, recomputing, transformer, with_modes
+from profiles import deterministic, planned, profiles, recomputing, transformer, unit_layer, with_modes
 
 
 def tasks_of(schedule, *kinds):
@@ -158,3 +159,50 @@ def test_a_layer_that_recomputes_has_a_longer_backward_and_holds_less_until_then
         assert after.duration_s == pytest.approx(before.duration_s + more_s, rel=1e-12)
         assert before.start_bytes - after.start_bytes == (saved if before.kind is Kind.FORWARD else 0)
         assert before.end_bytes - after.end_bytes == (saved if before.kind is Kind.BACKWARD else 0)
+
+
+def test_a_program_of_two_layers_waits_for_both_and_both_gradients_leave_once_it_has_ended():
+    """Loads take 1 s each, so the program starts at 2 s; both layers compute 1 s forward and 1 s back."""
+    layers = unit_layer("a"), unit_layer("b", shares_program=True)
+    profile = Profile({}, layers)
+    run = machine.run(schedule_step(profile, with_modes(profile, [Mode.GFGB] * 2)))
+    spans = {
+        task.name: (start, end) for task, start, end in zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True)
+    }
+    assert [spans[f"forward {name}"] for name in "ab"] == [(2, 3), (3, 4)]
+    assert [spans[f"backward {name}"] for name in "ba"] == [(4, 5), (5, 6)]
+    assert [spans[f"offload {name}"] for name in "ba"] == [(6, 7), (7, 8)]
+
+
+def test_a_program_loads_one_of_its_layers_while_it_reads_the_other_in_place():
+    """The forward by DHA waits for the other layer's load as well, and the copy stays until the program has ended."""
+    layers = unit_layer("norm", forward_dha_s=1.5), unit_layer("matrix", shares_program=True, load_s=2.0)
+    profile = Profile({}, layers)
+    tasks = schedule_step(profile, with_modes(profile, [Mode.DHA, Mode.RELOAD])).tasks
+    names = [task.name for task in tasks]
+    first, last = names.index("forward norm"), names.index("forward matrix")
+    assert tasks[first].after == (names.index("load matrix"),)
+    assert tasks[last].end_bytes == 10
+    ends = dict(
+        zip(
+            names, machine.run(schedule_step(profile, with_modes(profile, [Mode.DHA, Mode.RELOAD]))).ends_s, strict=True
+        )
+    )
+    assert (ends["forward norm"], ends["forward matrix"]) == (3.5, 4.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([{"shares_program": True}, {}], "no layer before it has a program"),
+        ([{"has_backward": False, "has_gradient": False}, {"shares_program": True}], "has_backward must be False"),
+        (
+            [{}, {"shares_program": True, "recompute_s": 1.0, "recompute_activation_bytes": 0}],
+            "belong to the first layer",
+        ),
+        ([{"parameters": "x"}, {"parameters": "x", "shares_program": True}], "must have different parameters"),
+    ],
+)
+def test_layers_that_cannot_share_a_program_are_named(changes, message):
+    with pytest.raises(InputError, match=message):
+        Profile({}, tuple(unit_layer(name, **values) for name, values in zip("ab", changes, strict=True)))

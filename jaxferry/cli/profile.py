@@ -19,6 +19,7 @@ from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import InputError
 from jaxferry.merging import merges_of_small
 from jaxferry.model import Model
+from jaxferry.modes import BLOCK, MODULE
 from jaxferry.options import Options
 from jaxferry.partition import AUTO, REMAT, Partition, partition
 from jaxferry.profiling.estimate import estimate_profile
@@ -56,6 +57,13 @@ def profile(
     transport: Annotated[
         str | None, typer.Option(help=f"The transport: {' or '.join(TRANSPORTS)}; default: that of a training step.")
     ] = None,
+    granularity: Annotated[
+        str,
+        typer.Option(
+            help="Layers of the profile: block, or module for the matrices of each module and the vectors of each "
+            "block; `plan --granularity` plans a profile of modules for either."
+        ),
+    ] = BLOCK,
     devices: Annotated[
         int, typer.Option("--devices", min=1, help="Devices that share a batch; for --machine alone.")
     ] = 1,
@@ -78,12 +86,14 @@ def profile(
         raise InputError("--devices needs --machine: profiles are measured on one device")
     if devices % processes:
         raise InputError(f"--devices must be a multiple of --processes, got {devices} and {processes}")
+    if granularity not in (BLOCK, MODULE):
+        raise InputError(f"--granularity must be {BLOCK} or {MODULE}, got {granularity!r}")
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
     if machine is not None:
-        made = estimate_model(model, machine, compute_dtype, remat, devices, processes)
+        made = estimate_model(model, machine, compute_dtype, remat, devices, processes, granularity)
     else:
-        made = measure_model(model, optimizer, compute_dtype, remat, transport)
+        made = measure_model(model, optimizer, compute_dtype, remat, transport, granularity)
     if output is not None:
         made.save(output)
     if as_json:
@@ -99,6 +109,7 @@ def estimate_model(
     remat: str = AUTO,
     devices: int = 1,
     processes: int = 1,
+    granularity: str = BLOCK,
 ) -> Profile:
     """Estimates the profile of the model `module:function` on a built-in machine or one described in a file.
 
@@ -110,8 +121,9 @@ def estimate_model(
     with user_code(model):
         known = call_model(model)
         given = (known.loss_fn, known.shapes(), (known.batch_of(0),))
-        merge = functools.partial(merges_of_small, machine=figures)
-        parts = partition(*given, compute_dtype=dtype, merge=merge, num_devices=devices, num_processes=processes)
+        merge = functools.partial(merges_of_small, machine=figures) if granularity == BLOCK else None
+        settings = {"compute_dtype": dtype, "merge": merge, "granularity": granularity}
+        parts = partition(*given, **settings, num_devices=devices, num_processes=processes)
         _check_batch(parts, devices)
     sizes = Model(known.shapes(), OPTIMIZERS["adamw"](1e-3), Options(compute_dtype=dtype), make_placement(), None)
     host_bytes = {name: -(-size // processes) for name, size in sizes.host_bytes().items()}
@@ -132,6 +144,7 @@ def measure_model(
     compute_dtype: str | None = None,
     remat: str = AUTO,
     transport: str | None = None,
+    granularity: str = BLOCK,
 ) -> Profile:
     """Measures the profile of the model `module:function` on JAX's first device.
 
@@ -141,7 +154,8 @@ def measure_model(
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)  # times do not depend on the learning rate
     with user_code(model):
         known = call_model(model)
-        step = train_step(known.loss_fn, update, compute_dtype=dtype, remat=remat, transport=transport)
+        options = {"compute_dtype": dtype, "remat": remat, "transport": transport, "granularity": granularity}
+        step = train_step(known.loss_fn, update, **options)
         made = step.measure(known.shapes(), known.batch_of(0))
     return dataclasses.replace(made, machine={**made.machine, "model": model, "optimizer": optimizer})
 

@@ -36,6 +36,7 @@ from jaxferry.engine.host.checkpoint import Keep, check_target
 from jaxferry.engine.interrupts import Terminated, raising_terminated
 from jaxferry.errors import CheckpointError, InputError
 from jaxferry.meshes import mesh_of
+from jaxferry.modes import BLOCK
 from jaxferry.plan.registry import policies
 from jaxferry.record_steps import make_recording
 from jaxferry.records import write_json
@@ -56,7 +57,7 @@ def register(app: typer.Typer) -> None:
 
 _KEPT = (
     *("optimizer", "learning_rate", "policy", "plan", "profile", "memory_budget", "reserve_factor", "clip_norm"),
-    *("accumulate", "compute_dtype", "remat", "offload_activations", "devices"),
+    *("accumulate", "compute_dtype", "remat", "offload_activations", "granularity", "devices"),
 )
 """Options that a resumed run has from the saved one, unless they are given again."""
 
@@ -79,6 +80,9 @@ def train(
     compute_dtype: ComputeDtype = None,
     remat: Remat = "none",
     offload_activations: OffloadActivations = False,
+    granularity: Annotated[
+        str, typer.Option(help="Layers that the plan moves: block, module (finer), or auto for the faster.")
+    ] = BLOCK,
     devices: Devices = 1,
     distributed: Annotated[
         bool, typer.Option("--distributed", help="One of several processes, which share all their devices.")

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxferry.choice import best_granularity
 from jaxferry.compile.cuts import Cut, Cutter
 from jaxferry.compile.prepared import Prepared
 from jaxferry.compile.profiles import Profiler
@@ -18,7 +19,7 @@ from jaxferry.engine import Evaluator, Programs, RematVariants, Transport, make_
 from jaxferry.engine.all_processes import check_same
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.model import Model
-from jaxferry.modes import Remat
+from jaxferry.modes import FASTER, MODULE, Remat
 from jaxferry.options import Options
 from jaxferry.partition import AUTO, Layer, Partition
 from jaxferry.partition.graph import Graph
@@ -74,10 +75,21 @@ class Compiler:
                     raise
                 return self._compiled(self._cut(args, kwargs))
 
+        self._decide_granularity(args, kwargs)
         return self._prepared.get(structure_of(args, kwargs), make)[0]
+
+    def _decide_granularity(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """Lets the first batch decide how fine layers are, if that is left open."""
+        if self._options.granularity != FASTER or self._cutter.known_layers is not None:
+            return
+        self._cutter.restart(MODULE)
+        variants = RematVariants(self._cutter.cut(args, kwargs).parts, self._options.remat)
+        profile = self._profiler.planned_by_estimate(variants)
+        self._cutter.restart(best_granularity(variants, self._options, profile))
 
     def measure(self, args: Any, kwargs: Mapping[str, Any]) -> Profile:
         """Measures what each layer costs on the device."""
+        self._decide_granularity(args, kwargs)
         self._shared.prefetch.clear()
         return self._profiler.measured(*self._variants(self._cut(args, kwargs)))
 
@@ -162,7 +174,8 @@ def _check_shared(graph: Graph) -> None:
 
 def _check_fixed_remat(parts: Partition, plan: Plan | None) -> None:
     """Raises InputError if a plan could decide what recomputes: that would change which values leave the device."""
-    planned = [False] * len(parts.segments) if plan is None else plan.recomputes
+    recomputes = [False] * len(parts.uses) if plan is None else plan.recomputes
+    planned = [recomputes[uses[0]] for uses in parts.uses_of if uses[0] < len(recomputes)]
     for segment, again in zip(parts.segments, planned, strict=False):
         if segment.remat == AUTO or (again and segment.remat != Remat.FULL):
             raise InputError(

@@ -14,6 +14,7 @@ from jaxferry.choice import known_machine
 from jaxferry.engine import Placement, RematVariants
 from jaxferry.merging import merge_rule
 from jaxferry.model import Model
+from jaxferry.modes import BLOCK, FASTER
 from jaxferry.options import Options
 from jaxferry.partition import (
     ForwardPartition,
@@ -78,12 +79,14 @@ class Cutter:
 
     Attributes:
       known_layers: the parameter groups, which the first batch decides; None until then.
+      granularity: how fine they are.
     """
 
     def __init__(self, model: Model, loss_fn: Callable[..., Any], options: Options, placement: Placement) -> None:
         self._model, self._loss_fn, self._options, self._placement = model, loss_fn, options, placement
         self.known_layers: tuple[Layer, ...] | None = None
         self._merges_small = options.merge_small
+        self.granularity = BLOCK if options.granularity == FASTER else options.granularity
 
     def keep_small_apart(self) -> bool:
         """Makes the next cut decide the groups anew, without merging small layers; False if none would be merged."""
@@ -91,6 +94,10 @@ class Cutter:
         if may_merge:
             self.known_layers = None
         return may_merge
+
+    def restart(self, granularity: str) -> None:
+        """Makes the next cut decide the groups anew."""
+        self.granularity, self.known_layers = granularity, None
 
     def cut(self, args: Any, kwargs: Mapping[str, Any]) -> Cut:
         """The loss function for these arguments. The first cut decides the groups; later ones keep them if possible."""
@@ -101,13 +108,15 @@ class Cutter:
         jaxpr = traced_jaxpr(*given, dtype, frozen)
         cuts = _CUTS.setdefault(jaxpr, {})
         names, machine = self._merging()
-        rule = names or (machine and machine.name)
+        granularity = self.granularity
+        rule = names or (machine and machine.name), granularity
         num, num_processes = self._placement.num_devices, self._placement.num_processes
         dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(model.params))
         key = (dtypes, known, frozen, whole, rule, num, num_processes)
         if key not in cuts:
-            merge = merge_rule(names, machine)
+            merge = merge_rule(names, machine) if granularity == BLOCK else None
             settings = {"compute_dtype": dtype, "layers": known, "frozen": frozen, "merge": merge}
+            settings["granularity"] = granularity
             parts = partition(*given, **settings, num_devices=num, num_processes=num_processes)
             cuts[key] = Cut(dataclasses.replace(parts, layers=held_whole(parts.layers, whole)), jaxpr, key)
         if known is None:

@@ -40,10 +40,17 @@ class Profiler:
         is_alone = self._placement.num_devices == 1
         if given == MEASURE or (given is None and needs_times(options.policy) and is_alone):
             given = self._measured(variants, programs)
+        return self._planning_profile(variants, given if isinstance(given, Profile) else None, staging_bytes)
+
+    def planned_by_estimate(self, variants: RematVariants) -> Profile:
+        """Likewise without measurements, whatever the user gives."""
+        return self._planning_profile(variants, None, 0)
+
+    def _planning_profile(self, variants: RematVariants, given: Profile | None, staging_bytes: int) -> Profile:
         return planning_profile(
             variants,
-            options,
-            given if isinstance(given, Profile) else None,
+            self._options,
+            given,
             self._placement.device_kind,
             self._needs_all_gradients(variants.base),
             self._model.optimizer.is_joint,
@@ -71,7 +78,7 @@ class Profiler:
         optimizer, groups = self._model.optimizer, parts.layers
         if not optimizer.is_joint and not optimizer.is_by_layer(groups):
             return None
-        read = {segment.group for segment in parts.segments}
+        read = {use.group for use in parts.uses}
         found: dict[str, int] = {}
         for unit in optimizer.units_of(groups):
             sizes = {groups[group].name: groups[group].trained.num_parameters for group in unit.layers}

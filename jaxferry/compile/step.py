@@ -171,10 +171,10 @@ class StepCompiler:
         return program_of(fitted)
 
     def _updates(self) -> list[list[int]]:
-        """The segments of each update, those of the most bytes first."""
+        """The uses of each update's groups, those of the most bytes first."""
         parts = self._variants.base
         units = sorted(self._resources.optimizer.units_of(parts.layers), key=lambda unit: -unit.num_bytes)
-        return [[n for n, segment in enumerate(parts.segments) if segment.group in unit.layers] for unit in units]
+        return [[n for n, use in enumerate(parts.uses) if use.group in unit.layers] for unit in units]
 
     def _summed_groups(self, plan: Plan | None = None) -> list[int]:
         """The groups whose sums over micro-batches can leave the device, under this or any plan."""
@@ -228,10 +228,10 @@ class StepCompiler:
 
 
 def _recomputable(profile: Profile) -> Profile:
-    """The profile with estimated recomputation costs for the layers that state none."""
+    """The profile with estimated recomputation costs for the programs that state none."""
     layers = tuple(
         layer
-        if layer.can_recompute
+        if layer.can_recompute or layer.shares_program
         else dataclasses.replace(layer, recompute_s=layer.forward_s, recompute_activation_bytes=layer.activation_bytes)
         for layer in profile.layers
     )

@@ -320,9 +320,11 @@ def _uses(program: StepProgram, programs: Programs) -> dict[int, list[Any]]:
     """By group updated on the device, the shapes of its gradients: one list for each segment that reads it."""
     uses: dict[int, list[Any]] = {}
     for instruction in program.programs:
-        makes_gradient = instruction.operation in (Operation.LOSS, Operation.BACKWARD)
-        if makes_gradient and instruction.group in program.updated_on_device and instruction.key is not None:
-            uses.setdefault(instruction.group, []).append(programs.gradients_of(instruction.key))
+        if instruction.operation not in (Operation.LOSS, Operation.BACKWARD) or instruction.key is None:
+            continue
+        groups = program.partition.segments[instruction.segment].groups
+        for place in (place for place, group in enumerate(groups) if group in program.updated_on_device):
+            uses.setdefault(groups[place], []).append(programs.gradients_of(instruction.key)[place])
     return uses
 
 

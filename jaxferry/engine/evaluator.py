@@ -138,9 +138,9 @@ class Evaluator:
 
     def _run(self, place: int, held: dict[int, DeviceLayer], state: TrainState, values: dict[int, Any]) -> None:
         segment, key = self.partition.segments[place], self._keys[place]
-        by_dha = key.reads is Source.HOST
+        by_dha = self.stream.reads[place] is Source.HOST
         made = self._programs[key](
-            state.host.readable(segment.group) if by_dha else held[segment.group].parameters(),
+            [state.host.readable(g) if by_dha else held[g].parameters() for g in segment.groups],
             [values[v] for v in segment.inputs],
             [values[v] for v in segment.nondiff_inputs],
         )

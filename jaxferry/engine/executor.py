@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
 
-from jaxferry.engine.calls import Call
+from jaxferry.engine.calls import Call, CalledUse
 from jaxferry.engine.global_arrays import moved
 from jaxferry.engine.host.pinned import update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
@@ -75,9 +75,9 @@ def loss(step: StepContext, call: Call) -> None:
         return
     destinations = step.gradients.destinations(call, key)
     made = _run(step, call, key, destinations, [*_values_read(step, call), *step.seed])
-    gradients, (outputs, nondiff_outputs, finite, cotangents), norm = made
+    gradients, (outputs, nondiff_outputs, finite, cotangents), norms = made
     _keep_cotangents(step, call, cotangents)
-    step.gradients.receive(call, key, gradients, norm, step.work.commit)
+    step.gradients.receive(call, key, gradients, norms, step.work.commit)
     _keep_outputs(step, call, outputs, nondiff_outputs, finite)
     _end_program(step, call, finite)
 
@@ -90,13 +90,13 @@ def backward(step: StepContext, call: Call) -> None:
         return
     destinations = step.gradients.destinations(call, key)
     others = [*_values_read(step, call), step.saved[call.segment], [step.cotangent(v) for v in call.outputs]]
-    gradients, cotangents, norm = _run(step, call, key, destinations, others)
+    gradients, cotangents, norms = _run(step, call, key, destinations, others)
     del step.saved[call.segment]
     for value in call.outputs:
         step.cotangents.pop(value, None)
     _keep_cotangents(step, call, cotangents)
-    step.gradients.receive(call, key, gradients, norm, step.work.commit)
-    _end_program(step, call, (norm, gradients, cotangents))
+    step.gradients.receive(call, key, gradients, norms, step.work.commit)
+    _end_program(step, call, (norms, gradients, cotangents))
 
 
 def offload(step: StepContext, call: Call) -> None:
@@ -214,25 +214,29 @@ def _run(step: StepContext, call: Call, key: ProgramKey, destinations: Sequence[
     """Runs the program of a call, which may wait for its own parameters."""
     program = step.runnable.programs[key] if call.writes_host else call.program
     if not call.arrives:
-        return step.ran(program(*destinations, _parameters(step, call), *others))
-    assert call.copy is not None
-    held, sources = step.copies.arriving(call.copy)
+        return step.ran(program(*destinations, [_parameters(step, use) for use in call.uses], *others))
+    [use] = call.uses
+    assert use.copy is not None
+    held, sources = step.copies.arriving(use.copy)
     try:
-        parameters, made = step.ran(program(*destinations, held.arrays, *others, sources))
+        parameters, made = step.ran(program(*destinations, [held.arrays], *others, sources))
     except BaseException:
         if any(array.is_deleted() for array in held.arrays):
             # The program has failed after its wait, with the parameters that it was given.
             held.arrived_in(())
-            step.copies.forget(call.copy)
+            step.copies.forget(use.copy)
         raise
     held.arrived_in(parameters)
     return made
 
 
-def _parameters(step: StepContext, call: Call) -> Sequence[jax.Array]:
-    if not call.reads_parameters:
+def _parameters(step: StepContext, use: CalledUse) -> Sequence[jax.Array]:
+    """The parameters of a group that a program reads, or its vectors in host memory; none if it reads neither."""
+    if not use.is_read:
         return []
-    return step.state.host.readable(call.group) if call.reads_vectors else step.weights(call)
+    if use.reads_vectors:
+        return step.state.host.readable(use.group)
+    return step.state.resident[use.group].parameters() if use.copy is None else step.copies.parameters(use.copy)
 
 
 def _values_read(step: StepContext, call: Call) -> list[list[jax.Array]]:
@@ -259,7 +263,8 @@ def _end_program(step: StepContext, call: Call, ended: Any) -> None:
     step.num_programs += 1
     _mark_end(step, call, ended)
     if call.writes_host:
-        step.gradients.note_arrival(call.group)
+        for use in call.written:
+            step.gradients.note_arrival(use.group)
     _end_offloads(step)
     for drop in call.drops:
         step.copies.drop(drop.load, drop.is_reused)

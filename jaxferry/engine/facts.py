@@ -28,13 +28,13 @@ def with_program_facts(
     Temporaries depend on the compiler: a measured profile has them, beside its times.
 
     Args:
-      profile: times and sizes of the segments.
+      profile: times and sizes of the uses.
       partition: the segments.
       derivatives: by program number.
       offload_activations: whether values wait in host memory for their backward.
       staging_bytes: device memory that transfers need besides the moved bytes.
     """
-    facts = [_flags(partition, derivatives, number) for number in range(len(partition.segments))]
+    facts = [_flags(partition, derivatives, number) for number in range(len(partition.uses))]
     if offload_activations:
         _add_moves(facts, partition, derivatives)
     _add_workspace(facts, profile, partition, derivatives, staging_bytes)
@@ -48,9 +48,9 @@ def with_sum_bytes(profile: Profile, partition: Partition, groups: Collection[in
     A sum that is wider than the gradient takes as much longer.
     """
     layers = []
-    for layer, segment in zip(profile.layers, partition.segments, strict=True):
-        trained = partition.layers[segment.group].trained
-        is_wider = segment.group in groups and trained.wide is not trained
+    for layer, use in zip(profile.layers, partition.uses, strict=True):
+        trained = partition.layers[use.group].trained
+        is_wider = use.group in groups and trained.wide is not trained
         sum_bytes = -(-trained.wide.num_bytes // partition.graph.num_shares(trained.is_whole)) if is_wider else 0
         sums = dataclasses.replace(layer, sum_bytes=sum_bytes)
         if sums.sum_bytes != layer.sum_bytes:
@@ -66,25 +66,28 @@ def without_times(partition: Partition) -> Profile:
     facts: dict[str, Any] = {f.name: 0.0 for f in dataclasses.fields(LayerProfile) if f.name.endswith("_s")}
     facts["recompute_activation_bytes"] = 0
     layers = []
-    for segment in partition.segments:
-        layer = partition.layers[segment.group]
+    for use in partition.uses:
+        layer = partition.layers[use.group]
         grad_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares(layer.is_whole))
         facts |= {"param_bytes": layer.num_bytes, "grad_bytes": grad_bytes}
-        layers.append(LayerProfile(name=segment.name, parameters=layer.name, **facts))
+        made = LayerProfile(name=use.name, parameters=layer.name, shares_program=use.place > 0, **facts)
+        layers.append(made if use.place == 0 else made.without_recomputation())
     graph = partition.graph
     return Profile({}, tuple(layers), num_devices=graph.num_devices, num_processes=graph.num_processes)
 
 
 def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: int) -> dict[str, Any]:
-    segment = partition.segments[number]
+    use = partition.uses[number]
+    segment = partition.segments[use.segment]
     derivative = derivatives[segment.program]
     return {
-        "backward_reads": derivative.reads_weights,
+        "backward_reads": derivative.reads_groups[use.place],
         "gradient_rows": derivative.has_rows,
         "row_gradient_bytes": derivative.row_gradient_bytes,
         "has_backward": segment.runs_back,
-        "has_gradient": bool(segment.trained),
-        "fused_backward": number == len(partition.segments) - 1,
+        "has_gradient": use.is_trained,
+        "fused_backward": use.segment == len(partition.segments) - 1,
+        "shares_program": use.place > 0,
         "save_bytes": 0,
         "fetch_bytes": 0,
     }
@@ -92,10 +95,10 @@ def _flags(partition: Partition, derivatives: Mapping[int, Derivative], number: 
 
 def _add_moves(facts: list[dict[str, Any]], partition: Partition, derivatives: Mapping[int, Derivative]) -> None:
     """Adds the bytes of the values that wait in host memory."""
-    order = places(partition)
+    order, first = places(partition), [uses[0] for uses in partition.uses_of]
     for value, (last_forward, backward) in offloaded_values(partition, derivatives).items():
-        facts[order[last_forward][1]]["save_bytes"] += partition.graph.held_bytes(value)
-        facts[order[backward][1]]["fetch_bytes"] += partition.graph.held_bytes(value)
+        facts[first[order[last_forward][1]]]["save_bytes"] += partition.graph.held_bytes(value)
+        facts[first[order[backward][1]]]["fetch_bytes"] += partition.graph.held_bytes(value)
 
 
 def _add_workspace(
@@ -106,14 +109,14 @@ def _add_workspace(
     staging_bytes: int,
 ) -> None:
     """Adds the memory in use while each program runs, besides parameters, gradients, kept activations, temporaries."""
-    kept = [0]
-    for layer in profile.layers:
-        kept.append(kept[-1] + layer.activation_bytes)
+    kept, first = [0], [uses[0] for uses in partition.uses_of]
+    for number in first:
+        kept.append(kept[-1] + profile.layers[number].activation_bytes)
     values, frees = LiveValues(partition, derivatives), last_readers(partition, derivatives)
     for place, (kind, number) in enumerate(places(partition)):
         workspace = max(values.enter(kind, number) + staging_bytes - kept[number + 1], 0)
         if kind is not ProgramKind.BACKWARD:
-            facts[number]["forward_workspace_bytes"] = workspace
+            facts[first[number]]["forward_workspace_bytes"] = workspace
         if kind is not ProgramKind.FORWARD:
-            facts[number]["backward_workspace_bytes"] = workspace
+            facts[first[number]]["backward_workspace_bytes"] = workspace
         values.leave(kind, number, frees.get(place, []))

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxferry.engine.calls import Call
+from jaxferry.engine.calls import Call, CalledUse
 from jaxferry.engine.device_updates import DeviceUpdates
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import StepProgram
@@ -106,7 +106,7 @@ class StepGradients:
         self._are_sums: set[int] = set()
         self.in_flight = OffloadsInFlight(transport)
         self._num_arrived: collections.Counter[int] = collections.Counter()
-        self._num_uses = program.num_uses
+        self._num_uses = program.partition.num_uses
         self.sums: dict[int, list[jax.Array]] = dict(accumulated.on_device)
         self.on_host: dict[int, HostGradient] = dict(accumulated.on_host)
         self.has_added = False
@@ -120,51 +120,75 @@ class StepGradients:
         assert key is not None
         if not call.writes_host:
             return key
-        if not self._may_add(call.group, commit):
-            return None
-        known = self.on_host.get(call.group)
-        if self._transport.is_summed_on_host(call.group, known):
-            return key.alone
-        return key if known is None else key.onto_sum
+        alone, onto = set[int](), set[int]()
+        for use in call.written:
+            if not self._may_add(use.group, commit):
+                return None
+            known = self.on_host.get(use.group)
+            if self._transport.is_summed_on_host(use.group, known):
+                alone.add(use.place)
+            elif known is not None:
+                onto.add(use.place)
+        return key.alone_in(alone).onto_sums_in(onto)
 
-    def destinations(self, call: Call, key: ProgramKey) -> Sequence[list[jax.Array]]:
-        """The vectors that a program writes its gradient into, as one argument or none."""
-        if not call.writes_host and not call.stores:
+    def destinations(self, call: Call, key: ProgramKey) -> Sequence[list[list[jax.Array]]]:
+        """The vectors of each group that a program writes gradients into, as one argument or none."""
+        if call.stores:
+            return [[list(self._transport.destinations(call.group, None))]]
+        if not call.writes_host:
             return ()
-        onto = self.on_host[call.group] if key.writes is Target.HOST_SUM else None
-        return [list(self._transport.destinations(call.group, onto))]
+        made = []
+        for use in call.written:
+            onto = self.on_host[use.group] if key.writes[use.place] is Target.HOST_SUM else None
+            made.append(list(self._transport.destinations(use.group, onto)))
+        return [made]
 
     def receive(
         self,
         call: Call,
         key: ProgramKey,
+        gradients: Sequence[Any],
+        norms: Sequence[jax.Array | None],
+        commit: Callable[[], bool],
+    ) -> None:
+        """Stores the gradients that a program has returned, by group.
+
+        With `call.stores` they are vectors and what goes there.
+        """
+        for use, own, norm in zip(call.uses, gradients, norms, strict=True):
+            if use.is_trained:
+                self._receive(call, use, key.writes[use.place], own, norm, commit)
+
+    def _receive(
+        self,
+        call: Call,
+        use: CalledUse,
+        target: Target,
         gradients: Any,
         norm: jax.Array | None,
         commit: Callable[[], bool],
     ) -> None:
-        """Stores the gradient that a program has returned; with `call.stores`, the vectors and what goes there."""
-        if not call.is_trained:
-            return
-        group = call.group
+        """Stores the gradient of a group."""
+        group = use.group
         self.norms.note(group, norm)
         if call.stores:
             stored = self.on_host[group] = self._transport.queued(*gradients)
             self._note_offload(call.offload, group, stored)
             return
-        if call.is_updated_on_device:
+        if use.is_updated_on_device:
             self.kept.setdefault(group, []).append(gradients)
             self._note_kept(group, commit)
             return
-        if call.writes_host:
+        if use.writes_host:
             stored, known = self._transport.written(gradients), self.on_host.get(group)
-            if key.writes is not Target.HOST_SUM and self._transport.is_summed_on_host(group, known):
+            if target is not Target.HOST_SUM and self._transport.is_summed_on_host(group, known):
                 stored = self._transport.add_on_host(group, known, stored)
             self.on_host[group] = stored
             return
         if group in self.sums and self._may_add(group, commit):
             gradients = _add_onto(self.sums.pop(group), gradients)
             self._are_sums.add(group)
-        self._pending[call.segment] = gradients
+        self._pending[use.number] = gradients
 
     def _note_offload(self, index: int, group: int, stored: HostGradient) -> None:
         """Notes an offload that has been issued."""
@@ -205,11 +229,11 @@ class StepGradients:
         group = call.group
         # A sum begun on the host, under another batch's plan, stays there. The bits are the same either way.
         if group in self._program.summed and not self._is_last and group not in self.on_host:
-            self.sums[group] = self._sum_of(group, self._pending.pop(call.segment))
+            self.sums[group] = self._sum_of(group, self._pending.pop(call.number))
             return
         if not self._may_add(group, commit):
             return
-        gradients, known, is_sum = self._pending.pop(call.segment), self.on_host.get(group), group in self._are_sums
+        gradients, known, is_sum = self._pending.pop(call.number), self.on_host.get(group), group in self._are_sums
         stored = self.on_host[group] = self._transport.store(group, gradients, known, mark, is_sum)
         if waits:
             jax.block_until_ready(self.gather(group))

@@ -76,11 +76,13 @@ class Instruction:
       index: its index in the step program, and that of its task in the schedule.
       task: lane, duration and dependencies.
       segment: index of the segment.
-      group: index of the segment's parameter group.
+      group: index of the parameter group that it moves or updates; for a program, of one that its segment reads.
       key: the program that it runs, or None.
       place: the position of that program among all programs of the step; for a SAVE that of the program before it, for
-        a FETCH that of the program that reads the values; else -1.
+        a FETCH that of the program that reads the values, for a task that is part of another one's program that of the
+        program; else -1.
       values: the values that a SAVE or FETCH moves.
+      copies: for a program, the load of the copy that it reads of each group of its segment; None without one.
       offloads_awaited: OFFLOAD instructions that must have ended on the device before the program may allocate memory.
       frees: values that no later program reads.
       drops: device copies that no later instruction reads.
@@ -94,6 +96,7 @@ class Instruction:
     key: ProgramKey | None = None
     place: int = -1
     values: tuple[int, ...] = ()
+    copies: tuple[int | None, ...] = ()
     offloads_awaited: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     drops: tuple[Drop, ...] = ()
@@ -145,21 +148,16 @@ class StepProgram:
         return [*nothing, *self.queued.values()]
 
     @functools.cached_property
-    def num_uses(self) -> dict[int, int]:
-        """By group, the number of segments that read it."""
-        return dict(collections.Counter(segment.group for segment in self.partition.segments))
-
-    @functools.cached_property
     def resident(self) -> frozenset[int]:
         """Groups whose device copy outlives the step."""
-        segments = zip(self.partition.segments, self.plan.modes, strict=True)
-        return frozenset(segment.group for segment, mode in segments if mode is Mode.RESIDENT)
+        uses = zip(self.partition.uses, self.plan.modes, strict=True)
+        return frozenset(use.group for use, mode in uses if mode is Mode.RESIDENT)
 
     @functools.cached_property
     def updated_on_device(self) -> frozenset[int]:
         """Groups that are updated on the device, so that their gradients stay there."""
-        places = zip(self.partition.segments, self.plan.layers, strict=True)
-        return frozenset(s.group for s, layer in places if layer.update is not UpdatePlace.HOST and s.trained)
+        uses = zip(self.partition.uses, self.plan.layers, strict=True)
+        return frozenset(use.group for use, layer in uses if layer.update is not UpdatePlace.HOST and use.is_trained)
 
     @functools.cached_property
     def streamed(self) -> dict[int, int]:
@@ -175,7 +173,16 @@ class StepProgram:
     @functools.cached_property
     def read_in_place(self) -> frozenset[int]:
         """Groups that programs read in host memory."""
-        return frozenset(i.group for i in self.programs if i.key is not None and i.key.reads is Source.HOST)
+        return frozenset(
+            group
+            for instruction in self.programs
+            for group, source in zip(
+                self.partition.segments[instruction.segment].groups,
+                () if instruction.key is None else instruction.key.reads,
+                strict=True,
+            )
+            if source is Source.HOST
+        )
 
     @property
     def stays_on_device(self) -> frozenset[int]:

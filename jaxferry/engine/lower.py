@@ -8,7 +8,6 @@ values to move and the values to free afterwards.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxferry.engine.instruction import Drop, Instruction, Operation, StepProgram
-from jaxferry.engine.program_keys import NO_JOINS, Joins, ProgramKey, ProgramKind, Source, Target, places, program_keys
+from jaxferry.engine.program_keys import NO_JOINS, Joins, ProgramKey, ProgramKind, Source, places, program_keys
 from jaxferry.modes import GradientPlace, UpdatePlace
 from jaxferry.partition import Derivative, Partition
 from jaxferry.plan.records import Plan
@@ -56,7 +55,7 @@ def lower(
     Args:
       partition: the segments.
       derivatives: by program number.
-      plan: modes and gradient places of the segments, in order.
+      plan: modes and gradient places of the uses, in order.
       profile: the expected durations, with the facts of the programs (`facts.with_program_facts`).
       offload_activations: whether values wait in host memory for their backward.
       joins: the work of the transport that is part of other programs.
@@ -87,25 +86,24 @@ class _Lowering:
         self._places = self._places_of_tasks()
         self._drops = self._drops_of_tasks()
         self._first_readers = self._first_readers_of_copies()
-        self._num_uses = collections.Counter(segment.group for segment in partition.segments)
 
     def instructions(self) -> tuple[Instruction, ...]:
         return tuple(self._instruction(index, task) for index, task in enumerate(self._tasks))
 
     def _instruction(self, index: int, task: Task) -> Instruction:
-        group = self._partition.segments[task.segment].group
-        made = Instruction(_OPERATIONS[task.kind], index, task, task.segment, group)
+        use = self._partition.uses[task.segment]
+        made = Instruction(_OPERATIONS[task.kind], index, task, use.segment, use.group)
         if task.kind is Kind.UPDATE and task.lane is Lane.GPU:
             return dataclasses.replace(made, operation=Operation.UPDATE_ON_DEVICE)
         if index in self._places:
             return self._program(made)
-        if task.kind is Kind.BACKWARD:  # the last segment's backward is part of the LOSS program
-            return dataclasses.replace(made, operation=Operation.NOTHING)
+        if task.kind in (Kind.FORWARD, Kind.BACKWARD):  # part of another task's program
+            return dataclasses.replace(made, operation=Operation.NOTHING, place=self._places[self._runs_in[index]])
         if task.kind is Kind.SAVE:
-            values = [value for value, (last_forward, _) in self._offloaded.items() if last_forward == task.segment]
-            return dataclasses.replace(made, place=task.segment, values=tuple(values))
+            values = [value for value, (last_forward, _) in self._offloaded.items() if last_forward == use.segment]
+            return dataclasses.replace(made, place=use.segment, values=tuple(values))
         if task.kind is Kind.FETCH:
-            place = self._backward_place(task.segment)
+            place = self._backward_place(use.segment)
             values = [value for value, (_, until) in self._offloaded.items() if until == place]
             return dataclasses.replace(made, place=place, values=tuple(values))
         return made
@@ -118,17 +116,20 @@ class _Lowering:
             operation=Operation.LOSS if key.kind is ProgramKind.LOSS else made.operation,
             key=key,
             place=place,
-            offloads_awaited=tuple(i for i in made.task.after if self._tasks[i].kind is Kind.OFFLOAD),
+            copies=self._copies_of(made),
+            offloads_awaited=tuple(i for i in self._waits_of(made.index) if self._tasks[i].kind is Kind.OFFLOAD),
             frees=tuple(self._frees.get(place, ())),
             drops=tuple(self._drops.get(made.index, ())),
         )
 
     def _joined(self, key: ProgramKey, made: Instruction) -> ProgramKey:
         """The program with the work of the transport that it does beside its own."""
-        segment, layer = self._partition.segments[made.segment], self._plan.layers[made.segment]
+        segment, layer = self._partition.segments[made.segment], self._plan.layers[made.task.segment]
+        if len(segment.groups) > 1:
+            return key
         derivative = self._derivatives[segment.program]
-        has_own_gradient = key.kind is not ProgramKind.FORWARD and segment.trained and key.writes is Target.DEVICE
-        is_sent = has_own_gradient and layer.update is UpdatePlace.HOST and self._num_uses[made.group] == 1
+        has_own_gradient = key.kind is not ProgramKind.FORWARD and segment.trained and not key.writes_host
+        is_sent = has_own_gradient and layer.update is UpdatePlace.HOST and self._partition.num_uses[made.group] == 1
         return dataclasses.replace(
             key,
             arrives=self._joins.arrives and self._first_readers.get(made.task.copy) == made.index,
@@ -144,18 +145,41 @@ class _Lowering:
         found: dict[int | None, int] = {}
         for index, place in sorted(self._places.items(), key=lambda pair: pair[1]):
             key, copy = self._keys[place], self._tasks[index].copy
-            if copy is not None and key.reads is Source.DEVICE and key.kind is not ProgramKind.BACKWARD:
+            if copy is not None and Source.DEVICE in key.reads and key.kind is not ProgramKind.BACKWARD:
                 found.setdefault(copy, index)
         return found
 
     def _places_of_tasks(self) -> dict[int, int]:
-        """The place of each task that runs a program.
+        """The place of each task that runs a program: the last one of its segment's forward, or backward.
 
-        The last segment's one program belongs to its forward task; its backward task does nothing.
+        The last segment's one program belongs to its forward. Also finds which task runs the program of any other.
         """
-        forwards = [i for i, task in enumerate(self._tasks) if task.kind is Kind.FORWARD]
-        backwards = [i for i, task in enumerate(self._tasks) if task.kind is Kind.BACKWARD]
-        return {task: place for place, task in enumerate([*forwards, *backwards[1:]])}
+        runs: dict[tuple[Kind, int], list[int]] = {}
+        for index, task in enumerate(self._tasks):
+            if task.kind in (Kind.FORWARD, Kind.BACKWARD):
+                runs.setdefault((task.kind, self._partition.uses[task.segment].segment), []).append(index)
+        last = len(self._partition.segments) - 1
+        loss = runs[Kind.FORWARD, last]
+        self._runs_in = {index: members[-1] for members in runs.values() for index in members}
+        self._runs_in |= dict.fromkeys(runs.get((Kind.BACKWARD, last), ()), loss[-1])
+        found = [members[-1] for (kind, number), members in runs.items() if (kind, number) != (Kind.BACKWARD, last)]
+        return {task: place for place, task in enumerate(found)}
+
+    def _waits_of(self, index: int) -> list[int]:
+        """What the program of a task waits for."""
+        members = [member for member, runs_in in self._runs_in.items() if runs_in == index]
+        kind = self._tasks[index].kind
+        return sorted({wait for i in members if self._tasks[i].kind is kind for wait in self._tasks[i].after})
+
+    def _copies_of(self, made: Instruction) -> tuple[int | None, ...]:
+        """For each group of a program's segment, the load of the copy that it reads."""
+        first = self._partition.uses_of[made.segment][0]
+        copies: list[int | None] = [None] * len(self._partition.segments[made.segment].groups)
+        for member, runs_in in self._runs_in.items():
+            task = self._tasks[member]
+            if runs_in == made.index and task.kind is made.task.kind:
+                copies[task.segment - first] = task.copy
+        return tuple(copies)
 
     def _backward_place(self, segment: int) -> int:
         order = places(self._partition)
@@ -163,11 +187,10 @@ class _Lowering:
 
     def _drops_of_tasks(self) -> dict[int, list[Drop]]:
         """The copies to drop after each program."""
-        loss = max((i for i in self._places if self._tasks[i].kind is Kind.FORWARD), default=None)
         last_use: dict[int, int] = {}
         for index, task in enumerate(self._tasks):
             if task.copy is not None:
-                last_use[task.copy] = index if index in self._places or loss is None else loss
+                last_use[task.copy] = self._runs_in[index]
         taken = self._taken_over()
         drops: dict[int, list[Drop]] = {}
         for load, index in last_use.items():
@@ -196,7 +219,7 @@ class _Lowering:
         return taken
 
     def _layout(self, load: int) -> Any:
-        return self._partition.layers[self._partition.segments[self._tasks[load].segment].group].layout
+        return self._partition.layers[self._partition.uses[self._tasks[load].segment].group].layout
 
 
 def summed_groups(
@@ -214,15 +237,14 @@ def summed_groups(
     """
     if accumulate == 1:
         return []
-    uses = collections.Counter(segment.group for segment in partition.segments)
-    layers = [None] * len(partition.segments) if plan is None else plan.layers
+    layers = [None] * len(partition.uses) if plan is None else plan.layers
     return [
-        segment.group
-        for segment, layer in zip(partition.segments, layers, strict=True)
+        use.group
+        for use, layer in zip(partition.uses, layers, strict=True)
         if (layer is None or (layer.gradient is GradientPlace.DEVICE and layer.update is UpdatePlace.HOST))
-        and uses[segment.group] == 1
-        and segment.trained
-        and not derivatives[segment.program].has_rows
+        and partition.num_uses[use.group] == 1
+        and use.is_trained
+        and not derivatives[partition.segments[use.segment].program].has_rows
     ]
 
 

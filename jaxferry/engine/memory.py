@@ -303,7 +303,7 @@ class _Transfers:
             if task.lane is not Lane.GPU:
                 self._last_program.append(max((self._last_program[earlier] for earlier in waits), default=-1))
                 continue
-            place = instruction.place if instruction.key is not None else loss_place
+            place = instruction.place if instruction.place >= 0 else loss_place
             self._last_program.append(place)
             for earlier in task.after:
                 self._first_waiter.setdefault(earlier, place)
@@ -315,9 +315,12 @@ class _Transfers:
 
     def _gradient_bytes(self, instruction: Instruction) -> int:
         """The bytes of an offload's gradient; only the touched rows of a lookup's table are on the device."""
+        return self._gradient_bytes_of(instruction.segment, instruction.group)
+
+    def _gradient_bytes_of(self, segment: int, group: int) -> int:
         partition = self._program.partition
-        derivative = self._program.derivatives[partition.segments[instruction.segment].program]
-        layer = partition.layers[instruction.group]
+        derivative = self._program.derivatives[partition.segments[segment].program]
+        layer = partition.layers[group]
         dense_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares(layer.is_whole))
         return derivative.row_gradient_bytes or dense_bytes
 
@@ -352,12 +355,16 @@ class _Transfers:
     def _add_kept_gradients(self) -> None:
         """Adds gradients that stay on the device until their group's update there, from their backward on."""
         until = {i.group: self._last_program[i.index] for i in self._program.instructions if _updates_on_device(i)}
+        partition = self._program.partition
         for instruction in self._program.programs:
-            is_trained = self._program.partition.segments[instruction.segment].trained
-            if _key(instruction).kind is ProgramKind.FORWARD or instruction.group not in until or not is_trained:
+            if _key(instruction).kind is ProgramKind.FORWARD:
                 continue
-            for place in range(instruction.place, until[instruction.group] + 1):
-                self._gradients_at[place][instruction.index] = self._gradient_bytes(instruction)
+            for use in (partition.uses[number] for number in partition.uses_of[instruction.segment]):
+                if not use.is_trained or use.group not in until:
+                    continue
+                for held in self._gradients_at[instruction.place : until[use.group] + 1]:
+                    num_bytes = self._gradient_bytes_of(use.segment, use.group)
+                    held[instruction.index] = held.get(instruction.index, 0) + num_bytes
 
     def _ahead(self, ahead: Sequence[int]) -> tuple[list[int], list[int]]:
         """The copies of the next step: all that may be there, and what they take beyond the gradients that left."""

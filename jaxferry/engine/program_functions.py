@@ -96,18 +96,20 @@ class ProgramTracer:
             assert isinstance(self._partition, Partition)
             place = self._partition.segments[-1].outputs.index(self._partition.loss)
         memories = (self._placement.device, self._placement.pinned)
-        fused_bytes = None if key.writes is Target.DEVICE else host_stores.FUSED_BYTES
+        fused_bytes = host_stores.FUSED_BYTES if key.writes_host else None
         joins = (key.arrives, key.stores)
         uses = (key.kind, key.reads, key.writes, joins, self._native, self._is_scaled, place, fused_bytes)
-        layer, rows = self._partition.layers[segment.group], self._partition.graph.batch_size
-        layouts = (layer.is_whole, layer.layout, layer.trained.layout)
+        layers, rows = self._layers(segment), self._partition.graph.batch_size
+        layouts = tuple((layer.is_whole, layer.layout, layer.trained.layout) for layer in layers)
         return (segment.content, segment.remat, layouts, uses, memories, rows)
 
     def exchanged_bytes(self, key: ProgramKey) -> int:
         """Device memory of the exchange that may run before a program; see `Placement.exchanges`."""
-        if key.reads is not Source.HOST:
-            return 0
-        return self._placement.exchanged_bytes(self._partition.layers[self._segment(key).group])
+        read = zip(self._layers(self._segment(key)), key.reads, strict=True)
+        return sum(self._placement.exchanged_bytes(layer) for layer, source in read if source is Source.HOST)
+
+    def _layers(self, segment: Segment) -> list[Layer]:
+        return [self._partition.layers[group] for group in segment.groups]
 
     def _segment(self, key: ProgramKey) -> Segment:
         if key.kind is ProgramKind.EVALUATION:
@@ -118,8 +120,7 @@ class ProgramTracer:
         """Traces the program of a key for its arguments' shapes; see `Programs.__getitem__` for these."""
         segment = self._segment(key)
         if key.kind is ProgramKind.EVALUATION:
-            layer = self._partition.layers[segment.group]
-            function, arguments = self._sourced(key, layer, segment.forward, self._arguments(segment))
+            function, arguments = self._sourced(key, segment, segment.forward, self._arguments(segment))
             return self._traced(function, *arguments)
         derivative = self._derivatives[key.program]
         if key.kind is ProgramKind.FORWARD:
@@ -131,104 +132,191 @@ class ProgramTracer:
             function = derivative.backward
             weights, *others = derivative.backward_arguments(self._partition.graph)
             arguments = [self._whole(weights), *map(self._placed, others)]
-        layer = self._partition.layers[segment.group]
-        function, arguments = self._sourced(key, layer, function, arguments)
+        function, arguments = self._sourced(key, segment, function, arguments)
         if key.kind is ProgramKind.FORWARD:
-            return self._arriving(key, layer, function, arguments)
-        return self._targeted(key, layer, function, arguments)
+            return self._arriving(key, segment, function, arguments)
+        return self._targeted(key, segment, function, arguments)
 
     def _sourced(
-        self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any]
+        self, key: ProgramKey, segment: Segment, function: Function, arguments: list[Any]
     ) -> tuple[Function, list[Any]]:
-        """Makes a function read the parameters from the key's source."""
+        """Makes a function of all weights read those of each group from the key's source: `(by group, *others)`."""
         weights, *others = arguments
-        if key.reads is Source.HOST:
-            vectors = self._placement.readable(layer)
-            there = self._placement.ownership.shared(layer)
-            return read_in_place(function, there, arguments, self._native), [vectors, *others]
-        if key.kind is not ProgramKind.BACKWARD or self._derivatives[key.program].reads_weights:
-            return function, arguments
+        by_group, layers = segment.by_group(weights), self._layers(segment)
+        is_read = [True] * len(layers)
+        if key.kind is ProgramKind.BACKWARD:
+            is_read = list(self._derivatives[key.program].reads_groups)
 
-        def unread(given: Any, *others: Any) -> Any:
-            return function([jnp.zeros(w.shape, w.dtype) for w in weights], *others)
+        def of_groups(given: Any, *others: Any) -> Any:
+            found = [
+                arrays if read else [jnp.zeros(w.shape, w.dtype) for w in own]
+                for arrays, read, own in zip(given, is_read, by_group, strict=True)
+            ]
+            return function(segment.from_groups(found), *others)
 
-        return unread, [[], *others]
+        of_groups.__name__ = function.__name__
 
-    def _targeted(self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any]) -> Any:
-        """Traces a function `-> gradients, rest` that writes its gradients to the key's target.
+        function_of, given = of_groups, [own if read else [] for own, read in zip(by_group, is_read, strict=True)]
+        for place, source in enumerate(key.reads):
+            if source is Source.HOST and is_read[place]:
+                function_of, given = self._in_place(place, layers[place], function_of, given, others)
+        return function_of, [given, *others]
+
+    def _in_place(
+        self, place: int, layer: Layer, function: Function, given: list[Any], others: list[Any]
+    ) -> tuple[Function, list[Any]]:
+        """Makes a function of `(by group, *others)` read one group in host memory; returns its new first argument."""
+
+        def of_one(own: Any, rest: Any, *others: Any) -> Any:
+            return function([*rest[:place], own, *rest[place:]], *others)
+
+        rest = [*given[:place], *given[place + 1 :]]
+        there = self._placement.ownership.shared(layer)
+        read = read_in_place(of_one, there, [given[place], rest, *others], self._native)
+
+        def reading(given: Any, *others: Any) -> Any:
+            return read(given[place], [*given[:place], *given[place + 1 :]], *others)
+
+        reading.__name__ = function.__name__
+        return reading, [*given[:place], self._placement.readable(layer), *given[place + 1 :]]
+
+    def _targeted(self, key: ProgramKey, segment: Segment, function: Function, arguments: list[Any]) -> Any:
+        """Traces a function `-> gradients, rest` that writes the gradients of each group to the key's target.
 
         A backward donates its residuals and cotangents, since nothing else reads them.
         """
-        device, pinned = self._placement.device, self._placement.pinned
-        if key.writes is Target.DEVICE:
-            own = self._placement.ownership.shared(layer.trained)
-
-            def returned(*given: Any) -> Any:
-                gradients, rest = function(*given)
-                made = joined(own, gradients)
-                return made, rest, squared_norm(gradients if own is layer.trained else made)
-
-            used = (4, 5) if key.kind is ProgramKind.BACKWARD else ()
-            if key.stores:
-                return self._storing(key, layer, returned, arguments, used)
-            where = self._with_gradients(layer, returned, arguments)
-            return self._arriving(key, layer, returned, arguments, used, where)
+        device, pinned, layers = self._placement.device, self._placement.pinned, self._layers(segment)
+        donated: tuple[int, ...] = (4, 5) if key.kind is ProgramKind.BACKWARD else ()
+        if key.stores:
+            return self._storing(key, segment, self._returning(segment, function), arguments, donated)
+        if not key.writes_host:
+            returning = self._returning(segment, function)
+            where = self._with_gradients(layers, returning, arguments)
+            return self._arriving(key, segment, returning, arguments, donated, where)
         if self._placement.num_devices > 1:
-            return self._storing_shares(key, layer, function, arguments)
-        accumulate = key.writes is Target.HOST_SUM
-        store = store_in_place(function, layer.trained, arguments, accumulate=accumulate, native=self._native)
+            return self._storing_shares(key, segment, function, arguments)
+        run, given = _by_group(segment, function), list(arguments)
+        places = [place for place, target in enumerate(key.writes) if target is not Target.DEVICE]
+        for place in places:
+            run, given = self._stored(place, layers[place], key.writes[place], run, given)
 
         def stored(destinations: Any, *given: Any) -> Any:
-            vectors, gradients, rest = store(destinations, *given)
-            return vectors, rest, None if gradients is None else squared_norm(gradients)
+            parts, rest = run(*reversed(destinations), *given)
+            made = [
+                self._joined(layer, part) if target is Target.DEVICE else part
+                for layer, part, target in zip(layers, parts, key.writes, strict=True)
+            ]
+            return [gradients for gradients, _ in made], rest, [norm for _, norm in made]
 
-        destinations = [_struct(v, pinned) for v in layer.trained.vectors]
-        donated = (0, 5, 6) if key.kind is ProgramKind.BACKWARD else (0,)
-        return self._arriving(key, layer, stored, [destinations, *arguments], donated, (pinned, device, device))
+        destinations = [[_struct(v, pinned) for v in layers[place].trained.vectors] for place in places]
+        where = [device if target is Target.DEVICE else pinned for target in key.writes]
+        donated = (0, *(number + 1 for number in donated))
+        return self._arriving(key, segment, stored, [destinations, *arguments], donated, (where, device, device))
 
-    def _storing_shares(self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any]) -> Any:
-        """Traces a function whose gradients are summed over the devices, each of which writes its share to the host."""
+    def _returning(self, segment: Segment, function: Function) -> Function:
+        """Makes a function `-> gradients, rest` return joined gradients, rest and norms, by group."""
+        by_group, layers = _by_group(segment, function), self._layers(segment)
+
+        def returned(*given: Any) -> Any:
+            parts, rest = by_group(*given)
+            made = [self._joined(layer, part) for layer, part in zip(layers, parts, strict=True)]
+            return [gradients for gradients, _ in made], rest, [norm for _, norm in made]
+
+        return returned
+
+    def _joined(self, layer: Layer, gradients: Sequence[Gradient]) -> tuple[list[Gradient], jax.Array | None]:
+        """The gradients of a group as programs return them, and their squared norm."""
         own = self._placement.ownership.shared(layer.trained)
-        shares, pinned = self._placement.shares_of(layer), self._placement.pinned_of(layer)
+        made = joined(own, gradients)
+        return made, squared_norm(gradients if own is layer.trained else made)
 
-        def stored(destinations: Any, *given: Any) -> Any:
-            gradients, rest = function(*given)
+    def _stored(
+        self, place: int, layer: Layer, target: Target, function: Function, arguments: list[Any]
+    ) -> tuple[Function, list[Any]]:
+        """Makes a function `-> by group, rest` write the gradients of one group to host memory.
+
+        Its part of the result is then the vectors and the norm, and the vectors to write are a further first argument.
+        """
+
+        def of_one(*given: Any) -> Any:
+            parts, rest = function(*given)
+            return parts[place], ([*parts[:place], *parts[place + 1 :]], rest)
+
+        accumulate = target is Target.HOST_SUM
+        store = store_in_place(of_one, layer.trained, arguments, accumulate=accumulate, native=self._native)
+
+        def storing(destinations: Any, *given: Any) -> Any:
+            vectors, gradients, (others, rest) = store(destinations, *given)
+            part = vectors, None if gradients is None else squared_norm(gradients)
+            return [*others[:place], part, *others[place:]], rest
+
+        return storing, [[_struct(v, self._placement.pinned) for v in layer.trained.vectors], *arguments]
+
+    def _storing_shares(self, key: ProgramKey, segment: Segment, function: Function, arguments: list[Any]) -> Any:
+        """Traces a function whose gradients are summed over the devices, each of which writes its share to the host."""
+        layers, by_group = self._layers(segment), _by_group(segment, function)
+        written = [place for place, target in enumerate(key.writes) if target is not Target.DEVICE]
+
+        def share(place: int, gradients: Any, destinations: Any) -> Any:
+            layer = layers[place]
+            own, shares = self._placement.ownership.shared(layer.trained), self._placement.shares_of(layer)
             made = [jax.lax.with_sharding_constraint(vector, shares) for vector in own.pack(gradients)]
             norm = squared_norm(made)
-            if key.writes is Target.HOST_SUM:
+            if key.writes[place] is Target.HOST_SUM:
                 made = [twins.to_device(known) + vector for known, vector in zip(destinations, made, strict=True)]
-            return list(map(twins.to_host, made)), rest, norm
+            return list(map(twins.to_host, made)), norm
 
-        destinations = [_struct(v, pinned) for v in own.vectors]
-        _, rest, _ = jax.eval_shape(stored, destinations, *arguments)
-        where = (pinned, self._shared(rest), self._placement.device)
+        def stored(destinations: Any, *given: Any) -> Any:
+            parts, rest = by_group(*given)
+            into = dict(zip(written, destinations, strict=True))
+            made = [
+                share(place, part, into[place]) if place in into else self._joined(layers[place], part)
+                for place, part in enumerate(parts)
+            ]
+            return [gradients for gradients, _ in made], rest, [norm for _, norm in made]
+
+        def pinned(place: int) -> Any:
+            return self._placement.pinned_of(layers[place])
+
+        owned = {place: self._placement.ownership.shared(layers[place].trained) for place in written}
+        destinations = [[_struct(v, pinned(place)) for v in owned[place].vectors] for place in written]
+        gradients, rest, _ = jax.eval_shape(stored, destinations, *arguments)
+        where = [
+            pinned(place) if place in owned else self._where_gradients_are(layers[place], own)
+            for place, own in enumerate(gradients)
+        ]
         donated = (0, 5, 6) if key.kind is ProgramKind.BACKWARD else (0,)
-        return self._arriving(key, layer, stored, [destinations, *arguments], donated, where)
+        shardings = (where, self._shared(rest), self._placement.device)
+        return self._arriving(key, segment, stored, [destinations, *arguments], donated, shardings)
+
+    def _where_gradients_are(self, layer: Layer, gradients: Sequence[Any]) -> Any:
+        """The sharding of a group's gradients on several devices."""
+        return self._placement.device if has_rows(gradients) else self._placement.shares_of(layer)
 
     def _storing(
-        self, key: ProgramKey, layer: Layer, function: Function, arguments: list[Any], donate: tuple[int, ...]
+        self, key: ProgramKey, segment: Segment, function: Function, arguments: list[Any], donate: tuple[int, ...]
     ) -> Any:
-        """Traces a function `-> joined gradients, rest, norm` that also queues the gradients' copies to the host.
+        """Traces a function `-> joined gradients, rest, norms` that also queues the gradients' copies to the host.
 
         The copies read the gradients after the program has ended. So the gradients are results of an operation that
         works in place: XLA gives those the memory of the program's results, and copies them nowhere else.
         """
-        device, pinned = self._placement.device, self._placement.pinned
+        device, pinned, [layer] = self._placement.device, self._placement.pinned, self._layers(segment)
 
         def returned(destinations: Any, *given: Any) -> Any:
-            made, rest, norm = function(*given)
+            [made], rest, norms = function(*given)
             sources = targets.ferry_wait(made)
-            return (queue_stores(layer.trained, sources, destinations), sources), rest, norm
+            return [(queue_stores(layer.trained, sources, destinations[0]), sources)], rest, norms
 
-        destinations = [_struct(v, pinned) for v in layer.trained.vectors]
+        destinations = [[_struct(v, pinned) for v in layer.trained.vectors]]
         donated = (0, *(number + 1 for number in donate))
-        where = ((pinned, device), device, device)
-        return self._arriving(key, layer, returned, [destinations, *arguments], donated, where)
+        where = ([(pinned, device)], device, device)
+        return self._arriving(key, segment, returned, [destinations, *arguments], donated, where)
 
     def _arriving(
         self,
         key: ProgramKey,
-        layer: Layer,
+        segment: Segment,
         function: Function,
         arguments: list[Any],
         donate: tuple[int, ...] = (),
@@ -240,12 +328,12 @@ class ProgramTracer:
         """
         if not key.arrives:
             return self._traced(function, *arguments, donate=donate, shardings=shardings)
-        place = 0 if key.writes is Target.DEVICE and not key.stores else 1
+        place, [layer] = int(key.writes_host or key.stores), self._layers(segment)
 
         def arriving(*given: Any) -> Any:
             *own, _ = given
-            own[place] = targets.ferry_wait(own[place])
-            return own[place], function(*own)
+            own[place] = [targets.ferry_wait(own[place][0])]
+            return own[place][0], function(*own)
 
         arriving.__name__ = function.__name__
         device = self._placement.device
@@ -288,17 +376,14 @@ class ProgramTracer:
         """Structs of values, which devices may share."""
         return [_struct(aval, self._placement.of(self._partition.graph, aval), aval.weak_type) for aval in avals]
 
-    def _with_gradients(self, layer: Layer, function: Function, arguments: Sequence[Any]) -> Any:
+    def _with_gradients(self, layers: Sequence[Layer], function: Function, arguments: Sequence[Any]) -> Any:
         """The shardings of results: devices share gradients and values; each has all of gradients with rows."""
         if self._placement.num_devices == 1:
             return self._placement.device
-        gradients, rest, norm = jax.eval_shape(function, *arguments)
-        where = self._placement.device if has_rows(gradients) else self._placement.shares_of(layer)
-        return (
-            jax.tree.map(lambda _: where, gradients),
-            self._shared(rest),
-            None if norm is None else self._placement.device,
-        )
+        by_group, rest, norms = jax.eval_shape(function, *arguments)
+        where = [self._where_gradients_are(layer, own) for layer, own in zip(layers, by_group, strict=True)]
+        shardings = [jax.tree.map(lambda _, at=at: at, parts) for at, parts in zip(where, by_group, strict=True)]
+        return shardings, self._shared(rest), jax.tree.map(lambda _: self._placement.device, norms)
 
     def _shared(self, results: Any) -> Any:
         """The shardings of values."""
@@ -309,6 +394,16 @@ class ProgramTracer:
             is_alone = self._placement.num_devices == 1
             shardings = self._placement.device if is_alone else self._shared(jax.eval_shape(function, *args))
         return jax.jit(function, donate_argnums=donate, out_shardings=shardings).trace(*args)
+
+
+def _by_group(segment: Segment, function: Function) -> Function:
+    """Makes a function `-> gradients, rest` return the gradients of each group of its segment apart."""
+
+    def by_group(*given: Any) -> Any:
+        gradients, rest = function(*given)
+        return segment.trained_by_group(gradients), rest
+
+    return by_group
 
 
 def _forward_of(derivative: Derivative) -> Function:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.partition import Derivative, Partition
@@ -54,28 +54,40 @@ class ProgramKey:
     Attributes:
       kind: what it computes.
       program: the segment's program number.
-      reads: where it reads parameters; DEVICE also if it reads none.
-      writes: where its gradient goes; DEVICE also if it has none.
-      arrives: whether it waits for the load of the parameters that it reads.
-      stores: whether it queues the copy of its gradient from the device to the host.
+      reads: where it reads the parameters of each group of its segment; DEVICE also if it reads none.
+      writes: where the gradient of each group goes; DEVICE also if there is none.
+      arrives: whether it waits for the load of the parameters that it reads; only with one group.
+      stores: whether it queues the copy of its gradient from the device to the host; only with one group.
     """
 
     kind: ProgramKind
     program: int
-    reads: Source = Source.DEVICE
-    writes: Target = Target.DEVICE
+    reads: tuple[Source, ...] = (Source.DEVICE,)
+    writes: tuple[Target, ...] = (Target.DEVICE,)
     arrives: bool = False
     stores: bool = False
 
     @property
-    def alone(self) -> ProgramKey:
-        """The program that writes this one's gradient to host memory instead of adding it."""
-        return dataclasses.replace(self, writes=Target.HOST) if self.writes is Target.HOST_SUM else self
+    def writes_host(self) -> bool:
+        """Whether it writes any gradient to host memory itself."""
+        return any(target is not Target.DEVICE for target in self.writes)
+
+    def alone_in(self, places: Collection[int]) -> ProgramKey:
+        """The program that writes the gradients of the groups at these places to host memory instead of adding them."""
+        return self._changed(places, {Target.HOST_SUM: Target.HOST})
+
+    def onto_sums_in(self, places: Collection[int]) -> ProgramKey:
+        """The program that adds the gradients of the groups at these places to host memory instead of writing them."""
+        return self._changed(places, {Target.HOST: Target.HOST_SUM})
 
     @property
-    def onto_sum(self) -> ProgramKey:
-        """The program that adds this one's gradient to host memory instead of writing it."""
-        return dataclasses.replace(self, writes=Target.HOST_SUM) if self.writes is Target.HOST else self
+    def alone(self) -> ProgramKey:
+        """The program that writes all gradients to host memory instead of adding them."""
+        return self.alone_in(range(len(self.writes)))
+
+    def _changed(self, places: Collection[int], change: Mapping[Target, Target]) -> ProgramKey:
+        writes = tuple(change.get(t, t) if place in places else t for place, t in enumerate(self.writes))
+        return self if writes == self.writes else dataclasses.replace(self, writes=writes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,16 +127,17 @@ def program_keys(partition: Partition, derivatives: Mapping[int, Derivative], pl
     keys = []
     for kind, number in places(partition):
         segment, derivative = partition.segments[number], derivatives[partition.segments[number].program]
-        is_read = kind is not ProgramKind.BACKWARD or derivative.reads_weights
-        mode = plan.layers[number].mode
-        by_dha = mode is Mode.DHA or (mode is Mode.DFGB and kind is not ProgramKind.BACKWARD)
-        reads = Source.HOST if is_read and by_dha else Source.DEVICE
-        writes = Target.DEVICE
-        if kind is not ProgramKind.FORWARD and segment.trained:
-            if plan.layers[number].gradient is GradientPlace.HOST and not derivative.has_rows:
-                writes = Target.HOST_SUM if segment.group in written else Target.HOST
-            written.add(segment.group)
-        keys.append(ProgramKey(kind, segment.program, reads, writes))
+        reads, writes = [], []
+        for use, layer in ((partition.uses[i], plan.layers[i]) for i in partition.uses_of[number]):
+            is_read = kind is not ProgramKind.BACKWARD or derivative.reads_groups[use.place]
+            by_dha = layer.mode is Mode.DHA or (layer.mode is Mode.DFGB and kind is not ProgramKind.BACKWARD)
+            reads.append(Source.HOST if is_read and by_dha else Source.DEVICE)
+            writes.append(Target.DEVICE)
+            if kind is not ProgramKind.FORWARD and use.is_trained:
+                if layer.gradient is GradientPlace.HOST and not derivative.has_rows:
+                    writes[-1] = Target.HOST_SUM if use.group in written else Target.HOST
+                written.add(use.group)
+        keys.append(ProgramKey(kind, segment.program, tuple(reads), tuple(writes)))
     return keys
 
 
@@ -135,10 +148,11 @@ def beside_rows(
 
     An accelerator needs them where an earlier gradient of the group is rows of a lookup: these are summed on the host.
     """
-    of_rows = {segment.group for segment in partition.segments if derivatives[segment.program].has_rows}
-    groups = [partition.segments[number].group for _, number in places(partition)]
-    found = (key.alone for key, group in zip(keys, groups, strict=True) if group in of_rows)
-    return [key for key in dict.fromkeys(found) if key.writes is Target.HOST]
+    of_rows = {
+        group for segment in partition.segments if derivatives[segment.program].has_rows for group in segment.groups
+    }
+    found = (key.alone_in(in_rows) for key, in_rows in _with_places(partition, keys, of_rows.__contains__) if in_rows)
+    return [key for key in dict.fromkeys(found) if Target.HOST in key.writes]
 
 
 def with_sums(partition: Partition, keys: Sequence[ProgramKey], is_widened: Callable[[int], bool]) -> list[ProgramKey]:
@@ -151,7 +165,18 @@ def with_sums(partition: Partition, keys: Sequence[ProgramKey], is_widened: Call
       keys: the programs of all places.
       is_widened: whether the host adds all gradients of a group; see `Transport.is_widened`.
     """
-    groups = [partition.segments[number].group for _, number in places(partition)]
-    pairs = list(zip(keys, map(is_widened, groups), strict=True))
-    first = [key.alone if widened else key for key, widened in pairs]
-    return list(dict.fromkeys([*first, *(key.onto_sum for key, widened in pairs if not widened)]))
+    pairs = _with_places(partition, keys, is_widened)
+    first = [key.alone_in(widened) for key, widened in pairs]
+    later = [
+        key.onto_sums_in({*range(len(key.writes))} - widened) for key, (_, widened) in zip(first, pairs, strict=True)
+    ]
+    return list(dict.fromkeys([*first, *later]))
+
+
+def _with_places(
+    partition: Partition, keys: Sequence[ProgramKey], is_chosen: Callable[[int], bool]
+) -> list[tuple[ProgramKey, set[int]]]:
+    """The program of each place of a step, with the places of the chosen ones among its segment's groups."""
+    groups = [partition.segments[number].groups for _, number in places(partition)]
+    chosen = [{place for place, group in enumerate(each) if is_chosen(group)} for each in groups]
+    return list(zip(keys, chosen, strict=True))

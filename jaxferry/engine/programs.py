@@ -99,18 +99,20 @@ class Programs:
     def __getitem__(self, key: ProgramKey) -> Compiled:
         """Returns the compiled program.
 
-        `weights` are the group's parameters, or its vectors in host memory if the key reads those:
+        `weights` are the parameters of each group, or its vectors in host memory if the key reads those:
 
             evaluation (weights, inputs, nondiff_inputs) -> outputs, nondiff_outputs
             forward   (weights, inputs, nondiff_inputs) -> outputs, nondiff_outputs, saved, is_finite
             loss      ([destinations,] weights, inputs, nondiff_inputs [, scale])
-                      -> gradients, (outputs, nondiff_outputs, is_finite, input cotangents), squared norm
+                      -> gradients, (outputs, nondiff_outputs, is_finite, input cotangents), squared norms
             backward  ([destinations,] weights, inputs, nondiff_inputs, outputs, saved, cotangents)
-                      -> gradients, input cotangents, squared norm
+                      -> gradients, input cotangents, squared norms
 
-        Small gradients are joined (`Layer.join_small`), unless some gradients are rows of lookups. A program that
-        writes host memory takes the vectors to write as `destinations` and returns them instead of gradients. `weights`
-        is an empty list for a backward that reads none. The norm is None unless all gradients were whole on the device.
+        Gradients and norms are lists as well, one element for each group. Small gradients are joined
+        (`Layer.join_small`), unless some gradients are rows of lookups. A program that writes host memory takes the
+        vectors to write as `destinations`, those of each group that it writes, and returns them instead of gradients.
+        The weights of a group that a backward does not read are an empty list. A norm is None unless all gradients of
+        the group were whole on the device.
 
         A program that stores takes `destinations` too, and returns them with the gradients that it copies there, as a
         pair in place of gradients. One that arrives has a last argument, the vectors that the load of its weights
@@ -120,7 +122,7 @@ class Programs:
         return program
 
     def gradients_of(self, key: ProgramKey) -> Any:
-        """The shapes of the gradients that a compiled program returns."""
+        """The shapes of the gradients that a compiled program returns, by group."""
         made = self._compiled[key].out_info
         return made[1][0] if key.arrives else made[0]
 

@@ -25,29 +25,37 @@ class RematVariants:
     Attributes:
       base: the variant in which only segments that the argument names recompute.
       derivatives: by program number, for all variants made so far.
-      may_recompute: for each segment, whether the plan may choose recomputation and this frees memory. The last
-        segment's forward and backward are one program, which holds nothing in between.
+      may_recompute: for each use, whether the plan may choose recomputation of its segment there, which is at the
+        segment's first use, and this frees memory. The last segment's forward and backward are one program, which holds
+        nothing in between.
     """
 
     def __init__(self, partition: Partition, remat: Any) -> None:
         self._partition, self._choices = partition, remat_of(partition, remat)
         self.derivatives: dict[int, Derivative] = {}
-        self.base = self.of([False] * len(self._choices))
+        self.base = self.of([False] * len(partition.uses))
         kept = [self.derivatives[segment.program] for segment in self.base.segments]
         frees = [bool(derivative.saved or derivative.outputs_read) for derivative in kept[:-1]] + [False]
-        self.may_recompute = tuple(choice == AUTO and can for choice, can in zip(self._choices, frees, strict=True))
+        can_recompute = [choice == AUTO and can for choice, can in zip(self._choices, frees, strict=True)]
+        self.may_recompute = tuple(use.place == 0 and can_recompute[use.segment] for use in partition.uses)
 
     @property
     def largest_first(self) -> list[int]:
-        """Segments that may recompute, largest residuals first."""
+        """The uses at which segments may recompute, largest residuals first."""
         numbers = [number for number, may in enumerate(self.may_recompute) if may]
-        graph, saved = self.base.graph, {n: self.derivatives[self.base.segments[n].program].saved for n in numbers}
-        held = {n: graph.device_bytes(*avals) for n, avals in saved.items()}
+        segments = {n: self.base.segments[self.base.uses[n].segment] for n in numbers}
+        saved = {n: self.derivatives[segment.program].saved for n, segment in segments.items()}
+        held = {n: self.base.graph.device_bytes(*avals) for n, avals in saved.items()}
         return sorted(numbers, key=lambda number: (-held[number], number))
 
     def of(self, recomputes: Sequence[bool]) -> Partition:
-        """Returns the variant in which these segments recompute, besides those that the argument names."""
-        chosen = ["full" if again else choice for again, choice in zip(recomputes, self._choices, strict=True)]
+        """Returns the variant in which some segments recompute, besides those that the argument names.
+
+        Args:
+          recomputes: for each use, whether its segment does; the first use of each segment counts.
+        """
+        firsts = [recomputes[uses[0]] for uses in self._partition.uses_of]
+        chosen = ["full" if again else choice for again, choice in zip(firsts, self._choices, strict=True)]
         made = with_remat(self._partition, chosen)
         self.derivatives |= derivatives_of(made, known=self.derivatives)
         return made

@@ -68,7 +68,7 @@ class StepRunner:
 
     def compile_updates(self, state: TrainState) -> None:
         """Compiles the update of every unit ahead of the first step."""
-        read = {segment.group for segment in self.runnable.program.partition.segments}
+        read = {use.group for use in self.runnable.program.partition.uses}
         is_read = [group in read for group in range(len(state.host.layers))]
         self._resources.optimizer.updates.compile(state.host.units, state.host.layers, is_read)
 

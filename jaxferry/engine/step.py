@@ -234,12 +234,6 @@ class StepContext:
         """Records when a task's copy starts and ends; None without a recorder."""
         return None if self.copies.marks is None else self.copies.marks.of(index)
 
-    def weights(self, call: Call) -> list[jax.Array]:
-        """The device arrays from which a program reads its group's parameters."""
-        if call.copy is None:
-            return self.state.resident[call.group].parameters()
-        return self.copies.parameters(call.copy)
-
     def cotangent(self, value: int) -> jax.Array:
         """The cotangent of a value; zeros if no later segment reads it."""
         if value in self.cotangents:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 
 from jaxferry.engine.memory import Peak
-from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source
+from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.errors import BudgetError
 from jaxferry.partition import ForwardPartition
 from jaxferry.units import format_bytes
@@ -22,8 +22,8 @@ class Stream:
     """How a forward's segments receive their parameters.
 
     Attributes:
-      reads: where each segment reads its parameter group.
-      ahead: whether each segment's group is loaded before the previous segment runs.
+      reads: where each segment reads its parameter groups.
+      ahead: whether each segment's groups are loaded before the previous segment runs.
     """
 
     reads: tuple[Source, ...]
@@ -32,16 +32,16 @@ class Stream:
     def keys(self, partition: ForwardPartition) -> list[ProgramKey]:
         """Returns the program of each segment."""
         return [
-            ProgramKey(ProgramKind.EVALUATION, s.program, reads)
+            ProgramKey(ProgramKind.EVALUATION, s.program, (reads,) * len(s.groups), (Target.DEVICE,) * len(s.groups))
             for s, reads in zip(partition.segments, self.reads, strict=True)
         ]
 
     def layers_at(self, partition: ForwardPartition, place: int) -> tuple[int, ...]:
         """Returns the parameter groups with a device copy while a segment runs, in the order of their loads."""
-        layers = [partition.segments[place].group] if self.reads[place] is Source.DEVICE else []
+        layers = list(partition.segments[place].groups) if self.reads[place] is Source.DEVICE else []
         following = place + 1
         if following < len(self.reads) and self.ahead[following] and self.reads[following] is Source.DEVICE:
-            layers.append(partition.segments[following].group)
+            layers.extend(partition.segments[following].groups)
         return tuple(dict.fromkeys(layers))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxferry.engine import ProgramKey, ProgramKind, RematVariants, Source, StepProgram, Target, loads_ahead, lower
+from jaxferry.engine import ProgramKey, ProgramKind, RematVariants, Source, StepProgram, loads_ahead, lower
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.engine.memory import footprints, peak_bytes
 from jaxferry.holdings import DHA, RELOAD, updated_on_device
@@ -100,12 +100,13 @@ class Traced:
     def _temporary_bytes(self, program: StepProgram) -> dict[ProgramKey, int]:
         found = {}
         for instruction in program.programs:
-            key, recomputes = instruction.key, program.plan.recomputes[instruction.segment]
+            key, first = instruction.key, program.partition.uses_of[instruction.segment][0]
             assert key is not None
-            by_dha, is_go = key.reads is Source.HOST, key.writes is not Target.DEVICE
+            recomputes = program.plan.recomputes[first]
+            by_dha, is_go = Source.HOST in key.reads, key.writes_host
             is_forward = key.kind is ProgramKind.FORWARD
             name = forward_variant(by_dha, recomputes) if is_forward else backward_variant(by_dha, is_go, recomputes)
-            found[key] = self.profile.layers[instruction.segment].temporary_bytes.get(name, 0)
+            found[key] = self.profile.layers[first].temporary_bytes.get(name, 0)
         return found
 
 

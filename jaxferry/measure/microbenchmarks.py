@@ -96,11 +96,12 @@ class ProgramArguments:
     def __init__(self, programs: Programs, key: ProgramKey, placement: Placement) -> None:
         arguments = programs.lowered(key).args_info[0]
         leaves, self._tree = jax.tree.flatten(arguments)
-        self._leaves, on_host = leaves, _arguments_on_host(key)
+        self._leaves, where = leaves, _memory_of_arguments(key, placement)
         self._where = [
-            placement.pinned if number in on_host else placement.device
+            where.get((number, place), placement.device)
             for number, argument in enumerate(arguments)
-            for _ in jax.tree.leaves(argument)
+            for place, part in enumerate(argument if isinstance(argument, list) else [argument])
+            for _ in jax.tree.leaves(part)
         ]
         self._kept = [
             None if leaf.donated else sample(leaf, where) for leaf, where in zip(leaves, self._where, strict=True)
@@ -122,10 +123,12 @@ class ProgramArguments:
         return made
 
 
-def _arguments_on_host(key: ProgramKey) -> set[int]:
-    """Returns the positions of a program's arguments that are vectors in host memory."""
-    destinations = 0 if key.writes is Target.DEVICE else 1
-    return set(range(destinations)) | ({destinations} if key.reads is Source.HOST else set())
+def _memory_of_arguments(key: ProgramKey, placement: Placement) -> dict[tuple[int, int], Any]:
+    """Where a program's arguments are that are vectors in host memory, by argument and group."""
+    num_written = sum(target is not Target.DEVICE for target in key.writes)
+    read = [place for place, source in enumerate(key.reads) if source is Source.HOST]
+    found = [*((0, place) for place in range(num_written)), *((int(key.writes_host), place) for place in read)]
+    return dict.fromkeys(found, placement.pinned)
 
 
 def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
@@ -197,11 +200,16 @@ def gradients_text(gradients: Sequence[Any]) -> str:
     return ", ".join(map(words, gradients))
 
 
-def gradient_shapes(partition: Partition, derivative: Derivative) -> list[Any]:
-    """Returns shapes of the gradients that a segment's programs return."""
-    arguments = derivative.backward_arguments(partition.graph)
-    layer = partition.layers[derivative.segment.group].trained
-    made: list[Any] = jax.eval_shape(lambda *given: joined(layer, derivative.backward(*given)[0]), *arguments)
+def gradient_shapes(partition: Partition, derivative: Derivative) -> list[list[Any]]:
+    """Returns shapes of the gradients that a segment's programs return, by group."""
+    segment, arguments = derivative.segment, derivative.backward_arguments(partition.graph)
+    layers = [partition.layers[group].trained for group in segment.groups]
+
+    def by_group(*given: Any) -> list[list[Any]]:
+        parts = segment.trained_by_group(derivative.backward(*given)[0])
+        return [joined(layer, part) for layer, part in zip(layers, parts, strict=True)]
+
+    made: list[list[Any]] = jax.eval_shape(by_group, *arguments)
     return made
 
 
@@ -273,7 +281,7 @@ def sample_vectors(layer: Layer, where: Any) -> Vectors:
     return tuple(sample(vector, where) for vector in layer.vectors)
 
 
-def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: bool) -> dict[str, ProgramKey]:
+def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: Sequence[bool]) -> dict[str, ProgramKey]:
     """Returns the programs that determine a segment's times, by the times' names in a profile.
 
     A segment without a backward has only its forwards.
@@ -282,28 +290,32 @@ def keys_of(program: int, derivative: Derivative, is_last: bool, is_sum: bool) -
       program: the segment's program number.
       derivative: the segment's derivative.
       is_last: whether forward and backward are one program.
-      is_sum: whether a later segment has the same parameter group, so that a gradient is on the host already.
+      is_sum: for each group, whether a later segment reads it too, so that a gradient is on the host already.
     """
-    kind = ProgramKind.LOSS if is_last else ProgramKind.BACKWARD
+    kind, num = ProgramKind.LOSS if is_last else ProgramKind.BACKWARD, len(is_sum)
+    loaded, stays, read = (Source.DEVICE,) * num, (Target.DEVICE,) * num, (Source.HOST,) * num
     # A lookup's backward reads no weight, and programs do not write its few rows to the host.
-    by_dha = Source.HOST if is_last or derivative.reads_weights else Source.DEVICE
-    target = Target.HOST_SUM if is_sum else Target.HOST
-    stays = derivative.has_rows or not derivative.segment.trained
+    reads_back = tuple(Source.HOST if is_last or reads else Source.DEVICE for reads in derivative.reads_groups)
+    trained = derivative.segment.trained_by_group(derivative.segment.trained)
+    written = tuple(
+        Target.DEVICE if derivative.has_rows or not own else Target.HOST_SUM if is_added else Target.HOST
+        for own, is_added in zip(trained, is_sum, strict=True)
+    )
     forwards = {
-        "forward_s": ProgramKey(ProgramKind.FORWARD, program),
-        "forward_dha_s": ProgramKey(ProgramKind.FORWARD, program, Source.HOST),
+        "forward_s": ProgramKey(ProgramKind.FORWARD, program, loaded, stays),
+        "forward_dha_s": ProgramKey(ProgramKind.FORWARD, program, read, stays),
     }
     if not derivative.segment.runs_back:
         return forwards
     return forwards | {
-        "backward_s": ProgramKey(kind, program),
-        "backward_dha_s": ProgramKey(kind, program, by_dha),
-        "backward_go_s": ProgramKey(kind, program, writes=Target.DEVICE if stays else target),
+        "backward_s": ProgramKey(kind, program, loaded, stays),
+        "backward_dha_s": ProgramKey(kind, program, reads_back, stays),
+        "backward_go_s": ProgramKey(kind, program, loaded, written),
     }
 
 
 def variants_of(
-    program: int, derivative: Derivative, is_last: bool, is_sum: bool, recomputes: bool = False
+    program: int, derivative: Derivative, is_last: bool, is_sum: Sequence[bool], recomputes: bool = False
 ) -> dict[str, ProgramKey]:
     """Returns all programs of a segment that a step may run, by the names of their temporaries in a profile.
 

@@ -32,7 +32,7 @@ from jaxferry.measure.microbenchmarks import (
     update_subject,
     variants_of,
 )
-from jaxferry.partition import Partition, Segment
+from jaxferry.partition import Partition, Use
 from jaxferry.profiling.cache import MeasurementCache, cache_directory, surroundings
 from jaxferry.profiling.estimate import LayerCosts
 from jaxferry.profiling.progress import Report
@@ -85,8 +85,9 @@ def measure_profile(
     seconds = _seconds(measured.subjects, programs, cache, report, end_s)
     counted = partition_costs(partition)
     layers = tuple(
-        measured.layer(segment, costs, seconds, temporaries)
-        for segment, costs in zip(partition.segments, counted, strict=True)
+        layer
+        for number, uses in enumerate(partition.uses_of)
+        for layer in measured.layers(number, [counted[use] for use in uses], seconds, temporaries)
     )
     about = surroundings(placement.platform, placement.device_kind)
     facts = {"measured": True, "name": placement.device_kind, **about, "transport": transport, "remat": remat}
@@ -173,7 +174,8 @@ class _Measured:
 
     Attributes:
       subjects: by key; segments and layers that share a program, layout or update share the key.
-      keys: for each segment, its programs by the names of their times.
+      keys: for each segment, its programs by the names of their times. Those that read or write host memory do so for
+        all groups of the segment.
       compiled: all programs that a step of any plan may run.
     """
 
@@ -194,8 +196,9 @@ class _Measured:
         self._variants: list[dict[str, ProgramKey]] = []
         last = len(partition.segments) - 1
         for number, segment in enumerate(partition.segments):
-            derivative, layer = programs.derivatives[segment.program], partition.layers[segment.group]
-            is_sum = segment.group in {later.group for later in partition.segments[number + 1 :]}
+            derivative = programs.derivatives[segment.program]
+            read_later = {group for later in partition.segments[number + 1 :] for group in later.groups}
+            is_sum = [group in read_later for group in segment.groups]
             self.keys.append(keys_of(segment.program, derivative, number == last, is_sum))
             self._variants.append(variants_of(segment.program, derivative, number == last, is_sum))
             again = recomputing.segments[number].program
@@ -207,22 +210,29 @@ class _Measured:
                 if key not in self.subjects:
                     label = f"{name.removesuffix('_s').replace('_', ' ')} {segment.name}"
                     self.subjects[key] = program_subject(programs, key, placement, label)
-            if ("load", layer.layout) not in self.subjects:
-                self.subjects["load", layer.layout] = load_subject(transport, placement, layer)
             gradients = gradient_shapes(partition, derivative)
-            store = ("offload", layer.layout, gradients_text(gradients), is_sum)
-            if segment.trained and store not in self.subjects:
-                self.subjects[store] = offload_subject(transport, placement, layer, gradients, is_sum)
-            self._stores.append(store)
+            for use in (partition.uses[i] for i in partition.uses_of[number]):
+                self._add_transfers(transport, placement, use, gradients[use.place], is_sum[use.place])
         self._add_updates(optimizer, placement)
         self._updates_on_device: dict[int, Any] = {}
         if placement.updates:
             self._add_updates_on_device(optimizer, placement, make_transport(transport, placement, partition.layers))
         self.compiled = list(dict.fromkeys(key for variants in self._variants for key in variants.values()))
 
+    def _add_transfers(
+        self, transport: str, placement: Placement, use: Use, gradients: Sequence[Any], is_sum: bool
+    ) -> None:
+        layer = self._partition.layers[use.group]
+        if ("load", layer.layout) not in self.subjects:
+            self.subjects["load", layer.layout] = load_subject(transport, placement, layer)
+        store = ("offload", layer.layout, gradients_text(gradients), is_sum)
+        if use.is_trained and store not in self.subjects:
+            self.subjects[store] = offload_subject(transport, placement, layer, gradients, is_sum)
+        self._stores.append(store)
+
     def _add_updates(self, optimizer: HostOptimizer, placement: Placement) -> None:
         layers = self._partition.layers
-        used = {segment.group for segment in self._partition.segments}
+        used = {use.group for use in self._partition.uses}
         is_read = [layer in used for layer in range(len(layers))]
         # Layers with a joint update share its time in proportion to their bytes, since a profile has one time each.
         self._updates: dict[int, tuple[Any, float]] = {}
@@ -248,34 +258,81 @@ class _Measured:
                     self.subjects[key] = device_update_subject(optimizer, updates, placement, unit, layer)
                 self._updates_on_device[unit.layers[0]] = key
 
-    def layer(
-        self, segment: Segment, costs: Any, seconds: Mapping[Any, float], num_bytes: Mapping[ProgramKey, int]
-    ) -> LayerProfile:
-        """Makes the profile of a segment from the seconds of its subjects and the temporaries of its programs."""
-        number = self._partition.segments.index(segment)
+    def layers(
+        self,
+        number: int,
+        costs: Sequence[LayerCosts],
+        seconds: Mapping[Any, float],
+        num_bytes: Mapping[ProgramKey, int],
+    ) -> list[LayerProfile]:
+        """Makes the profiles of a segment's uses from the seconds of its subjects and the temporaries of its programs.
+
+        Times are split among the uses as their operations are counted, the extra time of programs that read or write
+        host memory by the bytes that each reads or writes there.
+        """
         times: dict[str, Any] = dict.fromkeys(("backward_s", "backward_dha_s", "backward_go_s"), 0.0)
         times |= {name: seconds[key] for name, key in self.keys[number].items()}
         if number == len(self._partition.segments) - 1:
             times = _halves(times)
-        if number in self._recomputations and costs.recomputation is not None:
+        again: dict[str, Any] = {}
+        if number in self._recomputations and costs[0].recomputation is not None:
             again_s = seconds[self._recomputations[number]]
-            times["recompute_s"] = max(again_s - times["backward_s"], 0.0)
-            times["recompute_activation_bytes"] = costs.recomputation.activation_bytes
-        update, share = self._updates.get(segment.group, (None, 0.0))
+            again["recompute_s"] = max(again_s - times["backward_s"], 0.0)
+            again["recompute_activation_bytes"] = costs[0].recomputation.activation_bytes
+        again["temporary_bytes"] = {name: num_bytes[key] for name, key in self._variants[number].items()}
+        uses, split = self._partition.uses_of[number], _split(times, costs)
+        return [
+            self._layer(use, own, seconds, own_times | (again if use == uses[0] else {}))
+            for use, own, own_times in zip(uses, costs, split, strict=True)
+        ]
+
+    def _layer(
+        self, number: int, costs: LayerCosts, seconds: Mapping[Any, float], times: Mapping[str, Any]
+    ) -> LayerProfile:
+        use = self._partition.uses[number]
+        is_last = use.segment == len(self._partition.segments) - 1
+        update, share = self._updates.get(use.group, (None, 0.0))
         return LayerProfile(
             name=costs.name,
             parameters=costs.parameters,
             param_bytes=costs.param_bytes,
             grad_bytes=costs.grad_bytes,
             # The last segment has one program, so what it would keep is among that program's temporaries.
-            activation_bytes=0 if number == len(self._partition.segments) - 1 else costs.activation_bytes,
-            load_s=seconds["load", self._partition.layers[segment.group].layout],
-            offload_s=seconds[self._stores[number]] if segment.trained else 0.0,
-            update_s=seconds[update] * share if segment.trained else 0.0,
-            update_gpu_s=seconds.get(self._updates_on_device.get(segment.group)) if segment.trained else None,
+            activation_bytes=0 if is_last else costs.activation_bytes,
+            load_s=seconds["load", self._partition.layers[use.group].layout],
+            offload_s=seconds[self._stores[number]] if use.is_trained else 0.0,
+            update_s=seconds[update] * share if use.is_trained else 0.0,
+            update_gpu_s=seconds.get(self._updates_on_device.get(use.group)) if use.is_trained else None,
+            shares_program=use.place > 0,
             **times,
-            temporary_bytes={name: num_bytes[key] for name, key in self._variants[number].items()},
         )
+
+
+def _split(times: Mapping[str, float], costs: Sequence[LayerCosts]) -> list[dict[str, float]]:
+    """The times of a segment's programs, split among its uses."""
+    if len(costs) == 1:
+        return [dict(times)]
+    shares = {
+        "forward": _shares([own.forward_flops or own.forward_bytes for own in costs]),
+        "backward": _shares([own.backward_flops or own.backward_bytes for own in costs]),
+        "forward_dha": _shares([own.dha_bytes_forward for own in costs]),
+        "backward_dha": _shares([own.dha_bytes_backward for own in costs]),
+        "backward_go": _shares([own.grad_bytes for own in costs]),
+    }
+    found = []
+    for place in range(len(costs)):
+        own = {f"{way}_s": times[f"{way}_s"] * shares[way][place] for way in ("forward", "backward")}
+        for variant in ("forward_dha", "backward_dha", "backward_go"):
+            plain = f"{variant.split('_')[0]}_s"
+            more_s = (times[f"{variant}_s"] - times[plain]) * shares[variant][place]
+            own[f"{variant}_s"] = max(own[plain] + more_s, 0.0)
+        found.append(own)
+    return found
+
+
+def _shares(sizes: Sequence[float]) -> list[float]:
+    total = sum(sizes)
+    return [size / total if total else 1 / len(sizes) for size in sizes]
 
 
 def _halves(times: Mapping[str, float]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from jaxferry.partition.layout import Layer, Leaf, Part, Span, Transfer, make_la
 from jaxferry.partition.ownership import OwnedLayer, Ownership, held_whole
 from jaxferry.partition.remat import check_remat, remat_of, with_remat
 from jaxferry.partition.rows import Gradient, RowGradient
-from jaxferry.partition.segments import ForwardPartition, Partition, Segment
+from jaxferry.partition.segments import ForwardPartition, Partition, Segment, Use
 from jaxferry.partition.shared_layout import SharedLayer, shared
 from jaxferry.partition.table import print_table, table
 
@@ -40,6 +40,7 @@ __all__ = [
     "Span",
     "Trainable",
     "Transfer",
+    "Use",
     "check_byte_order",
     "check_remat",
     "differentiate",

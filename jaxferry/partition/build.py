@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,13 @@ import numpy as np
 from jax.extend import core
 
 from jaxferry.errors import InputError, PartitionError
+from jaxferry.modes import BLOCK, MODULE
 from jaxferry.partition import cuts
 from jaxferry.partition.byte_order import check_byte_order
 from jaxferry.partition.dataflow import Dataflow, analyse
 from jaxferry.partition.derivative import joint_graph
 from jaxferry.partition.graph import Builder, Equation, Graph, graph_of, known_jaxpr
-from jaxferry.partition.groups import Group, Path, group_leaves, leaf_paths
+from jaxferry.partition.groups import Group, Path, group_leaves, leaf_paths, modules_of
 from jaxferry.partition.keys import Canonical, bytes_of
 from jaxferry.partition.layout import Layer, make_layer
 from jaxferry.partition.scans import find_scans
@@ -45,6 +47,7 @@ def partition(
     merge: Callable[[Partition], Sequence[cuts.Merge]] | None = None,
     num_devices: int = 1,
     num_processes: int = 1,
+    granularity: str = BLOCK,
 ) -> Partition:
     """Cuts a loss function into segments without computing anything.
 
@@ -60,6 +63,8 @@ def partition(
       merge: returns the layers of the partition to merge, which lie side by side; None merges no more than necessary.
       num_devices: the number of devices that share a batch.
       num_processes: the number of processes that they belong to.
+      granularity: whether a layer has all parameters between two cuts (`BLOCK`), or those of one module (`MODULE`).
+        Programs are the same.
 
     Raises:
       InputError: if a trained parameter is not real floating point, if there is no parameter, or if the loss depends
@@ -68,18 +73,18 @@ def partition(
     """
     traced = _trace(loss_fn, params, args, kwargs, compute_dtype, layers, frozen, num_devices, num_processes)
     loss, aux_tree = _check_outputs(traced.graph)
-    parts = _cut_into_segments(traced, layers)
+    parts = _cut_into_segments(traced, layers, granularity=granularity)
     if parts.segments and loss not in parts.segments[-1].outputs:
         # Auxiliary outputs read parameters after the loss.
         traced, loss = _ending_with_loss(traced, loss)
-        parts = _cut_into_segments(traced, layers)
+        parts = _cut_into_segments(traced, layers, granularity=granularity)
     if not any(loss in {*segment.outputs, *segment.nondiff_outputs} for segment in parts.segments):
         raise PartitionError("the loss depends on no parameter: does loss_fn use its first argument?")
     if not any(loss in segment.outputs for segment in parts.segments):
         raise InputError("the loss depends on frozen parameters alone: let the optimizer, or trainable=, train others")
     made = Partition(**vars(parts), loss=loss, aux=traced.graph.outputs[1:], aux_tree=aux_tree)
     merges = () if merge is None else tuple(merge(made))
-    return _merged(traced, made, merges) if merges else made
+    return _merged(traced, made, merges, granularity) if merges else made
 
 
 def partition_forward(
@@ -120,14 +125,15 @@ def partition_forward(
     return parts
 
 
-def _merged(traced: _Traced, parts: Partition, merges: Sequence[cuts.Merge]) -> Partition:
-    """The partition with some of its layers merged."""
+def _merged(traced: _Traced, parts: Partition, merges: Sequence[cuts.Merge], granularity: str) -> Partition:
+    """The partition with some of its blocks merged."""
     new_name = {name: "+".join(merge.layers) for merge in merges for name in merge.layers}
     leaves: dict[str, list[int]] = {}
     for layer in parts.layers:
-        leaves.setdefault(new_name.get(layer.name, layer.name), []).extend(leaf.index for leaf in layer.leaves)
+        name = layer.block or layer.name
+        leaves.setdefault(new_name.get(name, name), []).extend(leaf.index for leaf in layer.leaves)
     groups = [Group(name, tuple(sorted(indices))) for name, indices in leaves.items()]
-    again = _cut_into_segments(traced, None, groups=groups)
+    again = _cut_into_segments(traced, None, groups=groups, granularity=granularity)
     return dataclasses.replace(parts, **vars(again) | {"merges": (*parts.merges, *merges)})
 
 
@@ -198,12 +204,16 @@ def _cut_into_segments(
     layers: Sequence[Layer] | None,
     is_differentiated: bool = True,
     groups: Sequence[Group] | None = None,
+    granularity: str = BLOCK,
 ) -> ForwardPartition:
-    """Finds layers, or uses the given ones or those of the given groups, and cuts between them."""
+    """Finds layers, or uses the given ones or those of the given groups, and cuts between their blocks.
+
+    A block that looks rows up is one layer whatever the granularity, since its gradient leaves as rows.
+    """
     graph, stored = traced.graph, traced.stored
     may_join = layers is None and groups is None
     if layers is not None:
-        groups = [Group(layer.name, tuple(leaf.index for leaf in layer.leaves)) for layer in layers]
+        groups = _blocks(layers)
     elif groups is None:
         groups = group_leaves([leaf.keys for leaf in stored], tables=_tables(graph))
     first_group = [0] * len(stored)
@@ -215,16 +225,23 @@ def _cut_into_segments(
     derived = depending_on(graph, trained)
     names = [groups[group].name for group in first_group]
     order = _order_of_use(stretches, group_of_leaf)
-    made = tuple(_layer(group, group_of_leaf, names, traced) for group in order)
+    blocks = {group: _block(group, group_of_leaf, names) for group in order}
+    looked_up = _tables(graph) if granularity == MODULE else frozenset[int]()
+    finer = {
+        group: _as_given(block, layers)
+        or ((block,) if granularity == BLOCK or not looked_up.isdisjoint(block.leaves) else _modules(block, traced))
+        for group, block in blocks.items()
+    }
+    made = tuple(_layer(blocks[group], each, traced) for group in order for each in finer[group])
     if layers is not None and set(layers) == set(made):
         # The order of first use may differ between functions; the state keeps its own order.
-        order = [order[made.index(layer)] for layer in layers]
         made = tuple(layers)
-    layer_of_group = {group: index for index, group in enumerate(order)}
+    number_of = {layer.leaves[0].index: number for number, layer in enumerate(made)}
+    layers_of_group = {group: [number_of[each.leaves[0]] for each in parts] for group, parts in finer.items()}
     # Among equally cheap cuts, prefer those that let more segments share a program.
     early = cuts.find_cuts(graph, flow, group_of_leaf, is_early=True)
     choices = [stretches] if early == stretches else [stretches, early]
-    built = [build_segments(graph, flow, derived, cut, made, layer_of_group) for cut in choices]
+    built = [build_segments(graph, flow, derived, cut, made, layers_of_group) for cut in choices]
     shared = [_share_programs(graph, segments, is_differentiated) for segments in built]
     segments = min(shared, key=lambda segments: len({segment.program for segment in segments}))
     prelude = prelude_with_views(flow)
@@ -410,13 +427,41 @@ def _order_of_use(stretches: Sequence[cuts.Stretch], group_of_leaf: Sequence[int
     return list(dict.fromkeys([*(stretch.group for stretch in stretches), *group_of_leaf]))
 
 
-def _layer(group: int, group_of_leaf: Sequence[int], names: Sequence[str], traced: _Traced) -> Layer:
-    """Returns the layer of a group; `names` holds the name of each leaf's group before groups were joined."""
+def _blocks(layers: Sequence[Layer]) -> list[Group]:
+    """The leaves of each block of these layers."""
+    leaves: dict[str, list[int]] = {}
+    for layer in layers:
+        leaves.setdefault(layer.block or layer.name, []).extend(leaf.index for leaf in layer.leaves)
+    return [Group(name, tuple(sorted(indices))) for name, indices in leaves.items()]
+
+
+def _block(group: int, group_of_leaf: Sequence[int], names: Sequence[str]) -> Group:
+    """The leaves of a group; `names` holds the name of each leaf's group before groups were joined."""
     leaves = [leaf for leaf, other in enumerate(group_of_leaf) if other == group]
-    name = "+".join(dict.fromkeys(names[leaf] for leaf in leaves))
+    return Group("+".join(dict.fromkeys(names[leaf] for leaf in leaves)), tuple(leaves))
+
+
+def _as_given(block: Group, layers: Sequence[Layer] | None) -> tuple[Group, ...]:
+    """The given layers of a block; none if there are none, or they are of other blocks."""
+    known = [layer for layer in layers or () if layer.block == block.name]
+    found = [Group(layer.name, tuple(leaf.index for leaf in layer.leaves)) for layer in known]
+    is_whole = sorted(leaf for each in found for leaf in each.leaves) == sorted(block.leaves)
+    return tuple(found) if is_whole else ()
+
+
+def _modules(block: Group, traced: _Traced) -> tuple[Group, ...]:
+    """The layers of the modules of a block."""
+    ranks = [len(traced.graph.avals[value].shape) for value in traced.graph.parameters]
+    return modules_of(block, [leaf.keys for leaf in traced.stored], ranks)
+
+
+def _layer(block: Group, group: Group, traced: _Traced) -> Layer:
     avals = [traced.graph.avals[value] for value in traced.graph.parameters]
     paths, origins = [leaf.path for leaf in traced.stored], [(leaf.source, leaf.part) for leaf in traced.stored]
-    return make_layer(name, leaves, paths, avals, traced.master_dtypes, traced.frozen, origins)
+    of_block = "" if group == block else block.name
+    return make_layer(
+        group.name, group.leaves, paths, avals, traced.master_dtypes, traced.frozen, origins, block=of_block
+    )
 
 
 def _share_programs(graph: Graph, segments: Sequence[Segment], is_differentiated: bool) -> list[Segment]:
@@ -434,7 +479,7 @@ def _program_key(graph: Graph, segment: Segment, is_differentiated: bool) -> tup
     inputs = (*segment.weights, *segment.inputs, *segment.nondiff_inputs)
     outputs = (*segment.outputs, *segment.nondiff_outputs)
     roles = [len(part) for part in (segment.weights, segment.inputs, segment.nondiff_inputs, segment.outputs)]
-    roles += segment.trained
+    roles += [*segment.trained, *itertools.chain.from_iterable((-1, *own) for own in segment.members)]
     canonical = Canonical(is_derived=not is_differentiated)
     content = canonical.equations(segment.equations, inputs, outputs, graph.avals)
     if canonical.is_opaque and is_differentiated:

@@ -13,6 +13,7 @@ device in between. Of the other residuals it saves as few bytes as possible, or 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -37,20 +38,31 @@ class Derivative:
     Attributes:
       segment: the segment; all segments with the same program number may share these functions.
       saved: shape and dtype of each saved residual.
-      reads_weights: whether the backward reads the weights.
+      weights_read: indices of the weights that the backward reads.
       row_gradients: shape and dtype of the arrays of all gradients if some are `RowGradient`s, else empty.
       inputs_read, nondiff_inputs_read, outputs_read: indices of the values that the backward reads.
     """
 
     segment: Segment
     saved: tuple[Any, ...]
-    reads_weights: bool
+    weights_read: tuple[int, ...]
     inputs_read: tuple[int, ...]
     nondiff_inputs_read: tuple[int, ...]
     outputs_read: tuple[int, ...]
     _forward: Callable[..., Any]
     _backward: Callable[..., Any]
     row_gradients: tuple[Any, ...] = ()
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the backward reads any weights."""
+        return bool(self.weights_read)
+
+    @functools.cached_property
+    def reads_groups(self) -> tuple[bool, ...]:
+        """For each group of the segment, whether the backward reads any weights of it."""
+        groups = self.segment.by_group(range(len(self.segment.weights)))
+        return tuple(not set(self.weights_read).isdisjoint(group) for group in groups)
 
     @property
     def has_rows(self) -> bool:
@@ -156,7 +168,7 @@ def _forward_only(segment: Segment) -> Derivative:
     def backward(*given: Any) -> Any:
         return [], []
 
-    return Derivative(segment, (), False, (), (), (), forward, backward)
+    return Derivative(segment, (), (), (), (), (), forward, backward)
 
 
 def _recomputing_forward(segment: Segment) -> Derivative:
@@ -169,7 +181,8 @@ def _recomputing_forward(segment: Segment) -> Derivative:
         return _pullback(segment, weights, inputs, nondiff_inputs)[1](cotangents)
 
     inputs_read, nondiff_inputs_read = tuple(range(len(segment.inputs))), tuple(range(len(segment.nondiff_inputs)))
-    return Derivative(segment, (), True, inputs_read, nondiff_inputs_read, (), forward, backward)
+    weights_read = tuple(range(len(segment.weights)))
+    return Derivative(segment, (), weights_read, inputs_read, nondiff_inputs_read, (), forward, backward)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -259,8 +272,8 @@ def _saving_residuals(segment: Segment, lin: _Linearised, policy: Callable[..., 
         return jax.tree.unflatten(lin.tree, _collect(values, lin.residuals))(cotangents)
 
     kept_avals = tuple(jax.ShapeDtypeStruct(graph.avals[v].shape, graph.avals[v].dtype) for v in saved)
-    reads_weights = not needed.isdisjoint(graph.parameters)
-    return Derivative(segment, kept_avals, reads_weights, read[0], read[1], read[2], forward, backward)
+    weights_read = tuple(i for i, value in enumerate(graph.parameters) if value in needed)
+    return Derivative(segment, kept_avals, weights_read, read[0], read[1], read[2], forward, backward)
 
 
 def _collect(values: dict[int, Any], atoms: Sequence[Atom]) -> list[Any]:

@@ -22,6 +22,9 @@ Path = tuple[str, ...]
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 _WRAPPERS = frozenset({"value", "raw_value"})
 
+ITERATION = "iteration"
+"""The module that each iteration of a scan gets, see `stored_leaves`."""
+
 NO_NAME = "(no name)"
 """The name of a layer whose path consists of empty strings."""
 
@@ -68,6 +71,23 @@ def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[G
         for name, leaves in found
     ]
     return tuple(sorted(groups, key=lambda group: group.leaves))
+
+
+def modules_of(group: Group, paths: Sequence[Path], ranks: Sequence[int]) -> tuple[Group, ...]:
+    """Splits a group as finely as MemFerry plans layers: the matrices of each module, and all vectors together.
+
+    Vectors, such as scales of norms and biases, are so small that a transfer for each would be mostly latency.
+
+    Args:
+      group: the group.
+      paths: the path of each leaf of the tree.
+      ranks: the number of axes of each leaf.
+    """
+    common, found = common_modules(paths), dict[str, list[int]]()
+    for index in group.leaves:
+        module = "/".join(key for key in paths[index][common:-1] if key != ITERATION) or group.name
+        found.setdefault(module if ranks[index] > 1 else f"{group.name}/vectors", []).append(index)
+    return (group,) if len(found) == 1 else tuple(Group(name, tuple(leaves)) for name, leaves in found.items())
 
 
 def common_modules(paths: Sequence[Path]) -> int:

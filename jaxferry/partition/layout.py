@@ -119,11 +119,13 @@ class Layer:
       name: module path.
       leaves: the parameters, in tree order.
       is_whole: whether each process holds all of it (`Ownership`).
+      block: the modules between two cuts, of which it has a part; "" if it has all of them.
     """
 
     name: str
     leaves: tuple[Leaf, ...]
     is_whole: bool = False
+    block: str = ""
 
     @functools.cached_property
     def vectors(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -244,6 +246,7 @@ def make_layer(
     master_dtypes: Sequence[np.dtype],
     frozen: Collection[int] = (),
     origins: Sequence[tuple[int, Part | None]] | None = None,
+    block: str = "",
 ) -> Layer:
     """Lays out some leaves of a flattened tree as one layer.
 
@@ -255,6 +258,7 @@ def make_layer(
       master_dtypes: master dtype of every leaf.
       frozen: indices of the frozen leaves.
       origins: `(Leaf.source, Leaf.part)` of every leaf; None if no parameter is stacked.
+      block: as for `Layer`.
     """
     numbers: dict[tuple[bool, np.dtype], int] = {}
     for index in sorted(indices, key=lambda index: index in frozen):
@@ -269,7 +273,7 @@ def make_layer(
         place = (vector, offset, source, part, is_trained, _is_small(shape, dtype))
         leaves[index] = Leaf(index, paths[index], shape, dtype, master_dtypes[index], *place)
         filled[vector] = offset + leaves[index].size
-    return Layer(name, tuple(leaves[index] for index in indices))
+    return Layer(name, tuple(leaves[index] for index in indices), block=block)
 
 
 def _is_small(shape: Sequence[int], dtype: Any) -> bool:

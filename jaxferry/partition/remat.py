@@ -39,18 +39,19 @@ def remat_of(partition: Partition, remat: Any) -> tuple[Any, ...]:
 
     Args:
       partition: the segments.
-      remat: a result of `check_remat`. Its names are names of segments, or of layers for all of their segments.
+      remat: a result of `check_remat`. Its names are names of segments, or of blocks for all of their segments.
 
     Raises:
       InputError: if a mapping names an unknown segment, or a function returns something other than a choice.
     """
-    layers = [partition.layers[segment.group].name for segment in partition.segments]
+    layers = [partition.layers[segment.groups[0]] for segment in partition.segments]
+    blocks = [layer.block or layer.name for layer in layers]
     names = [segment.name for segment in partition.segments]
     if isinstance(remat, Mapping):
-        unknown = [name for name in remat if name not in names and name not in layers]
+        unknown = [name for name in remat if name not in names and name not in blocks]
         if unknown:
             raise InputError(f"remat names {unknown[0]!r}, which is not a segment; use one of {', '.join(names)}")
-        return tuple(remat.get(name, remat.get(layer, "none")) for name, layer in zip(names, layers, strict=True))
+        return tuple(remat.get(name, remat.get(block, "none")) for name, block in zip(names, blocks, strict=True))
     if callable(remat) and not _is_policy(remat):
         return tuple(_check_choice(remat(name), f"remat({name!r})") for name in names)
     return (remat,) * len(names)

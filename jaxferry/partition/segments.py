@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +17,25 @@ from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, is_inexact
 from jaxferry.partition.layout import Layer
 
 
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A segment's use of a parameter group: the unit of planning.
+
+    Attributes:
+      name: the layer's name, with `#2`, `#3`, ... appended for its second, third, ... use.
+      segment: index of the segment.
+      place: the group's place among the segment's groups.
+      group: index of the group (a `Layer`).
+      is_trained: whether it computes a gradient.
+    """
+
+    name: str
+    segment: int
+    place: int
+    group: int
+    is_trained: bool
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Segment:
     """A stretch of the program, compiled as one forward and one backward program.
@@ -21,10 +43,11 @@ class Segment:
     Values are numbers in the graph. `forward` takes them in the order `weights`, `inputs`, `nondiff_inputs`.
 
     Attributes:
-      name: the layer's name, with `#2`, `#3`, ... appended for the layer's second, third, ... segment.
-      group: index of the parameter group (a `Layer`) that it reads.
+      name: the block's name, with `#2`, `#3`, ... appended for the block's second, third, ... segment.
+      groups: indices of the parameter groups (`Layer`s) that it reads; most segments read one.
       equations: the equations, including views.
-      weights: the group's parameter leaves.
+      weights: the groups' parameter leaves, in an order that does not depend on how fine the groups are.
+      members: for each group, the indices of its leaves in `weights`.
       inputs: differentiable values from earlier segments.
       nondiff_inputs: all other values that it reads: batch, constants, prelude outputs, non-differentiable values.
       outputs: differentiable values that later segments read, or the loss.
@@ -38,9 +61,10 @@ class Segment:
     """
 
     name: str
-    group: int
+    groups: tuple[int, ...]
     equations: tuple[Equation, ...]
     weights: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
     inputs: tuple[int, ...]
     nondiff_inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -55,7 +79,31 @@ class Segment:
     def signature(self) -> tuple[Any, ...]:
         """Equal for segments with the same equations and values of one graph."""
         values = (self.weights, self.inputs, self.nondiff_inputs, self.outputs, self.nondiff_outputs)
-        return (self.equations, *values, self.trained)
+        return (self.equations, *values, self.members, self.trained)
+
+    @property
+    def group(self) -> int:
+        """The group of a segment that reads one."""
+        [group] = self.groups
+        return group
+
+    def by_group(self, of_weights: Sequence[Any]) -> list[list[Any]]:
+        """Splits what there is of each of the `weights` by group."""
+        return [[of_weights[i] for i in own] for own in self.members]
+
+    def from_groups(self, by_group: Sequence[Sequence[Any]]) -> list[Any]:
+        """Reverses `by_group`."""
+        found = {
+            i: each
+            for own, parts in zip(self.members, by_group, strict=True)
+            for i, each in zip(own, parts, strict=True)
+        }
+        return [found[i] for i in range(len(self.weights))]
+
+    def trained_by_group(self, of_trained: Sequence[Any]) -> list[list[Any]]:
+        """Splits what there is of each of the `trained` weights by group."""
+        given = dict(zip(self.trained, of_trained, strict=True))
+        return [[given[i] for i in each if i in given] for each in self.by_group(range(len(self.weights)))]
 
     @property
     def runs_back(self) -> bool:
@@ -93,6 +141,29 @@ class ForwardPartition:
     prelude_outputs: tuple[int, ...]
     notes: tuple[str, ...]
     merges: tuple[Merge, ...]
+
+    @functools.cached_property
+    def uses(self) -> tuple[Use, ...]:
+        """The uses of groups, in the order of the segments: what a profile and a plan call layers."""
+        made, count = [], collections.Counter[int]()
+        for number, segment in enumerate(self.segments):
+            trained = segment.trained_by_group(segment.trained)
+            for place, group in enumerate(segment.groups):
+                count[group] += 1
+                suffix = f"#{count[group]}" if count[group] > 1 else ""
+                made.append(Use(self.layers[group].name + suffix, number, place, group, bool(trained[place])))
+        return tuple(made)
+
+    @functools.cached_property
+    def uses_of(self) -> tuple[tuple[int, ...], ...]:
+        """For each segment, the indices of its uses."""
+        ends = itertools.accumulate((len(segment.groups) for segment in self.segments), initial=0)
+        return tuple(tuple(range(start, end)) for start, end in itertools.pairwise(ends))
+
+    @functools.cached_property
+    def num_uses(self) -> Mapping[int, int]:
+        """By group, the number of its uses."""
+        return collections.Counter(use.group for use in self.uses)
 
     @property
     def coarse_merges(self) -> tuple[Merge, ...]:
@@ -139,7 +210,7 @@ def build_segments(
     derived: Collection[int],
     stretches: Sequence[Any],
     layers: Sequence[Layer],
-    layer_of_group: Mapping[int, int],
+    layers_of_group: Mapping[int, Sequence[int]],
 ) -> list[Segment]:
     """Turns stretches of `flow.main` into segments.
 
@@ -149,7 +220,7 @@ def build_segments(
       derived: values that depend on trained parameters.
       stretches: the stretches.
       layers: the layers.
-      layer_of_group: maps a stretch's group to its layer.
+      layers_of_group: the layers of a stretch's group.
     """
     made_by = {v: i for i, s in enumerate(stretches) for e in flow.main[s.start : s.stop] for v in e.outputs}
     bodies = [_with_views(flow, flow.main[s.start : s.stop]) for s in stretches]
@@ -159,30 +230,45 @@ def build_segments(
         made = [value for equation in body for value in equation.outputs]
         outputs.append(tuple(value for value in made if value in wanted))
         wanted.update(value for equation in body for value in equation.reads)
-    segments, uses = [], dict.fromkeys(range(len(layers)), 0)
+    segments, count = [], collections.Counter[int]()
     for stretch, body, leaving in zip(stretches, bodies, reversed(outputs), strict=True):
-        layer = layer_of_group[stretch.group]
-        uses[layer] += 1
-        suffix = f"#{uses[layer]}" if uses[layer] > 1 else ""
-        weights = tuple(graph.parameters[leaf.index] for leaf in layers[layer].leaves)
+        groups = _groups_read(graph, body, layers, layers_of_group[stretch.group])
+        count[stretch.group] += 1
+        suffix = f"#{count[stretch.group]}" if count[stretch.group] > 1 else ""
+        leaves = [leaf for group in groups for leaf in layers[group].leaves]
+        if len(groups) > 1:
+            leaves.sort(key=lambda leaf: leaf.index)
+        weights = tuple(graph.parameters[leaf.index] for leaf in leaves)
+        place = {leaf.index: i for i, leaf in enumerate(leaves)}
         read = _read_from_outside(body, weights)
         inputs = tuple(v for v in read if v in made_by and _has_derivative(graph, derived, v))
         leaving = tuple(v for v in leaving if v in made_by)
         segments.append(
             Segment(
-                name=layers[layer].name + suffix,
-                group=layer,
+                name=(layers[groups[0]].block or layers[groups[0]].name) + suffix,
+                groups=groups,
                 equations=body,
                 weights=weights,
+                members=tuple(tuple(place[leaf.index] for leaf in layers[group].leaves) for group in groups),
                 inputs=inputs,
                 nondiff_inputs=tuple(v for v in read if v not in inputs),
                 outputs=tuple(v for v in leaving if _has_derivative(graph, derived, v)),
                 nondiff_outputs=tuple(v for v in leaving if not _has_derivative(graph, derived, v)),
-                trained=tuple(i for i, leaf in enumerate(layers[layer].leaves) if leaf.is_trained),
+                trained=tuple(i for i, leaf in enumerate(leaves) if leaf.is_trained),
                 alive_bytes=stretch.alive_bytes,
             )
         )
     return segments
+
+
+def _groups_read(
+    graph: Graph, body: Sequence[Equation], layers: Sequence[Layer], groups: Sequence[int]
+) -> tuple[int, ...]:
+    """The groups among these that a segment reads, in the order in which it reads them first."""
+    if len(groups) == 1:
+        return tuple(groups)
+    group_of = {graph.parameters[leaf.index]: group for group in groups for leaf in layers[group].leaves}
+    return tuple(dict.fromkeys(group_of[value] for e in body for value in e.reads if value in group_of))
 
 
 def depending_on(graph: Graph, values: Iterable[int]) -> frozenset[int]:

@@ -102,4 +102,4 @@ class SharedLayer(Layer):
 
 def shared(layer: Layer, num_devices: int) -> Layer:
     """The layer as so many devices share it; the layer itself for one."""
-    return layer if num_devices == 1 else SharedLayer(layer.name, layer.leaves, layer.is_whole, num_devices)
+    return layer if num_devices == 1 else SharedLayer(layer.name, layer.leaves, layer.is_whole, num_devices=num_devices)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jaxferry.partition.groups import Path, common_modules
+from jaxferry.partition.groups import ITERATION, Path, common_modules
 from jaxferry.partition.layout import Layer, Part
 
 
@@ -59,7 +59,7 @@ def stored_leaves(paths: Sequence[Path], stacks: Mapping[int, Stack]) -> list[St
             above, below = (*prefix, str(number)), path[depth:]
             part = Part(number, stack.length, stack.axis)
             # `group_leaves` opens numbered modules only if they contain modules, so each iteration gets one.
-            stored.append(Stored(leaf, part, "/".join((*above, *below)), (*above, "iteration", *below)))
+            stored.append(Stored(leaf, part, "/".join((*above, *below)), (*above, ITERATION, *below)))
     return stored
 
 

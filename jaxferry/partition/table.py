@@ -21,11 +21,11 @@ def table(partition: Partition) -> rich.table.Table:
     for column in ("parameters", "bytes", "alive at its end", "program"):
         rows.add_column(column, justify="right")
     for segment in partition.segments:
-        layer = partition.layers[segment.group]
+        layers = [partition.layers[group] for group in segment.groups]
         rows.add_row(
             segment.name,
-            f"{layer.num_parameters:,}",
-            format_bytes(layer.num_bytes),
+            f"{sum(layer.num_parameters for layer in layers):,}",
+            format_bytes(sum(layer.num_bytes for layer in layers)),
             format_bytes(segment.alive_bytes),
             str(segment.program),
         )

@@ -42,7 +42,7 @@ def step_lower_bound_s(profile: Profile, grad_on_host: np.ndarray, optimal_forwa
     costs = StepCosts.of(profile, grad_on_host)
     load_s = group_loads(profile, costs)
     least_backward = float(np.minimum(costs.backward, costs.backward_dha).sum())
-    last_backward = max(costs.backward[-1], costs.backward_dha[-1])
+    last_backward = costs.longest_window_s()
     after_gpu = float(costs.tails[first_trained(profile)])
     backward_penalty = Penalty(load_s, costs.backward_dha - costs.backward)
     forward_s = max(optimal_forward_s, backward_penalty.worth_it_s - last_backward)
@@ -119,13 +119,14 @@ def _loaded_loop_s(
 ) -> float:
     """The loop through the first loaded layer. A value above `best` proves only that it exceeds `best`."""
     own_s = _own_tail_s(profile, costs, first)
-    rest = dataclasses.replace(profile, layers=profile.layers[first:])
+    layers = dataclasses.replace(profile.layers[first], shares_program=False), *profile.layers[first + 1 :]
+    rest = dataclasses.replace(profile, layers=layers)
     of_rest = StepCosts.of(rest, grad_on_host[first:])
     least_backward = float(np.minimum(of_rest.backward, of_rest.backward_dha).sum())
     forward_s = optimal_forward_s
     if first > 0:
         forward_s = optimal_forward(rest, limit_s=best - least_backward - own_s).bound_s
-    last_backward = max(of_rest.backward[-1], of_rest.backward_dha[-1])
+    last_backward = of_rest.longest_window_s()
     penalty = Penalty(group_loads(rest, of_rest), of_rest.backward_dha - of_rest.backward)
     forward_s = max(forward_s, penalty.worth_it_s - last_backward)
     return forward_s + least_backward + penalty(forward_s + last_backward) + own_s

@@ -137,7 +137,8 @@ def _outcomes(batch: Batch, steady: bool, memory: bool) -> Outcomes:
     if steady:
         period_s = _period_s(batch, chain, steps)
     first = steps[0]
-    in_window = (batch.modes[-1] != DFGB) & (first.between_end <= first.window)
+    is_late = (batch.modes[list(batch.profile.programs[-1])] == DFGB).any(axis=0)
+    in_window = ~is_late & (first.between_end <= first.window)
     needed_bytes = batch.needs.natural if memory else np.zeros(batch.num_plans, dtype=np.int64)
     return Outcomes(first.forward_end, step_s, period_s, needed_bytes, in_window, batch.room_matters)
 

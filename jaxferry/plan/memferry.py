@@ -17,6 +17,8 @@ At worst 2 L passes of array operations over L layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB
@@ -55,6 +57,25 @@ class Forward:
         if len(self.profile.groups[group]) > 1:
             self.held[group] = self.holds(group) | ~by_dha
         return end
+
+    def program(self, members: Sequence[int], modes: np.ndarray) -> list[float]:
+        """Runs the layers of a program, of one plan with these (layers,) modes; returns when each forward ends."""
+        if len(members) == 1:
+            return [float(self.layer(members[0], modes[members[0] : members[0] + 1] == DHA)[0])]
+        layers, start = self.profile.layers, self.gpu
+        for index in members:
+            group = self.profile.group_of[index]
+            if modes[index] != DHA and not self.holds(group)[0]:
+                self.link = self.link + layers[index].load_s
+                start = np.maximum(start, self.link)
+            if len(self.profile.groups[group]) > 1:
+                self.held[group] = self.holds(group) | (modes[index] != DHA)
+        for index in members:
+            layer, by_dha = layers[index], modes[index] == DHA
+            self.link = self.link + (layer.forward_read_s if by_dha else 0.0)
+            end = start + (layer.forward_dha_s if by_dha else layer.forward_s)
+            self.gpu = start = end + layer.inter_forward_s
+        return [float(end[0])] * len(members)
 
     def holds(self, group: int) -> np.ndarray:
         """Whether the group's copy is already on the device, (plans,)."""
@@ -198,12 +219,13 @@ def with_dfgb(profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray) -> 
     to the lower layer.
     """
     forward = Forward(profile)
-    ends = np.array([forward.layer(index, modes[index : index + 1] == DHA)[0] for index in range(len(modes))])
-    last, opens = profile.layers[-1], float(forward.link[0])
-    closes = float(forward.gpu[0]) + last.inter_backward_s
-    closes += last.backward_for(bool(modes[-1] == DHA), bool(grad_on_host[-1]))
+    ends = np.array([end for members in profile.programs for end in forward.program(members, modes)])
+    opens, closes = float(forward.link[0]), float(forward.gpu[0])
+    for index in profile.programs[-1]:
+        last = profile.layers[index]
+        closes += last.inter_backward_s + last.backward_for(bool(modes[index] == DHA), bool(grad_on_host[index]))
     gains = [layer.backward_dha_s - layer.backward_s for layer in profile.layers]
-    candidates = [index for index in range(len(modes) - 1) if modes[index] == DHA and gains[index] > 0]
+    candidates = [index for index in range(profile.programs[-1][0]) if modes[index] == DHA and gains[index] > 0]
     window = _Window(profile, {profile.group_of[index] for index in np.flatnonzero(modes == GFGB)}, opens, ends)
     for index in sorted(candidates, key=lambda index: (-gains[index], index)):
         window.keep_if(index, closes)

@@ -20,7 +20,7 @@ import itertools
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, effective_codes, flags_of
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, effective_codes, flags_of, of_program
 from jaxferry.profiling.records import Profile
 from jaxferry.room import CROSSING_SLOTS, NO_WAIT, UNLIMITED, Demand, demand, load_order, waits
 from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
@@ -53,7 +53,7 @@ class Batch:
     ):
         self.profile, self.layers = profile, profile.layers
         self.modes, self.grad_on_host = effective_codes(profile, modes, grad_on_host, recomputes)
-        self.recomputes, self.by_need = recomputes, by_need
+        self.recomputes, self.by_need = None if recomputes is None else of_program(profile, recomputes), by_need
         self.bulk, self.after_all = bulk, after_all
         self.num_layers, self.num_plans = modes.shape
         self.by_dha = (self.modes == DHA) | (self.modes == DFGB)
@@ -177,8 +177,9 @@ class Step:
         self.fetched: dict[int, np.ndarray] = {}
         self._forward()
         self.forward_end = chain.gpu
-        last = self.batch.layers[-1]
-        self.window = chain.gpu + last.inter_backward_s + self.batch.backward_s[-1]
+        last = list(self.batch.profile.programs[-1])
+        parameterless_s = sum(self.batch.layers[layer].inter_backward_s for layer in last)
+        self.window = chain.gpu + parameterless_s + self.batch.backward_s[last].sum(axis=0)
         self._between()
         self._backward()
         _update(self)
@@ -213,26 +214,41 @@ class Step:
         chain.gpu = np.where(self.held.loads_forward.any(axis=0), np.maximum(chain.gpu, chain.link), chain.gpu)
 
     def _forward(self) -> None:
-        batch, chain, held = self.batch, self.chain, self.held
+        batch = self.batch
         if batch.bulk:
             self._bulk_loads()
-        for layer, profile in enumerate(batch.layers):
-            group, start = batch.profile.group_of[layer], chain.gpu
-            if batch.any_forward_load[layer] and not batch.bulk:
-                start = np.where(held.loads_forward[layer], np.maximum(start, self._load_for_forward(layer)), start)
-            start = np.where(batch.by_dha[layer], np.maximum(start, chain.updated[group]), start)
+        for members in batch.profile.programs:
+            self._forward_of(members)
+
+    def _forward_of(self, members: tuple[int, ...]) -> None:
+        """Runs the forward of a program's layers."""
+        batch, chain = self.batch, self.chain
+        start = chain.gpu
+        for layer in members:
+            start = self._when_readable(layer, start)
+        start = self._after_saves(start)
+        for layer in members:
             if batch.shares_links:
                 chain.link = chain.link + batch.forward_read_s[layer]
-            if batch.any_resident[layer]:
-                start = np.where(held.on_resident[layer], np.maximum(start, chain.refreshed[group]), start)
-            start = self._after_saves(start)
             end = start + batch.forward_s[layer]
-            self.forward_ends[layer] = end
-            if batch.any_reload[layer]:
-                self._use_slot((batch.modes[layer] == RELOAD) & held.loads_forward[layer], end)
-            chain.gpu = end + profile.inter_forward_s
-            self.saves_of_programs.append(self._save(layer, end))
-        self.last_program = end
+            chain.gpu = start = end + batch.layers[layer].inter_forward_s
+        every = list(members)
+        self.forward_ends[every] = self.last_program = end
+        if batch.any_reload[every].any():
+            loads = (batch.modes[every] == RELOAD) & self.held.loads_forward[every]
+            self._use_slot(loads.any(axis=0), end)
+        self.saves_of_programs.append(self._save(members[0], end))
+
+    def _when_readable(self, layer: int, start: np.ndarray) -> np.ndarray:
+        """The start of a forward once its parameters can be read; loads them."""
+        batch, chain, held = self.batch, self.chain, self.held
+        group = batch.profile.group_of[layer]
+        if batch.any_forward_load[layer] and not batch.bulk:
+            start = np.where(held.loads_forward[layer], np.maximum(start, self._load_for_forward(layer)), start)
+        start = np.where(batch.by_dha[layer], np.maximum(start, chain.updated[group]), start)
+        if batch.any_resident[layer]:
+            start = np.where(held.on_resident[layer], np.maximum(start, chain.refreshed[group]), start)
+        return start
 
     def _after_saves(self, start: np.ndarray) -> np.ndarray:
         """The start of a program once it has waited for the save of the second program before it."""
@@ -249,8 +265,8 @@ class Step:
         return chain.back
 
     def _fetch_for_next(self, layer: int) -> None:
-        layers = self.batch.layers
-        following = next((other for other in reversed(range(layer)) if layers[other].has_backward), None)
+        layers, ends = self.batch.layers, self.batch.profile.program_ends
+        following = next((ends[other][0] for other in reversed(range(layer)) if layers[other].has_backward), None)
         if following is None or layers[following].fetch_bytes == 0:
             return
         chain = self.chain
@@ -268,43 +284,64 @@ class Step:
             self.between_end = np.where(loads, end, self.between_end)
 
     def _backward(self) -> None:
-        for layer in reversed(range(self.batch.num_layers)):
-            if self.batch.layers[layer].has_backward:
-                self._backward_of(layer)
+        for members in reversed(self.batch.profile.programs):
+            if self.batch.layers[members[0]].has_backward:
+                self._backward_of(members[::-1])
 
-    def _backward_of(self, layer: int) -> None:
-        batch, chain, held = self.batch, self.chain, self.held
-        profile = batch.layers[layer]
-        start = chain.gpu + profile.inter_backward_s
+    def _backward_of(self, members: tuple[int, ...]) -> None:
+        """Runs the backward of a program's layers, last one first."""
+        batch, chain = self.batch, self.chain
+        start = chain.gpu + batch.layers[members[0]].inter_backward_s
+        for layer in members:
+            start = self._when_readable_again(layer, start)
+        end = start = self._when_there_is_room(members, start)
+        for layer in members:
+            if layer != members[0]:
+                start = end + batch.layers[layer].inter_backward_s
+            end = start + batch.backward_s[layer]
+            if batch.shares_links:
+                self._link_work_of_backward(layer, start)
+        every = list(members)
+        self.backward_ends[every] = self.last_program = chain.gpu = end
+        if batch.any_reload[every].any():
+            self._use_slot(self.held.loads_backward[every].any(axis=0), end)
+            if batch.layers[members[0]].fused_backward:
+                shared = (batch.modes[every] == RELOAD) & self.held.loads_forward[every]
+                self.slot_use = np.where(shared.any(axis=0), end, self.slot_use)
+        for layer in members:
+            self._gradient(layer, end)
+
+    def _when_readable_again(self, layer: int, start: np.ndarray) -> np.ndarray:
+        """The start of a backward once its parameters can be read; loads them."""
+        batch, held = self.batch, self.held
         if batch.any_reload[layer]:
             loads = held.loads_backward[layer]
-            wait = np.maximum(self.forward_ends[layer], self.slot_use_before)
-            arrival = self._load(layer, loads, wait)
+            arrival = self._load(layer, loads, np.maximum(self.forward_ends[layer], self.slot_use_before))
             start = np.where(loads, np.maximum(start, arrival), start)
         if batch.waits_between_any[layer]:
             arrival = self.between_arrival[batch.profile.group_of[layer]]
             start = np.where(held.waits_between[layer], np.maximum(start, arrival), start)
-        if batch.room is not None and batch.any_room[layer]:
-            room = batch.room[layer]
+        return start
+
+    def _when_there_is_room(self, members: tuple[int, ...], start: np.ndarray) -> np.ndarray:
+        """The start of a program's backward once there is room for its gradients and values."""
+        batch, first = self.batch, members[0]
+        if batch.room is not None and batch.any_room[first]:
+            room = batch.room[first]
             arrival = np.where(room == NO_WAIT, -np.inf, self.arrivals[room, np.arange(batch.num_plans)])
             start = np.maximum(start, arrival)
         if batch.has_crossings:
-            self._fetch_for_next(layer)
-            if not profile.fused_backward:
+            self._fetch_for_next(members[-1])
+            if not batch.layers[first].fused_backward:
                 start = self._after_saves(start)
                 self.saves_of_programs.append(None)
-            if layer in self.fetched:
-                start = np.maximum(start, self.fetched[layer])
-        end = start + batch.backward_s[layer]
-        if batch.shares_links:
-            self._link_work_of_backward(layer, start)
-        self.backward_ends[layer] = end
-        self.last_program = chain.gpu = end
-        if batch.any_reload[layer]:
-            self._use_slot(held.loads_backward[layer], end)
-            if profile.fused_backward:
-                shared = (batch.modes[layer] == RELOAD) & held.loads_forward[layer]
-                self.slot_use = np.where(shared, end, self.slot_use)
+            if members[-1] in self.fetched:
+                start = np.maximum(start, self.fetched[members[-1]])
+        return start
+
+    def _gradient(self, layer: int, end: np.ndarray) -> None:
+        """Lets a layer's gradient leave once its program has ended."""
+        batch, chain, profile = self.batch, self.chain, self.batch.layers[layer]
         if profile.has_gradient:
             grad_on_host = batch.grad_on_host[layer]
             chain.back = np.where(grad_on_host, chain.back, np.maximum(chain.back, end) + profile.offload_s)

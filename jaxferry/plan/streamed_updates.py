@@ -99,7 +99,9 @@ class StreamedUpdateSearch:
 
     def _estimated_bytes(self, each: _Candidate) -> int:
         layers, groups = self.profile.layers, self.profile.groups
-        stays = [(layers[groups[group][0]], self.starts[each.start].modes[groups[group][0]]) for group in each.on_device]
+        stays = [
+            (layers[groups[group][0]], self.starts[each.start].modes[groups[group][0]]) for group in each.on_device
+        ]
         more = sum(x.state_bytes + x.param_bytes * (mode not in (GFGB, RESIDENT)) for x, mode in stays)
         gradients = [layers[member].device_gradient_bytes for group in each.through_gpu for member in groups[group]]
         more += sum(gradients) if each.fills_memory else max(gradients, default=0)

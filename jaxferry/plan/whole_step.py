@@ -63,7 +63,11 @@ def gradient_tails(profile: Profile, grad_on_host: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """The costs of each layer for the recursion, (layers,) each; compute times include the parameterless parts."""
+    """The costs of each layer for the recursion, (layers,) each; compute times include the parameterless parts.
+
+    `num_last` is the number of layers of the last program. Layers of other programs count as if each ran by itself,
+    which is never slower.
+    """
 
     load: np.ndarray
     read: np.ndarray
@@ -74,6 +78,7 @@ class StepCosts:
     backward_dha: np.ndarray
     offload: np.ndarray
     tails: np.ndarray
+    num_last: int
 
     @classmethod
     def of(cls, profile: Profile, grad_on_host: np.ndarray) -> "StepCosts":
@@ -102,7 +107,13 @@ class StepCosts:
             backward_dha=np.where(counts, backward(True) + inter_backward, 0.0),
             offload=np.where(grad_on_host, 0.0, column("offload_s")),
             tails=gradient_tails(profile, grad_on_host),
+            num_last=len(profile.programs[-1]),
         )
+
+    def longest_window_s(self) -> float:
+        """The most seconds from the end of the forward to the window's end, which is that of the last program."""
+        last = slice(-self.num_last, None)
+        return float(np.maximum(self.backward[last], self.backward_dha[last]).sum())
 
     def least_tail(self) -> float:
         """The tail a_L if every backward takes its least time."""
@@ -180,10 +191,13 @@ class StepSearch:
             options = (GFGB,) if fixed[index] == GFGB else (DHA, DFGB)
         elif index < head:
             options = (DHA, DFGB)
-        return options if index < self.size - 1 else tuple(mode for mode in options if mode != DFGB)
+        is_last = index >= self.size - self.costs.num_last
+        return tuple(mode for mode in options if mode != DFGB) if is_last else options
 
     def window_s(self, last_mode: np.ndarray) -> np.ndarray:
-        """Seconds from the end of the forward to the window's end."""
+        """Seconds from the end of the forward to the window's end, at most if several layers share the last program."""
+        if self.costs.num_last > 1:
+            return np.full(len(last_mode), self.costs.longest_window_s())
         return np.where(last_mode == DHA, self.costs.backward_dha[-1], self.costs.backward[-1])
 
     def after(self, states: _States, index: int, mode: int) -> _States:
@@ -211,7 +225,7 @@ class StepSearch:
         """Indices of at most a beam of states that may still beat the limit and that no other state beats."""
         forward = states.gpu + self.rest_forward[index]
         bound = forward + np.maximum(states.tail + self.rest_backward[index], self.least_tail)
-        latest = limit_s - self.least_tail + max(self.costs.backward[-1], self.costs.backward_dha[-1])
+        latest = limit_s - self.least_tail + self.costs.longest_window_s()
         between = np.maximum(states.link + states.between_sum, states.between_end)
         alive = np.flatnonzero((bound < limit_s) & (between <= latest))
         order = alive[np.argsort(bound[alive] + 0.5 * np.maximum(between - forward, 0.0)[alive], kind="stable")]

@@ -57,6 +57,7 @@ class LayerCosts:
       recomputation: costs of recomputation; None if a plan cannot choose it.
       temporary_bytes: as in a profile.
       is_whole: whether each of several processes holds the layer whole.
+      shares_program: as in a profile.
     """
 
     name: str
@@ -81,6 +82,7 @@ class LayerCosts:
     recomputation: Recomputation | None = None
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     is_whole: bool = False
+    shares_program: bool = False
 
 
 def estimate_profile(
@@ -175,6 +177,7 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
         recompute_s=None if layer.recomputation is None else _recompute_s(machine, layer, backward_s),
         recompute_activation_bytes=None if layer.recomputation is None else layer.recomputation.activation_bytes,
         temporary_bytes=layer.temporary_bytes,
+        shares_program=layer.shares_program,
     )
 
 

@@ -68,6 +68,7 @@ _FLAGS = {
     "has_backward": True,
     "has_gradient": True,
     "fused_backward": False,
+    "shares_program": False,
 }
 _LINK_SHARES = ("forward_read_s", "backward_read_s", "backward_write_s")
 _FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0), **dict.fromkeys(_LINK_SHARES, 0.0)}
@@ -135,7 +136,9 @@ class LayerProfile:
         recomputation, of the gradient and of kept activations are 0, and given values are ignored.
       has_gradient: whether the backward computes a gradient of the parameters. Without one, `grad_bytes`, `offload_s`
         and `update_s` are 0, `backward_go_s` is `backward_s`, and given values are ignored. It needs `has_backward`.
-      fused_backward: whether forward and backward are one program; possible only for the last layer of a profile.
+      fused_backward: whether forward and backward are one program; possible only for the last program of a profile.
+      shares_program: whether its forward and its backward are part of the programs of the layer before it. So the
+        layers of a program have parameters of their own, but run together.
       save_bytes: bytes of values that leave for host memory after this forward, the last one that reads them.
       fetch_bytes: bytes of values that return from host memory for this backward.
       forward_workspace_bytes: device memory in use while the forward runs, besides parameters, kept activations and the
@@ -181,6 +184,7 @@ class LayerProfile:
     has_backward: bool = True
     has_gradient: bool = True
     fused_backward: bool = False
+    shares_program: bool = False
     save_bytes: int = 0
     fetch_bytes: int = 0
     forward_workspace_bytes: int = 0
@@ -292,7 +296,8 @@ class LayerProfile:
 
     def kept_bytes(self, recomputes: bool) -> int:
         """Bytes kept on the device from the forward to the backward, with or without recomputation."""
-        return self.activation_bytes if not recomputes else self.recompute_activation_bytes or 0
+        again = self.recompute_activation_bytes if recomputes else None
+        return self.activation_bytes if again is None else again
 
     def forward_bytes(self, by_dha: bool, recomputes: bool = False) -> int:
         """Device memory in use while the forward runs, besides parameters and kept activations."""
@@ -335,9 +340,11 @@ class Profile:
     Attributes:
       machine: free-form facts about the machine, JSON values by name.
       layers: at least one layer; names are unique; entries of one parameter group agree on `param_bytes` and
-        `has_gradient`; only the last one may have `fused_backward`, and it has a backward; some layer has a gradient.
-        `save_bytes` and `fetch_bytes` have the same sum; what returns for a layer's backward left after its own forward
-        or a later one.
+        `has_gradient`; only those of the last program may have `fused_backward`, and they have a backward; some layer
+        has a gradient. `save_bytes` and `fetch_bytes` have the same sum; what returns for a layer's backward left after
+        its own forward or a later one. Layers of one program have different parameters and agree on `has_backward` and
+        `fused_backward`; only the first of them has kept activations and values that leave and return, and may
+        recompute, which it does for all.
       updates_after_all: whether updates wait for all gradients under any plan, as with clipping, accumulation or an
         optimizer that looks at all parameters at once.
       updates_together: whether one update covers all parameter groups, so that none streams and a plan has them all
@@ -379,7 +386,7 @@ class Profile:
         check_list(list(self.layers), "layers")
         check_unique([layer.name for layer in self.layers])
         first: dict[str, LayerProfile] = {}
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
             other = first.setdefault(layer.parameters, layer)
             for key in ("param_bytes", "has_gradient"):
                 if getattr(other, key) != getattr(layer, key):
@@ -387,11 +394,32 @@ class Profile:
                         f'layer "{layer.name}": {key} must be {getattr(other, key)} as in layer "{other.name}" '
                         f'of the same parameters "{layer.parameters}", got {getattr(layer, key)}'
                     )
-            if layer.fused_backward and layer is not self.layers[-1]:
+            if layer.fused_backward and index not in self.programs[-1]:
                 raise InputError(f'layer "{layer.name}": only the last layer can have fused_backward')
         if not self.layers[-1].has_backward:
             raise InputError(f'layer "{self.layers[-1].name}": the last layer must have a backward (has_backward)')
+        self._check_programs()
         self._check_crossings()
+
+    def _check_programs(self) -> None:
+        if self.layers[0].shares_program:
+            raise InputError(f'layer "{self.layers[0].name}": no layer before it has a program to share')
+        for members in self.programs:
+            first, *others = (self.layers[member] for member in members)
+            for layer in others:
+                for key in ("has_backward", "fused_backward"):
+                    if getattr(layer, key) != getattr(first, key):
+                        raise InputError(
+                            f'layer "{layer.name}": {key} must be {getattr(first, key)} as in layer "{first.name}" of '
+                            f"the same program, got {getattr(layer, key)}"
+                        )
+                if layer.can_recompute or layer.activation_bytes or layer.save_bytes or layer.fetch_bytes:
+                    raise InputError(
+                        f'layer "{layer.name}": recomputation, activation_bytes, save_bytes and fetch_bytes belong to '
+                        f'the first layer of its program, "{first.name}"'
+                    )
+            if len({layer.parameters for layer in (first, *others)}) <= len(others):
+                raise InputError(f'layer "{first.name}": the layers of a program must have different parameters')
 
     def _check_crossings(self) -> None:
         """Checks that all values that leave for host memory return, none before it has left."""
@@ -407,6 +435,18 @@ class Profile:
             raise InputError(
                 f"layers: save_bytes add up to {left} and fetch_bytes to {returned}; all values must return"
             )
+
+    @functools.cached_property
+    def programs(self) -> tuple[tuple[int, ...], ...]:
+        """For each pair of a forward and a backward program, the ascending indices of its layers, in order."""
+        firsts = [index for index, layer in enumerate(self.layers) if not layer.shares_program or index == 0]
+        ends = [*firsts[1:], len(self.layers)]
+        return tuple(tuple(range(first, end)) for first, end in zip(firsts, ends, strict=True))
+
+    @functools.cached_property
+    def program_ends(self) -> tuple[tuple[int, int], ...]:
+        """For each layer, the first and the last layer of its program."""
+        return tuple((members[0], members[-1]) for members in self.programs for _ in members)
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:

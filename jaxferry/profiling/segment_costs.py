@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,10 @@ from jaxferry.profiling.temporaries import temporary_bytes
 
 
 def partition_costs(partition: Partition, remat: Any = None, temporaries: bool = False) -> tuple[LayerCosts, ...]:
-    """Counts forward and backward of each segment; segments that share programs are counted once.
+    """Counts forward and backward of each segment's uses; segments that share programs are counted once.
+
+    The work of a segment that reads several groups is split among them by the bytes that its forward reads of each,
+    which for products is how their operations are split. What it keeps, and its temporaries, count with the first.
 
     Also counts full recomputation where a plan may choose it (`AUTO`) and it would keep fewer bytes. The last segment
     is exempt: its forward and backward are one program and keep nothing in between.
@@ -65,7 +69,7 @@ def partition_costs(partition: Partition, remat: Any = None, temporaries: bool =
                 if temporaries:
                     more = _by_variant(again.temporary_bytes(is_last), recomputes=True)
                     costs = dataclasses.replace(costs, temporary_bytes={**costs.temporary_bytes, **more})
-        result.append(costs)
+        result += program.split(costs, partition, segment, partition.uses_of[number])
     return tuple(result)
 
 
@@ -77,11 +81,11 @@ class _ProgramCosts:
         self._temporary_bytes: tuple[int, int] | None = None
         forward, backward = _forward_jaxpr(graph, derivative), _backward_jaxpr(graph, derivative)
         self._graph, self._jaxprs = graph, (forward, backward)
-        weights = range(len(segment.weights))
+        weights = segment.by_group(range(len(segment.weights)))
         self.forward: Costs = jaxpr_costs(forward)
         self.backward: Costs = jaxpr_costs(backward)
-        self.touched_forward = touched_bytes(forward, weights)
-        self.touched_backward = touched_bytes(backward, weights)
+        self.touched_forward = [touched_bytes(forward, own) for own in weights]
+        self.touched_backward = [touched_bytes(backward, own) for own in weights]
 
     def temporary_bytes(self, is_last: bool) -> tuple[int, int]:
         """Returns the temporaries of forward and backward; those of the last segment's one program for both."""
@@ -97,7 +101,8 @@ class _ProgramCosts:
         return read | {segment.outputs[index] for index in self.derivative.outputs_read}
 
     def of(self, partition: Partition, segment: Segment, activation_bytes: int) -> LayerCosts:
-        layer = partition.layers[segment.group]
+        layer = partition.layers[segment.groups[0]]
+        leaves = [leaf for group in segment.groups for leaf in partition.layers[group].leaves]
         return LayerCosts(
             name=segment.name,
             parameters=layer.name,
@@ -109,13 +114,39 @@ class _ProgramCosts:
             forward_bytes=self.forward.bytes,
             backward_flops=self.backward.flops,
             backward_bytes=self.backward.bytes,
-            dha_bytes_forward=self.touched_forward,
-            dha_bytes_backward=self.touched_backward,
+            dha_bytes_forward=sum(self.touched_forward),
+            dha_bytes_backward=sum(self.touched_backward),
             forward_kernels=self.forward.kernels,
             backward_kernels=self.backward.kernels,
-            itemsize=max(np.dtype(leaf.dtype).itemsize for leaf in layer.leaves),
+            itemsize=max(np.dtype(leaf.dtype).itemsize for leaf in leaves),
             is_whole=layer.is_whole,
         )
+
+    def split(self, whole: LayerCosts, partition: Partition, segment: Segment, uses: Sequence[int]) -> list[LayerCosts]:
+        """Splits the costs of the segment among its uses."""
+        total = sum(self.touched_forward)
+        shares = [size / total if total else 1 / len(uses) for size in self.touched_forward]
+        work = [f"{way}_{what}" for way in ("forward", "backward") for what in ("flops", "bytes", "kernels")]
+        made = []
+        for place, (use, share) in enumerate(zip((partition.uses[number] for number in uses), shares, strict=True)):
+            layer, is_first = partition.layers[use.group], place == 0
+            costs = dataclasses.replace(
+                whole,
+                name=use.name,
+                parameters=layer.name,
+                num_parameters=layer.trained.num_parameters,
+                param_bytes=layer.num_bytes,
+                grad_bytes=layer.trained.num_bytes,
+                dha_bytes_forward=self.touched_forward[place],
+                dha_bytes_backward=self.touched_backward[place],
+                is_whole=layer.is_whole,
+                shares_program=not is_first,
+                **({key: getattr(whole, key) * share for key in work} if len(uses) > 1 else {}),
+            )
+            if not is_first:
+                costs = dataclasses.replace(costs, activation_bytes=0, recomputation=None, temporary_bytes={})
+            made.append(costs)
+        return made
 
     def recomputation(self, again: _ProgramCosts, activation_bytes: int) -> Recomputation:
         """Returns the additional costs of running the forward again, as in the programs `again`."""

@@ -90,12 +90,12 @@ def test_programs_read_host_memory_by_operations_alone_and_copy_nothing_of_it(di
 def test_every_program_that_should_read_host_memory_does(direct):
     for use, executable in direct.items():
         on_host = [i for i in instructions(executable) if i.opcode == "parameter" and i.is_on_host]
-        expected = (use.reads is Source.HOST) + (use.writes is not Target.DEVICE)
+        expected = (Source.HOST in use.reads) + use.writes_host
         assert len(on_host) == expected, use
 
 
 def test_backwards_return_the_gradient_vector_that_they_were_given(direct):
-    written = [use for use in direct if use.kind is not ProgramKind.FORWARD and use.writes is not Target.DEVICE]
+    written = [use for use in direct if use.kind is not ProgramKind.FORWARD and use.writes_host]
     assert {use.kind for use in written} == {ProgramKind.LOSS, ProgramKind.BACKWARD}
     for use in written:
         stats = direct[use].get_compiled_memory_stats()
@@ -145,7 +145,7 @@ def test_without_the_library_programs_copy_the_layer_themselves_and_compute_noth
         executable = model.compile(use, native=False)
         assert not host_compute(executable)
         copied = {i.opcode for i in instructions(executable)}
-        if use.reads is Source.HOST:
+        if Source.HOST in use.reads:
             assert "copy-start" in copied
             assert executable.get_compiled_memory_stats().temp_size_in_bytes >= model.layer(use).num_bytes
 
@@ -188,7 +188,7 @@ def test_reading_in_place_needs_less_device_memory_than_loading():
     cuda_library()
     model = make_model(dataclasses.replace(CONFIG, vocab_size=50257))
     (use,) = [u for u in model.uses(Mode.DHA, GradientPlace.HOST) if u.kind is ProgramKind.LOSS]
-    loaded = dataclasses.replace(use, reads=Source.DEVICE, writes=Target.DEVICE)
+    loaded = dataclasses.replace(use, reads=(Source.DEVICE,), writes=(Target.DEVICE,))
     there, here = (model.compile(u).get_compiled_memory_stats() for u in (loaded, use))
     size = model.layer(use).num_bytes
 

@@ -104,8 +104,8 @@ def test_the_reserve_factor_decides_which_gradients_are_written_by_the_backward(
         step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), reserve_factor=factor)
         step.init(task.params)
         uses[factor] = [key.writes for key in step.prepare(task.batch).program.keys]
-    assert set(uses[1]) == {Target.DEVICE}
-    assert Target.HOST in uses[0]
+    assert set(uses[1]) == {(Target.DEVICE,)}
+    assert (Target.HOST,) in uses[0]
 
 
 # OpenBLAS sums the products of these plans in another order than XLA. Over 20 steps of SGD with momentum losses stay
@@ -198,12 +198,12 @@ def test_program_keys_name_one_place_for_each_read_and_write(task):
     last = len(names) - 1
     # The lookup reads host memory, the head reads its copy of the same table; the lookup stores only rows.
     assert (names[0], names[last]) == ("wte", "wte#2")
-    assert (uses[0].reads, uses[last].reads) == (Source.HOST, Source.DEVICE)
-    assert (uses[last].kind, uses[last].writes) == (ProgramKind.LOSS, Target.HOST)
-    assert uses[2 * last].writes is Target.DEVICE
+    assert (uses[0].reads, uses[last].reads) == ((Source.HOST,), (Source.DEVICE,))
+    assert (uses[last].kind, uses[last].writes) == (ProgramKind.LOSS, (Target.HOST,))
+    assert uses[2 * last].writes == (Target.DEVICE,)
     # DFGB reads host memory in the forward and its copy in the backward.
-    assert (uses[block].reads, uses[2 * last - block].reads) == (Source.HOST, Source.DEVICE)
-    assert uses[2 * last - block].writes is Target.HOST
+    assert (uses[block].reads, uses[2 * last - block].reads) == ((Source.HOST,), (Source.DEVICE,))
+    assert uses[2 * last - block].writes == (Target.HOST,)
 
 
 def test_random_delays_of_copies_change_no_bit(task):

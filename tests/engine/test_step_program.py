@@ -77,7 +77,7 @@ def test_joined_programs_wait_for_each_load_once_before_it_is_read(parts, deriva
     for instruction in program.programs:
         copy = instruction.task.copy
         if instruction.key.arrives:
-            assert copy not in arrived and instruction.key.reads is Source.DEVICE
+            assert copy not in arrived and instruction.key.reads == (Source.DEVICE,)
             arrived.add(copy)
         elif copy is not None and instruction.operation is not Operation.BACKWARD:
             assert copy in arrived
@@ -87,7 +87,7 @@ def test_joined_programs_wait_for_each_load_once_before_it_is_read(parts, deriva
     shared = collections.Counter(segment.group for segment in parts.segments)
     for instruction in program.programs:
         segment, key = parts.segments[instruction.segment], instruction.key
-        leaves = key.kind is not ProgramKind.FORWARD and segment.trained and key.writes is Target.DEVICE
+        leaves = key.kind is not ProgramKind.FORWARD and segment.trained and key.writes == (Target.DEVICE,)
         is_rows = derivatives[segment.program].has_rows
         assert (instruction in stored) == (leaves and shared[segment.group] == 1 and not is_rows)
     assert len(stored) < len(program.programs) and bool(stored) == (GradientPlace.DEVICE in places)

@@ -50,7 +50,7 @@ class Setting:
 
     def text(self, segment, kind, reads=Source.DEVICE, writes=Target.DEVICE):
         program = self.partition.segments[segment].program
-        return "program\n" + self.programs.lowered(ProgramKey(kind, program, reads, writes)).as_text()
+        return "program\n" + self.programs.lowered(ProgramKey(kind, program, (reads,), (writes,))).as_text()
 
 
 class Table(MeasurementCache):
@@ -141,7 +141,7 @@ def test_temporaries_are_those_of_the_compiled_programs(measured):
     for layer, segment in zip(profile.layers, setting.partition.segments, strict=True):
         kind = ProgramKind.LOSS if layer is last else ProgramKind.BACKWARD
         plain = ProgramKey(kind, segment.program)
-        both = ProgramKey(kind, segment.program, Source.HOST, Target.HOST)
+        both = ProgramKey(kind, segment.program, (Source.HOST,), (Target.HOST,))
         known = setting.programs.temporary_bytes_of([plain, both])
         assert layer.temporary_bytes.get("backward", 0) == known[plain]
         assert layer.temporary_bytes.get("backward_dha_go", 0) == known[both]

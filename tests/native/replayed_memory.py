@@ -8,7 +8,7 @@ all sizes are those of compiled results, never those of the partition.
 import collections
 import dataclasses
 
-from jaxferry.engine import Operation, ProgramKind, Target
+from jaxferry.engine import Operation, ProgramKind
 from jaxferry.schedule import Lane
 from native.compiled_programs import device_bytes
 
@@ -142,7 +142,7 @@ class _Replay:
             assert not any(("values", "cotangent", v) in self._live for v in segment.inputs), "a value with two readers"
             cotangents = zip(segment.inputs, inputs, strict=True)
             made |= {("values", "cotangent", v): device_bytes(a) for v, a in cotangents}
-            if segment.trained and key.writes is Target.DEVICE:
+            if segment.trained and not key.writes_host:
                 made["gradients", number] = device_bytes(gradients)
         return made
 

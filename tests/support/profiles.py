@@ -63,7 +63,10 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, pro
         layers = [draw(link_shares(layer)) for layer in layers]
     if programs and shares and size > 1:
         layers[0] = dataclasses.replace(layers[0], has_gradient=layers[-1].has_gradient)
-    return Profile({"name": "any"}, tuple(layers))
+    profile = Profile({"name": "any"}, tuple(layers))
+    if programs and draw(st.booleans()):
+        return with_programs(profile, lambda: draw(st.booleans()))
+    return profile
 
 
 @st.composite
@@ -128,8 +131,30 @@ def planned(draw, modes=tuple(Mode), plain=False, **kwargs):
     return profile, draw(plans(profile, modes, plain))
 
 
-def drawn(number, seed=0, modes=tuple(Mode), programs=True, loads=tuple(Loads), updates=tuple(Updates)):
-    """Profiles and plans for them: far more cases a second than hypothesis draws. Layers share parameters in pairs."""
+def with_programs(profile, draw):
+    """The profile with layers that share the programs of the layers before them where that may be and `draw` says so.
+
+    The last program is fused if its last layer is.
+    """
+    programs = [[profile.layers[0]]]
+    for layer in profile.layers[1:]:
+        before = programs[-1]
+        moves = layer.save_bytes or layer.fetch_bytes or layer.can_recompute
+        alike = before[-1].has_backward == layer.has_backward
+        if alike and not moves and layer.parameters not in {x.parameters for x in before} and draw():
+            before.append(dataclasses.replace(layer, shares_program=True, activation_bytes=0))
+        else:
+            programs.append([layer])
+    is_fused = profile.layers[-1].fused_backward
+    programs[-1] = [dataclasses.replace(layer, fused_backward=is_fused) for layer in programs[-1]]
+    return dataclasses.replace(profile, layers=tuple(layer for program in programs for layer in program))
+
+
+def drawn(number, seed=0, modes=tuple(Mode), programs=True, loads=tuple(Loads), updates=tuple(Updates), together=False):
+    """Profiles and plans for them: far more cases a second than hypothesis draws. Layers share parameters in pairs.
+
+    Where `together`, some layers share programs.
+    """
     draw = random.Random(seed)
 
     def time_s(most=24):
@@ -172,6 +197,8 @@ def drawn(number, seed=0, modes=tuple(Mode), programs=True, loads=tuple(Loads), 
         if not any(layer.has_gradient for layer in layers):
             continue
         profile = Profile({}, tuple(layers))
+        if together:
+            profile = with_programs(profile, lambda: draw.random() < 0.4)
         chosen = [draw.choice(modes) for _ in layers]
         how = {"loads": draw.choice(loads), "updates": draw.choice(updates)}
         if Mode.RELOAD in chosen:

@@ -1,0 +1,146 @@
+"""How fine layers are: all parameters between two cuts, or those of each module.
+
+    profile of modules --coarser--> profile of blocks
+            `-----------plan both, the faster one-----' --> profile and plan
+
+A block's programs are the same for both. Finer layers let a plan read the norms of a block in place while it loads the
+matrices, or load some of the matrices; MemFerry plans its layers so. But each further layer is loaded and offloaded by
+copies of its own, which take time to issue.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxferry.errors import BudgetError, InputError
+from jaxferry.modes import BLOCK, FASTER, GRANULARITIES, MODULE
+from jaxferry.plan.base import Request
+from jaxferry.plan.records import Plan
+from jaxferry.planning import plan_for
+from jaxferry.profiling.machines import Machine
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.schedule import Kind, schedule_step
+
+_SUMS = (
+    *("param_bytes", "grad_bytes", "state_bytes", "load_s", "forward_s", "forward_dha_s", "backward_s"),
+    *("backward_dha_s", "backward_go_s", "offload_s", "update_s", "inter_forward_s", "inter_backward_s"),
+    *("forward_read_s", "backward_read_s", "backward_write_s"),
+)
+_SUMS_IF_ALL = ("update_gpu_s", "state_up_s", "state_down_s")
+_COPIES = (Kind.LOAD, Kind.RELOAD, Kind.REFRESH, Kind.OFFLOAD, Kind.STATE_UP, Kind.STATE_DOWN)
+_LAUNCHES = 4
+"""What `Machine.issue_s` covers: a forward, a backward, a load and an offload."""
+
+
+def coarser(profile: Profile) -> Profile:
+    """The profile with one layer for each program, which has all of its parameters.
+
+    Programs that share only some of their parameters with others keep their layers.
+    """
+    sharing: dict[str, set[tuple[str, ...]]] = {}
+    groups = [tuple(profile.layers[layer].parameters for layer in members) for members in profile.programs]
+    for of_program in groups:
+        for group in of_program:
+            sharing.setdefault(group, set()).add(of_program)
+    layers: list[LayerProfile] = []
+    latency_s = _figure(profile, "link_latency_s")
+    for members, of_program in zip(profile.programs, groups, strict=True):
+        own = [profile.layers[layer] for layer in members]
+        is_alone = all(len(sharing[group]) == 1 for group in of_program)
+        layers += [_joined(own, latency_s)] if len(own) > 1 and is_alone else own
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def check_granularity(granularity: str) -> None:
+    """Raises InputError if there is no such granularity."""
+    if granularity not in GRANULARITIES:
+        raise InputError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
+
+
+def at_granularity(
+    profile: Profile, policy: str, request: Request, granularity: str, is_planned: bool = True
+) -> tuple[Profile, Plan | None]:
+    """Like `plan_finest`; without a plan if that is not wanted and not needed to choose."""
+    check_granularity(granularity)
+    if is_planned or granularity == FASTER:
+        return plan_finest(profile, policy, request, granularity)
+    return (coarser(profile) if granularity == BLOCK else profile), None
+
+
+def plan_finest(profile: Profile, policy: str, request: Request, granularity: str) -> tuple[Profile, Plan]:
+    """The plan of a policy for the layers of a profile, for its blocks, or for whichever is faster.
+
+    Args:
+      profile: the layers; finer ones share programs.
+      policy: name of the policy.
+      request: its requirements.
+      granularity: `"module"` for the layers as they are, `"block"` for one a program, `"auto"` for the faster, and for
+        blocks if they are as fast.
+
+    Returns:
+      The profile that was planned for, and the plan.
+
+    Raises:
+      BudgetError: if neither fits; it names the smaller of both needs.
+    """
+    check_granularity(granularity)
+    blocks = coarser(profile)
+    if granularity == MODULE or blocks.layers == profile.layers:
+        return profile, plan_for(profile, policy, request)
+    if granularity == BLOCK:
+        return blocks, plan_for(blocks, policy, request)
+    found, errors = list[tuple[Profile, Plan]](), list[BudgetError]()
+    for each in (blocks, profile):
+        try:
+            found.append((each, plan_for(each, policy, request)))
+        except BudgetError as error:
+            errors.append(error)
+    if not found:
+        raise min(errors, key=lambda error: error.smallest_bytes)
+    return min(found, key=lambda pair: step_s(*pair))
+
+
+def step_s(profile: Profile, plan: Plan) -> float:
+    """Seconds of a step in a long run: predicted, or what issuing takes if that is longer."""
+    tasks = schedule_step(profile, plan).tasks
+    num_launches = 2 * len(profile.programs) + sum(task.kind in _COPIES for task in tasks)
+    predicted_s = math.inf if plan.predicted is None else plan.predicted.steady_step_s
+    return max(predicted_s, num_launches / _LAUNCHES * _figure(profile, "issue_s"))
+
+
+def _figure(profile: Profile, name: str) -> float:
+    """A figure of the profile's machine, or the usual one."""
+    value = profile.machine.get(name, getattr(Machine, name))
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _joined(layers: Sequence[LayerProfile], latency_s: float) -> LayerProfile:
+    """One layer with the parameters of several that share a program; it is loaded and offloaded by one copy."""
+    made: dict[str, Any] = {key: sum(getattr(layer, key) for layer in layers) for key in _SUMS}
+    for key in _SUMS_IF_ALL:
+        given = [getattr(layer, key) for layer in layers if layer.has_gradient]
+        made[key] = None if not given or None in given else sum(given)
+    copies_s = latency_s * (len(layers) - 1)
+    for key in ("load_s", "offload_s"):
+        made[key] = max(made[key] - copies_s, max(getattr(layer, key) for layer in layers))
+    made |= {key: _block_of([getattr(layer, key) for layer in layers]) for key in ("name", "parameters")}
+    made |= {key: any(getattr(layer, key) for layer in layers) for key in ("backward_reads", "has_gradient")}
+    return dataclasses.replace(layers[0], **made)
+
+
+def _block_of(names: Sequence[str]) -> str:
+    """The name of the block whose layers have these names, as in `jaxferry.partition.groups.modules_of`."""
+    for name in names:
+        block, _, last = name.rpartition("/")
+        if last.partition("#")[0] == "vectors" and block:
+            return block + "".join(last.partition("#")[1:])
+    parts = [name.split("/") for name in names]
+    common = []
+    for keys in zip(*parts, strict=False):
+        if len(set(keys)) > 1:
+            break
+        common.append(keys[0])
+    return "/".join(common) or "+".join(dict.fromkeys(part[0] for part in parts))

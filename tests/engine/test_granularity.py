@@ -1,0 +1,189 @@
+"""Layers finer than the segments that read them: each is loaded, read in place, written and updated by itself."""
+
+import dataclasses
+import random
+
+import numpy as np
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.engine import Source, Target
+from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode, UpdatePlace
+from jaxferry.partition import partition
+from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
+from planned import assert_same_bits
+from steps import transport_of
+
+STEPS = 3
+
+
+def parts_of(task, granularity=MODULE):
+    return partition(task.loss_fn, task.params, (task.batch,), granularity=granularity)
+
+
+def mixed_plan(parts, seed):
+    """A plan with any mode and gradient place for each layer; all of these occur."""
+    draw, last = random.Random(seed), parts.uses_of[-1]
+    layers = []
+    for number, use in enumerate(parts.uses):
+        modes = [mode for mode in Mode if mode is not Mode.DFGB or number not in last]
+        layers.append(LayerPlan(use.name, draw.choice(modes), draw.choice(list(GradientPlace))))
+    return Plan("mixed", 0.5, tuple(layers), update_order=UpdateOrder.NEED)
+
+
+def train(task, steps=STEPS, **options):
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), **options)
+    state, losses = step.init(task.params), []
+    for _ in range(steps):
+        state, metrics = step(state, task.batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state.params, step.prepare(task.batch)
+
+
+@pytest.fixture(scope="module", params=["linen", "nnx"])
+def task(request):
+    return models.gpt(depth=2) if request.param == "linen" else models.nnx_net()
+
+
+@pytest.fixture(scope="module")
+def loaded(task):
+    return train(task, granularity=MODULE)
+
+
+def test_layers_are_the_matrices_of_each_module_and_the_vectors_of_a_block():
+    parts = parts_of(models.gpt(depth=2))
+    [block] = [segment for segment in parts.segments if segment.name == "h_0"]
+    names = {parts.layers[group].name for group in block.groups}
+    assert {"h_0/vectors"} < names and len(names) >= 4
+    for group in block.groups:
+        layer = parts.layers[group]
+        ranks = {len(leaf.shape) > 1 for leaf in layer.leaves}
+        assert ranks == {not layer.name.endswith("/vectors")} and layer.block == "h_0"
+    whole = parts_of(models.gpt(depth=2), BLOCK)
+    assert [segment.name for segment in parts.segments] == [segment.name for segment in whole.segments]
+    assert sorted(leaf.path for layer in parts.layers for leaf in layer.leaves) == sorted(
+        leaf.path for layer in whole.layers for leaf in layer.leaves
+    )
+
+
+@pytest.mark.parametrize("transport", ["device_put", "ferry"])
+def test_every_plan_of_loaded_layers_gives_the_same_bits(task, loaded, transport):
+    parts = parts_of(task)
+    for seed in range(3):
+        plan = mixed_plan(parts, seed)
+        layers = tuple(
+            layer.with_mode(Mode.RELOAD) if layer.mode in (Mode.DHA, Mode.DFGB) else layer for layer in plan.layers
+        )
+        plan = dataclasses.replace(plan, layers=layers)
+        losses, params, prepared = train(task, granularity=MODULE, plan=plan, transport=transport)
+        assert prepared.plan.modes == plan.modes
+        assert losses == loaded[0]
+        assert_same_bits(params, loaded[1])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_layers_of_a_segment_read_in_place_beside_loaded_ones(task, loaded, seed):
+    """The products of the native library round otherwise, so losses are equal within fp32."""
+    plan = mixed_plan(parts_of(task), seed)
+    losses, _, prepared = train(task, granularity=MODULE, plan=plan)
+    kinds = {(Source.HOST in key.reads, Source.DEVICE in key.reads) for key in prepared.program.keys}
+    assert (True, True) in kinds
+    assert any(Target.HOST in key.writes and Target.DEVICE in key.writes for key in prepared.program.keys)
+    np.testing.assert_allclose(losses, loaded[0], rtol=1e-4)
+    again = train(task, granularity=MODULE, plan=plan)
+    assert losses == again[0]
+    assert_same_bits(again[1], train(task, granularity=MODULE, plan=plan)[1])
+
+
+def test_modules_and_blocks_train_to_the_same_losses(task, loaded):
+    np.testing.assert_allclose(loaded[0], train(task)[0], rtol=1e-5)
+
+
+def test_a_program_waits_for_the_loads_of_the_layers_that_it_reads():
+    """Vectors are read in place, and one matrix of a block is loaded twice: its backward waits for that load alone."""
+    task = models.gpt(depth=2)
+    parts = parts_of(task)
+    block = next(number for number, segment in enumerate(parts.segments) if segment.name == "h_0")
+    of_block = [parts.uses[number].name for number in parts.uses_of[block]]
+    reloaded = next(name for name in of_block if not name.endswith("/vectors"))
+    modes = {use.name: Mode.DHA if use.name.endswith("/vectors") else Mode.GFGB for use in parts.uses}
+    layers = tuple(LayerPlan(name, mode) for name, mode in (modes | {reloaded: Mode.RELOAD}).items())
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity=MODULE, plan=Plan("any", 1.0, layers))
+    step.declare(task.params)
+    instructions = step.prepare(task.batch).program.instructions
+    forward, backward = [i for i in instructions if i.key is not None and i.segment == block]
+    for program in (forward, backward):
+        read = dict(zip(of_block, zip(program.copies, program.key.reads, strict=True), strict=True))
+        assert read["h_0/vectors"] == (None, Source.HOST)
+        for name, (copy, source) in read.items():
+            if source is Source.DEVICE:
+                assert instructions[copy].task.name in (f"load {name}", f"reload {name}")
+    first, again = (i.copies[of_block.index(reloaded)] for i in (forward, backward))
+    assert first != again
+    kept = [i.copies for i in (forward, backward)]
+    assert [pair for pair in zip(*kept, strict=True) if pair[0] != pair[1]] == [(first, again)]
+
+
+@pytest.mark.parametrize("update", [UpdatePlace.HOST, UpdatePlace.RESIDENT])
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_norm": 0.1}, {"remat": "full"}], ids=str)
+def test_sums_clipping_recomputation_and_updates_on_the_device(task, options, update):
+    parts = parts_of(task)
+    modes = [Mode.RESIDENT if use.place % 2 else Mode.RELOAD for use in parts.uses]
+    layers = [
+        LayerPlan(use.name, mode, update=update if mode is Mode.RESIDENT else UpdatePlace.HOST)
+        for use, mode in zip(parts.uses, modes, strict=True)
+    ]
+    plan = Plan("mixed", 1.0, tuple(layers), update_order=UpdateOrder.NEED)
+    found = train(task, steps=4, granularity=MODULE, plan=plan, **options)
+    expected = train(task, steps=4, granularity=MODULE, **options)
+    if update is UpdatePlace.HOST:
+        assert found[0] == expected[0]
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(expected[0], train(task, steps=4, **options)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_step_holds_more_parameters_than_counted(task, seed):
+    plan = mixed_plan(parts_of(task), seed)
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity=MODULE, plan=plan)
+    state, prepared = step.init(task.params), step.prepare(task.batch)
+    for _ in range(STEPS):
+        state, metrics = step(state, task.batch)
+        assert metrics["device_param_bytes_peak"] <= prepared.peak.parameters
+    state.block_until_ready()
+    assert transport_of(step, task.batch).held.peak <= prepared.peak.parameters
+
+
+def test_finer_layers_fit_into_less_memory():
+    """All layers RELOAD with gradients on the host hold two layers at a time, of modules or of blocks."""
+    task = models.gpt(depth=2)
+    peaks = {}
+    for granularity in (BLOCK, MODULE):
+        names = [use.name for use in parts_of(task, granularity).uses]
+        plan = Plan("dha", 0.0, tuple(LayerPlan(name, Mode.RELOAD, GradientPlace.HOST) for name in names))
+        vectors = [layer.with_mode(Mode.DHA) if "vectors" not in layer.name else layer for layer in plan.layers]
+        plan = dataclasses.replace(plan, layers=tuple(vectors)) if granularity == MODULE else plan
+        peaks[granularity] = train(task, granularity=granularity, plan=plan)[2].peak.parameters
+    assert peaks[MODULE] < peaks[BLOCK] / 4
+
+
+def test_checkpoints_do_not_depend_on_how_fine_layers_are(task, tmp_path):
+    def make(granularity):
+        return jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity=granularity)
+
+    first, second = make(MODULE), make(BLOCK)
+    state, _ = first(first.init(task.params), task.batch)
+    first.save(state, tmp_path / "saved")
+    restored = second.restore(tmp_path / "saved", task.params)
+    assert_same_bits(restored.params, state.params)
+    _, expected = first(state, task.batch)
+    _, found = second(restored, task.batch)
+    np.testing.assert_allclose(float(found["loss"]), float(expected["loss"]), rtol=1e-6)
+
+
+def test_evaluation_reads_the_same_layers(task, loaded):
+    step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity=MODULE)
+    state, _ = step(step.init(task.params), task.batch)
+    assert float(step.evaluate(state, task.batch)) == pytest.approx(loaded[0][1], rel=1e-6)
