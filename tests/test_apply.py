@@ -1,5 +1,6 @@
 """Evaluation: `step.apply` and `step.evaluate` against plain `jit`, under memory budgets."""
 
+import gc
 import itertools
 import signal
 
@@ -152,6 +153,7 @@ class Watch:
     """Measures what is on the device once each program has run, by JAX's own list of arrays."""
 
     def __init__(self, monkeypatch):
+        gc.collect()  # what earlier tests have left could go meanwhile
         self.peak, self._before = 0, device_bytes()
         after_each_program(monkeypatch, self._measure)
 
