@@ -107,6 +107,7 @@ def plan(modes=MODES, **changes):
         {"plan": plan(), "remat": "full", "offload_activations": True, "record_steps": 2},
         {"plan": plan(IN_HOST_MEMORY, gradient=GradientPlace.HOST), "accumulate": 2, "clip_norm": 0.1},
         pytest.param({"plan": plan(IN_HOST_MEMORY), "remat": "full"}, marks=pytest.mark.slow),
+        pytest.param({"policy": "go-memferry", "profile": "estimate"}, marks=pytest.mark.slow),
         pytest.param({"policy": "auto", "profile": "estimate", "remat": "auto"}, marks=pytest.mark.slow),
         pytest.param({"optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow),
     ],

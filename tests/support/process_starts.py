@@ -158,6 +158,22 @@ class Starts:
 
         return self.model.plan((Mode.DHA, Mode.DFGB, Mode.GFGB, Mode.DHA), gradient=GradientPlace.HOST)
 
+    def read_losses(self, params, loss_fn, optimizer, options, batches):
+        """Losses if all segments read parameters and write gradients in host memory."""
+        from jaxferry.modes import GradientPlace, Mode
+        from jaxferry.plan.records import LayerPlan, Plan
+
+        step = self._step_of(loss_fn, optimizer, mesh=self.mesh, **options)
+        step.declare(params)
+        names = [segment.name for segment in step.prepare(self.own(batches[0])).partition.segments]
+        plan = Plan("any", 0.0, tuple(LayerPlan(name, Mode.DHA, gradient=GradientPlace.HOST) for name in names))
+        step = self._step_of(loss_fn, optimizer, mesh=self.mesh, plan=plan, **options)
+        state, losses = step.init(params), []
+        for batch in batches:
+            state, metrics = step(state, self.own(batch))
+            losses.append(float(metrics["loss"]))
+        return losses
+
     def reads(self, batch, key):
         """Losses, and the bytes of what programs read in host memory, of layers that processes exchange."""
         step = self.step(plan=True, clip_norm=0.5)

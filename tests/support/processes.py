@@ -218,6 +218,7 @@ class Member(Starts):
                     assert all(map(np.array_equal, jax.tree.leaves(copied.params), jax.tree.leaves(state.params)))
             found[name] = {
                 "losses": losses,
+                "read": self.read_losses(params, loss_fn, optimizer, options, plain_batches()),
                 "params": [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.params)],
                 "state": [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(state.opt_state)],
                 "host": host_bytes(step, state),
