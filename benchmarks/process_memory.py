@@ -5,15 +5,17 @@
 Dense layers of 2048 x 2048 in float32 with AdamW: 16 MiB of parameters each, twice as much optimizer state. The
 processes run on this machine, joined by gloo over loopback; memory of their virtual CPU devices is host memory here as
 well. Counted, for 16 layers: the bytes of all arrays that the state holds, beside those that `Model.host_bytes`
-predicts. Measured: how much the process's own memory (`RssAnon`) grows from before `init_from` until two steps have
-ended, with 16 layers beyond what it does with 4: compilers and programs take the same for both. Once with every layer
-loaded, and once with every layer read in host memory (DHA), of which each of several processes then has a whole copy.
-Prints a table and writes `benchmarks/results/process_memory.json`.
+predicts. Measured: how much the process's own memory (`RssAnon`) grows from before `init_from` until two steps and an
+evaluation, which frees the loads of the next step, have ended; with 16 layers beyond what it does with 4, since
+compilers and programs take the same for both. The C library first gives back the memory that it keeps for later. Once
+with every layer loaded, and once with every layer read in host memory (DHA), of which each of several processes then
+has a whole copy. Prints a table and writes `benchmarks/results/process_memory.json`.
 
 Expected: 1/N of masters, optimizer state and compute copy in each process; what is counted is what is predicted, but
 for AdamW's count, of which each layer has its own.
 """
 
+import ctypes
 import os
 import sys
 import tempfile
@@ -53,7 +55,8 @@ def loss_fn(params, x):
 
 
 def own_memory_bytes():
-    """Memory of this process that no file backs."""
+    """Memory of this process that no file backs and that it uses."""
+    ctypes.CDLL(None).malloc_trim(0)
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
     return 1024 * int(line.split()[1])
 
@@ -94,6 +97,7 @@ class Member(processes.Member):
         state = step.init_from(init_fn(num_layers), jax.random.key(0))
         for _ in range(2):
             state, metrics = step(state, x)
+        step.evaluate(state, x)
         found, program = processes.host_bytes(step, state), step.prepare(x).program
         predicted = step.compiler.model.host_bytes(state.host.layers, program.read_in_place)
         return {
