@@ -92,7 +92,8 @@ class Ferry(Transport):
 
     def hold(self, copies: Sequence[CopyInFlight]) -> None:
         """See `Transport.hold`."""
-        hold_together([copy for copy in copies if isinstance(copy, StoredCopy)], self._landed)
+        stored = [copy for copy in copies if isinstance(copy, StoredCopy)]
+        hold_together(stored, self._landed, self._placement.platform != "cpu")
 
     def settle(self) -> None:
         """See `Transport.settle`."""

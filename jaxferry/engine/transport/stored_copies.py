@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -11,9 +11,6 @@ from jaxferry.engine.host.pinned import Vectors
 from jaxferry.engine.transport.base import delete_all
 from jaxferry.engine.transport.orphaned_copies import InFlight
 from jaxferry.native import NativeLibrary
-
-_MOST_SOURCES = 128
-"""The arrays of one launch that waits: the time to compile it grows with them."""
 
 Waiter = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
@@ -62,7 +59,8 @@ class StoredCopy:
 
     def hold(self) -> None:
         """Makes the device wait for the copy before its next program, and frees the sources for that program."""
-        hold_together([self], self._landed)
+        if sources := self.take_sources():
+            delete_all(self._landed(sources))
 
     def take_sources(self) -> Sequence[jax.Array]:
         """The arrays that are copied, for whoever waits for the copy and frees them; none if that is done."""
@@ -76,13 +74,27 @@ class StoredCopy:
         self._in_flight.pop(id(self), None)
 
 
-def hold_together(copies: Sequence[StoredCopy], landed: Waiter) -> None:
+def hold_together(copies: Sequence[StoredCopy], landed: Waiter, keeps_freed: bool) -> None:
     """Makes the device wait for copies before its next program, and frees their sources for that program.
 
     Args:
-      copies: the copies.
-      landed: as in `StoredCopy`. A launch waits for many copies.
+      copies: the copies, in their order, in which they end.
+      landed: as in `StoredCopy`.
+      keeps_freed: whether freed memory stays as it is until the device has run what was issued before. Then the device
+        waits for the last copy alone. A CPU's memory does not, so what a copy still reads goes to a program that waits.
     """
-    sources = [array for copy in copies for array in copy.take_sources()]
-    for start in range(0, len(sources), _MOST_SOURCES):
-        delete_all(landed(sources[start : start + _MOST_SOURCES]))
+    taken = [copy.take_sources() for copy in copies]
+    for sources in taken[-1:] if keeps_freed else _joined(taken):
+        if sources:
+            delete_all(landed(sources))
+    for sources in taken[:-1] if keeps_freed else ():
+        delete_all(sources)
+
+
+def _joined(taken: list[Sequence[jax.Array]]) -> Iterator[list[jax.Array]]:
+    """The sources of several copies together, so many that the numbers of arrays, and so of programs, are few."""
+    left = [sources for sources in taken if sources]
+    while left:
+        num = 1 << (len(left).bit_length() - 1)
+        yield [array for sources in left[:num] for array in sources]
+        left = left[num:]
