@@ -164,9 +164,9 @@ class StepRun:
 
     def _end(self, index: int) -> None:
         """Records that a task has ended; the caller has the lock."""
-        lanes = self._ready.end(index, time.perf_counter())
-        self._monitor.wake(lanes)
-        if not all(map(self._ready.num_left.get, lanes)):
+        num_over = self._ready.num_over
+        self._monitor.wake(self._ready.end(index, time.perf_counter()))
+        if self._ready.num_over > num_over:
             self._monitor.outside.notify_all()
             if self._ready.is_over(ALL_LANES):
                 self._action = _nothing

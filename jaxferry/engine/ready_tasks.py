@@ -63,7 +63,7 @@ class ReadyTasks:
       previous: the progress of the run that `after_previous` refers to; None if it has ended.
 
     Attributes:
-      num_left: by lane, the tasks that have not ended.
+      num_over: the number of lanes whose tasks have all ended.
       starts_s: when each task started.
       ends_s: when each task ended.
     """
@@ -74,7 +74,7 @@ class ReadyTasks:
         self._successor: ReadyTasks | None = None
         self._missing = [*tasks.num_waits, 1]
         self._is_done = [False] * count
-        self.num_left = dict(tasks.counts)
+        self._num_left, self.num_over = dict(tasks.counts), 0
         self._num_all = count
         self._next = dict.fromkeys(Lane, 0)
         self._updates: list[tuple[tuple[int, int], int]] = []
@@ -92,9 +92,12 @@ class ReadyTasks:
         """Records that a task has ended; returns the lanes that may continue, of this run or of the next one."""
         tasks, lane = self._list, self._list.lanes[index]
         self.ends_s[index], self._is_done[index] = now_s, True
-        self.num_left[lane] -= 1
+        self._num_left[lane] -= 1
         self._num_all -= 1
-        lanes = [] if self.num_left[lane] else [lane]
+        lanes = []
+        if not self._num_left[lane]:
+            self.num_over += 1
+            lanes.append(lane)
         for later in tasks.waiting[index]:
             lanes += self._fewer_missing(later, now_s)
         if self._successor is not None:
@@ -156,10 +159,10 @@ class ReadyTasks:
 
     def is_over(self, lanes: Sequence[Lane]) -> bool:
         """Whether every task of these lanes has ended."""
-        return not self._num_all or not any(map(self.num_left.get, lanes))
+        return not self._num_all or not any(map(self._num_left.get, lanes))
 
     def has_left(self, lanes: Sequence[Lane]) -> bool:
         """Whether a thread that runs these lanes has tasks left to take."""
         if Lane.HOST in lanes:
-            return self.num_left.get(Lane.HOST, 0) > 0
+            return self._num_left.get(Lane.HOST, 0) > 0
         return not all(map(self.has_started, lanes))
