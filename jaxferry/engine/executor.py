@@ -119,8 +119,7 @@ def update(step: StepContext, call: Call) -> None:
         step.gradients.wait_for_all()
     units = _units_to_update(step, call)
     # A device error surfaces at this wait, before any master is donated.
-    gradients = jax.block_until_ready([step.gradients.gathered(unit) for unit in units])
-    jax.block_until_ready(norm)
+    gradients, norm = jax.block_until_ready(([step.gradients.gathered(unit) for unit in units], norm))
     if is_finite and step.work.commit():
         step.is_updating = True
         for unit, vectors in zip(units, gradients, strict=True):
@@ -302,7 +301,8 @@ def _move(
 
 def _units_to_update(step: StepContext, call: Call) -> list[UpdateGroup]:
     """The units of an update task of the host that still need an update."""
-    units = [unit for unit in step.state.host.units if call.group in unit.layers or step.is_last_update]
+    host = step.state.host
+    units = host.units if step.is_last_update else [host.unit_of(call.group)]
     units = [unit for unit in units if id(unit) not in step.updated and unit.is_on_host]
     step.updated |= {id(unit) for unit in units}
     return units
@@ -310,7 +310,7 @@ def _units_to_update(step: StepContext, call: Call) -> list[UpdateGroup]:
 
 def _update_on_device(step: StepContext, call: Call, norm: np.floating) -> None:
     """Issues the update of the group's unit, or of a subgroup, unless another group of the unit has done so."""
-    (unit,) = (unit for unit in step.state.host.units if call.group in unit.layers)
+    unit = step.state.host.unit_of(call.group)
     if (id(unit) in step.updated and not unit.subgroups) or not step.work.commit():
         return
     step.updated.add(id(unit))

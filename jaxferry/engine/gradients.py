@@ -259,10 +259,14 @@ class StepGradients:
 
     def note_arrival(self, group: int) -> None:
         """Starts computing the norm of a group's gradient once all of it is in host memory or on its way there."""
-        self._num_arrived[group] += 1
-        if self._num_arrived[group] < self._num_uses[group] or not self._is_last:
+        num_uses = self._num_uses[group]
+        if num_uses > 1:
+            self._num_arrived[group] += 1
+            if self._num_arrived[group] < num_uses:
+                return
+        if not self._is_last:
             return
-        is_whole = self._num_uses[group] == 1 and not self._earlier
+        is_whole = num_uses == 1 and not self._earlier
         # The update may take the gradient away before its norm is computed.
         gather = functools.partial(self._transport.gather, group, self.on_host[group])
         self.norms.begin(group, gather, is_whole)

@@ -33,7 +33,7 @@ class deferred_interrupts:
         self._error: BaseException | None = None
 
     def __enter__(self) -> deferred_interrupts:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.get_ident() != threading.main_thread().ident:
             return self
         try:
             for number in _SIGNALS:

@@ -47,6 +47,14 @@ class Placement:
     host: NamedSharding
     host_compute: NamedSharding
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.device, self.pinned, self.host, self.host_compute))
+
+    def __hash__(self) -> int:
+        # Views of host memory are remembered by placement, and looked up for each update.
+        return self._hash
+
     @property
     def is_cpu(self) -> bool:
         """Whether the device is itself a CPU, so that the optimizer can access its pinned memory directly.

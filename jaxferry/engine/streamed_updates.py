@@ -146,7 +146,7 @@ class StreamingStep:
             self._uses.pop(place[0], None)
 
     def _unit(self, group: int) -> Any:
-        return next(unit for unit in self._host.units if group in unit.layers)
+        return self._host.unit_of(group)
 
     def _subgroup(self, place: Place) -> Subgroup:
         subgroup: Subgroup = self._unit(place[0]).subgroups[place[1]]

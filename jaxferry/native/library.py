@@ -116,9 +116,9 @@ class NativeLibrary:
         Raises:
           NativeError: if the device has failed.
         """
-        starts, lengths = np.asarray(addresses, np.uintp), np.asarray(sizes, np.int64)
-        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (starts, lengths)]
-        if self._functions.jaxferry_ferry_wait_for(ctypes.c_int64(len(starts)), *pointers):
+        num = len(addresses)
+        starts, lengths = (ctypes.c_void_p * num)(*addresses), (ctypes.c_int64 * num)(*sizes)
+        if self._functions.jaxferry_ferry_wait_for(ctypes.c_int64(num), starts, lengths):
             raise NativeError("a copy has failed; the device's next operation says why")
 
     def finish(self) -> None:

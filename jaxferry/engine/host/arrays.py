@@ -59,6 +59,15 @@ class HostArrays:
         if state is not None:
             state.clear()
         self.units = self._make_units(pieces, known)
+        self._unit_of: dict[int, UpdateGroup] = {}
+
+    def unit_of(self, group: int) -> UpdateGroup:
+        """The update group that covers a parameter group."""
+        unit = self._unit_of.get(group)
+        if unit is None:
+            self._unit_of = {each: unit for unit in self.units for each in unit.layers}
+            unit = self._unit_of[group]
+        return unit
 
     @property
     def vectors(self) -> list[Vectors]:
@@ -183,7 +192,7 @@ class HostArrays:
         masters, state = self._masters_from(self.masters()), self._state_from(self.optimizer_state())
         before = self.layers
         # Only the pieces hold the arrays now, so that arrays that are cut do not exist twice.
-        self.layers, self.units, self._frozen = tuple(layers), [], {}
+        self.layers, self.units, self._frozen, self._unit_of = tuple(layers), [], {}, {}
         self._drop_vectors()
         try:
             self.units = self._make_units(masters, state)

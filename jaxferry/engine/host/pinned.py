@@ -72,12 +72,21 @@ def on_cpu(arrays: Sequence[jax.Array], placement: Placement) -> Vectors:
     return tuple(jax.device_put(view, placement.host) for view in map(as_numpy, arrays))
 
 
-def borrowed(arrays: Sequence[jax.Array], placement: Placement) -> Vectors:
-    """As `on_cpu`, but the caller must keep the arrays alive: the views of a block of memory are made once."""
-    if not can_view(placement) or not all(array.nbytes for array in arrays):
+def borrowed(arrays: Sequence[jax.Array], placement: Placement, are_ready: bool = False) -> Vectors:
+    """As `on_cpu`, but the caller must keep the arrays alive: the views of a block of memory are made once.
+
+    Args:
+      arrays: as for `on_cpu`.
+      placement: where arrays live.
+      are_ready: whether the caller has waited for them.
+    """
+    if not can_view(placement):
         return on_cpu(arrays, placement)
-    addresses = [array.block_until_ready().unsafe_buffer_pointer() for array in arrays]
-    if any(address % _ALIGNMENT for address in addresses):
+    if not are_ready:
+        jax.block_until_ready(arrays)
+    addresses = [array.unsafe_buffer_pointer() for array in arrays]
+    # Empty arrays may have no address.
+    if any(address % _ALIGNMENT or not address for address in addresses):
         return on_cpu(arrays, placement)
     pairs = zip(addresses, arrays, strict=True)
     return tuple(_view(address, array.shape, array.dtype, placement) for address, array in pairs)

@@ -335,6 +335,7 @@ class Transport:
         This waits for the copy, so the issuing thread must not call it for a gradient that has just left.
         """
         with gradient.lock:
+            has_waited = gradient.copy is not None
             if gradient.finish is not None:  # which waits for the copy too
                 gradient.vectors, gradient.finish, gradient.is_gathered = gradient.finish(), None, True
             elif gradient.copy is not None:
@@ -346,8 +347,9 @@ class Transport:
                     gradient.vectors = from_shares(written, self._placement, self._gradients[layer])
                 else:
                     # Views are remembered. That pays where later steps write the same memory, as by the library.
-                    view = borrowed if gradient.is_reusable and self.library is not None else on_cpu
-                    gradient.vectors = view(written, self._placement)
+                    is_remembered = gradient.is_reusable and self.library is not None
+                    place = self._placement
+                    gradient.vectors = borrowed(written, place, has_waited) if is_remembered else on_cpu(written, place)
                 gradient.written, gradient.is_gathered = written, True
             return gradient.vectors
 

@@ -38,7 +38,10 @@ class Ferry(Transport):
         super().__init__(placement, layers, accumulates)
         self._accumulates = accumulates
         self.library = self._native = library(placement.platform)
-        self._free: dict[Any, list[Sequence[jax.Array]]] = {}
+        # Layers of the same layout share buffers. A layout is long, so its number stands for it.
+        numbers: dict[Any, int] = {}
+        self._layouts = [numbers.setdefault(layer.layout, len(numbers)) for layer in layers]
+        self._free: dict[int, list[Sequence[jax.Array]]] = {number: [] for number in numbers.values()}
         self._landed = shared_function(("landed", placement, placement.is_cpu), lambda: landed_program(placement))
         # Copies that nothing has waited for. JAX does not know of them, so their sources and targets must stay alive.
         self.in_flight: InFlight = {}
@@ -104,8 +107,7 @@ class Ferry(Transport):
                 copy.forget()
 
     def _load(self, layer: int, size: int, vectors: Vectors, mark: TaskMark | None) -> DeviceLayer:
-        layout = self._layers[layer].layout
-        free = self._free.get(layout)
+        free = self._free[self._layouts[layer]]
         if not free:
             self.release()
         load, wait = self.program("load onto" if free else "load", layer), self.program("arrived", layer)
@@ -126,7 +128,7 @@ class Ferry(Transport):
         # Waits for the copy, which may still be writing.
         arrays = held.parameters()
         if is_reused:
-            self._free.setdefault(self._layers[held.layer].layout, []).append(arrays)
+            self._free[self._layouts[held.layer]].append(arrays)
         else:
             for array in arrays:
                 array.delete()

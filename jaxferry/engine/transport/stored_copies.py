@@ -47,8 +47,7 @@ class StoredCopy:
     def wait(self) -> None:
         """Waits on the host until the copy has ended, and frees its sources."""
         # After this, the copy is on its queue.
-        for array in self.arrays:
-            array.block_until_ready()
+        jax.block_until_ready(self.arrays)
         addresses = [array.unsafe_buffer_pointer() for array in self.arrays]
         self._native.wait_for(addresses, [array.nbytes for array in self.arrays])
         self.forget()
