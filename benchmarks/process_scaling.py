@@ -3,13 +3,16 @@
     python benchmarks/process_scaling.py
 
 **Simulated**: Transformer-XL of 6.7B parameters on machines of eight GPUs with a built-in machine's figures, by the
-roofline model and the machine model, under three policies. Where there are several machines, each is assumed
-to have a network of 50 GB/s. No GPU, link or network is here: their bandwidths are the emulated part.
+roofline model and the machine model, under three policies. Where there are several machines, each is assumed to have a
+network of 50 GB/s. No GPU, link or network is here: their bandwidths are the emulated part. On one device alone, `auto`
+also updates on the GPU.
 
 **Measured**: dense layers that really train on this machine, by one process on one core, and by two on a core each,
 joined by gloo over loopback. Cores, memory and updates are real; the link is a copy in memory, and the network the
 loopback. Each core computes its part of the batch and updates its part of the parameters; both share the memory's
-bandwidth. More processes than cores would show nothing.
+bandwidth, and two exchange all parameters and gradients in each step. How much faster two cores are than one, where
+nothing is exchanged, is measured by two trainings at once; efficiencies are relative to these. More processes than
+cores would show nothing.
 
 Strong: one global batch. Weak: one batch for each device. Prints tables and writes
 `benchmarks/results/process_scaling.json`.
@@ -21,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -35,8 +39,8 @@ MACHINE, BILLIONS, LENGTH, PER_DEVICE, GLOBAL = "h100-pcie5", 6.7, 384, 8, 64
 NETWORK_BYTES_PER_S, DEVICES_OF_A_MACHINE = 5e10, 8
 DEVICES = (1, 2, 4, 8, 16, 32)
 POLICIES = ("auto", "memferry", "zero-offload")
-NUM_LAYERS, WIDTH, ROWS = 8, 1024, 512
-NUM_RUNS, NUM_STEPS = 3, 5
+NUM_LAYERS, WIDTH, ROWS = 8, 1024, 2048
+NUM_RUNS, NUM_STEPS = 2, 5
 
 
 def simulated(batch, num_devices):
@@ -67,6 +71,10 @@ class Member(processes.Member):
         """The seconds of steps on a batch of its own."""
         return self._seconds(ROWS)
 
+    def apart(self):
+        """Likewise, on the second core: a training of its own beside another one."""
+        return self._seconds(ROWS)
+
     def _seconds(self, rows):
         import jax
         import jax.numpy as jnp
@@ -95,17 +103,25 @@ class Member(processes.Member):
         return seconds[2:]
 
 
+def run(scenario, num_processes):
+    """The seconds of steps; each is as slow as the slowest process."""
+    with tempfile.TemporaryDirectory() as folder:
+        ended = processes.start(scenario, num_processes, 1, Path(folder), script=__file__, flags="")
+    failed = [own for own in ended if isinstance(own, str)]
+    assert not failed, failed[0]
+    return list(map(max, zip(*ended, strict=True)))
+
+
 def measured():
-    """The median seconds of a step by kind and number of processes; each of them is as slow as the slowest."""
-    found = {(kind, number): [] for kind in ("strong", "weak") for number in (1, 2)}
-    for _ in range(NUM_RUNS):
-        for kind, number in found:
-            with tempfile.TemporaryDirectory() as folder:
-                ended = processes.start(kind, number, 1, Path(folder), script=__file__, flags="")
-            failed = [own for own in ended if isinstance(own, str)]
-            assert not failed, failed[0]
-            found[kind, number] += map(max, zip(*ended, strict=True))
-    return {f"{kind} {number}": statistics.median(seconds) for (kind, number), seconds in found.items()}
+    """The median seconds of a step: one process, two trainings of one process each at once, and two processes."""
+    found = {"one": [], "two apart": [], "strong": [], "weak": []}
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(NUM_RUNS):
+            found["one"] += run("weak", 1)
+            found["two apart"] += map(max, *threads.map(run, ("weak", "apart"), (1, 1)))
+            found["strong"] += run("strong", 2)
+            found["weak"] += run("weak", 2)
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
 def rows_of_simulation():
@@ -130,21 +146,25 @@ def main():
         pairs = [(row[kind][name], row[f"{kind}_efficiency"][name]) for kind in ("strong", "weak") for name in POLICIES]
         table.add_row(str(row["devices"]), str(row["machines"]), *(f"{s:.2f} s {share:4.0%}" for s, share in pairs))
     Console().print(table)
-    speedup, weak = seconds["strong 1"] / seconds["strong 2"], seconds["weak 1"] / seconds["weak 2"]
-    for name, own in seconds.items():
-        print(f"measured: {name} process(es): {own:.3f} s a step")
-    print(
-        f"measured: two cores are {speedup:.2f} times as fast as one; on twice the batch they take {1 / weak:.2f} times"
-    )
+    one, apart = seconds["one"], seconds["two apart"]
+    ratios = {
+        "two cores over one": 2 * one / apart,
+        "strong": one / seconds["strong"],
+        "strong efficiency": apart / 2 / seconds["strong"],
+        "weak efficiency": apart / seconds["weak"],
+    }
+    print("measured:", ", ".join(f"{name} {own:.2f} s" for name, own in seconds.items()))
+    print("measured:", ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
     facts = {"machine": measure.machine(), "load_average": os.getloadavg()[0]}
-    of_run = {"layers": NUM_LAYERS, "width": WIDTH, "rows": ROWS, "seconds": seconds, "strong_speedup": speedup}
-    measure.write("process_scaling", {**facts, "simulated": rows, "measured": {**of_run, "weak_efficiency": weak}})
+    of_run = {"layers": NUM_LAYERS, "width": WIDTH, "rows": ROWS, "seconds": seconds, "ratios": ratios}
+    measure.write("process_scaling", {**facts, "simulated": rows, "measured": of_run})
 
 
 def member():
     """Runs a process on its core, which is chosen before XLA counts them."""
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(sys.argv[3]) % len(cores)]})
+    number = 1 if sys.argv[6] == "apart" else int(sys.argv[3])
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
     processes.main(Member)
 
 
