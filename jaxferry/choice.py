@@ -16,7 +16,7 @@ from jaxferry.options import Options
 from jaxferry.partition import AUTO, Partition
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
-from jaxferry.planning import as_run, plan_for, updated_on_host, with_update_order
+from jaxferry.planning import as_run, updated_on_host, with_update_order
 from jaxferry.profiling.estimate import estimate_profile, update_on_device_s
 from jaxferry.profiling.machines import MACHINES, Machine
 from jaxferry.profiling.records import Profile
@@ -193,9 +193,10 @@ def _plan_within(
     profile = _may_recompute(variants, profile)
     request = Request(options.reserve_factor, budget_bytes)
     try:
-        return plan_for(profile, policy, request)
+        return plan_finest(profile, policy, request, MODULE)[1]
     except BudgetError as error:
-        return plan_for(profile, policy, dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes))
+        smallest = dataclasses.replace(request, memory_budget_bytes=error.smallest_bytes)
+        return plan_finest(profile, policy, smallest, MODULE)[1]
 
 
 def _may_recompute(variants: RematVariants, profile: Profile) -> Profile:

@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxferry.errors import BudgetError, InputError
-from jaxferry.modes import BLOCK, FASTER, GRANULARITIES, MODULE
+from jaxferry.modes import BLOCK, FASTER, GRANULARITIES, MODULE, Remat
+from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
-from jaxferry.plan.records import Plan
-from jaxferry.planning import plan_for
+from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.planning import as_run, plan_for
 from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.records import LayerProfile, Profile
-from jaxferry.schedule import Kind, schedule_step
+from jaxferry.schedule import Kind, needed_bytes, schedule_step
+from jaxferry.simulate.report import predict
 
 _SUMS = (
     *("param_bytes", "grad_bytes", "state_bytes", "load_s", "forward_s", "forward_dha_s", "backward_s"),
@@ -33,6 +35,7 @@ _SUMS_IF_ALL = ("update_gpu_s", "state_up_s", "state_down_s")
 _COPIES = (Kind.LOAD, Kind.RELOAD, Kind.REFRESH, Kind.OFFLOAD, Kind.STATE_UP, Kind.STATE_DOWN)
 _LAUNCHES = 4
 """What `Machine.issue_s` covers: a forward, a backward, a load and an offload."""
+_WORTH = 0.99
 
 
 def coarser(profile: Profile) -> Profile:
@@ -40,18 +43,33 @@ def coarser(profile: Profile) -> Profile:
 
     Programs that share only some of their parameters with others keep their layers.
     """
+    latency_s = _figure(profile, "link_latency_s")
+    blocks = ([profile.layers[layer] for layer in members] for members in _blocks(profile))
+    layers = tuple(own[0] if len(own) == 1 else _joined(own, latency_s) for own in blocks)
+    return dataclasses.replace(profile, layers=layers)
+
+
+def _blocks(profile: Profile) -> list[tuple[int, ...]]:
+    """The layers of each layer of the coarser profile."""
     sharing: dict[str, set[tuple[str, ...]]] = {}
     groups = [tuple(profile.layers[layer].parameters for layer in members) for members in profile.programs]
     for of_program in groups:
         for group in of_program:
             sharing.setdefault(group, set()).add(of_program)
-    layers: list[LayerProfile] = []
-    latency_s = _figure(profile, "link_latency_s")
+    found: list[tuple[int, ...]] = []
     for members, of_program in zip(profile.programs, groups, strict=True):
-        own = [profile.layers[layer] for layer in members]
         is_alone = all(len(sharing[group]) == 1 for group in of_program)
-        layers += [_joined(own, latency_s)] if len(own) > 1 and is_alone else own
-    return dataclasses.replace(profile, layers=tuple(layers))
+        found += [members] if is_alone else [(member,) for member in members]
+    return found
+
+
+def finer(profile: Profile, plan: Plan) -> Plan:
+    """The plan of a coarser profile for the layers of this one, with its own prediction."""
+    layers: list[LayerPlan] = []
+    for members, own in zip(_blocks(profile), plan.layers, strict=True):
+        first, *others = (dataclasses.replace(own, name=profile.layers[member].name) for member in members)
+        layers += [first, *(dataclasses.replace(layer, remat=Remat.NONE) for layer in others)]
+    return predict(profile, as_run(profile, dataclasses.replace(plan, layers=tuple(layers))))
 
 
 def check_granularity(granularity: str) -> None:
@@ -77,8 +95,9 @@ def plan_finest(profile: Profile, policy: str, request: Request, granularity: st
       profile: the layers; finer ones share programs.
       policy: name of the policy.
       request: its requirements.
-      granularity: `"module"` for the layers as they are, `"block"` for one a program, `"auto"` for the faster, and for
-        blocks if they are as fast.
+      granularity: `"module"` for the layers as they are, `"block"` for one a program, `"auto"` for layers as they are
+        where these are faster by more than a hundredth, or where blocks do not fit, and else for blocks. What policy
+        `auto` plans for layers as they are is no slower than what it plans for blocks.
 
     Returns:
       The profile that was planned for, and the plan.
@@ -88,19 +107,38 @@ def plan_finest(profile: Profile, policy: str, request: Request, granularity: st
     """
     check_granularity(granularity)
     blocks = coarser(profile)
-    if granularity == MODULE or blocks.layers == profile.layers:
+    if blocks.layers == profile.layers:
         return profile, plan_for(profile, policy, request)
     if granularity == BLOCK:
         return blocks, plan_for(blocks, policy, request)
-    found, errors = list[tuple[Profile, Plan]](), list[BudgetError]()
-    for each in (blocks, profile):
+    if granularity == MODULE and policy != Auto.name:
+        return profile, plan_for(profile, policy, request)
+    found, errors = dict[str, tuple[Profile, Plan]](), list[BudgetError]()
+    for name, each in ((BLOCK, blocks), (MODULE, profile)):
         try:
-            found.append((each, plan_for(each, policy, request)))
+            found[name] = each, plan_for(each, policy, request)
         except BudgetError as error:
             errors.append(error)
     if not found:
         raise min(errors, key=lambda error: error.smallest_bytes)
-    return min(found, key=lambda pair: step_s(*pair))
+    if policy == Auto.name and BLOCK in found:
+        _add_finer(found, profile, request.memory_budget_bytes)
+    if MODULE not in found:
+        if granularity == MODULE:
+            raise errors[-1]
+        return found[BLOCK]
+    if granularity == MODULE or BLOCK not in found:
+        return found[MODULE]
+    is_worth_it = step_s(*found[MODULE]) < _WORTH * step_s(*found[BLOCK])
+    return found[MODULE if is_worth_it else BLOCK]
+
+
+def _add_finer(found: dict[str, tuple[Profile, Plan]], profile: Profile, budget_bytes: int | None) -> None:
+    """Replaces the plan for the layers as they are by that for blocks if this fits and is faster."""
+    made = finer(profile, found[BLOCK][1])
+    fits = budget_bytes is None or needed_bytes(profile, made) <= budget_bytes
+    if fits and (MODULE not in found or step_s(profile, made) < step_s(*found[MODULE])):
+        found[MODULE] = profile, made
 
 
 def step_s(profile: Profile, plan: Plan) -> float:

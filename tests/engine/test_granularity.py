@@ -68,10 +68,13 @@ def test_layers_are_the_matrices_of_each_module_and_the_vectors_of_a_block():
     )
 
 
-@pytest.mark.parametrize("transport", ["device_put", "ferry"])
-def test_every_plan_of_loaded_layers_gives_the_same_bits(task, loaded, transport):
+@pytest.mark.parametrize(
+    ("transport", "seeds"),
+    [("ferry", 1), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("ferry", "device_put"))],
+)
+def test_every_plan_of_loaded_layers_gives_the_same_bits(task, loaded, transport, seeds):
     parts = parts_of(task)
-    for seed in range(3):
+    for seed in range(seeds):
         plan = mixed_plan(parts, seed)
         layers = tuple(
             layer.with_mode(Mode.RELOAD) if layer.mode in (Mode.DHA, Mode.DFGB) else layer for layer in plan.layers
@@ -83,7 +86,7 @@ def test_every_plan_of_loaded_layers_gives_the_same_bits(task, loaded, transport
         assert_same_bits(params, loaded[1])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_layers_of_a_segment_read_in_place_beside_loaded_ones(task, loaded, seed):
     """The products of the native library round otherwise, so losses are equal within fp32."""
     plan = mixed_plan(parts_of(task), seed)
@@ -92,9 +95,7 @@ def test_layers_of_a_segment_read_in_place_beside_loaded_ones(task, loaded, seed
     assert (True, True) in kinds
     assert any(Target.HOST in key.writes and Target.DEVICE in key.writes for key in prepared.program.keys)
     np.testing.assert_allclose(losses, loaded[0], rtol=1e-4)
-    again = train(task, granularity=MODULE, plan=plan)
-    assert losses == again[0]
-    assert_same_bits(again[1], train(task, granularity=MODULE, plan=plan)[1])
+    assert losses == train(task, granularity=MODULE, plan=plan)[0]
 
 
 def test_modules_and_blocks_train_to_the_same_losses(task, loaded):
@@ -126,8 +127,16 @@ def test_a_program_waits_for_the_loads_of_the_layers_that_it_reads():
     assert [pair for pair in zip(*kept, strict=True) if pair[0] != pair[1]] == [(first, again)]
 
 
-@pytest.mark.parametrize("update", [UpdatePlace.HOST, UpdatePlace.RESIDENT])
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_norm": 0.1}, {"remat": "full"}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "update"),
+    [
+        ({"accumulate": 2}, UpdatePlace.HOST),
+        ({"clip_norm": 0.1, "remat": "full"}, UpdatePlace.RESIDENT),
+        pytest.param({"accumulate": 2, "clip_norm": 0.1}, UpdatePlace.RESIDENT, marks=pytest.mark.slow),
+        pytest.param({"remat": "full"}, UpdatePlace.HOST, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_sums_clipping_recomputation_and_updates_on_the_device(task, options, update):
     parts = parts_of(task)
     modes = [Mode.RESIDENT if use.place % 2 else Mode.RELOAD for use in parts.uses]
@@ -144,7 +153,7 @@ def test_sums_clipping_recomputation_and_updates_on_the_device(task, options, up
     np.testing.assert_allclose(expected[0], train(task, steps=4, **options)[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_no_step_holds_more_parameters_than_counted(task, seed):
     plan = mixed_plan(parts_of(task), seed)
     step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity=MODULE, plan=plan)

@@ -1,0 +1,132 @@
+"""How fine layers are: profiles of modules and of blocks, and the choice between them."""
+
+import dataclasses
+import json
+
+import optax
+import pytest
+
+import jaxferry
+import models
+from jaxferry.cli import main
+from jaxferry.errors import InputError
+from jaxferry.granularity import coarser, finer, plan_finest, step_s
+from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
+from jaxferry.partition import partition
+from jaxferry.plan.base import Request
+from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.machines import MACHINES
+from jaxferry.profiling.records import Profile
+from jaxferry.profiling.segment_costs import partition_costs
+from profiles import transformer, unit_layer
+
+MACHINE = MACHINES["a100-pcie3"]
+
+
+def profile_of(granularity, machine=MACHINE):
+    task = models.gpt(depth=4)
+    parts = partition(task.loss_fn, task.params, (task.batch,), granularity=granularity)
+    return estimate_profile(partition_costs(parts), machine)
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return profile_of(MODULE)
+
+
+def test_the_modules_of_a_profile_add_up_to_its_blocks():
+    """On a machine without fixed times; a copy's latency counts once for the one copy of a block."""
+    machine = dataclasses.replace(MACHINE, launch_s=0.0, link_latency_s=0.0)
+    blocks, found = profile_of(BLOCK, machine), coarser(profile_of(MODULE, machine))
+    assert [layer.name for layer in found.layers] == [layer.name for layer in blocks.layers]
+    assert [layer.parameters for layer in found.layers] == [layer.parameters for layer in blocks.layers]
+    for own, expected in zip(found.layers, blocks.layers, strict=True):
+        for field in dataclasses.fields(own):
+            known, wanted = getattr(own, field.name), getattr(expected, field.name)
+            if isinstance(wanted, float):
+                assert known == pytest.approx(wanted, rel=1e-6), field.name
+            else:
+                assert known == wanted, field.name
+    for own, expected in zip(coarser(profile_of(MODULE)).layers, profile_of(BLOCK).layers, strict=True):
+        assert own.load_s == pytest.approx(expected.load_s, rel=1e-6)
+
+
+def test_a_profile_of_blocks_is_as_coarse_as_can_be():
+    profile = transformer(6, tied=True)
+    assert coarser(profile) == profile
+
+
+def test_programs_that_share_some_of_their_parameters_keep_their_layers():
+    layers = [unit_layer(name) for name in "abcd"]
+    layers[1] = dataclasses.replace(layers[1], shares_program=True)
+    layers[2] = dataclasses.replace(layers[2], parameters="a")
+    assert coarser(Profile({}, tuple(layers))).layers == tuple(layers)
+
+
+def test_the_faster_is_chosen_and_issuing_counts(modules):
+    request = Request(memory_budget_bytes=None)
+    chosen, plan = plan_finest(modules, "memferry", request, FASTER)
+    pairs = {name: plan_finest(modules, "memferry", request, name) for name in (BLOCK, MODULE)}
+    assert step_s(chosen, plan) <= min(step_s(*pair) for pair in pairs.values()) / 0.99
+    slow = dataclasses.replace(modules, machine={**modules.machine, "issue_s": 1.0})
+    assert plan_finest(slow, "zero-offload", request, FASTER)[0] == coarser(slow)
+    assert step_s(*plan_finest(slow, "zero-offload", request, MODULE)) > len(slow.programs)
+
+
+def test_layers_of_modules_are_chosen_where_blocks_do_not_fit(modules):
+    """A plan of RELOAD layers holds two of them at a time."""
+    blocks = coarser(modules)
+    with pytest.raises(jaxferry.BudgetError) as of_blocks:
+        plan_finest(modules, "l2l", Request(memory_budget_bytes=1), BLOCK)
+    with pytest.raises(jaxferry.BudgetError) as of_either:
+        plan_finest(modules, "l2l", Request(memory_budget_bytes=1), FASTER)
+    request = Request(memory_budget_bytes=of_either.value.smallest_bytes)
+    assert request.memory_budget_bytes <= of_blocks.value.smallest_bytes
+    chosen, plan = plan_finest(modules, "auto", Request(memory_budget_bytes=None), FASTER)
+    assert chosen in (modules, blocks) and len(plan.layers) == len(chosen.layers)
+
+
+def test_a_plan_of_blocks_is_one_of_their_modules(modules):
+    blocks, plan = plan_finest(modules, "auto", Request(), BLOCK)
+    same = finer(modules, plan)
+    assert [layer.name for layer in same.layers] == [layer.name for layer in modules.layers]
+    assert same.predicted.steady_step_s == pytest.approx(plan.predicted.steady_step_s, rel=0.1)
+    assert step_s(*plan_finest(modules, "auto", Request(), MODULE)) <= step_s(modules, same)
+    assert blocks == coarser(modules)
+
+
+def test_an_unknown_granularity_is_refused(modules):
+    with pytest.raises(InputError, match="granularity must be one of block, module, auto, got 'tensor'"):
+        plan_finest(modules, "auto", Request(), "tensor")
+    with pytest.raises(InputError, match="granularity must be one of block, module, auto, got 'tensor'"):
+        jaxferry.train_step(lambda params: 0.0, optax.sgd(0.1), granularity="tensor")
+
+
+def test_a_training_step_takes_the_layers_that_a_plan_names_or_that_are_faster(modules):
+    task = models.gpt(depth=2)
+    found = {}
+    for granularity in (BLOCK, MODULE):
+        parts = partition(task.loss_fn, task.params, (task.batch,), granularity=granularity)
+        names = [use.name for use in parts.uses]
+        plan = Plan("any", 1.0, tuple(LayerPlan(name, Mode.GFGB) for name in names))
+        step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), plan=plan, granularity=FASTER)
+        step.declare(task.params)
+        found[granularity] = [layer.name for layer in step.prepare(task.batch).plan.layers]
+        assert found[granularity] == names
+    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), policy="auto", profile="estimate", granularity=FASTER)
+    step.declare(task.params)
+    assert [layer.name for layer in step.prepare(task.batch).plan.layers] in found.values()
+
+
+def test_the_command_line_plans_a_profile_of_modules_for_either(modules, tmp_path, capsys):
+    modules.save(tmp_path / "profile.json")
+    names = {}
+    for granularity in (BLOCK, MODULE, FASTER):
+        command = ["plan", str(tmp_path / "profile.json"), "--policy", "memferry", "--memory-budget", "none", "--json"]
+        with pytest.raises(SystemExit, match="0"):
+            main([*command, "--granularity", granularity])
+        names[granularity] = [layer["name"] for layer in json.loads(capsys.readouterr().out)["layers"]]
+    assert names[MODULE] == [layer.name for layer in modules.layers]
+    assert names[BLOCK] == [layer.name for layer in coarser(modules).layers]
+    assert names[FASTER] in (names[MODULE], names[BLOCK])
