@@ -20,7 +20,7 @@ from jaxferry.engine import (
     trace_program,
 )
 from jaxferry.engine.transport.ferry import Ferry
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
 from jaxferry.native import operations
 from jaxferry.partition import host_stores, partition
 from jaxferry.plan.records import LayerPlan, Plan
@@ -50,10 +50,11 @@ class Model:
         return self.parts.layers[self.derivatives[use.program].segment.group]
 
 
-def make_model(config):
+def make_model(config, granularity=BLOCK):
     params = jax.eval_shape(gpt2.make_init(config), jax.random.key(0))
     batch = {"tokens": jax.ShapeDtypeStruct((2, config.max_length + 1), np.int32)}
-    parts = partition(gpt2.make_loss(config), params, (batch,), compute_dtype=jnp.bfloat16)
+    settings = {"compute_dtype": jnp.bfloat16, "granularity": granularity}
+    parts = partition(gpt2.make_loss(config), params, (batch,), **settings)
     return Model(parts, derivatives_of(parts, "none"))
 
 
@@ -197,3 +198,29 @@ def test_reading_in_place_needs_less_device_memory_than_loading():
 
     # Neither the table nor its gradient, but for the panels' scratch.
     assert total(there) - total(here) >= 2 * size - operations.SCRATCH_BYTES
+
+
+def test_programs_of_several_layers_read_and_write_some_of_them_in_host_memory(model):
+    """Vectors read in place beside loaded matrices, and every second gradient written to host memory."""
+    fine = make_model(CONFIG, granularity=MODULE)
+    layers = tuple(
+        LayerPlan(
+            use.name,
+            Mode.DHA if use.name.endswith("/vectors") else Mode.GFGB,
+            GradientPlace.HOST if use.place % 2 else GradientPlace.DEVICE,
+        )
+        for use in fine.parts.uses
+    )
+    keys = program_keys(fine.parts, fine.derivatives, Plan("any", 1.0, layers))
+    blocks = [key for key in dict.fromkeys(keys) if len(key.reads) > 2]
+    assert {key.kind for key in blocks} >= {ProgramKind.FORWARD, ProgramKind.BACKWARD}
+    for key in blocks:
+        executable = fine.compile(key)
+        assert not host_compute(executable)
+        on_host = [i for i in instructions(executable) if i.opcode == "parameter" and i.is_on_host]
+        written = sum(target is not Target.DEVICE for target in key.writes)
+        assert len(on_host) == sum(source is Source.HOST for source in key.reads) + written
+        stats = executable.get_compiled_memory_stats()
+        assert stats.host_temp_size_in_bytes == 0
+        assert stats.host_alias_size_in_bytes == stats.host_output_size_in_bytes
+        assert (stats.host_output_size_in_bytes > 0) == (written > 0)
