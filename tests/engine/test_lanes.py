@@ -65,6 +65,31 @@ def test_whatever_the_delays_tasks_follow_what_they_wait_for_and_lanes_their_ord
         assert host == sorted(set(host))
 
 
+@pytest.mark.parametrize("threads", [ONE_EACH, TOGETHER])
+def test_trivial_tasks_are_nobodys_and_end_with_the_last_that_they_wait_for(threads):
+    """On the GPU's lane that is also the task before, so that what follows it on the lane starts no earlier."""
+    profile = transformer(6)
+    schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))
+    backwards = [i for i, task in enumerate(schedule.tasks) if task.kind is Kind.BACKWARD]
+    trivial = [backwards[0], *(i for i, task in enumerate(schedule.tasks) if task.kind is Kind.OFFLOAD)]
+    tasks, lanes, done = TaskList(schedule, trivial), Lanes(threads), []
+    work = lanes.make(tasks, done.append)
+    successor = lanes.make(tasks, done.append, work)
+    for each in (work, successor):
+        lanes.submit(each)
+        each.wait()
+        assert each.is_over() and each.failure is None
+    assert sorted(done) == sorted(2 * [index for index in range(len(schedule.tasks)) if index not in trivial])
+    order = [index for index, task in enumerate(schedule.tasks) if task.lane is Lane.GPU]
+    before = dict(zip(order[1:], order, strict=False))
+    for index, task in enumerate(schedule.tasks):
+        assert all(work.ends_s[earlier] <= work.starts_s[index] for earlier in task.after)
+        if index in trivial:
+            awaited = [*task.after, *([before[index]] if index in before else [])]
+            assert work.starts_s[index] == work.ends_s[index] == max(work.ends_s[earlier] for earlier in awaited)
+    assert work.ends_s[backwards[0]] <= work.starts_s[backwards[1]]
+
+
 def test_the_host_takes_the_update_that_is_needed_first():
     profile = transformer(6)
     schedule = lowered(profile, with_modes(profile, [Mode.GFGB] * 6))

@@ -15,6 +15,7 @@ from jaxferry.engine import Operation, norms
 from jaxferry.engine.placement import Placement, make_placement
 from jaxferry.engine.transport.device_put import DevicePut
 from jaxferry.engine.transport.ferry import Ferry
+from jaxferry.engine.transport.stored_copies import StoredCopy, hold_together
 from jaxferry.errors import NativeError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
@@ -406,3 +407,15 @@ def test_a_gradient_stays_until_its_norm_is_known_though_its_update_has_ended(tr
     for _ in range(3):
         state, metrics = step(state, x)
         assert float(metrics["grad_norm"]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("keeps_freed", "expected"), [(True, [1]), (False, [4, 2, 1])])
+def test_the_device_waits_for_the_last_of_several_copies_or_in_few_sizes(keeps_freed, expected):
+    """Each size is a program of its own, so there are few. All sources are freed for the next program."""
+    sources = [[jnp.full(4, number)] for number in range(8)]
+    copies = [StoredCopy(library("cpu"), (), arrays, lambda given: given, {}) for arrays in sources]
+    copies[2].forget()  # the host has seen its end
+    launched = []
+    hold_together(copies, lambda given: launched.append(given) or given, keeps_freed)
+    assert [len(given) for given in launched] == expected and launched[-1][-1] is sources[-1][0]
+    assert all(array.is_deleted() for arrays in sources for array in arrays)
