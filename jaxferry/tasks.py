@@ -198,13 +198,15 @@ def in_one_period(step: Schedule) -> Schedule:
 def leading_loads(step: Schedule) -> tuple[int, ...]:
     """The first tasks of the link up that wait, within their own step, only for each other.
 
-    They can run before their step is called. Tasks that the previous step leaves to this one run first.
+    They can run before their step is called, unless they wait for, or follow, what the previous step leaves to this one.
     """
     leading: list[int] = []
     left = [task.before - len(step.tasks) for task in step.tasks if task.before is not None and task.lane is Lane.H2D]
     for index, task in enumerate(step.tasks[: min(left, default=None)]):
         if task.lane is Lane.H2D:
             if task.kind not in (Kind.LOAD, Kind.RELOAD) or not set(task.after) <= set(leading):
+                break
+            if any(step.tasks[other].before is not None for other in task.after_previous):
                 break
             leading.append(index)
     return tuple(leading)

@@ -8,7 +8,8 @@
 An action given with the list does the work of a task. Or it begins the work, and one more thread waits for its end. One
 list follows another as one step follows another. A task may wait for tasks of the previous list
 (`Task.after_previous`), so the end of one step overlaps the start of the next. The first loads of a list can run before
-the list is submitted (`Lanes.begin_ahead`).
+the list is submitted (`Lanes.begin_ahead`). Late tasks of a list (`Task.before`) run between those of the next one, or
+alone once somebody waits for all of them.
 """
 
 from __future__ import annotations
@@ -97,13 +98,21 @@ class StepRun:
       is_committed: whether an irreversible change was made, so the run must be completed.
     """
 
-    def __init__(self, tasks: TaskList, action: Action, previous: StepRun | None, monitor: Monitor) -> None:
-        self.list, self._action, self._monitor = tasks, action, monitor
+    def __init__(
+        self,
+        tasks: TaskList,
+        action: Action,
+        previous: StepRun | None,
+        monitor: Monitor,
+        run_late: Callable[[StepRun], None],
+    ) -> None:
+        self.list, self._action, self._monitor, self._run_late = tasks, action, monitor, run_late
         self.failure: Failure | None = None
         self.is_stopped = self.is_committed = False
         self._ready: ReadyTasks = ReadyTasks(tasks, None if previous is None else previous._ready)
         self.starts_s, self.ends_s = self._ready.starts_s, self._ready.ends_s
         self._successor: StepRun | None = None
+        self._previous = previous if previous is not None and previous._ready.has_late(ALL_LANES) else None
         self._num_threads = 0
         self._is_open = True
         self.begin_s = time.perf_counter()
@@ -124,6 +133,8 @@ class StepRun:
           lanes: the lanes.
           should_stop: polled while waiting; once true, no further task starts unless the run is committed.
         """
+        if len(lanes) == len(ALL_LANES):
+            self._run_late(self)
         with self._monitor.lock:
             while not self.is_over(lanes):
                 self._monitor.outside.wait(None if should_stop is None else _POLL_S)
@@ -210,18 +221,43 @@ class StepRun:
                 self._monitor.outside.notify_all()
 
     def _next_task(self, lanes: Sequence[Lane]) -> tuple[StepRun, int] | None:
-        """The next task of these lanes, from this run or ahead of the next run; None if none is left.
+        """The next task of these lanes, of this run, late of the previous or ahead of the next; None if none is left.
 
-        The caller has the lock.
+        The caller has the lock, and calls `_leave` after a task of another run.
         """
         while not self.has_broken_off:
             if self._successor is not None and (ahead := self._take_of(self._successor, lanes)) is not None:
                 return self._successor, ahead
-            index = self._ready.take(lanes)
-            if index is not None:
-                return self, index
-            if not self._ready.has_left(lanes):
+            if self._previous is not None:
+                found = self._next_of_two(self._previous, lanes)
+                has_late = self._previous is not None and self._previous._ready.has_late(lanes)
+            else:
+                index, has_late = self._ready.take(lanes), False
+                found = None if index is None else (self, index)
+            if found is not None:
+                return found
+            if not has_late and not self._ready.has_left(lanes):
                 return None
+            self._monitor.sleep(lanes[0])
+        return None
+
+    def _next_of_two(self, previous: StepRun, lanes: Sequence[Lane]) -> tuple[StepRun, int] | None:
+        """The next task of this run or late of the previous one; None if none may start."""
+        found = self._ready.take_after(previous._ready, lanes)
+        if not previous._ready.has_late(ALL_LANES):
+            self._previous = None
+        if found is None:
+            return None
+        is_late, index = found
+        previous._num_threads += is_late
+        return previous if is_late else self, index
+
+    def _next_late(self, lanes: Sequence[Lane]) -> int | None:
+        """The next late task of this run; None if none is left. The caller has the lock."""
+        while self._ready.has_late(lanes) and not self.has_broken_off:
+            index = self._ready.take_late(lanes)
+            if index is not None:
+                return index
             self._monitor.sleep(lanes[0])
         return None
 
@@ -276,13 +312,23 @@ def _do_tasks(of: StepRun, lanes: Sequence[Lane]) -> None:
 
 def _do_ahead(of: StepRun) -> None:
     """Does the first loads of a run before it is submitted; the body of a thread."""
+    _do_all(of, of._next_ahead)
+
+
+def _do_late(of: StepRun, lanes: Sequence[Lane]) -> None:
+    """Does the late tasks of a run that no next one has done; the body of a thread."""
+    _do_all(of, lambda: of._next_late(lanes))
+
+
+def _do_all(of: StepRun, next_task: Callable[[], int | None]) -> None:
+    """Does tasks of one run until none is left."""
     ended, lock = None, of._monitor.lock
     try:
         while True:
             with lock:
                 if ended is not None:
                     of._end(ended)
-                index = of._next_ahead()
+                index = next_task()
             if index is None:
                 return
             ended = index if of._do(index) else None
@@ -318,7 +364,7 @@ class Lanes:
           previous: the run that `after_previous` refers to; None if it has ended.
         """
         with self._monitor.lock:
-            return StepRun(tasks, action, previous, self._monitor)
+            return StepRun(tasks, action, previous, self._monitor, self._run_late)
 
     def begin_ahead(self, tasks: TaskList, action: Action, previous: StepRun, loads: Sequence[int]) -> StepRun:
         """Prepares a run and starts its first loads, each after the tasks of the previous run that it waits for.
@@ -333,7 +379,7 @@ class Lanes:
           The run. The caller either opens and submits it, or stops it.
         """
         with self._monitor.lock:
-            run = StepRun(tasks, action, previous, self._monitor)
+            run = StepRun(tasks, action, previous, self._monitor, self._run_late)
             run._is_open = False
             run._ready.prefetch(loads)
             run._num_threads += 1
@@ -347,11 +393,21 @@ class Lanes:
 
     def submit(self, run: StepRun) -> None:
         """Starts a run on the threads."""
+        self._submit(_do_tasks, run)
+
+    def _run_late(self, run: StepRun) -> None:
+        """Starts the late tasks of a run that no next one has started."""
+        with self._monitor.lock:
+            if run.has_broken_off or not run._ready.has_late(ALL_LANES):
+                return
+        self._submit(_do_late, run)
+
+    def _submit(self, body: Callable[[StepRun, Sequence[Lane]], None], run: StepRun) -> None:
         with self._monitor.lock:
             run._num_threads += len(self._lanes)
         for number, (thread, lanes) in enumerate(zip(self._threads, self._lanes, strict=True)):
             try:
-                thread.submit(_do_tasks, run, lanes)
+                thread.submit(body, run, lanes)
             except RuntimeError as error:
                 with self._monitor.lock:
                     run.is_stopped = True

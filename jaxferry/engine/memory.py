@@ -261,7 +261,8 @@ class _Transfers:
 
     A copy may exist once the last program that its load waits for has ended. A gradient may exist until the first
     program that waits for its offload, or for a later offload in the queue. A load for the next step waits for the
-    update of its group, and so for the offload of that gradient: its copy takes the place of gradients.
+    update of its group, and so for the offload of that gradient: its copy takes the place of gradients. The gradient of
+    an update that is left to the next step stays until there.
 
     Attributes:
       copies_of: for each group, the bytes of its copies if none stays between micro-batches, by place.
@@ -296,7 +297,8 @@ class _Transfers:
         for instruction in self._program.instructions:
             task = instruction.task
             waits = [*task.after, *([self._last_on_lane[task.lane]] if task.lane in self._last_on_lane else [])]
-            self._last_on_lane[task.lane] = instruction.index
+            if task.before is None:
+                self._last_on_lane[task.lane] = instruction.index
             if instruction.operation is Operation.UPDATE_ON_DEVICE:
                 self._last_program.append(place)
                 continue
@@ -355,16 +357,27 @@ class _Transfers:
     def _add_kept_gradients(self) -> None:
         """Adds gradients that stay on the device until their group's update there, from their backward on."""
         until = {i.group: self._last_program[i.index] for i in self._program.instructions if _updates_on_device(i)}
-        partition = self._program.partition
+        partition, late = self._program.partition, self._late_updates()
         for instruction in self._program.programs:
             if _key(instruction).kind is ProgramKind.FORWARD:
                 continue
             for use in (partition.uses[number] for number in partition.uses_of[instruction.segment]):
                 if not use.is_trained or use.group not in until:
                     continue
-                for held in self._gradients_at[instruction.place : until[use.group] + 1]:
+                in_next = self._gradients_at[: late.get(use.group, 0)]
+                for held in (*self._gradients_at[instruction.place : until[use.group] + 1], *in_next):
                     num_bytes = self._gradient_bytes_of(use.segment, use.group)
                     held[instruction.index] = held.get(instruction.index, 0) + num_bytes
+
+    def _late_updates(self) -> dict[int, int]:
+        """The groups whose last update is left to the next step, each with its place among the programs there."""
+        instructions, found = self._program.instructions, dict[int, int]()
+        indices = [instruction.index for instruction in self._program.programs]
+        for instruction in instructions:
+            before = instruction.task.before
+            if before is not None and _updates_on_device(instruction):
+                found[instruction.group] = sum(index < before - len(instructions) for index in indices)
+        return found
 
     def _ahead(self, ahead: Sequence[int]) -> tuple[list[int], list[int]]:
         """The copies of the next step: all that may be there, and what they take beyond the gradients that left."""

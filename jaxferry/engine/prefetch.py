@@ -138,21 +138,27 @@ class Prefetch:
 
 
 class Keeper(Protocol):
-    """A state with copies that stay between micro-batches."""
+    """A state with copies that stay between micro-batches, and updates that its last step has left to the next one."""
+
+    def finish(self) -> None:
+        """Waits for these updates; their errors are raised when the state is used."""
 
     def drop_kept(self, transport: Transport) -> None:
         """Frees them."""
 
 
 class PrefetchSlot:
-    """Ensures that at most one state of a training step has prefetched copies, or copies that stay, on the device."""
+    """Ensures that at most one state of a training step has something on the device between two steps.
+
+    That is, prefetched copies, copies that stay, or gradients of updates that are left to the next step.
+    """
 
     def __init__(self) -> None:
         self._known: Prefetch | None = None
         self._keeper: tuple[weakref.ref[Keeper], Transport] | None = None
 
     def keep(self, keeper: Keeper, transport: Transport) -> None:
-        """Lets only this state keep copies between micro-batches."""
+        """Lets only this state keep copies between micro-batches, and leave updates to its next step."""
         if self._keeper is None or self._keeper[0]() is not keeper:
             self._drop_kept()
         self._keeper = (weakref.ref(keeper), transport)
@@ -165,6 +171,7 @@ class PrefetchSlot:
     def _drop_kept(self) -> None:
         known, self._keeper = self._keeper, None
         if known is not None and (keeper := known[0]()) is not None:
+            keeper.finish()
             keeper.drop_kept(known[1])
 
     def put(self, prefetch: Prefetch) -> None:

@@ -22,6 +22,9 @@ class TaskList:
       schedule: the tasks.
       trivial: those without work of their own. No thread takes them: each ends once those that it waits for have ended,
         and on the GPU's lane the one before it.
+
+    Attributes:
+      late: by lane, the tasks that run between those of the next step, each with its place there.
     """
 
     def __init__(self, schedule: Schedule, trivial: Collection[int] = ()) -> None:
@@ -36,13 +39,15 @@ class TaskList:
         ]
         self.num_waits = [0] * count
         self.orders: dict[Lane, list[int]] = {lane: [] for lane in Lane}
+        late = [(task.before - count, i) for i, task in enumerate(self.tasks) if task.before is not None]
+        self.late = {lane: sorted(each for each in late if self.lanes[each[1]] is lane) for lane in Lane}
         before = _NONE
         for index, task in enumerate(self.tasks):
             after = set(task.after)
             if task.lane is Lane.GPU:
                 after |= {before} if before != _NONE and not self.trivial.isdisjoint((before, index)) else set()
                 before = index
-            if index not in self.trivial:
+            if index not in self.trivial and task.before is None:
                 self.orders[task.lane].append(index)
             self.num_waits[index] = len(after)
             for earlier in after:
@@ -51,7 +56,9 @@ class TaskList:
                 self.waiting_next[earlier].append(index)
         for order in self.orders.values():
             order.append(_NONE)
-        self.counts = collections.Counter(self.lanes)
+        self.counts = dict.fromkeys(Lane, 0)
+        for task in self.tasks:
+            self.counts[task.lane] += task.before is None
         self.needs = [task.need if schedule.updates_by_need else (0, i) for i, task in enumerate(self.tasks)]
 
 
@@ -63,7 +70,7 @@ class ReadyTasks:
       previous: the progress of the run that `after_previous` refers to; None if it has ended.
 
     Attributes:
-      num_over: the number of lanes whose tasks have all ended.
+      num_over: rises when the last task of a lane ends, and with each late task.
       starts_s: when each task started.
       ends_s: when each task ended.
     """
@@ -76,7 +83,7 @@ class ReadyTasks:
         self._is_done = [False] * count
         self._num_left, self.num_over = dict(tasks.counts), 0
         self._num_all = count
-        self._next = dict.fromkeys(Lane, 0)
+        self._next, self._next_late = dict.fromkeys(Lane, 0), dict.fromkeys(Lane, 0)
         self._updates: list[tuple[tuple[int, int], int]] = []
         self._ahead: collections.deque[int] = collections.deque()
         self.starts_s, self.ends_s = [0.0] * count, [0.0] * count
@@ -92,7 +99,7 @@ class ReadyTasks:
         """Records that a task has ended; returns the lanes that may continue, of this run or of the next one."""
         tasks, lane = self._list, self._list.lanes[index]
         self.ends_s[index], self._is_done[index] = now_s, True
-        self._num_left[lane] -= 1
+        self._num_left[lane] -= tasks.tasks[index].before is None
         self._num_all -= 1
         lanes = []
         if not self._num_left[lane]:
@@ -133,6 +140,32 @@ class ReadyTasks:
                 return index
         return None
 
+    def take_after(self, earlier: ReadyTasks, lanes: Sequence[Lane]) -> tuple[bool, int] | None:
+        """As `take`, if late tasks of the previous run precede some of these: whether it is one of those, and the task."""
+        for lane in lanes:
+            order, place = earlier._list.late[lane], earlier._next_late[lane]
+            upcoming = self._list.orders[lane][self._next[lane]]
+            if place < len(order) and (upcoming == _NONE or order[place][0] <= upcoming):
+                found, is_late = earlier.take_late((lane,)), True
+            else:
+                found, is_late = self.take((lane,)), False
+            if found is not None:
+                return is_late, found
+        return None
+
+    def take_late(self, lanes: Sequence[Lane]) -> int | None:
+        """A late task that may start now, from the first of these lanes that has one; None if there is none."""
+        for lane in lanes:
+            order, place = self._list.late[lane], self._next_late[lane]
+            if place < len(order) and not self._missing[order[place][1]]:
+                self._next_late[lane] += 1
+                return order[place][1]
+        return None
+
+    def has_late(self, lanes: Sequence[Lane]) -> bool:
+        """Whether late tasks of these lanes have not been taken."""
+        return any(self._next_late[lane] < len(self._list.late[lane]) for lane in lanes)
+
     def prefetch(self, loads: Sequence[int]) -> None:
         """Reserves the first loads for `take_prefetch`."""
         self._ahead.extend(loads)
@@ -154,15 +187,15 @@ class ReadyTasks:
         return bool(self._ahead)
 
     def has_started(self, lane: Lane) -> bool:
-        """Whether every task of a lane has been taken."""
+        """Whether every task of a lane has been taken, but for late ones."""
         return self._list.orders[lane][self._next[lane]] == _NONE
 
     def is_over(self, lanes: Sequence[Lane]) -> bool:
-        """Whether every task of these lanes has ended."""
-        return not self._num_all or not any(map(self._num_left.get, lanes))
+        """Whether every task of these lanes has ended. Late tasks count if these are all lanes."""
+        return not self._num_all or (len(lanes) < len(Lane) and not any(map(self._num_left.get, lanes)))
 
     def has_left(self, lanes: Sequence[Lane]) -> bool:
-        """Whether a thread that runs these lanes has tasks left to take."""
+        """Whether a thread that runs these lanes has tasks left to take, but for late ones."""
         if Lane.HOST in lanes:
             return self._num_left.get(Lane.HOST, 0) > 0
         return not all(map(self.has_started, lanes))

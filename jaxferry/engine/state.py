@@ -239,11 +239,15 @@ class TrainState:
         """The fields that a step changes, besides the arrays."""
         return Counts(self.step, self.accumulated, self.loss_scale)
 
+    def finish(self) -> None:
+        """Waits for all updates in flight; `check` raises their errors."""
+        if self.pending is not None:
+            self.pending.work.wait()
+
     def settle(self) -> None:
         """Waits for all updates in flight; raises as `check` does."""
         self._process.check()
-        if self.pending is not None:
-            self.pending.work.wait()
+        self.finish()
         self.check()
         self.pending = None
 
