@@ -514,7 +514,7 @@ class _StepBuilder:
             for task, group in (*self.copies.first_loads, *self.waits_for_update):
                 reads.setdefault(task, []).append(group)
             left_bytes = self.left_bytes - self.leaving_bytes()
-            forwards = Forwards(num_forward_tasks, reads, left_bytes.tolist())
+            forwards = Forwards(num_forward_tasks, reads, self.updates, left_bytes.tolist())
             LateUpdates(self.profile, self.list, self.streams, sizes).list(forwards)
         for late, place in self.streams.late.items():
             self.list.set(late, before=len(self.list.tasks) + place)

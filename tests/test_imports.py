@@ -29,6 +29,7 @@ LAYERS = (
     ("tasks",),
     ("step_tasks",),
     ("streaming",),
+    ("late_updates",),
     ("schedule",),
     ("simulate",),
     ("plan",),
