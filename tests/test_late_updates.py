@@ -1,6 +1,7 @@
 """Streamed updates that a step leaves to the next one: where they run, and that memory, times and bounds hold."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def test_late_updates_end_before_their_group_is_read_and_a_chain_keeps_each_lane
     run = machine.run(chain)
     for lane in Lane:
         spans = sorted((run.starts_s[i], run.ends_s[i]) for i, task in enumerate(chain.tasks) if task.lane is lane)
-        assert all(end <= start * (1 + 1e-12) for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= start * (1 + 1e-12) for (_, end), (start, _) in itertools.pairwise(spans))
     for index, task in enumerate(chain.tasks):
         assert all(run.ends_s[other] <= run.starts_s[index] for other in task.after)
 

@@ -168,7 +168,7 @@ class StreamedUpdateSearch:
         plan, num_bytes = self._plan(each)
         return Placed(*best_order(self.profile, plan), num_bytes)
 
-    def _work_s(self, start: int, streams: np.ndarray | bool, stays: np.ndarray | bool) -> np.ndarray:
+    def _work_s(self, start: int, streams: np.ndarray | np.bool, stays: np.ndarray | np.bool) -> np.ndarray:
         """Seconds of each layer on GPU, H2D, D2H and host, (layers, lanes), with flags of the layers' groups."""
         costs, given = self._costs, self._start_costs[start]
         on_host = given.grad_on_host & ~(streams | stays)
@@ -272,6 +272,6 @@ class _StartCosts:
 
 
 _KIND = (Loads.LAYERWISE, Updates.OVERLAPPED)
-_Choice = tuple[np.ndarray | bool, np.ndarray | bool]
+_Choice = tuple[np.ndarray | np.bool, np.ndarray | np.bool]
 _CHOICES: tuple[_Choice, ...] = ((np.False_, np.False_), (np.True_, np.False_), (np.False_, np.True_))
 """Updates on the host, through the GPU, and on the device."""
