@@ -198,7 +198,7 @@ def in_one_period(step: Schedule) -> Schedule:
 def leading_loads(step: Schedule) -> tuple[int, ...]:
     """The first tasks of the link up that wait, within their own step, only for each other.
 
-    They can run before their step is called, unless they wait for, or follow, what the previous step leaves to this one.
+    They can run before their step is called, unless they wait for or follow what the previous step leaves to it.
     """
     leading: list[int] = []
     left = [task.before - len(step.tasks) for task in step.tasks if task.before is not None and task.lane is Lane.H2D]

@@ -15,7 +15,6 @@ from jaxferry.simulate.chain import Chain
 from jaxferry.tasks import in_one_period, repeat
 from profiles import transformer
 
-
 MOST_S = 1e-3
 """The longest transfer or update, so that no one layer sets the pace."""
 

@@ -141,7 +141,7 @@ class ReadyTasks:
         return None
 
     def take_after(self, earlier: ReadyTasks, lanes: Sequence[Lane]) -> tuple[bool, int] | None:
-        """As `take`, if late tasks of the previous run precede some of these: whether it is one of those, and the task."""
+        """As `take`, with late tasks of the previous run between these: whether it is one of those, and the task."""
         for lane in lanes:
             order, place = earlier._list.late[lane], earlier._next_late[lane]
             upcoming = self._list.orders[lane][self._next[lane]]
