@@ -28,6 +28,7 @@ LAYERS = (
     ("room",),
     ("tasks",),
     ("step_tasks",),
+    ("step_copies",),
     ("streaming",),
     ("late_updates",),
     ("schedule",),
