@@ -8,7 +8,6 @@ import pytest
 
 import jaxferry
 from jaxferry.engine import executor
-from jaxferry.engine.instruction import Operation
 
 
 def loss_fn(params, x):
@@ -40,8 +39,8 @@ def test_a_trace_holds_every_task_by_kind_and_layer(trained, tmp_path):
     with jax.profiler.trace(str(tmp_path)):
         step(state, batch)
         state.block_until_ready()
-    instructions = step.prepare(batch).program.instructions
-    tasks = {found.task.name for found in instructions if found.operation is not Operation.NOTHING}
+    program = step.prepare(batch).program
+    tasks = {found.task.name for found in program.instructions if found.index not in program.trivial}
     assert {"load layer_0", "forward layer_0", "backward layer_0", "update layer_0"} <= tasks
     assert tasks <= names_of(tmp_path)
 

@@ -96,7 +96,8 @@ class Serial:
         context.work = self
         for group in sorted(runnable.program.resident - self._state.resident.keys()):
             self._state.resident[group] = resources.transport.load(group, self._state.host.vectors[group])
-        for index in range(len(runnable.program.instructions)):
+        trivial = runnable.program.trivial
+        for index in (index for index in range(len(runnable.program.instructions)) if index not in trivial):
             if (wait := executor.execute(context, index)) is not None:
                 wait()
         return float(collect_results(context).loss)
