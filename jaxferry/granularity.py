@@ -166,6 +166,8 @@ def _joined(layers: Sequence[LayerProfile], latency_s: float) -> LayerProfile:
         made[key] = max(made[key] - copies_s, max(getattr(layer, key) for layer in layers))
     made |= {key: _block_of([getattr(layer, key) for layer in layers]) for key in ("name", "parameters")}
     made |= {key: any(getattr(layer, key) for layer in layers) for key in ("backward_reads", "has_gradient")}
+    if any(layer.sum_bytes for layer in layers):
+        made["sum_bytes"] = sum(layer.offload_bytes for layer in layers)
     return dataclasses.replace(layers[0], **made)
 
 

@@ -130,3 +130,21 @@ def test_the_command_line_plans_a_profile_of_modules_for_either(modules, tmp_pat
     assert names[MODULE] == [layer.name for layer in modules.layers]
     assert names[BLOCK] == [layer.name for layer in coarser(modules).layers]
     assert names[FASTER] in (names[MODULE], names[BLOCK])
+
+
+def test_modules_are_taken_where_blocks_do_not_fit_also_without_a_policy():
+    task = models.gpt(depth=2)
+
+    def prepared(budget, granularity):
+        step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), memory_budget=budget, granularity=granularity)
+        step.declare(task.params)
+        return step.prepare(task.batch)
+
+    least = {}
+    for granularity in (BLOCK, MODULE, FASTER):
+        with pytest.raises(jaxferry.BudgetError) as error:
+            prepared(1, granularity)
+        least[granularity] = error.value.smallest_bytes
+    assert least[FASTER] == min(least.values()) <= least[MODULE] < least[BLOCK]
+    found = prepared(least[MODULE], FASTER)
+    assert found.peak.total <= least[MODULE] and len(found.plan.layers) > len(prepared(None, FASTER).plan.layers)

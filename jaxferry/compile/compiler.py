@@ -70,10 +70,10 @@ class Compiler:
             is_first = self._cutter.known_layers is None
             try:
                 return self._compiled(self._cut(args, kwargs))
-            except BudgetError:
-                if not (is_first and self._cutter.keep_small_apart()):
+            except BudgetError as error:
+                if not is_first:
                     raise
-                return self._compiled(self._cut(args, kwargs))
+                return self._compiled_finer(args, kwargs, error)
 
         self._decide_granularity(args, kwargs)
         return self._prepared.get(structure_of(args, kwargs), make)[0]
@@ -115,6 +115,16 @@ class Compiler:
         prepared = StepCompiler(variants, programs, profile, resources, self._options).compile_best()
         self.model.check_copies(variants.base.layers, prepared.program.read_in_place)
         return prepared, cut
+
+    def _compiled_finer(self, args: Any, kwargs: Mapping[str, Any], error: BudgetError) -> tuple[Prepared, Cut]:
+        """What fits with smaller layers, which the first batch may still choose; raises the error of the least need."""
+        for change in (self._cutter.keep_small_apart, self._cutter.take_modules):
+            if change():
+                try:
+                    return self._compiled(self._cut(args, kwargs))
+                except BudgetError as other:
+                    error = min((error, other), key=lambda each: each.smallest_bytes)
+        raise error
 
     def _drop(self, dropped: tuple[Any, Cut | None]) -> None:
         """Frees what was compiled for a structure; warns the first time."""

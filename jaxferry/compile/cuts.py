@@ -14,7 +14,7 @@ from jaxferry.choice import known_machine
 from jaxferry.engine import Placement, RematVariants
 from jaxferry.merging import merge_rule
 from jaxferry.model import Model
-from jaxferry.modes import BLOCK, FASTER
+from jaxferry.modes import BLOCK, FASTER, MODULE
 from jaxferry.options import Options
 from jaxferry.partition import (
     ForwardPartition,
@@ -94,6 +94,13 @@ class Cutter:
         if may_merge:
             self.known_layers = None
         return may_merge
+
+    def take_modules(self) -> bool:
+        """Makes the next cut take layers of modules, if the choice is open; False if it is not, or has them already."""
+        if self._options.granularity != FASTER or self.granularity == MODULE:
+            return False
+        self.restart(MODULE)
+        return True
 
     def restart(self, granularity: str) -> None:
         """Makes the next cut decide the groups anew."""
