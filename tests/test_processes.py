@@ -109,23 +109,21 @@ def test_parameters_may_be_drawn_or_read_from_a_file_and_words_generated(num_pro
     assert num_bytes <= sum(found["num_read"] for found in ended)
 
 
-@pytest.mark.parametrize("numbers", SEVERAL, ids=str)
-def test_processes_measure_together_and_plan_for_the_slowest(numbers, tmp_path):
-    num_processes, num_devices = numbers
-    found = processes.start("measures", num_processes, num_devices, tmp_path)
+def test_processes_measure_together_and_plan_for_the_slowest(trained):
+    found = [each["measured"] for each in trained[0]]
     assert all(each["plan"] == found[0]["plan"] for each in found)
     profiles = [Profile.from_json(each["profile"]) for each in found]
     assert len({str([dataclasses.replace(layer, state_bytes=0) for layer in each.layers]) for each in profiles}) == 1
     profile, links = profiles[0], profiles[0].machine["links"]
-    assert (profile.num_devices, profile.num_processes) == (num_processes * num_devices, num_processes)
+    assert profile.num_processes == len(found)
     assert all(layer.forward_s > 1 > layer.backward_s > 0 for layer in profile.layers)
     for kind in ("gather", "scatter"):
         assert links[kind]["all"]["latency_s"] > 0 < links[kind]["across"]["latency_s"]
-        assert (links[kind]["within"]["latency_s"] > 0) == (num_devices > 1)
+        assert (links[kind]["within"]["latency_s"] > 0) == (profile.num_devices > profile.num_processes)
     step = jaxferry.train_step(process_starts.word_loss, optax.adamw(1e-2))
     state, words = step.init(process_starts.init_params(jax.random.key(0))), process_starts.words_of(BATCH)
     losses = [float(step(state, words)[1]["loss"]) for _ in range(2)]
-    np.testing.assert_allclose([each["losses"] for each in found], [losses] * num_processes, rtol=1e-5)
+    np.testing.assert_allclose([each["losses"] for each in found], [losses] * len(found), rtol=1e-5)
 
 
 def test_all_processes_have_the_same_bits(trained):

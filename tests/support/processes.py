@@ -187,7 +187,7 @@ class Member(Starts):
         found["errors"]["shapes"] = differing(rows=4 if is_other else 8)
         found["errors"]["code"] = differing(loss_fn=twice if is_other else None)
         found["errors"]["plan"] = differing(remat="full" if is_other else "none")
-        return found
+        return found | {"measured": self.measures()}
 
     def options(self):
         """Losses with other options."""
