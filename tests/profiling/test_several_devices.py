@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -236,3 +239,14 @@ def test_more_devices_than_there_are_is_an_error(capsys):
 def test_jaxferry_train_shares_batches(capsys, more):
     assert status_of("train", "--model", "gpt2:tiny", "--steps", 1, "--devices", 2, *more) == 0
     assert "1 steps: loss" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_jaxferry_profile_measures_more_devices_than_cores(tmp_path):
+    path, environment = tmp_path / "four.json", {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "jaxferry", "profile", "--model", "gpt2:tiny", "--devices", "4", "-o", str(path)]
+    subprocess.run(command, check=True, env=environment)
+    found = Profile.load(path)
+    assert (found.num_devices, found.num_processes) == (4, 1)
+    assert min(found.machine["links"]["gather"]["all"].values()) > 0
+    assert make_plan(found, "auto").predicted.step_s > sum(layer.forward_s + layer.backward_s for layer in found.layers)

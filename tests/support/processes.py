@@ -54,7 +54,7 @@ def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile
       script: what each runs; it calls `main` with a class of its own scenarios.
       flags: further flags of XLA.
     """
-    address = _free_address()
+    address = free_address()
     flags = f"--xla_force_host_platform_device_count={num_devices} {flags}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     common = [sys.executable, script, address, str(num_processes)]
@@ -73,7 +73,7 @@ def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile
 
 def command(num_processes, arguments, timeout_s=300, meanwhile=None):
     """Runs `jaxferry` in several processes; returns status, output and errors of each."""
-    address = _free_address()
+    address = free_address()
     common = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
     common |= {"JAX_NUM_PROCESSES": str(num_processes), "XLA_FLAGS": QUICKLY}
     running = [
@@ -90,7 +90,8 @@ def command(num_processes, arguments, timeout_s=300, meanwhile=None):
     return [(process.returncode, *texts) for process, texts in pairs]
 
 
-def _free_address():
+def free_address():
+    """An address on this machine that nothing listens to."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return f"localhost:{free.getsockname()[1]}"
