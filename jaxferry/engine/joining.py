@@ -44,8 +44,8 @@ def _message(timeout_s: int) -> str:
     where = distributed.global_state.coordinator_address
     return (
         f"this process has waited {timeout_s + _LATER_S} s to join the others of its job, but process 0 has not "
-        f"answered{f' at {where}' if where else ''}: this process ends (join_timeout_s= of jaxferry.distributed.start, or "
-        "--join-timeout, sets the time)"
+        f"answered{f' at {where}' if where else ''}: this process ends (join_timeout_s= of "
+        "jaxferry.distributed.start, or --join-timeout, sets the time)"
     )
 
 
