@@ -192,6 +192,26 @@ def test_a_measured_profile_has_the_work_of_one_device_and_the_exchanges_of_all(
     assert prepared(2, policy="auto", profile=found).profile.layers == found.layers
 
 
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_running_statistics_as_long_as_the_batch_are_whole_on_each_device(monkeypatch, tmp_path, is_scaled):
+    """They are told from rows by a parameter of their shape, or since a share of them cannot be traced."""
+    monkeypatch.setenv("JAXFERRY_CACHE_DIR", str(tmp_path))
+    params = PARAMS | ({"scale": {"w": np.ones(16, np.float32)}} if is_scaled else {})
+
+    def with_averages(params, batch, labels, averages):
+        x = batch @ params["l0"]["w"] + averages * params.get("scale", {"w": 1.0})["w"]
+        own = loss_fn({name: params[name] for name in ("l1", "l2")}, x)
+        return own + jnp.mean((x[:, 0] - labels) ** 2), 0.9 * averages + 0.1 * x.mean(0)
+
+    given = (np.ones((16, 16), np.float32), np.ones(16, np.int32), np.ones(16, np.float32))
+    found = []
+    for mesh, rows in ((jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), 16), (None, 8)):
+        step = jaxferry.train_step(with_averages, optax.sgd(0.1), mesh=mesh, transport="device_put")
+        found.append(step.measure(params, given[0][:rows], given[1][:rows], given[2]))
+    several, alone = found
+    assert [layer.forward_s for layer in several.layers] == [layer.forward_s for layer in alone.layers]
+
+
 def test_a_loss_that_names_the_mesh_is_not_measured_on_one_device():
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
 
