@@ -37,8 +37,8 @@ QUICKLY = "--xla_backend_optimization_level=0"
 HANGS_AFTER_S = 3
 KINDS = ("frozen", "joint", "mixed", "scanned", "whole")
 """Models and optimizers of `kind`."""
-HEARTBEAT_TIMEOUT_S, SURVIVORS_END_IN_S = 10, 60
-"""After how long a process counts as dead, and within which time the others end, on a busy machine."""
+HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S, SURVIVORS_END_IN_S = 10, 40, 60
+"""After how long a process counts as dead, or as missing, and within which time the others end, on a busy machine."""
 
 
 def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile=None, script=__file__, flags=QUICKLY):
@@ -372,8 +372,12 @@ def main(member=Member):
     faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER_S", "400")), exit=True)
     import jax
 
+    from jaxferry.engine.joining import joining_within
+
     given = (address, int(num_processes), int(number))
-    jax.distributed.initialize(*given, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+    with joining_within(JOIN_TIMEOUT_S) as timeout_s:
+        timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_S, "initialization_timeout": timeout_s}
+        jax.distributed.initialize(*given, **timeouts)
     assert jax.local_device_count() == int(num_devices)
     print(json.dumps(getattr(member(Path(folder)), scenario)()))
 
