@@ -300,7 +300,7 @@ class TrainStep:
           **kwargs: likewise.
         """
         with outside_mesh():
-            return self._adopt(params).measure(args, kwargs)
+            return self._adopt(params).measure(*self._of_all(args, kwargs))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
         """Compiles the step and the host updates ahead of the first step.
