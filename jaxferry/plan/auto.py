@@ -15,8 +15,9 @@ budget. No budget means unlimited memory: the search takes the fastest plan of t
 stay on the device. To plan for a device, pass its memory.
 
 Where a profile states `update_gpu_s`, groups may also be updated on the device, where their optimizer state then stays
-(`plan/device_updates.py`). If everything fits, the step is plain training. Where it also states `state_up_s` and
-`state_down_s`, updates may stream through the GPU (`plan/streamed_updates.py`); such a plan states its gap to a bound.
+(`plan/device_updates.py`). If everything fits, the step is plain training, unless another plan is faster by more than
+`PLAIN_MARGIN`; to that extent more memory may be slower. Where it also states `state_up_s` and `state_down_s`, updates
+may stream through the GPU (`plan/streamed_updates.py`); such a plan states its gap to a bound.
 
 A given reserve factor below 1 is an upper bound: fewer gradients may stay if that saves memory or time. With 1 no
 gradient is GO.
@@ -48,6 +49,9 @@ from jaxferry.simulate.report import simulate
 
 MOST_ENUMERATED = 4
 """The most layers for which all plans are tried."""
+
+PLAIN_MARGIN = 0.01
+"""Plain training is preferred to plans that are faster by up to this share; it has no transfers that could be late."""
 
 _ALL = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
 _LEVELS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -111,9 +115,9 @@ class AutoSearch:
         assert unlimited is not None
         placed = self._on_gpu(budget_bytes, best, places)
         most = placed if budget_bytes is None else self._on_gpu(None, unlimited, places)
-        if most is not None and most.objective_s < unlimited.objective_s:
+        if most is not None:
             unlimited = dataclasses.replace(unlimited, objective_s=most.objective_s, needed_bytes=most.needed_bytes)
-        if best is not None and placed is not None and placed.objective_s < best.objective_s:
+        if best is not None and placed is not None:
             return self._with_details(placed, unlimited, budget_bytes)
         if best is None:
             leanest = self._frontier()[-1]
@@ -140,8 +144,16 @@ class AutoSearch:
         return self._placed.best(budget_bytes, below_s)
 
     def _on_gpu(self, budget_bytes: int | None, best: Best | None, places: Collection[UpdatePlace]) -> Placed | None:
-        """Likewise with updates that stream through the GPU as well, if it is faster than `best`."""
-        best_s = np.inf if best is None else best.objective_s
+        """The plan in place of `best`: plain training, or a faster one whose updates may also stream through the GPU."""
+        placed = self._faster(budget_bytes, np.inf if best is None else best.objective_s, places)
+        least = best if placed is None else placed
+        if self._placed is None or least is None or UpdatePlace.RESIDENT not in places:
+            return placed
+        plain = self._placed.plain_within(budget_bytes)
+        return plain if plain is not None and plain.objective_s <= least.objective_s * (1 + PLAIN_MARGIN) else placed
+
+    def _faster(self, budget_bytes: int | None, best_s: float, places: Collection[UpdatePlace]) -> Placed | None:
+        """The fastest plan with updates on the device or through the GPU that fits, if it is faster than `best_s`."""
         placed = self._on_device(budget_bytes, best_s) if UpdatePlace.RESIDENT in places else None
         if UpdatePlace.GPU not in places or not streamable_groups(self.profile) or self._gradients_leave:
             return placed

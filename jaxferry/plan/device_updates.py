@@ -11,7 +11,7 @@ Choices are evaluated in the order of a lower bound on the time of their plans t
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -67,6 +67,27 @@ def streamable_groups(profile: Profile) -> list[int]:
     return [group for group, x in layers.items() if x.state_up_s is not None and x.state_down_s is not None]
 
 
+def plain_training(policy: str, profile: Profile) -> Placed | None:
+    """Everything stays on the device and is updated there; None if some trained group may not be."""
+    groups, size = updatable_groups(profile), len(profile.layers)
+    trained = [group for group, members in enumerate(profile.groups) if profile.layers[members[0]].has_gradient]
+    if not trained or groups != trained:
+        return None
+    modes, stay = np.full(size, RESIDENT, dtype=np.int8), np.zeros(size, dtype=bool)
+    best = Best(modes, stay, stay, Loads.LAYERWISE, Updates.OVERLAPPED, objective_s=1.0, needed_bytes=0)
+    plan = _with_updates(profile, plan_of(policy, 1.0, profile, best), groups)
+    return Placed(plan, simulate(profile, plan).steady_step_s, needed_bytes(profile, plan))
+
+
+def _with_updates(profile: Profile, plan: Plan, groups: Collection[int]) -> Plan:
+    chosen = {member for group in groups for member in profile.groups[group]}
+    layers = tuple(
+        dataclasses.replace(layer, update=UpdatePlace.RESIDENT) if index in chosen else layer
+        for index, layer in enumerate(plan.layers)
+    )
+    return dataclasses.replace(plan, layers=layers)
+
+
 class DeviceUpdateSearch:
     """The plans of one profile; answers any number of budgets.
 
@@ -99,8 +120,8 @@ class DeviceUpdateSearch:
     def _bound_s(self, groups: frozenset[int], budget_bytes: int | None) -> float:
         """No plan with this choice that fits is faster; infinite if none fits."""
         if self._is_plain(groups):
-            bound_s, needed_bytes = self._all_on_device.objective_s, self._all_on_device.needed_bytes
-            return bound_s if budget_bytes is None or needed_bytes <= budget_bytes else np.inf
+            plain = self.plain_within(budget_bytes)
+            return np.inf if plain is None else plain.objective_s
         state_bytes = sum(self.profile.layers[self.profile.groups[group][0]].state_bytes for group in groups)
         if budget_bytes is not None and state_bytes > budget_bytes:
             return np.inf
@@ -132,15 +153,14 @@ class DeviceUpdateSearch:
     def best_of(self, groups: frozenset[int], budget_bytes: int | None) -> Placed | None:
         """The fastest plan with one of `choices` that fits; None if none fits."""
         if self._is_plain(groups):
-            fits = budget_bytes is None or self._all_on_device.needed_bytes <= budget_bytes
-            return self._all_on_device if fits else None
+            return self.plain_within(budget_bytes)
         pool = self._plans(groups).pool
         if not pool.evaluated:
             pool.run()
         best = pool.best(Objective.STEADY, budget_bytes, leanest=True)
         if best is None:
             return None
-        plan = self._with_updates(plan_of(self.policy, 1.0, self.profile, best), groups)
+        plan = _with_updates(self.profile, plan_of(self.policy, 1.0, self.profile, best), groups)
         # Updates that wait for all gradients follow the last of them on the GPU.
         more_s = sum(self._gpu_s(group) for group in groups) if self.profile.updates_after_all else 0.0
         return Placed(plan, best.objective_s + more_s, best.needed_bytes)
@@ -157,13 +177,14 @@ class DeviceUpdateSearch:
         return list(found)
 
     @functools.cached_property
-    def _all_on_device(self) -> Placed:
-        """Plain training."""
-        size = len(self.profile.layers)
-        modes, stay = np.full(size, RESIDENT, dtype=np.int8), np.zeros(size, dtype=bool)
-        best = Best(modes, stay, stay, Loads.LAYERWISE, Updates.OVERLAPPED, objective_s=1.0, needed_bytes=0)
-        plan = self._with_updates(plan_of(self.policy, 1.0, self.profile, best), range(len(self.profile.groups)))
-        return Placed(plan, simulate(self.profile, plan).steady_step_s, needed_bytes(self.profile, plan))
+    def plain(self) -> Placed | None:
+        """Plain training, if all trained groups may be updated on the device."""
+        return plain_training(self.policy, self.profile)
+
+    def plain_within(self, budget_bytes: int | None) -> Placed | None:
+        """Likewise, if it fits."""
+        fits = self.plain is not None and (budget_bytes is None or self.plain.needed_bytes <= budget_bytes)
+        return self.plain if fits else None
 
     @functools.cache  # noqa: B019 - as long as the search lives
     def _plans(self, groups: frozenset[int]) -> _Plans:
@@ -178,14 +199,6 @@ class DeviceUpdateSearch:
         modes[:, members], grad_on_host[:, members] = RESIDENT, False
         pool.add(modes, grad_on_host, recomputes=recomputes)
         return _Plans(pool, *pool.evaluate.bounds(modes, grad_on_host, recomputes))
-
-    def _with_updates(self, plan: Plan, groups: Sequence[int] | frozenset[int] | range) -> Plan:
-        chosen = {member for group in groups for member in self.profile.groups[group]}
-        layers = tuple(
-            dataclasses.replace(layer, update=UpdatePlace.RESIDENT) if index in chosen else layer
-            for index, layer in enumerate(plan.layers)
-        )
-        return dataclasses.replace(plan, layers=layers)
 
     def _gpu_s(self, group: int) -> float:
         return self.profile.layers[self.profile.groups[group][0]].update_gpu_s or 0.0
