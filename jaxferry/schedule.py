@@ -29,9 +29,9 @@ Rules (the machine model; MemFerry, section IV-B):
   follows the group's last backward on the GPU, or waits for all gradients if the others do. Nothing of the group moves.
 - **Updates through the GPU** (`update: "gpu"`): once the group's gradient is whole on the device, masters and optimizer
   state go up, are updated there and go back down with the new compute copy, in subgroups (`jaxferry.streaming`). The
-  gradient never leaves. Second loads for the next backward go up first. The next step's load (or DHA read) waits for the
-  last transfer down. Updates left after the
-  last backward run between the forwards of the next step (`jaxferry.late_updates`).
+  gradient never leaves. Second loads for the next backward go up first. The next step's load (or DHA read) waits for
+  the last transfer down. Updates left after the last backward run between the forwards of the next step
+  (`jaxferry.late_updates`).
 - **Shared links**: where the profile says so, programs that read or write host memory take time of the links
   (`Task.read_s`, `Task.write_s`). Programs go first, and the transfers that follow in the list get what they leave
   (`jaxferry.simulate.shared_links`).

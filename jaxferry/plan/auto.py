@@ -144,7 +144,7 @@ class AutoSearch:
         return self._placed.best(budget_bytes, below_s)
 
     def _on_gpu(self, budget_bytes: int | None, best: Best | None, places: Collection[UpdatePlace]) -> Placed | None:
-        """The plan in place of `best`: plain training, or a faster one whose updates may also stream through the GPU."""
+        """The plan in place of `best`: plain training, or a faster one whose updates are not all on the host."""
         placed = self._faster(budget_bytes, np.inf if best is None else best.objective_s, places)
         least = best if placed is None else placed
         if self._placed is None or least is None or UpdatePlace.RESIDENT not in places:

@@ -6,12 +6,12 @@ A candidate has groups that stay on the device, streamed groups, and modes, grad
   ones: their gradients come first and their parameters are needed last, so it works almost all the time, while a stream
   takes little longer than its transfers. k makes the busiest lane's work the least.
 - A start is a plan that the search without such updates found, or one mode for all layers.
-- A backward waits for the updates that free its room, or for none.
+- A backward waits for the updates that free its room, for none, or for some: a quarter of all that would wait has room.
 
-Each candidate has a lower bound on its time and an estimate of its memory. Those that others beat in both are left out,
-`_FRONTS` times over. None of this depends on the budget, which only picks the fastest one that fits; so more memory is
-never slower. Candidates are simulated in the order of their bounds, until no other can be faster. One that could not
-gain `LEAST_GAIN` over plans that need no more memory is left out too.
+Each candidate has a lower bound on its time and an estimate of its memory. Those that others with as much room beat in
+both are left out, `_FRONTS` times over. None of this depends on the budget, which only picks the fastest one that fits;
+so more memory is never slower. Candidates are simulated in the order of their bounds, until no other can be faster. One
+that could not gain `LEAST_GAIN` over plans that need no more memory is left out too.
 """
 
 import dataclasses
@@ -38,17 +38,22 @@ _POINTS, _LEAST_POINTS = 48, 2
 _BESIDE = 1
 _STARTS = 4
 _FRONTS = 2
+_ROOMS = (0.0, 0.25, 1.0)
 _EXACT = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """A start, the groups that stream, those that stay on the device, whether gradients may fill all memory."""
+    """A start, the groups that stream, those that stay on the device, the share of gradients with room of their own."""
 
     start: int
     through_gpu: frozenset[int]
     on_device: frozenset[int]
-    fills_memory: bool
+    room: float
+
+
+_Row = tuple[float, int, _Candidate]
+"""A lower bound on a candidate's time, an estimate of its memory, the candidate."""
 
 
 class StreamedUpdateSearch:
@@ -66,9 +71,11 @@ class StreamedUpdateSearch:
         self.starts = [starts[number] for number in chosen] if starts else []
         self.starts += self._uniform()
         pairs = ((number, *groups) for number in range(len(self.starts)) for groups in self._choices(number))
-        candidates = [_Candidate(*each, fills) for each in pairs for fills in ((False, True) if each[1] else (False,))]
-        rows = [(self._bound_s(each), self._estimated_bytes(each), each) for each in candidates]
-        self.bounded = sorted(_fronts(rows), key=lambda row: row[:2])
+        candidates = [_Candidate(*each, room) for each in pairs for room in (_ROOMS if each[1] else _ROOMS[:1])]
+        rows: dict[float, list[_Row]] = {}
+        for each in candidates:
+            rows.setdefault(each.room, []).append((self._bound_s(each), self._estimated_bytes(each), each))
+        self.bounded = sorted((row for some in rows.values() for row in _fronts(some)), key=lambda row: row[:2])
 
     def best(self, budget_bytes: int | None, below_s: float = np.inf) -> Placed | None:
         """The fastest candidate that fits, if it is faster than `below_s`; else None."""
@@ -77,6 +84,8 @@ class StreamedUpdateSearch:
             least_s = below_s if found is None else found.objective_s
             if bound_s >= least_s * (1 - _EXACT):
                 break
+            if budget_bytes is not None and self._stays_bytes(each) > budget_bytes:
+                continue
             num_bytes = self._plan(each)[1]
             fits = budget_bytes is None or num_bytes <= budget_bytes
             if not fits or bound_s > (1 - LEAST_GAIN) * self._known_s(num_bytes):
@@ -97,6 +106,11 @@ class StreamedUpdateSearch:
             for mode, on_host, recomputes in whole
         ]
 
+    def _stays_bytes(self, each: _Candidate) -> int:
+        """What stays on the device all the time."""
+        first = (self.profile.layers[self.profile.groups[group][0]] for group in each.on_device)
+        return sum(layer.state_bytes + layer.param_bytes for layer in first)
+
     def _estimated_bytes(self, each: _Candidate) -> int:
         layers, groups = self.profile.layers, self.profile.groups
         stays = [
@@ -104,7 +118,8 @@ class StreamedUpdateSearch:
         ]
         more = sum(x.state_bytes + x.param_bytes * (mode not in (GFGB, RESIDENT)) for x, mode in stays)
         gradients = [layers[member].device_gradient_bytes for group in each.through_gpu for member in groups[group]]
-        more += sum(gradients) if each.fills_memory else max(gradients, default=0)
+        one, all_bytes = max(gradients, default=0), sum(gradients)
+        more += one + int(each.room * (all_bytes - one))
         return self._start_bytes[each.start] + more + slots_bytes(self.profile, each.through_gpu)
 
     @functools.cached_property
@@ -140,9 +155,17 @@ class StreamedUpdateSearch:
         """The least time of the known plans that need no more memory."""
         return min((best.objective_s for best in self.known if best.needed_bytes <= num_bytes), default=np.inf)
 
-    @functools.cache  # noqa: B019 - as long as the search lives
     def _plan(self, each: _Candidate) -> tuple[Plan, int]:
         """A candidate's plan and the least budget within which it runs."""
+        plan, least_bytes, most_bytes = self._without_room(dataclasses.replace(each, room=0.0))
+        if not each.room:
+            return plan, least_bytes
+        needed = least_bytes + int(each.room * (most_bytes - least_bytes))
+        return dataclasses.replace(plan, memory_bytes=needed), needed
+
+    @functools.cache  # noqa: B019 - as long as the search lives
+    def _without_room(self, each: _Candidate) -> tuple[Plan, int, int]:
+        """A candidate's plan, the least budget within which it runs, and that in which no backward waits for room."""
         start, group_of = self.starts[each.start], self.profile.group_of
         plan = plan_of(self.policy, 1.0, self.profile, dataclasses.replace(start, memory_bytes=None))
         layers = list(plan.layers)
@@ -155,13 +178,9 @@ class StreamedUpdateSearch:
                 layers[index] = dataclasses.replace(own, mode=mode, update=UpdatePlace.GPU)
         plan = dataclasses.replace(plan, layers=tuple(layers))
         needs = step_demand(self.profile, plan)[1]
-        needed = int(needs.natural[0])
-        if each.fills_memory:
-            outstanding = np.cumsum(needs.gradient[::-1, 0])[::-1]
-            more = np.maximum(needs.backward, needs.backward_after)[:-1, 0] + outstanding[1:]
-            needed = max(needed, int(more.max(initial=0)))
-            plan = dataclasses.replace(plan, memory_bytes=needed)
-        return plan, needed
+        needed, outstanding = int(needs.natural[0]), np.cumsum(needs.gradient[::-1, 0])[::-1]
+        more = np.maximum(needs.backward, needs.backward_after)[:-1, 0] + outstanding[1:]
+        return plan, needed, max(needed, int(more.max(initial=0)))
 
     @functools.cache  # noqa: B019 - as long as the search lives
     def _placed(self, each: _Candidate) -> Placed:
@@ -203,7 +222,7 @@ class StreamedUpdateSearch:
         return [_StartCosts.of(self.profile, start) for start in self.starts]
 
 
-def _fronts(rows: list[tuple[float, int, _Candidate]]) -> list[tuple[float, int, _Candidate]]:
+def _fronts(rows: list[_Row]) -> list[_Row]:
     """The rows that no other beats in the first two values, and likewise of the rest."""
     left, found = sorted(rows, key=lambda row: row[:2]), []
     for _ in range(_FRONTS):
