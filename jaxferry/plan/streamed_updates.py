@@ -8,14 +8,16 @@ A candidate has groups that stay on the device, streamed groups, and modes, grad
 - A start is a plan that the search without such updates found, or one mode for all layers.
 - A backward waits for the updates that free its room, for none, or for some: a quarter of all that would wait has room.
 
-Each candidate has a lower bound on its time and an estimate of its memory. Those that others with as much room beat in
-both are left out, `_FRONTS` times over. None of this depends on the budget, which only picks the fastest one that fits;
-so more memory is never slower. Candidates are simulated in the order of their bounds, until no other can be faster. One
-that could not gain `LEAST_GAIN` over plans that need no more memory is left out too.
+Each candidate has a lower bound on its time, and estimates of its time and memory: of equal bounds, the one with less
+work on all lanes is taken as faster. Those that others with as much room beat in both estimates are left out. None of
+this depends on the budget, which only picks the fastest one that fits; so more memory is never slower. Candidates are
+simulated in the order of their bounds, until no other can be faster. One that could not gain `LEAST_GAIN` over plans
+that need no more memory is left out too.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,7 +39,7 @@ LEAST_GAIN = 0.02
 _POINTS, _LEAST_POINTS = 48, 2
 _BESIDE = 1
 _STARTS = 4
-_FRONTS = 2
+_OTHER_LANES = 0.02
 _ROOMS = (0.0, 0.25, 1.0)
 _EXACT = 1e-12
 
@@ -52,8 +54,14 @@ class _Candidate:
     room: float
 
 
-_Row = tuple[float, int, _Candidate]
-"""A lower bound on a candidate's time, an estimate of its memory, the candidate."""
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A candidate, a lower bound on its time, estimates of its time and of its memory."""
+
+    candidate: _Candidate
+    bound_s: float
+    estimated_s: float
+    estimated_bytes: int
 
 
 class StreamedUpdateSearch:
@@ -74,13 +82,15 @@ class StreamedUpdateSearch:
         candidates = [_Candidate(*each, room) for each in pairs for room in (_ROOMS if each[1] else _ROOMS[:1])]
         rows: dict[float, list[_Row]] = {}
         for each in candidates:
-            rows.setdefault(each.room, []).append((self._bound_s(each), self._estimated_bytes(each), each))
-        self.bounded = sorted((row for some in rows.values() for row in _fronts(some)), key=lambda row: row[:2])
+            rows.setdefault(each.room, []).append(self._row(each))
+        fronts = itertools.chain.from_iterable(_front(some) for some in rows.values())
+        self.bounded = sorted(fronts, key=lambda row: (row.bound_s, row.estimated_bytes))
 
     def best(self, budget_bytes: int | None, below_s: float = np.inf) -> Placed | None:
         """The fastest candidate that fits, if it is faster than `below_s`; else None."""
         found: Placed | None = None
-        for bound_s, _, each in self.bounded:
+        for row in self.bounded:
+            bound_s, each = row.bound_s, row.candidate
             least_s = below_s if found is None else found.objective_s
             if bound_s >= least_s * (1 - _EXACT):
                 break
@@ -105,6 +115,13 @@ class StreamedUpdateSearch:
             Best(np.full(size, mode, dtype=np.int8), on_host, recomputes, *_KIND, objective_s=1.0, needed_bytes=0)
             for mode, on_host, recomputes in whole
         ]
+
+    def _row(self, each: _Candidate) -> _Row:
+        """The estimated time is the bound and a small share of all work that does not take the busiest lane's time."""
+        costs, bound_s = self._costs, self._bound_s(each)
+        lanes_s = self._work_s(each.start, costs.members(each.through_gpu), costs.members(each.on_device)).sum(axis=0)
+        estimated_s = bound_s + _OTHER_LANES * float(lanes_s.sum() - lanes_s.max())
+        return _Row(each, bound_s, estimated_s, self._estimated_bytes(each))
 
     def _stays_bytes(self, each: _Candidate) -> int:
         """What stays on the device all the time."""
@@ -222,18 +239,13 @@ class StreamedUpdateSearch:
         return [_StartCosts.of(self.profile, start) for start in self.starts]
 
 
-def _fronts(rows: list[_Row]) -> list[_Row]:
-    """The rows that no other beats in the first two values, and likewise of the rest."""
-    left, found = sorted(rows, key=lambda row: row[:2]), []
-    for _ in range(_FRONTS):
-        least, dominated = np.inf, []
-        for row in left:
-            if row[1] < least:
-                least = row[1]
-                found.append(row)
-            else:
-                dominated.append(row)
-        left = dominated
+def _front(rows: list[_Row]) -> list[_Row]:
+    """The rows that no other beats in estimated time and memory."""
+    least_bytes, found = np.inf, []
+    for row in sorted(rows, key=lambda row: (row.estimated_s, row.estimated_bytes)):
+        if row.estimated_bytes < least_bytes:
+            least_bytes = row.estimated_bytes
+            found.append(row)
     return found
 
 

@@ -82,7 +82,8 @@ def test_room_for_some_gradients_lies_between_none_and_all_in_memory_and_time():
     profile = with_slow_host(transformer(8), link=8.0)
     search = StreamedUpdateSearch("test", profile, [])
     all_dha = next(number for number, start in enumerate(search.starts) if set(start.modes) == {DHA})
-    first = next(each for _, _, each in search.bounded if each.start == all_dha and len(each.through_gpu) == 8)
+    everything = (x.candidate for x in search.bounded if len(x.candidate.through_gpu) == 8)
+    first = next(each for each in everything if each.start == all_dha)
     found = [search._placed(dataclasses.replace(first, room=room)) for room in (0.0, 0.25, 1.0)]
     assert all(simulate(profile, each.plan).peak_device_bytes <= each.needed_bytes for each in found)
     none, some, every = found
