@@ -16,8 +16,9 @@ stay on the device. To plan for a device, pass its memory.
 
 Where a profile states `update_gpu_s`, groups may also be updated on the device, where their optimizer state then stays
 (`plan/device_updates.py`). If everything fits, the step is plain training, unless another plan is faster by more than
-`PLAIN_MARGIN`; to that extent more memory may be slower. Where it also states `state_up_s` and `state_down_s`, updates
-may stream through the GPU (`plan/streamed_updates.py`); such a plan states its gap to a bound.
+`PLAIN_MARGIN`; to that extent a plan for less memory, or of another policy, may be faster. Where it also states
+`state_up_s` and `state_down_s`, updates may stream through the GPU (`plan/streamed_updates.py`); such a plan states its
+gap to a bound.
 
 A given reserve factor below 1 is an upper bound: fewer gradients may stay if that saves memory or time. With 1 no
 gradient is GO.
@@ -40,6 +41,7 @@ from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gains_s, gradients_to_host
+from jaxferry.plan.neighbours import ALL_MODES, neighbours
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
 from jaxferry.plan.streamed_updates import StreamedUpdateSearch
@@ -53,7 +55,6 @@ MOST_ENUMERATED = 4
 PLAIN_MARGIN = 0.01
 """Plain training is preferred to plans that are faster by up to this share; it has no transfers that could be late."""
 
-_ALL = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
 _LEVELS = (1.0, 0.75, 0.5, 0.25, 0.0)
 _POINTS = 24
 _LEAST_POINTS = 4
@@ -277,7 +278,7 @@ class AutoSearch:
 
     def _enumerate(self, size: int, can_recompute: np.ndarray | None = None) -> None:
         """Adds all plans; with `can_recompute`, (layers,), those that recompute any of these layers."""
-        choices = np.indices((len(_ALL), 2) * size, dtype=np.int8).reshape(2 * size, -1).T
+        choices = np.indices((len(ALL_MODES), 2) * size, dtype=np.int8).reshape(2 * size, -1).T
         modes, grad_on_host = choices[:, 0::2], choices[:, 1::2].astype(bool)
         if can_recompute is None:
             self._add(modes, grad_on_host)
@@ -335,7 +336,7 @@ class AutoSearch:
     def _refine(self, recomputes: bool = False) -> None:
         """Adds neighbours of plans spread over the frontier of time and memory, within the limit on work."""
         expanded: set[bytes] = set()
-        work, once = 0, (len(_ALL) + 1 + recomputes) * len(self.sizes) ** 2
+        work, once = 0, (len(ALL_MODES) + 1 + recomputes) * len(self.sizes) ** 2
         while work + once <= _WORK:
             fresh = [best for best in self._frontier() if _key(best) not in expanded and _is_layerwise(best)]
             if not fresh:
@@ -345,7 +346,7 @@ class AutoSearch:
             spread = np.unique(np.linspace(0, len(fresh) - 1, num_expanded).astype(int))
             for number in spread:
                 expanded.add(_key(fresh[number]))
-                modes, grad_on_host, again = _neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
+                modes, grad_on_host, again = neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
                 self._add(modes, grad_on_host, again)
                 work += modes.size
             (self.recomputing if self.recomputes else self.pool).run()
@@ -402,24 +403,3 @@ def _key(best: Best) -> bytes:
 
 def _is_layerwise(best: Best) -> bool:
     return best.loads is Loads.LAYERWISE and best.updates is Updates.OVERLAPPED
-
-
-def _neighbours(best: Best, can_recompute: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Plans with one layer's mode, gradient place or recomputation changed: codes and flags, (plans, layers) each."""
-    size = len(best.modes)
-    one = np.eye(size, dtype=bool)
-    others = [np.where(one, np.int8(mode), best.modes) for mode in _ALL]
-    modes, grad_on_host, recomputes = (
-        [*others, *(best.modes,) * 2],
-        [best.grad_on_host] * len(_ALL),
-        [best.recomputes] * len(_ALL),
-    )
-    grad_on_host += [best.grad_on_host ^ one, best.grad_on_host]
-    recomputes += [best.recomputes, best.recomputes ^ one]
-    if can_recompute is None:
-        modes, grad_on_host, recomputes = modes[:-1], grad_on_host[:-1], recomputes[:-1]
-    plans = [
-        np.concatenate([np.broadcast_to(x, one.shape) for x in parts]) for parts in (modes, grad_on_host, recomputes)
-    ]
-    allowed = np.ones(len(plans[0]), dtype=bool) if can_recompute is None else ~(plans[2] & ~can_recompute).any(axis=1)
-    return plans[0][allowed], plans[1][allowed], plans[2][allowed]
