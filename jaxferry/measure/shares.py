@@ -86,13 +86,13 @@ def measure_shares(
     cache = default_cache(placement) if placement.num_processes == 1 else MeasurementCache(None, {})
     temporaries = temporary_bytes_of(keys, programs, cache, progress or silent)
     links = measure_links(placement)
-    devices, made = Devices(links, placement.num_devices, placement.num_processes), []
+    devices = Devices(links, placement.num_devices, placement.num_processes)
+    made = []
     for own, use in zip(layers, partition.uses, strict=True):
-        is_whole = partition.layers[use.group].is_whole
-        layer = devices.exchanging(own, (own.param_bytes, own.grad_bytes), {}, is_whole)
-        own_keys = variants[use.segment] if use.place == 0 else {}
-        own_bytes = {name: temporaries[key] for name, key in own_keys.items()}
-        made.append(dataclasses.replace(layer, temporary_bytes=own_bytes))
+        known = variants[use.segment] if use.place == 0 else {}
+        layer = devices.exchanging(own, (own.param_bytes, own.grad_bytes), {}, partition.layers[use.group].is_whole)
+        sizes = {name: temporaries[key] for name, key in known.items()}
+        made.append(dataclasses.replace(layer, temporary_bytes=sizes))
     facts = {**facts_of(placement, transport, remat), "links": links.to_json()}
     profile = Profile(facts, tuple(made), num_devices=placement.num_devices, num_processes=placement.num_processes)
     staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
