@@ -10,7 +10,8 @@ turns, with two budgets: SPARE times the smallest in which any plan runs.
 - `unlimited`: the plan of `auto` without a budget: what is faster on the device stays there.
 
 The profile is measured; an update on the device is timed as one jitted `jaxferry.adamw`, and its state is taken to pass
-the links at their emulated speeds.
+the links at their emulated speeds. On a busy machine programs take longer than in the profile: a plain gradient is
+timed before and after each plan's steps, and their prediction and bound have programs as much slower (`slowness`).
 
 Expected: `anywhere` at least 1.4 times as fast as `host`, and within 1.1 of the proven bound on any plan in that
 budget; `unlimited` within 1.1 of the compute time.
@@ -20,6 +21,7 @@ budget; `unlimited` within 1.1 of the compute time.
 
 import argparse
 import dataclasses
+import itertools
 import statistics
 import time
 
@@ -38,6 +40,7 @@ from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Request
 from jaxferry.planning import make_plan
+from jaxferry.simulate.report import simulate
 
 HOST, LINK = 2.0, 0.1
 SPARE = {"little": 1.1, "more": 1.5}
@@ -110,6 +113,23 @@ def plans_of(profile, known):
     return plans
 
 
+def slowed(profile, factor):
+    """The profile with the times of programs, and of updates on the device, multiplied by `factor`."""
+    keys = ("forward", "forward_dha", "backward", "backward_dha", "backward_go", "inter_forward", "inter_backward")
+    keys = [f"{key}_s" for key in (*keys, "update_gpu", "recompute")]
+    layers = []
+    for layer in profile.layers:
+        known = {key: getattr(layer, key) for key in keys if getattr(layer, key) is not None}
+        layers.append(dataclasses.replace(layer, **{key: factor * seconds for key, seconds in known.items()}))
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def expected_s(profile, plan, budget):
+    """The plan's steady step, and the bound on all plans within the budget; without one, the compute time."""
+    bound_s = works_s(profile)["compute"] if budget is None else any_plan_lower_bound_s(profile, budget)
+    return simulate(profile, plan).steady_step_s, bound_s
+
+
 class Trained:
     """One plan in training."""
 
@@ -146,16 +166,22 @@ def main():
     trained = {key: Trained(of, plan) for key, (plan, _) in plans.items()}
     rounds = []
     for number in range(arguments.rounds + 1):
-        before_s = of.plain_s()
-        seconds = {key: each.step_s(arguments.steps) for key, each in trained.items()}
-        slowness = statistics.median(before_s + of.plain_s()) / plain_s
+        seconds, plain = {}, [of.plain_s()]
+        for key, each in trained.items():
+            seconds[key] = each.step_s(arguments.steps)
+            plain.append(of.plain_s())
+        slowness = [statistics.median(before + after) / plain_s for before, after in itertools.pairwise(plain)]
         if number:  # the first one compiles
-            rounds.append({"slowness": slowness, "step_s": seconds})
-    compute_s, rows = works_s(profile)["compute"], []
+            rounds.append({"slowness": dict(zip(trained, slowness, strict=True)), "step_s": seconds})
+    rows = []
     for key, (plan, budget) in plans.items():
         name, memory = key
-        predicted_s = plan.predicted.steady_step_s
-        least_s = compute_s if budget is None else any_plan_lower_bound_s(known, budget)
+        predicted_s, least_s = expected_s(known, plan, budget)
+        slower_s = [expected_s(slowed(known, one["slowness"][key]), plan, budget) for one in rounds]
+        predicted, bound = (
+            statistics.median(one["step_s"][key] / seconds for one, seconds in zip(rounds, each, strict=True))
+            for each in zip(*slower_s, strict=True)
+        )
         host = ("host", "more" if budget is None else memory)
         rows.append(
             {
@@ -166,8 +192,8 @@ def main():
                 "predicted_s": predicted_s,
                 "bound_s": least_s,
                 "host_over_this": statistics.median(one["step_s"][host] / one["step_s"][key] for one in rounds),
-                "measured_over_predicted": statistics.median(one["step_s"][key] / predicted_s for one in rounds),
-                "measured_over_bound": statistics.median(one["step_s"][key] / least_s for one in rounds),
+                "measured_over_predicted": predicted,
+                "measured_over_bound": bound,
                 "predicted_over_bound": predicted_s / least_s,
                 "peak_device_bytes": trained[key].step.prepare(of.batch).peak.total,
                 "layers_resident": sum(plan.updates_on_device),
@@ -206,7 +232,7 @@ def main():
             "work_s": works_s(profile),
             "rows": rows,
             "rounds": [
-                {**one, "step_s": {" ".join(key): seconds for key, seconds in one["step_s"].items()}} for one in rounds
+                {name: {" ".join(key): each for key, each in one[name].items()} for name in one} for one in rounds
             ],
         },
     )
