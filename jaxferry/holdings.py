@@ -133,6 +133,8 @@ class Holdings:
       modes: effective codes, (layers, plans).
       grad_on_host: effective gradient flags, (layers, plans).
       recomputes: whether each backward runs its forward again, (layers, plans); None for none.
+      on_device: whether each group is updated on the device, where its layers are RESIDENT, (groups, plans); None for
+        none.
 
     Attributes:
       loads_forward: whether the layer loads a first copy, (layers, plans).
@@ -148,13 +150,21 @@ class Holdings:
     """
 
     def __init__(
-        self, profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray | None = None
+        self,
+        profile: Profile,
+        modes: np.ndarray,
+        grad_on_host: np.ndarray,
+        recomputes: np.ndarray | None = None,
+        on_device: np.ndarray | None = None,
     ):
+        self.on_device = on_device
         self.profile, self.modes, self.grad_on_host = profile, modes, grad_on_host
         self.num_layers, self.num_plans = modes.shape
         runs_back, fused = flags_of(profile, "has_backward"), flags_of(profile, "fused_backward")
         own = np.broadcast_to(np.arange(self.num_layers)[:, None], modes.shape)
         self.offloads = ~grad_on_host & flags_of(profile, "has_gradient")
+        if on_device is not None:
+            self.offloads &= ~on_device[list(profile.group_of)]
         self.loads_forward = (modes == GFGB) | (modes == RELOAD)
         self.loads_between = modes == DFGB
         self.loads_backward = (modes == RELOAD) & reads_back(profile, recomputes) & ~fused

@@ -35,7 +35,7 @@ from typing import Self
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, flags_of, of_program
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, as_updated, flags_of, of_program
 from jaxferry.profiling.records import LayerProfile, Profile
 
 CROSSING_SLOTS = 2
@@ -114,7 +114,7 @@ def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
     again = np.where(held.loads_backward, np.maximum(last[:, None] + 1, second_wait), 0)[::-1]
     again_start = np.maximum(np.maximum.accumulate(again, axis=0), link)[::-1]
     link = again_start[0]
-    updated = _update_places(held.profile, after_all)[:, None]
+    updated = _update_places(held, after_all)
     refreshed = np.where(held.group_resident, updated, 0).max(axis=0)
     link = np.maximum(link, refreshed)
     of_group = np.array(held.profile.group_of)
@@ -153,13 +153,14 @@ def _in_link_order(waits: np.ndarray, order: np.ndarray) -> np.ndarray:
     return result
 
 
-def _update_places(profile: Profile, after_all: bool) -> np.ndarray:
-    """For each group, the place that its update may precede, (groups,); 0 without an update."""
-    size, (first, _) = len(profile.layers), _program_ends(profile)
+def _update_places(held: Holdings, after_all: bool) -> np.ndarray:
+    """For each group, the place that its update may precede, (groups, plans or 1); 0 without one on the host."""
+    profile, size, (first, _) = held.profile, held.num_layers, _program_ends(held.profile)
     places = np.array(
         [2 * size - first[members[0]] if profile.layers[members[0]].has_gradient else 0 for members in profile.groups]
-    )
-    return np.where(places > 0, places.max(), 0) if after_all else places
+    )[:, None]
+    places = places if held.on_device is None else np.where(held.on_device, 0, places)
+    return np.where(places > 0, places.max(axis=0), 0) if after_all else places
 
 
 def _slot_waits(held: Holdings) -> tuple[np.ndarray, np.ndarray]:
@@ -212,10 +213,16 @@ def copy_bytes(held: Holdings, spans: Spans) -> tuple[np.ndarray, np.ndarray, np
     return now, free, following
 
 
-def resident_bytes(held: Holdings) -> np.ndarray:
-    """Bytes that RESIDENT copies hold all the time, (plans,)."""
-    params = np.array([held.profile.layers[members[0]].param_bytes for members in held.profile.groups], dtype=np.int64)
-    return (params[:, None] * held.group_resident).sum(axis=0)
+def resident_bytes(held: Holdings, updated: Profile | None = None) -> np.ndarray:
+    """Bytes that RESIDENT copies, and what `updated` adds to those of groups on the device, hold all the time."""
+
+    def params(profile: Profile) -> np.ndarray:
+        return np.array([profile.layers[members[0]].param_bytes for members in profile.groups], dtype=np.int64)[:, None]
+
+    own = params(held.profile)
+    if held.on_device is not None and updated is not None:
+        own = np.where(held.on_device, params(updated), own)
+    return (own * held.group_resident).sum(axis=0)
 
 
 def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
@@ -264,12 +271,16 @@ def demand(
     if updates_stream:
         spans = dataclasses.replace(spans, next_waits_for=np.full_like(spans.next_waits_for, size))
     now, free, following = copy_bytes(held, spans)
-    now = now + resident_bytes(held)
+    updated = None if held.on_device is None else as_updated(profile, range(len(profile.groups)), after_all)
+    now = now + resident_bytes(held, updated)
     left, fetched = (array[:, None] for array in _crossing_bytes(profile))
     again = np.zeros(held.modes.shape, dtype=bool) if recomputes is None else of_program(profile, recomputes)
     by_dha, by_dha_back = (held.modes == DHA) | (held.modes == DFGB), held.modes == DHA
     forward_own = _bytes_of(profile, LayerProfile.forward_bytes, by_dha, again)
     backward_own = _bytes_of(profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
+    if updated is not None and held.on_device is not None:
+        there = _bytes_of(updated, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
+        backward_own = np.where(held.on_device[list(profile.group_of)], there, backward_own)
     kept = np.cumsum(_bytes_of(profile, LayerProfile.kept_bytes, again), axis=0)
     kept_after = np.concatenate([np.zeros((1, held.num_plans), dtype=np.int64), kept[:-1]])
     sizes = np.array([layer.device_gradient_bytes for layer in profile.layers], dtype=np.int64)[:, None]
@@ -358,7 +369,7 @@ def _lowest_offloads(held: Holdings, after_all: bool) -> np.ndarray:
         for layer in members[1:]:
             found[group] = np.where(held.offloads[layer], np.minimum(found[group], layer), found[group])
     if after_all:
-        has_update = np.array([held.profile.layers[members[0]].has_gradient for members in groups])[:, None]
+        has_update = _update_places(held, after_all=False) > 0
         found = np.where(has_update, found.min(axis=0), found)
     return found
 

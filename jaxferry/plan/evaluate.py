@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, as_updated, gradient_flags, mode_codes, updated_on_device
+from jaxferry.holdings import DFGB, flags_of, gradient_flags, mode_codes
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.plan.recurrences import Batch, Chain, Step
@@ -58,6 +58,7 @@ class PlanEvaluator:
         modes: np.ndarray,
         grad_on_host: np.ndarray,
         recomputes: np.ndarray | bool = False,
+        on_device: np.ndarray | bool = False,
         *,
         bulk: bool = False,
         after_all: bool = False,
@@ -72,6 +73,8 @@ class PlanEvaluator:
           modes: (plans, layers) or (layers,) codes, see `recurrences.CODES`.
           grad_on_host: likewise, whether the gradient is written to the host.
           recomputes: likewise, whether the backward runs the forward again; only for layers that can do so.
+          on_device: likewise, whether the layer's group is updated on the device; only if its layers are RESIDENT and
+            their gradients stay.
           bulk: `loads: "bulk"`.
           after_all: `updates: "after-all"`.
           by_need: `update_order: "need"`.
@@ -82,33 +85,44 @@ class PlanEvaluator:
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         grad_on_host = np.broadcast_to(np.asarray(grad_on_host, dtype=bool), modes.shape)
         again = np.broadcast_to(np.asarray(recomputes, dtype=bool), modes.shape) if np.any(recomputes) else None
+        updated = self._of_groups(modes, on_device)
         after_all = after_all or self.profile.updates_after_all
         parts = []
         size = max(_LEAST_IN_CHUNK, _CHUNK_ELEMENTS // modes.shape[1])
         for first in range(0, max(len(modes), 1), size):  # one chunk even of no plans
             chunk = slice(first, first + size)
             flags = None if again is None else again[chunk].T.copy()
-            kind = (bulk, after_all, flags, by_need, memory_bytes or 0)
+            there = None if updated is None or not updated[chunk].any() else updated[chunk].T.copy()
+            kind = (bulk, after_all, flags, by_need, memory_bytes or 0, there)
             batch = Batch(self.profile, modes[chunk].T.copy(), grad_on_host[chunk].T.copy(), *kind)
             parts.append(_outcomes(batch, steady, memory))
         fields = [field.name for field in dataclasses.fields(Outcomes)]
         return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
 
+    def _of_groups(self, modes: np.ndarray, on_device: np.ndarray | bool) -> np.ndarray | None:
+        """Flags of the groups, (plans, groups), given those of layers; None if none is set."""
+        if not np.any(on_device):
+            return None
+        flags = np.broadcast_to(np.asarray(on_device, dtype=bool), modes.shape)
+        return flags[:, [members[0] for members in self.profile.groups]]
+
     def bounds(
-        self, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray
+        self, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray, on_device: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Lower bounds on `steady_step_s`, and `needed_bytes`, without running a step; arguments (plans, layers).
 
-        A period is no shorter than the GPU's or the host's work. With updates by need `steady_step_s` is a mean over
-        steps of the GPU. All updates of a step but the first start after the GPU's end in the step before the first, so
-        the host's work counts one time less.
+        A period is no shorter than the work of the GPU, of a link or of the host. With updates by need `steady_step_s`
+        is a mean over steps of the GPU. All updates of a step but the first start after the GPU's end in the step
+        before the first, so the host's work counts one time less, and so does that of the links.
         """
+        updated = self._of_groups(modes, on_device)
+        there = None if updated is None else updated.T.copy()
         modes, grad_on_host, again = (flags.T.copy() for flags in (modes, grad_on_host, recomputes))
-        after_all = self.profile.updates_after_all
-        batch = Batch(self.profile, modes, grad_on_host, False, after_all, again, memory_bytes=UNLIMITED)
+        kind = (False, self.profile.updates_after_all, again)
+        batch = Batch(self.profile, modes, grad_on_host, *kind, memory_bytes=UNLIMITED, on_device=there)
         first, last = _steps_by_need(batch.num_layers)
-        host_s = sum(self.profile.group_update_s) * (1 - 1 / (last - first))
-        return np.maximum(batch.gpu_s, host_s), batch.needs.natural
+        others_s = np.maximum(batch.host_s, batch.links_s) * (1 - 1 / (last - first))
+        return np.maximum(batch.gpu_s, others_s), batch.needs.natural
 
     def plan(self, plan: Plan) -> Outcomes:
         """Evaluates one plan; arrays of one element.
@@ -116,12 +130,11 @@ class PlanEvaluator:
         Only the simulator knows updates that stream through the GPU.
         """
         assert not any(plan.updates_streamed)
-        after_all = self.profile.updates_after_all or plan.updates is Updates.AFTER_ALL
-        updated = as_updated(self.profile, updated_on_device(self.profile, plan), after_all)
-        return PlanEvaluator(updated)(
+        return self(
             mode_codes(plan),
             gradient_flags(plan),
             np.array(plan.recomputes),
+            np.array(plan.updates_on_device) & flags_of(self.profile, "has_gradient")[:, 0],
             bulk=plan.loads is Loads.BULK,
             after_all=plan.updates is Updates.AFTER_ALL,
             by_need=plan.update_order is UpdateOrder.NEED,
@@ -135,7 +148,8 @@ def _outcomes(batch: Batch, steady: bool, memory: bool) -> Outcomes:
     step_s = chain.host
     period_s = step_s
     if steady:
-        period_s = _period_s(batch, chain, steps)
+        # Updates on the device that wait for all gradients follow the last of them on the GPU.
+        period_s = _period_s(batch, chain, steps) + batch.late_updates_s
     first = steps[0]
     is_late = (batch.modes[list(batch.profile.programs[-1])] == DFGB).any(axis=0)
     in_window = ~is_late & (first.between_end <= first.window)

@@ -15,13 +15,14 @@ max(D, S) + backward_write_s with a backward that starts at S and writes its gra
 """
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, effective_codes, flags_of, of_program
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, as_updated, effective_codes, flags_of, of_program
 from jaxferry.plan.host_lane import update_ends
 from jaxferry.plan.rows import LayerFlags, plus, rows, some_of_rows
-from jaxferry.profiling.records import Profile
+from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.room import CROSSING_SLOTS, NO_WAIT, UNLIMITED, Demand, demand, load_order, waits
 from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
 
@@ -38,6 +39,7 @@ class Batch:
       recomputes: whether backwards run their forwards again, (layers, plans); None for none.
       by_need: whether `update_order` is "need".
       memory_bytes: device memory that gradients may fill; `room.UNLIMITED` for no waits.
+      on_device: whether groups are updated on the device, (groups, plans); None for none.
     """
 
     def __init__(
@@ -50,18 +52,19 @@ class Batch:
         recomputes: np.ndarray | None = None,
         by_need: bool = False,
         memory_bytes: int = 0,
+        on_device: np.ndarray | None = None,
     ):
         self.profile, self.layers = profile, profile.layers
         self.modes, self.grad_on_host = effective_codes(profile, modes, grad_on_host, recomputes)
         self.recomputes, self.by_need = None if recomputes is None else of_program(profile, recomputes), by_need
-        self.bulk, self.after_all = bulk, after_all
+        self.bulk, self.after_all, self.on_device = bulk, after_all, on_device
         self.num_layers, self.num_plans = modes.shape
         self.by_dha = (self.modes == DHA) | (self.modes == DFGB)
         self.forward_s = np.where(self.by_dha, self.column("forward_dha_s"), self.column("forward_s"))
         self.backward_s = self._backwards()
         self._link_work()
-        self.held = Holdings(profile, self.modes, self.grad_on_host, recomputes)
         self.updated_groups = [g for g, members in enumerate(profile.groups) if self.layers[members[0]].has_gradient]
+        self.held = Holdings(profile, self.modes, self.grad_on_host, recomputes, on_device)
         self.load_order = [int(layer) for layer in load_order(profile, bulk)]
         self._by_layer()
         self.has_crossings = any(layer.save_bytes or layer.fetch_bytes for layer in self.layers)
@@ -73,18 +76,54 @@ class Batch:
     def _by_layer(self) -> None:
         """What a step needs of each layer, looked up before: flags, and rows of (plans,) times or None for zeros."""
         held = self.held
+        updates_s = np.array(self.profile.group_update_s)[:, None] * self._on_host
+        self.updates_s = list(updates_s[self.updated_groups])
         self.loads_forward, self.loads_backward = LayerFlags(held.loads_forward), LayerFlags(held.loads_backward)
         self.reads_host, self.reads_resident = LayerFlags(self.by_dha), LayerFlags(held.on_resident)
         self.loads_between, self.waits_between = LayerFlags(held.loads_between), LayerFlags(held.waits_between)
-        self.reloads, self.sends_gradient = LayerFlags(self.modes == RELOAD), LayerFlags(~self.grad_on_host)
-        self.refreshes = LayerFlags(held.group_resident)
+        self.reloads, self.sends_gradient = LayerFlags(self.modes == RELOAD), LayerFlags(held.offloads)
         self.writes_gradient = list(self.grad_on_host)
+        self.on_host, self.refreshes = LayerFlags(self._on_host), LayerFlags(held.group_resident & self._on_host)
         self.forwards_s, self.backwards_s = list(self.forward_s), list(self.backward_s)
         loads, again = held.loads_forward & (self.modes == RELOAD), held.loads_backward
         self.slots_forward, self.slots_backward = self._of_programs(loads), self._of_programs(again)
         if self.shares_links:
             self.forward_reads_s, self.backward_reads_s = rows(self.forward_read_s), rows(self.backward_read_s)
             self.writes_s, self.writes = rows(self.write_s), LayerFlags(self.write_s > 0)
+
+    @functools.cached_property
+    def _on_host(self) -> np.ndarray:
+        """Whether groups are updated on the host, if they are at all; (groups, plans)."""
+        return np.ones_like(self.held.group_resident) if self.on_device is None else ~self.on_device
+
+    @property
+    def late_updates_s(self) -> np.ndarray | float:
+        """GPU time of updates on the device that no backward includes, (plans,)."""
+        if self.on_device is None or not self.after_all:
+            return 0.0
+        seconds = [self.layers[members[0]].update_gpu_s or 0.0 for members in self.profile.groups]
+        return np.array(seconds) @ self.on_device
+
+    @property
+    def links_s(self) -> np.ndarray:
+        """The work of the busier link in a step, (plans,); each reuse of a copy counts as none."""
+        held, load_s = self.held, self.column("load_s")
+        first = [members[0] for members in self.profile.groups]
+        up = (load_s * held.loads_forward).sum(axis=0) + (load_s * (held.loads_between | held.loads_backward)).sum(
+            axis=0
+        )
+        trained = flags_of(self.profile, "has_gradient")[first]
+        up = up + (load_s[first] * (held.group_resident & self._on_host & trained)).sum(axis=0)
+        down = (self.column("offload_s") * held.offloads).sum(axis=0)
+        if self.shares_links:
+            up = up + self.forward_read_s.sum(axis=0) + self.backward_read_s.sum(axis=0)
+            down = down + self.write_s.sum(axis=0)
+        return np.maximum(up, down)
+
+    @property
+    def host_s(self) -> np.ndarray:
+        """The host's work in a step, (plans,)."""
+        return np.array(self.profile.group_update_s) @ self._on_host
 
     def _of_programs(self, flags: np.ndarray) -> LayerFlags:
         """Whether any layer of a program has the flag; the same row for each of its layers."""
@@ -109,7 +148,7 @@ class Batch:
     def is_plain(self) -> bool:
         """Whether every load waits for an update, no values go to host memory and back, and links are not shared."""
         is_alone = not self.has_crossings and not self.shares_links
-        return is_alone and len(self.updated_groups) == len(self.profile.groups)
+        return is_alone and all(self.on_host.all) and len(self.updated_groups) == len(self.profile.groups)
 
     @functools.cached_property
     def needs(self) -> Demand:
@@ -141,16 +180,18 @@ class Batch:
         return np.array([getattr(layer, key) for layer in self.layers])[:, None]
 
     def _backwards(self) -> np.ndarray:
-        def durations(by_dha: bool, grad_on_host: bool) -> np.ndarray:
+        def durations(layers: Sequence[LayerProfile], by_dha: bool, grad_on_host: bool) -> np.ndarray:
             def each(recomputes: bool) -> np.ndarray:
-                return np.array([layer.backward_for(by_dha, grad_on_host, recomputes) for layer in self.layers])[
-                    :, None
-                ]
+                return np.array([layer.backward_for(by_dha, grad_on_host, recomputes) for layer in layers])[:, None]
 
             return each(False) if self.recomputes is None else np.where(self.recomputes, each(True), each(False))
 
-        by_dha = np.where(self.grad_on_host, durations(True, True), durations(True, False))
-        loaded = np.where(self.grad_on_host, durations(False, True), durations(False, False))
+        by_dha = np.where(self.grad_on_host, durations(self.layers, True, True), durations(self.layers, True, False))
+        loaded = np.where(self.grad_on_host, durations(self.layers, False, True), durations(self.layers, False, False))
+        if self.on_device is not None:
+            updated = as_updated(self.profile, range(len(self.profile.groups)), self.after_all).layers
+            there = self.on_device[list(self.profile.group_of)]
+            loaded = np.where(there, durations(updated, False, False), loaded)
         return np.where(self.modes == DHA, by_dha, loaded)
 
 
@@ -174,10 +215,9 @@ class Chain:
         link = np.where(loads.any(axis=0) | fetches, self.link, self.host)
         writes = batch.shares_links and (batch.write_s > 0).any(axis=0)
         back = np.where(held.offloads.any(axis=0) | saves | writes, self.back, self.host)
-        updated = [self.updated[group] for group in batch.updated_groups]
-        refreshed = [
-            np.where(held.group_resident[group], self.refreshed[group], self.host) for group in batch.updated_groups
-        ]
+        on_host, refreshes, host = batch.on_host.flags, batch.refreshes.flags, self.host
+        updated = [np.where(on_host[group], self.updated[group], host) for group in batch.updated_groups]
+        refreshed = [np.where(refreshes[group], self.refreshed[group], host) for group in batch.updated_groups]
         reusable = [np.where(held.loads_forward[layer], end, self.host) for layer, end in self.reusable.items()]
         return np.stack([self.host, self.gpu, link, back, *updated, *refreshed, *reusable])
 
@@ -364,6 +404,9 @@ class Step:
             chain.back = batch.sends_gradient.latest(layer, chain.back, sent)
             if not batch.sends_gradient.all[layer]:
                 arrival = np.where(batch.writes_gradient[layer], end, sent)
+        group = batch.profile.group_of[layer]
+        if not batch.on_host.all[group]:
+            arrival = np.where(batch.on_host.flags[group], arrival, -np.inf)
         self.arrivals[layer] = arrival
         if self.arrival_table is not None:
             self.arrival_table[layer] = arrival
@@ -380,11 +423,10 @@ class Step:
         batch, chain = self.batch, self.chain
         if not batch.updated_groups:
             return
-        seconds = [batch.profile.group_update_s[group] for group in batch.updated_groups]
-        ends = update_ends(self._due(), seconds, chain.host, batch.by_need)
+        ends = update_ends(self._due(), batch.updates_s, chain.host, batch.by_need)
         chain.host = np.max(ends, axis=0) if batch.by_need else ends[0]
         for group, end in zip(batch.updated_groups, ends, strict=True):
-            chain.updated[group] = end
+            chain.updated[group] = batch.on_host.latest(group, chain.updated[group], end)
 
     def _due(self) -> list[np.ndarray]:
         """When the last gradient of each updated group is on the host."""

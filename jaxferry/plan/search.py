@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxferry.holdings import DHA
+from jaxferry.modes import UpdatePlace
 from jaxferry.plan.base import Objective, make_plan
 from jaxferry.plan.effort import FULL_LAYERS, fewer, is_searched
 from jaxferry.plan.evaluate import Outcomes, PlanEvaluator
@@ -30,6 +31,7 @@ class Best:
     Attributes:
       modes, grad_on_host, recomputes: mode codes, gradient flags and recomputation flags, (layers,).
       loads, updates, update_order, memory_bytes: as in `Plan`.
+      on_device: whether each layer is updated on the device, (layers,); None for none.
       objective_s: the objective in seconds.
       needed_bytes: the least budget within which it runs.
     """
@@ -43,6 +45,7 @@ class Best:
     needed_bytes: int
     update_order: UpdateOrder = UpdateOrder.BACKWARD
     memory_bytes: int | None = None
+    on_device: np.ndarray | None = None
 
 
 _Kind = tuple[Loads, Updates]
@@ -95,14 +98,16 @@ class Pool:
         loads: Loads = Loads.LAYERWISE,
         updates: Updates = Updates.OVERLAPPED,
         recomputes: np.ndarray | bool = False,
+        on_device: np.ndarray | bool = False,
         marked: bool = False,
     ) -> None:
-        """Adds plans: (plans, layers) or (layers,) mode codes; gradient and recomputation flags likewise.
+        """Adds plans: (plans, layers) or (layers,) mode codes; flags of gradients, recomputation and updates likewise.
 
         With `marked`, updates by need are tried for all of these.
         """
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         codes = np.asarray(grad_on_host, dtype=np.int8) + _RECOMPUTES * np.asarray(recomputes, dtype=np.int8)
+        codes = codes + _ON_DEVICE * np.asarray(on_device, dtype=np.int8)
         plans = np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1)
         self.parts.setdefault((loads, updates), []).append(plans)
         if marked:
@@ -255,7 +260,7 @@ class Pool:
 
     def _picked(self, option: _Option, index: int, objective_s: float, budget_bytes: int | None) -> Best:
         each, row = self.evaluated[option.number], int(option.rows[index])
-        grad_on_host, recomputes = _flags(each.plans[row, 1])
+        grad_on_host, recomputes, on_device = _flags(each.plans[row, 1])
         return Best(
             each.plans[row, 0],
             grad_on_host,
@@ -265,6 +270,7 @@ class Pool:
             needed_bytes=int(option.outcomes.needed_bytes[index]),
             update_order=option.order,
             memory_bytes=option.memory_bytes if each.outcomes.room_matters[row] else budget_bytes,
+            on_device=on_device if on_device.any() else None,
         )
 
     def smallest_needed_bytes(self) -> int:
@@ -273,9 +279,9 @@ class Pool:
         return min(int(needed.min()) for needed in inside if len(needed))
 
 
-def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Gradient flags and recomputation flags."""
-    return codes % _RECOMPUTES == 1, codes >= _RECOMPUTES
+def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Flags of gradients, of recomputation and of updates on the device."""
+    return codes % _RECOMPUTES == 1, codes % _ON_DEVICE >= _RECOMPUTES, codes >= _ON_DEVICE
 
 
 def _keys(outcomes: Outcomes, objective: Objective) -> list[np.ndarray]:
@@ -331,6 +337,12 @@ def plan_of(policy: str, reserve_factor: float, profile: Profile, best: Best) ->
     kind = (best.loads, best.updates)
     plan = make_plan(policy, reserve_factor, profile, best.modes, best.grad_on_host, *kind, recomputes=best.recomputes)
     plan = dataclasses.replace(plan, update_order=best.update_order, memory_bytes=best.memory_bytes)
+    if best.on_device is not None:
+        layers = (
+            dataclasses.replace(layer, update=UpdatePlace.RESIDENT) if there else layer
+            for layer, there in zip(plan.layers, best.on_device, strict=True)
+        )
+        plan = dataclasses.replace(plan, layers=tuple(layers))
     if not is_searched(len(profile.layers)):
         return with_update_order(profile, plan)
     return plan if best.objective_s > 0 else with_update_order(profile, plan)
@@ -396,6 +408,7 @@ class LocalSearch:
 
 
 _RECOMPUTES = 2
+_ON_DEVICE = 4
 _ROUNDING = 1e-12
 _ALL_BY_NEED = 5000
 _FASTEST_BY_NEED = 16
