@@ -6,7 +6,8 @@ with a share of the layers recomputed, since state on the device takes the place
 budget, which only picks the fastest plan that fits; so more memory is never slower.
 
 All choices are simulated together. Plans are left out whose lower bound is no better than the time of a known plan
-without such updates that needs no more memory.
+without such updates that needs no more memory. Updates by need are tried for those whose bound and memory few others
+beat.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.base import Objective
 from jaxferry.plan.effort import fewer
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, Pool, plan_of
+from jaxferry.plan.search import Best, Pool, on_fronts, plan_of
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import needed_bytes
 from jaxferry.simulate.report import simulate
@@ -28,6 +29,7 @@ from jaxferry.simulate.report import simulate
 _POINTS, _LEAST_POINTS = 12, 2
 _STARTS = 8
 _SHARES = 8
+_FRONTS = 4
 _ROUNDING = 1e-9
 
 
@@ -145,8 +147,11 @@ class DeviceUpdateSearch:
         useful = bound_s * (1 - _ROUNDING) < known_s[place]
         if not useful.any():
             return None
-        modes, grad_on_host, recomputes, on_device = (each[useful] for each in plans)
-        pool.add(modes, grad_on_host, recomputes=recomputes, on_device=on_device)
+        marked = on_fronts(bound_s, num_bytes, _FRONTS)
+        for which, is_marked in ((useful & marked, True), (useful & ~marked, False)):
+            modes, grad_on_host, recomputes, on_device = (each[which] for each in plans)
+            more = {"recomputes": recomputes, "on_device": on_device, "marked": is_marked}
+            pool.add(modes, grad_on_host, **more)
         pool.run()
         return pool
 

@@ -111,9 +111,10 @@ class PlanEvaluator:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Lower bounds on `steady_step_s`, and `needed_bytes`, without running a step; arguments (plans, layers).
 
-        A period is no shorter than the work of the GPU, of a link or of the host. With updates by need `steady_step_s`
-        is a mean over steps of the GPU. All updates of a step but the first start after the GPU's end in the step
-        before the first, so the host's work counts one time less, and so does that of the links.
+        A period is no shorter than the work of the GPU, of a link or of the host, or than the loops of a step. With
+        updates by need `steady_step_s` is a mean over steps of the GPU. All updates of a step but the first start after
+        the GPU's end in the step before the first, so the host's work counts one time less, and so do the links' and
+        the loops.
         """
         updated = self._of_groups(modes, on_device)
         there = None if updated is None else updated.T.copy()
@@ -121,7 +122,7 @@ class PlanEvaluator:
         kind = (False, self.profile.updates_after_all, again)
         batch = Batch(self.profile, modes, grad_on_host, *kind, memory_bytes=UNLIMITED, on_device=there)
         first, last = _steps_by_need(batch.num_layers)
-        others_s = np.maximum(batch.host_s, batch.links_s) * (1 - 1 / (last - first))
+        others_s = np.max([batch.host_s, batch.links_s, batch.loops_s], axis=0) * (1 - 1 / (last - first))
         return np.maximum(batch.gpu_s, others_s), batch.needs.natural
 
     def plan(self, plan: Plan) -> Outcomes:

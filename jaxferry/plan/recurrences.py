@@ -121,6 +121,22 @@ class Batch:
         return np.maximum(up, down)
 
     @property
+    def loops_s(self) -> np.ndarray:
+        """The longest loop of a layer's forward, all programs from there on, and the updates that follow; (plans,).
+
+        No update of the layers up to this one starts before its backward has ended, and the last of them belongs to one
+        of these, whose next forward waits for it.
+        """
+        programs_s = self.forward_s + self.column("inter_forward_s")
+        backwards_s = self.backward_s + self.column("inter_backward_s")
+        programs_s = programs_s + np.where(self.column("has_backward"), backwards_s, 0.0)
+        updates_s = np.zeros_like(programs_s)
+        for group, members in enumerate(self.profile.groups):
+            updates_s[members[0]] = self.profile.group_update_s[group] * self._on_host[group]
+        loops_s = np.cumsum(programs_s[::-1], axis=0)[::-1] + np.cumsum(updates_s, axis=0)
+        return np.where(updates_s > 0, loops_s, 0.0).max(axis=0)
+
+    @property
     def host_s(self) -> np.ndarray:
         """The host's work in a step, (plans,)."""
         return np.array(self.profile.group_update_s) @ self._on_host

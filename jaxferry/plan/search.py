@@ -348,6 +348,18 @@ def plan_of(policy: str, reserve_factor: float, profile: Profile, best: Best) ->
     return plan if best.objective_s > 0 else with_update_order(profile, plan)
 
 
+def on_fronts(times: np.ndarray, sizes: np.ndarray, number: int) -> np.ndarray:
+    """Which pairs no other one beats in both, and likewise of the rest, so many times over; flags, (pairs,)."""
+    found = np.zeros(len(times), dtype=bool)
+    left = np.lexsort((sizes, times))
+    for _ in range(number):
+        smallest_before = np.minimum.accumulate(np.concatenate([[np.inf], sizes[left]]))[:-1]
+        is_best = sizes[left] < smallest_before
+        found[left[is_best]] = True
+        left = left[~is_best]
+    return found
+
+
 class LocalSearch:
     """Improves a plan by changing one layer's mode or swapping nearby layers' modes; combines the best changes."""
 

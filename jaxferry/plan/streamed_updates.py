@@ -26,7 +26,7 @@ from jaxferry.plan.device_updates import Placed, streamable_groups, updatable_gr
 from jaxferry.plan.effort import fewer
 from jaxferry.plan.order import best_order
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, plan_of
+from jaxferry.plan.search import Best, on_fronts, plan_of
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane, needed_bytes, step_demand
 from jaxferry.streaming import num_subgroups, slots_bytes
@@ -68,7 +68,9 @@ class StreamedUpdateSearch:
         pairs = ((number, *groups) for number in range(len(self.starts)) for groups in self._choices(number))
         candidates = [_Candidate(*each, fills) for each in pairs for fills in ((False, True) if each[1] else (False,))]
         rows = [(self._bound_s(each), self._estimated_bytes(each), each) for each in candidates]
-        self.bounded = sorted(_fronts(rows), key=lambda row: row[:2])
+        times, sizes = (np.array([row[column] for row in rows]) for column in (0, 1))
+        chosen = np.flatnonzero(on_fronts(times, sizes, _FRONTS))
+        self.bounded = sorted((rows[number] for number in chosen), key=lambda row: row[:2])
 
     def best(self, budget_bytes: int | None, below_s: float = np.inf) -> Placed | None:
         """The fastest candidate that fits, if it is faster than `below_s`; else None."""
@@ -201,21 +203,6 @@ class StreamedUpdateSearch:
     @functools.cached_property
     def _start_costs(self) -> list["_StartCosts"]:
         return [_StartCosts.of(self.profile, start) for start in self.starts]
-
-
-def _fronts(rows: list[tuple[float, int, _Candidate]]) -> list[tuple[float, int, _Candidate]]:
-    """The rows that no other beats in the first two values, and likewise of the rest."""
-    left, found = sorted(rows, key=lambda row: row[:2]), []
-    for _ in range(_FRONTS):
-        least, dominated = np.inf, []
-        for row in left:
-            if row[1] < least:
-                least = row[1]
-                found.append(row)
-            else:
-                dominated.append(row)
-        left = dominated
-    return found
 
 
 class _Costs:
