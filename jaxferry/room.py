@@ -374,24 +374,21 @@ def _lowest_offloads(held: Holdings, after_all: bool) -> np.ndarray:
     return found
 
 
-def waits(held: Holdings, needs: Demand, memory_bytes: int) -> np.ndarray:
+def waits(held: Holdings, needs: Callable[[], Demand], memory_bytes: int) -> np.ndarray:
     """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`; (layers, plans).
 
     The last layer of a program, whose backward is its first part, waits for all. A backward that adds to a gradient in
-    host memory also waits for the last offload of its group. No backward repeats the wait of an earlier one.
+    host memory also waits for the last offload of its group. No backward repeats the wait of an earlier one. Without a
+    limit, the needs are not asked for.
     """
     profile, size = held.profile, held.num_layers
-    limit, (_, last) = np.maximum(needs.natural, memory_bytes), _program_ends(profile)
-    outstanding = np.zeros((size + 1, held.num_plans), dtype=np.int64)
-    outstanding[:-1] = np.cumsum(needs.gradient[::-1], axis=0)[::-1]
-    columns = np.arange(held.num_plans)
-    least = outstanding[last + 1] + needs.backward - limit
-    least_after = outstanding[last + 1] + needs.backward_after - limit
-    beside = outstanding[np.maximum(needs.beside_below, last[:, None] + 1), columns]
-    least = np.where(beside < least_after, np.maximum(least, least_after), least)
+    columns, outstanding = np.arange(held.num_plans), np.zeros((size + 1, held.num_plans), dtype=np.int64)
+    least = np.zeros(held.modes.shape, dtype=np.int64)
+    if memory_bytes < UNLIMITED:
+        least = _least_to_end(needs(), memory_bytes, outstanding, _program_ends(profile)[1])
     ended, ended_bytes = np.full(held.num_plans, size), np.zeros(held.num_plans, dtype=np.int64)
     found = np.full(held.modes.shape, NO_WAIT, dtype=np.int64)
-    may_wait = (least > 0).any(axis=1)
+    may_wait = least.max(axis=1) > 0
     for members in reversed(profile.programs):
         later = {layer: [x for x in profile.groups[profile.group_of[layer]] if x > layer] for layer in members}
         adds = any(later.values())
@@ -412,3 +409,17 @@ def waits(held: Holdings, needs: Demand, memory_bytes: int) -> np.ndarray:
             short = ended_bytes < needed
         found[members[-1]] = np.where(ended < before, ended, NO_WAIT)
     return found
+
+
+def _least_to_end(needs: Demand, memory_bytes: int, outstanding: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Bytes of gradients that must have left before each backward, (layers, plans).
+
+    Fills `outstanding`, (layers + 1, plans), with the gradients of each layer and of later ones; `last` is the last
+    layer of each layer's program.
+    """
+    outstanding[:-1] = np.cumsum(needs.gradient[::-1], axis=0)[::-1]
+    limit, columns = np.maximum(needs.natural, memory_bytes), np.arange(outstanding.shape[1])
+    least = outstanding[last + 1] + needs.backward - limit
+    least_after = outstanding[last + 1] + needs.backward_after - limit
+    beside = outstanding[np.maximum(needs.beside_below, last[:, None] + 1), columns]
+    return np.where(beside < least_after, np.maximum(least, least_after), least)

@@ -85,7 +85,6 @@ class AutoSearch:
         self.profile, self.request = profile, request
         self.pool = Pool(profile, by_need_on_frontier=True)
         self.recomputing = Pool(profile, by_need_on_frontier=True)
-        self.of_exact: list[Pool] = []
         self.recomputes = False
         self._placed: DeviceUpdateSearch | None = None
         self._streamed: StreamedUpdateSearch | None = None
@@ -163,7 +162,7 @@ class AutoSearch:
     def _best(self, budget_bytes: int | None) -> Best | None:
         """The fastest plan that fits; ties go to the leanest. It recomputes only if no other is as fast."""
         found: Best | None = None
-        for pool in (self.pool, *self.of_exact, self.recomputing):
+        for pool in (self.pool, self.recomputing):
             rival = pool.best(Objective.STEADY, budget_bytes, leanest=True) if pool.evaluated else None
             if rival is None:
                 continue
@@ -187,7 +186,7 @@ class AutoSearch:
             pool = Pool(self.profile)
             self._explore(pool, grad_on_host, optimum)
             pool.run()
-            self.of_exact.append(pool)
+            self.pool.take(pool)
         self.request.report("memory of all these plans")
         self.pool.run()
         fastest = self.pool.best(Objective.STEADY, None)
@@ -199,15 +198,13 @@ class AutoSearch:
         self._refine()
 
     def _explore(self, pool: Pool, grad_on_host: np.ndarray, optimum: ForwardOptimum) -> None:
-        """Adds the plans of `exact` with these gradients to both pools."""
+        """Adds the plans of `exact` with these gradients to a pool."""
         known = known_plans(self.profile, grad_on_host, optimum)
         explore(pool, grad_on_host, self.request, known, optimum.modes)
-        for kind, parts in pool.parts.items():
-            self.pool.parts.setdefault(kind, []).extend(parts)
 
     def _explore_one(self, optimum: ForwardOptimum, flags: list[np.ndarray]) -> None:
         """Likewise for a long model: the plans of `exact` with one choice of gradients, and all families at once."""
-        self._explore(Pool(self.profile), flags[0], optimum)
+        self._explore(self.pool, flags[0], optimum)
         for grad_on_host in flags:
             self._families(optimum.modes, grad_on_host)
         self.request.report("families of plans for less memory")

@@ -139,19 +139,17 @@ class DeviceUpdateSearch:
         if not parts:
             return None
         plans = tuple(np.concatenate(each) for each in zip(*parts, strict=True))
-        pool = Pool(self.profile, by_need_on_frontier=True)
+        first, pool = Pool(self.profile), Pool(self.profile, by_need_on_frontier=True)
         bound_s, num_bytes = pool.evaluate.bounds(*plans)
-        order = sorted(self.known, key=lambda best: best.needed_bytes)
-        known_s = np.minimum.accumulate([np.inf, *(best.objective_s for best in order)])
-        place = np.searchsorted([best.needed_bytes for best in order], num_bytes, side="right")
-        useful = bound_s * (1 - _ROUNDING) < known_s[place]
-        if not useful.any():
+        useful = bound_s * (1 - _ROUNDING) < _least_s(self.known, num_bytes)
+        marked = useful & on_fronts(bound_s, num_bytes, _FRONTS)
+        if not marked.any():
             return None
-        marked = on_fronts(bound_s, num_bytes, _FRONTS)
-        for which, is_marked in ((useful & marked, True), (useful & ~marked, False)):
-            modes, grad_on_host, recomputes, on_device = (each[which] for each in plans)
-            more = {"recomputes": recomputes, "on_device": on_device, "marked": is_marked}
-            pool.add(modes, grad_on_host, **more)
+        _add(first, plans, marked)
+        first.run()
+        useful &= bound_s * (1 - _ROUNDING) < _least_s(first.frontier(), num_bytes)
+        _add(pool, plans, marked, marked=True)
+        _add(pool, plans, useful & ~marked)
         pool.run()
         return pool
 
@@ -171,3 +169,15 @@ class DeviceUpdateSearch:
 
 
 _KIND = (Loads.LAYERWISE, Updates.OVERLAPPED)
+
+
+def _add(pool: Pool, plans: tuple[np.ndarray, ...], which: np.ndarray, marked: bool = False) -> None:
+    modes, grad_on_host, recomputes, on_device = (each[which] for each in plans)
+    pool.add(modes, grad_on_host, recomputes=recomputes, on_device=on_device, marked=marked)
+
+
+def _least_s(known: Sequence[Best], num_bytes: np.ndarray) -> np.ndarray:
+    """The least time of known plans that need no more than so many bytes, (plans,)."""
+    order = sorted(known, key=lambda best: best.needed_bytes)
+    least_s = np.minimum.accumulate([np.inf, *(best.objective_s for best in order)])
+    return least_s[np.searchsorted([best.needed_bytes for best in order], num_bytes, side="right")]

@@ -13,7 +13,7 @@ from jaxferry.room import UNLIMITED
 from jaxferry.simulate.machine import STEPS_BY_NEED
 
 _MOST_STEPS = 24
-_CHUNK_ELEMENTS = 1 << 16
+_CHUNK_ELEMENTS = 1 << 18
 _LEAST_IN_CHUNK = 64
 _LEAST_STEPS = 4
 _FEW_STEPS_BY_NEED = (2, 5)

@@ -28,11 +28,11 @@ def update_ends(
 
 def _by_need(due: np.ndarray, seconds: np.ndarray, host: np.ndarray) -> np.ndarray:
     """The ends of the updates, (groups, plans): the lowest group of those that could start is next."""
-    if len(due) > _MOST_TOGETHER:
+    if len(due) > _MOST_TOGETHER or due.shape[1] <= _FEW_PLANS:
         each = zip(due.T, seconds.T, host, strict=True)
         return np.array([_by_need_of_plan(*plan) for plan in each]).T
     ends, columns = np.zeros(due.shape), np.arange(due.shape[1])
-    for _ in seconds:
+    for _ in range(len(due)):
         now = np.maximum(host, due.min(axis=0))
         chosen = (due <= now).argmax(axis=0)
         host = ends[chosen, columns] = now + seconds[chosen, columns]
@@ -58,3 +58,4 @@ def _by_need_of_plan(due: np.ndarray, seconds: np.ndarray, host: float) -> list[
 
 
 _MOST_TOGETHER = 512
+_FEW_PLANS = 8

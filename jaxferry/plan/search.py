@@ -121,6 +121,12 @@ class Pool:
             self.evaluated.append(_Evaluated(kind, unique, outcomes))
         self.parts = {}
 
+    def take(self, other: "Pool") -> None:
+        """Takes over the plans that another pool of the profile has evaluated; each part keeps its own by need."""
+        self.evaluated += other.evaluated
+        for kind, plans in other.marked.items():
+            self.marked.setdefault(kind, set()).update(plans)
+
     def _outcomes(self, kind: _Kind, plans: np.ndarray, **more: Any) -> Outcomes:
         bulk, after_all = kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
         return self.evaluate(plans[:, 0], *_flags(plans[:, 1]), bulk=bulk, after_all=after_all, **more)
