@@ -35,7 +35,7 @@ from typing import Self
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, as_updated, flags_of, of_program
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, flags_of, of_program
 from jaxferry.profiling.records import LayerProfile, Profile
 
 CROSSING_SLOTS = 2
@@ -159,7 +159,7 @@ def _update_places(held: Holdings, after_all: bool) -> np.ndarray:
     places = np.array(
         [2 * size - first[members[0]] if profile.layers[members[0]].has_gradient else 0 for members in profile.groups]
     )[:, None]
-    places = places if held.on_device is None else np.where(held.on_device, 0, places)
+    places = places if held.on_device is None else np.where(held.on_device.groups, 0, places)
     return np.where(places > 0, places.max(axis=0), 0) if after_all else places
 
 
@@ -213,15 +213,15 @@ def copy_bytes(held: Holdings, spans: Spans) -> tuple[np.ndarray, np.ndarray, np
     return now, free, following
 
 
-def resident_bytes(held: Holdings, updated: Profile | None = None) -> np.ndarray:
-    """Bytes that RESIDENT copies, and what `updated` adds to those of groups on the device, hold all the time."""
+def resident_bytes(held: Holdings) -> np.ndarray:
+    """Bytes that RESIDENT copies hold all the time, with optimizer state that stays on the device; (plans,)."""
 
     def params(profile: Profile) -> np.ndarray:
         return np.array([profile.layers[members[0]].param_bytes for members in profile.groups], dtype=np.int64)[:, None]
 
     own = params(held.profile)
-    if held.on_device is not None and updated is not None:
-        own = np.where(held.on_device, params(updated), own)
+    if held.on_device is not None:
+        own = np.where(held.on_device.groups, params(held.on_device.profile), own)
     return (own * held.group_resident).sum(axis=0)
 
 
@@ -271,16 +271,15 @@ def demand(
     if updates_stream:
         spans = dataclasses.replace(spans, next_waits_for=np.full_like(spans.next_waits_for, size))
     now, free, following = copy_bytes(held, spans)
-    updated = None if held.on_device is None else as_updated(profile, range(len(profile.groups)), after_all)
-    now = now + resident_bytes(held, updated)
+    now = now + resident_bytes(held)
     left, fetched = (array[:, None] for array in _crossing_bytes(profile))
     again = np.zeros(held.modes.shape, dtype=bool) if recomputes is None else of_program(profile, recomputes)
     by_dha, by_dha_back = (held.modes == DHA) | (held.modes == DFGB), held.modes == DHA
     forward_own = _bytes_of(profile, LayerProfile.forward_bytes, by_dha, again)
     backward_own = _bytes_of(profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
-    if updated is not None and held.on_device is not None:
-        there = _bytes_of(updated, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
-        backward_own = np.where(held.on_device[list(profile.group_of)], there, backward_own)
+    if held.on_device is not None:
+        there = _bytes_of(held.on_device.profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
+        backward_own = np.where(held.on_device.groups[list(profile.group_of)], there, backward_own)
     kept = np.cumsum(_bytes_of(profile, LayerProfile.kept_bytes, again), axis=0)
     kept_after = np.concatenate([np.zeros((1, held.num_plans), dtype=np.int64), kept[:-1]])
     sizes = np.array([layer.device_gradient_bytes for layer in profile.layers], dtype=np.int64)[:, None]

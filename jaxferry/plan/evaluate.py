@@ -1,10 +1,11 @@
 """Times and memory of many plans at once, for the searches of this package."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, flags_of, gradient_flags, mode_codes
+from jaxferry.holdings import DFGB, OnDevice, as_updated, flags_of, gradient_flags, mode_codes
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.plan.recurrences import Batch, Chain, Step
@@ -92,12 +93,18 @@ class PlanEvaluator:
         for first in range(0, max(len(modes), 1), size):  # one chunk even of no plans
             chunk = slice(first, first + size)
             flags = None if again is None else again[chunk].T.copy()
-            there = None if updated is None or not updated[chunk].any() else updated[chunk].T.copy()
+            there = None
+            if updated is not None and updated[chunk].any():
+                there = OnDevice(updated[chunk].T.copy(), self._updated_everywhere(after_all))
             kind = (bulk, after_all, flags, by_need, memory_bytes or 0, there)
             batch = Batch(self.profile, modes[chunk].T.copy(), grad_on_host[chunk].T.copy(), *kind)
             parts.append(_outcomes(batch, steady, memory))
         fields = [field.name for field in dataclasses.fields(Outcomes)]
         return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
+
+    @functools.cache  # noqa: B019 - as long as the evaluator lives
+    def _updated_everywhere(self, after_all: bool) -> Profile:
+        return as_updated(self.profile, range(len(self.profile.groups)), after_all)
 
     def _of_groups(self, modes: np.ndarray, on_device: np.ndarray | bool) -> np.ndarray | None:
         """Flags of the groups, (plans, groups), given those of layers; None if none is set."""
@@ -117,9 +124,10 @@ class PlanEvaluator:
         the loops.
         """
         updated = self._of_groups(modes, on_device)
-        there = None if updated is None else updated.T.copy()
+        after_all = self.profile.updates_after_all
+        there = None if updated is None else OnDevice(updated.T.copy(), self._updated_everywhere(after_all))
         modes, grad_on_host, again = (flags.T.copy() for flags in (modes, grad_on_host, recomputes))
-        kind = (False, self.profile.updates_after_all, again)
+        kind = (False, after_all, again)
         batch = Batch(self.profile, modes, grad_on_host, *kind, memory_bytes=UNLIMITED, on_device=there)
         first, last = _steps_by_need(batch.num_layers)
         others_s = np.max([batch.host_s, batch.links_s, batch.loops_s], axis=0) * (1 - 1 / (last - first))

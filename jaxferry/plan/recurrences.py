@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, as_updated, effective_codes, flags_of, of_program
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, OnDevice, effective_codes, flags_of, of_program
 from jaxferry.plan.host_lane import update_ends
 from jaxferry.plan.rows import LayerFlags, plus, rows, some_of_rows
 from jaxferry.profiling.records import LayerProfile, Profile
@@ -39,7 +39,7 @@ class Batch:
       recomputes: whether backwards run their forwards again, (layers, plans); None for none.
       by_need: whether `update_order` is "need".
       memory_bytes: device memory that gradients may fill; `room.UNLIMITED` for no waits.
-      on_device: whether groups are updated on the device, (groups, plans); None for none.
+      on_device: the groups that are updated on the device; None for none.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Batch:
         recomputes: np.ndarray | None = None,
         by_need: bool = False,
         memory_bytes: int = 0,
-        on_device: np.ndarray | None = None,
+        on_device: OnDevice | None = None,
     ):
         self.profile, self.layers = profile, profile.layers
         self.modes, self.grad_on_host = effective_codes(profile, modes, grad_on_host, recomputes)
@@ -94,7 +94,7 @@ class Batch:
     @functools.cached_property
     def _on_host(self) -> np.ndarray:
         """Whether groups are updated on the host, if they are at all; (groups, plans)."""
-        return np.ones_like(self.held.group_resident) if self.on_device is None else ~self.on_device
+        return np.ones_like(self.held.group_resident) if self.on_device is None else ~self.on_device.groups
 
     @property
     def late_updates_s(self) -> np.ndarray | float:
@@ -102,7 +102,7 @@ class Batch:
         if self.on_device is None or not self.after_all:
             return 0.0
         seconds = [self.layers[members[0]].update_gpu_s or 0.0 for members in self.profile.groups]
-        return np.array(seconds) @ self.on_device
+        return np.array(seconds) @ self.on_device.groups
 
     @property
     def links_s(self) -> np.ndarray:
@@ -205,9 +205,8 @@ class Batch:
         by_dha = np.where(self.grad_on_host, durations(self.layers, True, True), durations(self.layers, True, False))
         loaded = np.where(self.grad_on_host, durations(self.layers, False, True), durations(self.layers, False, False))
         if self.on_device is not None:
-            updated = as_updated(self.profile, range(len(self.profile.groups)), self.after_all).layers
-            there = self.on_device[list(self.profile.group_of)]
-            loaded = np.where(there, durations(updated, False, False), loaded)
+            there = self.on_device.groups[list(self.profile.group_of)]
+            loaded = np.where(there, durations(self.on_device.profile.layers, False, False), loaded)
         return np.where(self.modes == DHA, by_dha, loaded)
 
 
@@ -231,9 +230,9 @@ class Chain:
         link = np.where(loads.any(axis=0) | fetches, self.link, self.host)
         writes = batch.shares_links and (batch.write_s > 0).any(axis=0)
         back = np.where(held.offloads.any(axis=0) | saves | writes, self.back, self.host)
-        on_host, refreshes, host = batch.on_host.flags, batch.refreshes.flags, self.host
-        updated = [np.where(on_host[group], self.updated[group], host) for group in batch.updated_groups]
-        refreshed = [np.where(refreshes[group], self.refreshed[group], host) for group in batch.updated_groups]
+        updated = [batch.on_host.pick(group, self.updated[group], self.host) for group in batch.updated_groups]
+        refreshing = [group for group in batch.updated_groups if batch.refreshes.any[group]]
+        refreshed = [batch.refreshes.pick(group, self.refreshed[group], self.host) for group in refreshing]
         reusable = [np.where(held.loads_forward[layer], end, self.host) for layer, end in self.reusable.items()]
         return np.stack([self.host, self.gpu, link, back, *updated, *refreshed, *reusable])
 

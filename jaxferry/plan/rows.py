@@ -22,6 +22,10 @@ class LayerFlags:
         """What to add to a time that counts only where flags are set."""
         return list(np.where(self.flags, 0.0, -np.inf))
 
+    def pick(self, layer: int, chosen: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """`chosen` where the layer's flags are set, else `other`; (plans,)."""
+        return chosen if self.all[layer] else np.where(self.flags[layer], chosen, other)
+
     def latest(self, layer: int, time: np.ndarray, other: np.ndarray) -> np.ndarray:
         """`time`, or the later of both where the layer's flags are set; (plans,)."""
         if not self.any[layer]:
