@@ -22,9 +22,9 @@ import dataclasses
 import numpy as np
 
 from jaxferry.plan.bounds import group_loads
-from jaxferry.plan.device_updates import updatable_groups
 from jaxferry.plan.place_bound import place_lower_bound_s
 from jaxferry.plan.relaxation import Penalty, least_time
+from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.plan.whole_step import StepCosts, first_trained
 from jaxferry.profiling.records import LayerProfile, Profile
 

@@ -34,7 +34,7 @@ from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.modes import UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
-from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed, streamable_groups, updatable_groups
+from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
@@ -42,6 +42,7 @@ from jaxferry.plan.gradients import capacity_bytes, gains_s, gradients_to_host
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
 from jaxferry.plan.streamed_updates import StreamedUpdateSearch
+from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane, schedule_step
 from jaxferry.simulate.report import simulate

@@ -7,7 +7,7 @@ budget, which only picks the fastest plan that fits; so more memory is never slo
 
 All choices are simulated together. Plans are left out whose lower bound is no better than the time of a known plan
 without such updates that needs no more memory. Updates by need are tried for those whose bound and memory few others
-beat.
+beat. A local search follows (`plan/place_neighbours.py`).
 """
 
 import dataclasses
@@ -20,8 +20,10 @@ import numpy as np
 from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.base import Objective
 from jaxferry.plan.effort import fewer
+from jaxferry.plan.place_neighbours import refine
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, on_fronts, plan_of
+from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import needed_bytes
 from jaxferry.simulate.report import simulate
@@ -46,18 +48,6 @@ class Placed:
     plan: Plan
     objective_s: float
     needed_bytes: int
-
-
-def updatable_groups(profile: Profile) -> list[int]:
-    """The groups that a plan may update on the device: those whose layers state `update_gpu_s`."""
-    layers = ((group, profile.layers[members[0]]) for group, members in enumerate(profile.groups))
-    return [group for group, layer in layers if layer.has_gradient and layer.update_gpu_s is not None]
-
-
-def streamable_groups(profile: Profile) -> list[int]:
-    """The groups that a policy may stream: those whose layers state all times of that."""
-    layers = {group: profile.layers[profile.groups[group][0]] for group in updatable_groups(profile)}
-    return [group for group, x in layers.items() if x.state_up_s is not None and x.state_down_s is not None]
 
 
 class DeviceUpdateSearch:
@@ -151,6 +141,7 @@ class DeviceUpdateSearch:
         _add(pool, plans, marked, marked=True)
         _add(pool, plans, useful & ~marked)
         pool.run()
+        refine(pool)
         return pool
 
     def _plans(self, groups: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import itertools
 
 import numpy as np
 
-from jaxferry.plan.device_updates import updatable_groups
+from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.streaming import SLOTS, num_subgroups
 

@@ -127,6 +127,18 @@ class Pool:
         for kind, plans in other.marked.items():
             self.marked.setdefault(kind, set()).update(plans)
 
+    def join(self) -> None:
+        """Makes one part of all evaluated plans of each kind, so that updates by need are tried for the best of all."""
+        kinds = dict.fromkeys(each.kind for each in self.evaluated)
+        joined = []
+        for kind in kinds:
+            parts = [each for each in self.evaluated if each.kind == kind]
+            plans, rows = np.unique(np.concatenate([each.plans for each in parts]), axis=0, return_index=True)
+            fields = [field.name for field in dataclasses.fields(Outcomes)]
+            values = {name: np.concatenate([getattr(each.outcomes, name) for each in parts])[rows] for name in fields}
+            joined.append(_Evaluated(kind, plans, Outcomes(**values)))
+        self.evaluated = joined
+
     def _outcomes(self, kind: _Kind, plans: np.ndarray, **more: Any) -> Outcomes:
         bulk, after_all = kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
         return self.evaluate(plans[:, 0], *_flags(plans[:, 1]), bulk=bulk, after_all=after_all, **more)

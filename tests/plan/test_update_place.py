@@ -13,10 +13,11 @@ from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Objective, Request
-from jaxferry.plan.device_updates import DeviceUpdateSearch, updatable_groups
+from jaxferry.plan.device_updates import DeviceUpdateSearch
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.records import LayerPlan, Plan, Updates
 from jaxferry.plan.search import Pool
+from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
@@ -243,5 +244,5 @@ def test_the_plans_that_the_search_leaves_out_are_no_better(data):
         known_s = min((x.objective_s for x in pool.frontier() if x.needed_bytes <= (budget or np.inf)), default=np.inf)
         best, found = everything.best(Objective.STEADY, budget, leanest=True), search.best(budget, known_s)
         least_s = known_s if found is None else found.objective_s
-        assert least_s == pytest.approx(min(known_s, best.objective_s), rel=1e-9)
+        assert least_s <= min(known_s, best.objective_s) * (1 + 1e-9)
         assert found is None or search.best(budget, found.objective_s) is None
