@@ -387,7 +387,7 @@ def waits(held: Holdings, needs: Callable[[], Demand], memory_bytes: int) -> np.
         least = _least_to_end(needs(), memory_bytes, outstanding, _program_ends(profile)[1])
     ended, ended_bytes = np.full(held.num_plans, size), np.zeros(held.num_plans, dtype=np.int64)
     found = np.full(held.modes.shape, NO_WAIT, dtype=np.int64)
-    may_wait = least.max(axis=1) > 0
+    may_wait: np.ndarray = np.any(least > 0, axis=1)
     for members in reversed(profile.programs):
         later = {layer: [x for x in profile.groups[profile.group_of[layer]] if x > layer] for layer in members}
         adds = any(later.values())

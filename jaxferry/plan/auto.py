@@ -15,8 +15,9 @@ budget. No budget means unlimited memory: the search takes the fastest plan of t
 stay on the device. To plan for a device, pass its memory.
 
 Where a profile states `update_gpu_s`, groups may also be updated on the device, where their optimizer state then stays
-(`plan/device_updates.py`). If everything fits, the step is plain training. Where it also states `state_up_s` and
-`state_down_s`, updates may stream through the GPU (`plan/streamed_updates.py`); such a plan states its gap to a bound.
+(`plan/device_updates.py`). If everything fits, the step takes no longer than plain training. Where it also states
+`state_up_s` and `state_down_s`, updates may stream through the GPU (`plan/streamed_updates.py`); such a plan states its
+gap to a bound.
 
 A given reserve factor below 1 is an upper bound: fewer gradients may stay if that saves memory or time. With 1 no
 gradient is GO.
@@ -58,6 +59,7 @@ _ORDERS = 4
 _LEAST_STARTS = 3
 _WORK = 500_000
 _EXPANDED_AT_ONCE = 6
+_MOST_REFINED = 80
 _ROUNDING = 1e-12
 _UNLIMITED_BYTES = 2**53
 
@@ -319,10 +321,13 @@ class AutoSearch:
         return found
 
     def _refine(self, recomputes: bool = False) -> None:
-        """Adds neighbours of plans spread over the frontier of time and memory, within the limit on work."""
+        """Adds neighbours of plans spread over the frontier of time and memory, within the limit on work.
+
+        A long model's neighbours differ too little to be worth it.
+        """
         expanded: set[bytes] = set()
         work, once = 0, (len(_ALL) + 1 + recomputes) * len(self.sizes) ** 2
-        while work + once <= _WORK:
+        while len(self.sizes) <= _MOST_REFINED and work + once <= _WORK:
             fresh = [best for best in self._frontier() if _key(best) not in expanded and _is_layerwise(best)]
             if not fresh:
                 return

@@ -28,7 +28,7 @@ def update_ends(
 
 def _by_need(due: np.ndarray, seconds: np.ndarray, host: np.ndarray) -> np.ndarray:
     """The ends of the updates, (groups, plans): the lowest group of those that could start is next."""
-    if len(due) > _MOST_TOGETHER or due.shape[1] <= _FEW_PLANS:
+    if len(due) > _MOST_TOGETHER or 0 < due.shape[1] <= _FEW_PLANS:
         each = zip(due.T, seconds.T, host, strict=True)
         return np.array([_by_need_of_plan(*plan) for plan in each]).T
     ends, columns = np.zeros(due.shape), np.arange(due.shape[1])

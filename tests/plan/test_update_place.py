@@ -145,8 +145,10 @@ def test_auto_is_one_knob_from_everything_offloaded_to_plain_training(after_all)
         assert step_s <= host_s * (1 + 1e-9) and step_s <= before_s * (1 + 1e-9)
         before_s = step_s
         seen.add(sum(plan.updates_on_device))
-    assert min(seen) == 0 and max(seen) == len(profile.layers) and len(seen) >= 3
-    assert plan.details["binding"] == "GPU"
+    # If everything fits, the host may still update a layer in time.
+    assert min(seen) == 0 and max(seen) >= len(profile.layers) - 1 and len(seen) >= 3
+    plain = plan_with(profile, range(len(profile.groups)))
+    assert plan.details["binding"] == "GPU" and before_s <= simulate(profile, plain).steady_step_s * (1 + 1e-9)
     assert make_plan(profile, "auto").layers == plan.layers
 
 
