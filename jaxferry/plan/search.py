@@ -394,20 +394,31 @@ class LocalSearch:
 
     def improve(self, modes: np.ndarray, most_work: int) -> np.ndarray:
         """A local optimum, or the best plan after `most_work` evaluations of a layer."""
-        best = float(self.values(modes)[0])
-        work = 0
-        while work < most_work:
-            changed = self.neighbours(modes)
-            values = self.values(changed)
-            work += changed.size
-            helps = np.flatnonzero(values < best)
-            if len(helps) == 0:
-                return modes
-            ranked = helps[np.argsort(values[helps], kind="stable")][:_MOST_TOGETHER]
-            together = self.together(modes, changed[ranked])
-            choice = self.values(together)
-            modes, best = together[int(np.argmin(choice))], float(choice.min())
-        return modes
+        return self.improve_all(modes[None], most_work)[0]
+
+    def improve_all(self, starts: np.ndarray, most_work: int) -> np.ndarray:
+        """Likewise from each of several plans, (plans, layers), all at once."""
+        found, best, work = starts.copy(), self.values(starts), np.zeros(len(starts), dtype=int)
+        active = list(range(len(starts)))
+        while active:
+            changed = [self.neighbours(found[number]) for number in active]
+            work[active] += [each.size for each in changed]
+            steps = []
+            for number, each, values in zip(active, changed, self._values_of(changed), strict=True):
+                helps = np.flatnonzero(values < best[number])
+                ranked = helps[np.argsort(values[helps], kind="stable")][:_MOST_TOGETHER]
+                if len(helps):
+                    steps.append((number, self.together(found[number], each[ranked])))
+            for (number, plans), values in zip(steps, self._values_of([plans for _, plans in steps]), strict=True):
+                found[number], best[number] = plans[int(np.argmin(values))], float(values.min())
+            active = [number for number, _ in steps if work[number] < most_work]
+        return found
+
+    def _values_of(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """`values` of several arrays of plans."""
+        if not parts:
+            return []
+        return np.split(self.values(np.concatenate(parts)), np.cumsum([len(part) for part in parts])[:-1])
 
     def together(self, modes: np.ndarray, changed: np.ndarray) -> np.ndarray:
         """The first change alone, the first two, ...: (plans, layers)."""
