@@ -6,9 +6,11 @@ import functools
 import numpy as np
 
 from jaxferry.holdings import DFGB, OnDevice, as_updated, flags_of, gradient_flags, mode_codes
+from jaxferry.plan.batch import Batch
 from jaxferry.plan.effort import fewer, is_searched
+from jaxferry.plan.lane_work import gpu_s, host_s, late_updates_s, links_s, loops_s
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
-from jaxferry.plan.recurrences import Batch, Chain, Step
+from jaxferry.plan.recurrences import Chain, Step
 from jaxferry.profiling.records import Profile
 from jaxferry.room import UNLIMITED
 from jaxferry.simulate.machine import STEPS_BY_NEED
@@ -130,8 +132,8 @@ class PlanEvaluator:
         kind = (False, after_all, again)
         batch = Batch(self.profile, modes, grad_on_host, *kind, memory_bytes=UNLIMITED, on_device=there)
         first, last = _steps_by_need(batch.num_layers)
-        others_s = np.max([batch.host_s, batch.links_s, batch.loops_s], axis=0) * (1 - 1 / (last - first))
-        return np.maximum(batch.gpu_s, others_s), batch.needs.natural
+        others_s = np.max([host_s(batch), links_s(batch), loops_s(batch)], axis=0) * (1 - 1 / (last - first))
+        return np.maximum(gpu_s(batch), others_s), batch.needs.natural
 
     def plan(self, plan: Plan) -> Outcomes:
         """Evaluates one plan; arrays of one element.
@@ -153,56 +155,52 @@ class PlanEvaluator:
 
 def _outcomes(batch: Batch, steady: bool, memory: bool) -> Outcomes:
     chain = Chain(batch)
-    steps = [Step(chain)]
+    first = Step(chain)
     step_s = chain.host
     period_s = step_s
     if steady:
         # Updates on the device that wait for all gradients follow the last of them on the GPU.
-        period_s = _period_s(batch, chain, steps) + batch.late_updates_s
-    first = steps[0]
+        period_s = _period_s(batch, chain, first) + late_updates_s(batch)
     is_late = (batch.modes[list(batch.profile.programs[-1])] == DFGB).any(axis=0)
     in_window = ~is_late & (first.between_end <= first.window)
     needed_bytes = batch.needs.natural if memory else np.zeros(batch.num_plans, dtype=np.int64)
     return Outcomes(first.forward_end, step_s, period_s, needed_bytes, in_window, batch.room_matters)
 
 
-def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
-    """The growth of the host's end over a step, once all boundary times grow equally.
+def _period_s(batch: Batch, chain: Chain, step: Step) -> np.ndarray:
+    """The growth of the host's end over a step, once all boundary times grow equally, given the first step.
 
-    If they do not, the largest growth is an upper bound on the period (Collatz and Wielandt's).
+    If they do not, the largest growth is an upper bound on the period (Collatz and Wielandt's). With updates by need it
+    is the mean between two steps, as in the simulator. Plans whose times grow equally take no part in further steps.
 
     The second step's time is the period if every load waits for an update and there is no RELOAD, no RESIDENT and no
     fetch. Then a step depends on the previous one only by the lead of its loads. The lead comes from the backward,
     which no load delays within the window.
     """
-    if batch.by_need:
-        return _measured_period_s(chain, steps)
     most_steps = fewer(_MOST_STEPS, batch.num_layers, _LEAST_STEPS)
-    before_s = chain.host
-    steps.append(Step(chain))
-    if batch.is_plain and (batch.modes <= DFGB).all():
-        return chain.host - before_s
+    from_step, to_step = _steps_by_need(batch.num_layers)
+    before_s, num_steps = chain.host, 1
+    if not batch.by_need:
+        Step(chain)
+        num_steps = 2
+        if batch.is_plain and (batch.modes <= DFGB).all():
+            return chain.host - before_s
+    most_steps = to_step if batch.by_need else most_steps
+    period_s, rows, from_s = np.zeros(batch.num_plans), np.arange(batch.num_plans), step.last_program
     while True:
         before = chain.boundary()
-        steps.append(Step(chain))
+        step, num_steps = Step(chain), num_steps + 1
+        from_s = step.last_program if num_steps == from_step else from_s
         growth = chain.boundary() - before
         highest = growth.max(axis=0)
-        if len(steps) >= most_steps or np.all(highest - growth.min(axis=0) <= _SAME * chain.host):
-            return np.where(highest - growth.min(axis=0) <= _SAME * chain.host, growth[0], highest)
-
-
-def _measured_period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
-    """The mean between two steps of a chain, as in the simulator; stops once all boundary times grow equally."""
-    first, last = _steps_by_need(chain.batch.num_layers)
-    ends = [steps[0].last_program]
-    while len(steps) < last:
-        before = chain.boundary()
-        steps.append(Step(chain))
-        ends.append(steps[-1].last_program)
-        growth = chain.boundary() - before
-        if len(steps) > 2 and np.all(growth.max(axis=0) - growth.min(axis=0) <= _SAME * chain.host):
-            return growth[0]
-    return (ends[last - 1] - ends[first - 1]) / (last - first)
+        is_same = (highest - growth.min(axis=0) <= _SAME * chain.host) & (num_steps > 2)
+        highest = (step.last_program - from_s) / (to_step - from_step) if batch.by_need else highest
+        period_s[rows] = np.where(is_same, growth[0], highest)
+        if num_steps >= most_steps or is_same.all():
+            return period_s
+        if len(rows) > _LEAST_IN_CHUNK and 2 * is_same.sum() > len(rows):
+            left = np.flatnonzero(~is_same)
+            rows, from_s, chain = rows[left], from_s[left], chain.some(left)
 
 
 def _steps_by_need(num_layers: int) -> tuple[int, int]:
