@@ -31,7 +31,7 @@ from jaxferry.simulate.report import simulate
 _POINTS, _LEAST_POINTS = 12, 2
 _STARTS = 8
 _SHARES = 8
-_FRONTS = 4
+_FRONTS = 24
 _ROUNDING = 1e-9
 
 
