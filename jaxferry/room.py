@@ -373,18 +373,18 @@ def _lowest_offloads(held: Holdings, after_all: bool) -> np.ndarray:
     return found
 
 
-def waits(held: Holdings, needs: Callable[[], Demand], memory_bytes: int) -> np.ndarray:
+def waits(held: Holdings, needs: Demand | None, memory_bytes: int) -> np.ndarray:
     """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`; (layers, plans).
 
     The last layer of a program, whose backward is its first part, waits for all. A backward that adds to a gradient in
-    host memory also waits for the last offload of its group. No backward repeats the wait of an earlier one. Without a
-    limit, the needs are not asked for.
+    host memory also waits for the last offload of its group. No backward repeats the wait of an earlier one. The
+    needs are None if memory is no limit.
     """
     profile, size = held.profile, held.num_layers
     columns, outstanding = np.arange(held.num_plans), np.zeros((size + 1, held.num_plans), dtype=np.int64)
     least = np.zeros(held.modes.shape, dtype=np.int64)
-    if memory_bytes < UNLIMITED:
-        least = _least_to_end(needs(), memory_bytes, outstanding, _program_ends(profile)[1])
+    if needs is not None and memory_bytes < UNLIMITED:
+        least = _least_to_end(needs, memory_bytes, outstanding, _program_ends(profile)[1])
     ended, ended_bytes = np.full(held.num_plans, size), np.zeros(held.num_plans, dtype=np.int64)
     found = np.full(held.modes.shape, NO_WAIT, dtype=np.int64)
     may_wait: np.ndarray = np.any(least > 0, axis=1)

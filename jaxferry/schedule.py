@@ -168,7 +168,7 @@ class _StepBuilder:
         self.recomputes = [bool(again) for again in of_program(profile, np.array(plan.recomputes))]
         self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed(profile, plan)
         held, needs = step_demand(profile, plan)
-        self.room = [int(layer) for layer in waits(held, lambda: needs, plan.memory_bytes or 0)[:, 0]]
+        self.room = [int(layer) for layer in waits(held, needs, plan.memory_bytes or 0)[:, 0]]
         self.left_bytes = max(int(needs.natural[0]), plan.memory_bytes or 0) - needs.forward[:, 0]
         self.save_s_a_byte, self.fetch_s_a_byte = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
         self.list = StepTasks(profile)

@@ -123,7 +123,7 @@ def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
     profile, plan = case
     held, needs = step_demand(profile, plan)
     limit = max(int(needs.natural[0]), plan.memory_bytes or 0)
-    found = waits(held, lambda: needs, plan.memory_bytes or 0)[:, 0]
+    found = waits(held, needs, plan.memory_bytes or 0)[:, 0]
     plan = effective(profile, plan)
 
     def fits(layer, rest):

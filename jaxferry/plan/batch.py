@@ -138,10 +138,10 @@ class Batch:
         if memory_bytes >= UNLIMITED and len(self.profile.groups) == self.num_layers:
             self.any_room = [False] * self.num_layers
             return
-        self.room = waits(self.held, lambda: self.needs, memory_bytes)
+        self.room = waits(self.held, self.needs if memory_bytes < UNLIMITED else None, memory_bytes)
         self.any_room = some_of_rows(self.room != NO_WAIT)
         if any(self.any_room) and memory_bytes < UNLIMITED:
-            without = waits(self.held, lambda: self.needs, UNLIMITED)
+            without = waits(self.held, None, UNLIMITED)
             self.room_matters = (self.room != without).any(axis=0)
 
     def column(self, key: str) -> np.ndarray:
