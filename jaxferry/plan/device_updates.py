@@ -87,7 +87,7 @@ class DeviceUpdateSearch:
     def _choices(self) -> list[frozenset[int]]:
         groups, layers = updatable_groups(self.profile), self.profile.layers
         if self.profile.updates_together:
-            # `best_of` knows plain training.
+            # `best` knows plain training.
             return [frozenset(groups)] if len(groups) == len(self.profile.groups) else []
         first = {group: layers[self.profile.groups[group][0]] for group in groups}
         size = {group: max(first[group].state_bytes + first[group].param_bytes, 1) for group in groups}

@@ -15,8 +15,9 @@ from jaxferry.plan.auto import AutoSearch
 from jaxferry.plan.base import Objective, Request
 from jaxferry.plan.device_updates import DeviceUpdateSearch
 from jaxferry.plan.evaluate import PlanEvaluator
+from jaxferry.plan.place_neighbours import refine
 from jaxferry.plan.records import LayerPlan, Plan, Updates
-from jaxferry.plan.search import Pool
+from jaxferry.plan.search import Pool, plan_of
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
@@ -248,3 +249,22 @@ def test_the_plans_that_the_search_leaves_out_are_no_better(data):
         least_s = known_s if found is None else found.objective_s
         assert least_s <= min(known_s, best.objective_s) * (1 + 1e-9)
         assert found is None or search.best(budget, found.objective_s) is None
+
+
+def test_neighbours_are_plans_and_some_are_better_for_their_memory():
+    profile = with_state(transformer(5))
+    pool, size = Pool(profile), len(profile.layers)
+    for count in (0, 2, 5):
+        on_device = np.isin(list(profile.group_of), updatable_groups(profile)[:count])
+        modes = np.where(on_device, np.int8(RESIDENT), np.int8(0))
+        pool.add(modes, np.zeros(size, dtype=bool), on_device=on_device)
+    pool.run()
+    before = pool.frontier()
+    refine(pool)
+    (part,) = pool.evaluated
+    found = [pool.best(Objective.STEADY, best.needed_bytes) for best in before]
+    assert all(new.objective_s <= old.objective_s for new, old in zip(found, before, strict=True))
+    assert any(new.objective_s < 0.99 * old.objective_s for new, old in zip(found, before, strict=True))
+    assert len(part.plans) > 10 * size
+    for best in pool.frontier():
+        plan_of("auto", 1.0, profile, best).check_profile(profile)
