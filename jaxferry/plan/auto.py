@@ -59,7 +59,7 @@ _ORDERS = 4
 _LEAST_STARTS = 3
 _WORK = 500_000
 _EXPANDED_AT_ONCE = 6
-_MOST_REFINED = 80
+_FEW_LAYERS = 80
 _ROUNDING = 1e-12
 _UNLIMITED_BYTES = 2**53
 
@@ -323,16 +323,17 @@ class AutoSearch:
     def _refine(self, recomputes: bool = False) -> None:
         """Adds neighbours of plans spread over the frontier of time and memory, within the limit on work.
 
-        A long model's neighbours differ too little to be worth it.
+        Those of a long model differ little, so fewer are tried.
         """
         expanded: set[bytes] = set()
-        work, once = 0, (len(_ALL) + 1 + recomputes) * len(self.sizes) ** 2
-        while len(self.sizes) <= _MOST_REFINED and work + once <= _WORK:
+        size = len(self.sizes)
+        work, once, most_work = 0, (len(_ALL) + 1 + recomputes) * size**2, _WORK if size <= _FEW_LAYERS else _WORK // 2
+        while work + once <= most_work:
             fresh = [best for best in self._frontier() if _key(best) not in expanded and _is_layerwise(best)]
             if not fresh:
                 return
             self.request.report("neighbours of the best plans for their memory")
-            num_expanded = min(_EXPANDED_AT_ONCE, (_WORK - work) // once)
+            num_expanded = min(_EXPANDED_AT_ONCE, (most_work - work) // once)
             spread = np.unique(np.linspace(0, len(fresh) - 1, num_expanded).astype(int))
             for number in spread:
                 expanded.add(_key(fresh[number]))
