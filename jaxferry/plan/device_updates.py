@@ -29,7 +29,7 @@ from jaxferry.schedule import needed_bytes
 from jaxferry.simulate.report import simulate
 
 _POINTS, _LEAST_POINTS = 12, 2
-_STARTS = 12
+_STARTS = 20
 _SHARES = 8
 _FRONTS = 24
 _ROUNDING = 1e-9

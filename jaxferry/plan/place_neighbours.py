@@ -13,7 +13,7 @@ from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import Profile
 
 _NEIGHBOURS = 8
-_WORK = 200_000
+_WORK = 400_000
 _MOST_LAYERS = 80
 _EXPANDED_AT_ONCE = 6
 
