@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxferry.engine import RematVariants
 from jaxferry.engine.facts import with_program_facts, with_sum_bytes, without_times
@@ -240,5 +240,14 @@ def _check_names(what: str, given: Plan | Profile, parts: Partition) -> None:
         differing = next((n for n in [*uses, *names] if n not in uses or n not in names), "their order")
         raise InputError(
             f"the {what} is for another model: it has {len(names)} layers, the model {len(uses)}, and "
-            f"they differ in {differing!r}"
+            f"they differ in {differing!r}{_hint(names, uses)}"
         )
+
+
+def _hint(names: Sequence[str], uses: Sequence[str]) -> str:
+    """What to do if the given names are those of the model's layers at another granularity."""
+    for finer, coarser, wanted in ((names, uses, MODULE), (uses, names, BLOCK)):
+        blocks = tuple(f"{name}/" for name in coarser)
+        if len(finer) > len(coarser) and all(name in coarser or name.startswith(blocks) for name in finer):
+            return f'; its layers are finer or coarser ones of this model: use granularity="{wanted}"'
+    return ""

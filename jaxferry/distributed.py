@@ -20,13 +20,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxferry.engine.all_processes import coordination_client
 from jaxferry.engine.global_arrays import has_rows, is_global, is_key, spread
+from jaxferry.engine.joining import joining_within
 from jaxferry.engine.progress import watch
 from jaxferry.errors import InputError
 
 _NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
 
 
-def start(num_cpu_devices: int = 1, *, heartbeat_timeout_s: int = 100, hang_timeout_s: float = 1800.0) -> Mesh:
+def start(
+    num_cpu_devices: int = 1,
+    *,
+    join_timeout_s: int = 300,
+    heartbeat_timeout_s: int = 100,
+    hang_timeout_s: float = 1800.0,
+) -> Mesh:
     """Joins the processes of a job, and returns the mesh of all their devices with the axis `data`.
 
     It is called before anything else uses JAX. `jax.distributed.initialize` finds the processes by itself under SLURM,
@@ -35,19 +42,26 @@ def start(num_cpu_devices: int = 1, *, heartbeat_timeout_s: int = 100, hang_time
 
     Args:
       num_cpu_devices: number of virtual CPU devices of each process, where there is no accelerator.
+      join_timeout_s: how long the processes wait for each other here. Those that have come then end, with an error that
+        names the missing ones: JAX's own (`Some timed out task names`), or status 70 if the first process is missing.
       heartbeat_timeout_s: a process that has not been heard of for so long counts as dead. JAX then ends the others,
         with an error that names it.
       hang_timeout_s: how long a step or an evaluation waits for a process that is alive but has not begun it. The
         waiting ones then end with status 70 and an error that names it.
 
     Raises:
-      InputError: if the processes cannot be found, or JAX is in use already.
+      InputError: if `join_timeout_s` is below 1, the processes cannot be found, or JAX is in use already.
     """
+    if join_timeout_s < 1:
+        raise InputError(f"join_timeout_s must be 1 or more seconds, got {join_timeout_s}")
     with contextlib.suppress(RuntimeError):  # the backends have started; JAX says so below
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     try:
         given: dict[str, Any] = {name: int(os.environ[key]) for name, key in _NUMBERS.items() if key in os.environ}
-        jax.distributed.initialize(**given, heartbeat_timeout_seconds=heartbeat_timeout_s)
+        with joining_within(join_timeout_s) as jax_timeout_s:
+            jax.distributed.initialize(
+                **given, heartbeat_timeout_seconds=heartbeat_timeout_s, initialization_timeout=jax_timeout_s
+            )
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"the processes of this job cannot be found: {error}. Outside SLURM, Open MPI and Kubernetes, set "

@@ -31,7 +31,7 @@ _SUMS = (
     *("backward_dha_s", "backward_go_s", "offload_s", "update_s", "inter_forward_s", "inter_backward_s"),
     *("forward_read_s", "backward_read_s", "backward_write_s"),
 )
-_SUMS_IF_ALL = ("update_gpu_s", "state_up_s", "state_down_s")
+_SUMS_IF_ALL = ("state_up_s", "state_down_s")
 _COPIES = (Kind.LOAD, Kind.RELOAD, Kind.REFRESH, Kind.OFFLOAD, Kind.STATE_UP, Kind.STATE_DOWN)
 _LAUNCHES = 4
 """What `Machine.issue_s` covers: a forward, a backward, a load and an offload."""
@@ -43,9 +43,9 @@ def coarser(profile: Profile) -> Profile:
 
     Programs that share only some of their parameters with others keep their layers.
     """
-    latency_s = _figure(profile, "link_latency_s")
+    latency_s, launch_s = _figure(profile, "link_latency_s"), _figure(profile, "launch_s")
     blocks = ([profile.layers[layer] for layer in members] for members in _blocks(profile))
-    layers = tuple(own[0] if len(own) == 1 else _joined(own, latency_s) for own in blocks)
+    layers = tuple(own[0] if len(own) == 1 else _joined(own, latency_s, launch_s) for own in blocks)
     return dataclasses.replace(profile, layers=layers)
 
 
@@ -155,20 +155,34 @@ def _figure(profile: Profile, name: str) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def _joined(layers: Sequence[LayerProfile], latency_s: float) -> LayerProfile:
-    """One layer with the parameters of several that share a program; it is loaded and offloaded by one copy."""
+def _joined(layers: Sequence[LayerProfile], latency_s: float, launch_s: float) -> LayerProfile:
+    """One layer with the parameters of several that share a program.
+
+    It is loaded and offloaded by one copy, as its state is, and updated by one kernel.
+    """
     made: dict[str, Any] = {key: sum(getattr(layer, key) for layer in layers) for key in _SUMS}
-    for key in _SUMS_IF_ALL:
-        given = [getattr(layer, key) for layer in layers if layer.has_gradient]
-        made[key] = None if not given or None in given else sum(given)
-    copies_s = latency_s * (len(layers) - 1)
     for key in ("load_s", "offload_s"):
-        made[key] = max(made[key] - copies_s, max(getattr(layer, key) for layer in layers))
+        made[key] = _of_one_copy([getattr(layer, key) for layer in layers], latency_s)
+    trained = [layer for layer in layers if layer.has_gradient]
+    for key in _SUMS_IF_ALL:
+        given = [getattr(layer, key) for layer in trained]
+        made[key] = None if not given or None in given else _of_one_copy(given, latency_s)
+    updates = [layer.update_gpu_s for layer in trained]
+    known = [seconds for seconds in updates if seconds is not None]
+    # A kernel that takes as long as the shortest one has next to nothing to do.
+    longer_s = sum(seconds for seconds in known if seconds > launch_s)
+    made["update_gpu_s"] = max(longer_s, *known) if known and len(known) == len(updates) else None
     made |= {key: _block_of([getattr(layer, key) for layer in layers]) for key in ("name", "parameters")}
     made |= {key: any(getattr(layer, key) for layer in layers) for key in ("backward_reads", "has_gradient")}
     if any(layer.sum_bytes for layer in layers):
         made["sum_bytes"] = sum(layer.offload_bytes for layer in layers)
     return dataclasses.replace(layers[0], **made)
+
+
+def _of_one_copy(seconds: Sequence[float], latency_s: float) -> float:
+    """Seconds of one copy in place of several. Those of no bytes take no time, and have no latency."""
+    own = [each for each in seconds if each]
+    return max(sum(own) - latency_s * (len(own) - 1), *own) if own else 0.0
 
 
 def _block_of(names: Sequence[str]) -> str:

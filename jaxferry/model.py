@@ -50,7 +50,7 @@ class Model:
         placement: Placement,
         transport: str | None,
     ) -> None:
-        self._options, self._placement = options, placement
+        self._options, self._placement, self._optax = options, placement, optimizer
         self.compute_dtype = _compute_dtype(params, options, placement)
         hidden = frozen_leaves(options.trainable, params)
         layers = layers_by_path(params, self.compute_dtype, hidden)
@@ -65,6 +65,10 @@ class Model:
         self.layers = held_whole(by_path, self.optimizer.whole)
         self.optimizer.check_parts(self.layers)
         self.transport = choose_transport(transport, placement, self.layers)
+
+    def on(self, placement: Placement) -> Model:
+        """The same model on other devices, with the same transport."""
+        return Model(self.params, self._optax, self._options, placement, self.transport)
 
     @property
     def is_native(self) -> bool:

@@ -29,8 +29,9 @@ Rules (the machine model; MemFerry, section IV-B):
   follows the group's last backward on the GPU, or waits for all gradients if the others do. Nothing of the group moves.
 - **Updates through the GPU** (`update: "gpu"`): once the group's gradient is whole on the device, masters and optimizer
   state go up, are updated there and go back down with the new compute copy, in subgroups (`jaxferry.streaming`). The
-  gradient never leaves. The next step's load (or DHA read) waits for the last transfer down. Updates left after the
-  last backward run between the forwards of the next step (`jaxferry.late_updates`).
+  gradient never leaves. Second loads for the next backward go up first. The next step's load (or DHA read) waits for
+  the last transfer down. Updates left after the last backward run between the forwards of the next step
+  (`jaxferry.late_updates`).
 - **Shared links**: where the profile says so, programs that read or write host memory take time of the links
   (`Task.read_s`, `Task.write_s`). Programs go first, and the transfers that follow in the list get what they leave
   (`jaxferry.simulate.shared_links`).
@@ -271,14 +272,18 @@ class _StepBuilder:
 
     def fetch_for_next(self, layer: int) -> None:
         """Emits the fetch for the backward after this first layer of a program; it precedes the program in the list."""
-        below = (self.profile.program_ends[other][0] for other in reversed(range(layer)))
-        following = next((other for other in below if self.layers[other].has_backward), None)
+        following = self.next_backward(layer)
         num_bytes = 0 if following is None else self.layers[following].fetch_bytes
         if following is None or num_bytes == 0:
             return
         duration = ("load_s", num_bytes * self.fetch_s_a_byte)
         self.fetched[following] = self.list.emit(Kind.FETCH, Lane.H2D, following, duration, (self.last_program,))
         self.list.add_bytes(self.fetched[following], start_bytes=num_bytes)
+
+    def next_backward(self, layer: int) -> int | None:
+        """The first layer of the program whose backward follows that of this first layer of a program."""
+        below = (self.profile.program_ends[other][0] for other in reversed(range(layer)))
+        return next((other for other in below if self.layers[other].has_backward), None)
 
     def backward(self, members: Sequence[int]) -> None:
         """Emits the backward of a program's layers, last one first."""
@@ -294,6 +299,10 @@ class _StepBuilder:
             tasks[layer] = self.last_program = self.backward_of(layer, after)
             after = ()
         self.copies.note_uses(copies, tasks, self.last_program)
+        following = self.next_backward(members[-1])
+        if self.through_gpu and following is not None:  # its loads precede a transfer up that waits for this backward
+            first, last = self.profile.program_ends[following]
+            self.copies.find_ahead(reversed(range(first, last + 1)), self.forwards)
         for layer in members:
             self.gradient(layer, tasks[layer], self.last_program)
 

@@ -1,7 +1,7 @@
 """The copies of parameters on the device in one step: their loads and their uses."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxferry.modes import Mode
 from jaxferry.plan.records import Plan
@@ -28,6 +28,7 @@ class Copies:
       fused: by layer, the RELOAD copies that serve a forward and a backward in one program.
       reload_uses: the programs that read RELOAD copies, in order.
       resident: the groups whose copy is on the device before the step.
+      ahead: by layer, the copy that its backward will read, where that is known already.
     """
 
     def __init__(self, profile: Profile, plan: Plan, recomputes: Sequence[bool], tasks: StepTasks):
@@ -37,6 +38,7 @@ class Copies:
         self.held: dict[int, Copy] = {}
         self.fused: dict[int, Copy] = {}
         self.reload_uses: list[int] = []
+        self.ahead: dict[int, Copy | None] = {}
         self.resident = {
             group
             for group, members in enumerate(profile.groups)
@@ -74,8 +76,14 @@ class Copies:
         if self.modes[layer] is Mode.DFGB and group not in self.resident and group not in self.held:
             self.held[group] = self.load(Kind.LOAD, layer, (forward,))
 
+    def find_ahead(self, layers: Iterable[int], forwards: Mapping[int, int]) -> None:
+        """Finds the copies of the next backward; a load is listed now. All earlier uses are noted."""
+        self.ahead = {layer: self.for_backward(layer, forwards[layer]) for layer in layers}
+
     def for_backward(self, layer: int, forward: int) -> Copy | None:
         """The copy that a backward reads, loaded unless it is held; None if it reads another place, or nothing."""
+        if layer in self.ahead:
+            return self.ahead[layer]
         mode, group = self.modes[layer], self.profile.group_of[layer]
         if mode is Mode.DHA or group in self.resident:
             return None

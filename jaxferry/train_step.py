@@ -104,6 +104,8 @@ def train_step(
       profile: the profile that the policy plans with, or the path of its JSON file. None measures one on the device for
         policies that need times, and keeps the measurements in the user's cache folder (`JAXFERRY_CACHE_DIR` names
         another, or "off"). `"measure"` measures for any policy; `"estimate"` runs nothing and uses a roofline model.
+        With `mesh`, one device runs its share of the batch, and all devices time what they exchange; a loss function
+        that names the mesh cannot be measured so.
       remat: what segments keep on the device between forward and backward. `"none"`: everything that their derivatives
         need. `"full"`: only their inputs; the backward runs the forward again. A policy, such as
         `jax.checkpoint_policies.dots_saveable`: what it names. `"auto"`: policy `"auto"` chooses between none and full;
@@ -127,7 +129,7 @@ def train_step(
         this process, with automatic or explicit axes. The batch's first axis is split over them; the loss and its
         gradients are those of the whole batch, as in a `jax.jit` with a sharded batch. Each device loads a share of
         every layer over its own link and gathers the others' from the devices; a share of each gradient leaves over
-        each link. Updates are on the host, and profiles are given or estimated.
+        each link. Updates are on the host.
       transport: `"ferry"`: the native library moves layers and gradients on its own queues and computes in host memory
         (the default if it is built and no parameter is trained in float64). `"device_put"`: plain JAX does both by
         copies; results are the same except for the order in which products in host memory are summed.
@@ -298,7 +300,7 @@ class TrainStep:
           **kwargs: likewise.
         """
         with outside_mesh():
-            return self._adopt(params).measure(args, kwargs)
+            return self._adopt(params).measure(*self._of_all(args, kwargs))
 
     def compile_updates(self, state: TrainState, *args: Any, **kwargs: Any) -> None:
         """Compiles the step and the host updates ahead of the first step.

@@ -36,7 +36,7 @@ def modules():
 
 
 def test_the_modules_of_a_profile_add_up_to_its_blocks():
-    """On a machine without fixed times; a copy's latency counts once for the one copy of a block."""
+    """On a machine without fixed times; the latency of a copy and of a kernel counts once for those of a block."""
     machine = dataclasses.replace(MACHINE, launch_s=0.0, link_latency_s=0.0)
     blocks, found = profile_of(BLOCK, machine), coarser(profile_of(MODULE, machine))
     assert [layer.name for layer in found.layers] == [layer.name for layer in blocks.layers]
@@ -49,7 +49,9 @@ def test_the_modules_of_a_profile_add_up_to_its_blocks():
             else:
                 assert known == wanted, field.name
     for own, expected in zip(coarser(profile_of(MODULE)).layers, profile_of(BLOCK).layers, strict=True):
-        assert own.load_s == pytest.approx(expected.load_s, rel=1e-6)
+        for field in ("load_s", "offload_s", "state_up_s", "state_down_s"):
+            assert getattr(own, field) == pytest.approx(getattr(expected, field), rel=1e-6), field
+        assert own.update_gpu_s == pytest.approx(expected.update_gpu_s, rel=5e-3)
 
 
 def test_a_profile_of_blocks_is_as_coarse_as_can_be():
@@ -117,6 +119,26 @@ def test_a_training_step_takes_the_layers_that_a_plan_names_or_that_are_faster(m
     step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), policy="auto", profile="estimate", granularity=FASTER)
     step.declare(task.params)
     assert [layer.name for layer in step.prepare(task.batch).plan.layers] in found.values()
+
+
+@pytest.mark.parametrize("of", [BLOCK, MODULE])
+def test_a_plan_of_another_granularity_is_refused_with_a_hint(of):
+    task = models.gpt(depth=2)
+    parts = partition(task.loss_fn, task.params, (task.batch,), granularity=of)
+    plan = Plan("any", 1.0, tuple(LayerPlan(use.name, Mode.GFGB) for use in parts.uses))
+    other = MODULE if of == BLOCK else BLOCK
+    step = jaxferry.train_step(task.loss_fn, optax.sgd(0.1), plan=plan, granularity=other)
+    step.declare(task.params)
+    with pytest.raises(InputError, match=f'use granularity="{of}"'):
+        step.prepare(task.batch)
+
+
+def test_the_command_line_refuses_an_unknown_granularity(modules, tmp_path, capsys):
+    modules.save(tmp_path / "profile.json")
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", str(tmp_path / "profile.json"), "--granularity", "tensor"])
+    error = capsys.readouterr().err
+    assert "granularity must be one of block, module, auto" in error and "profile.json" not in error
 
 
 def test_the_command_line_plans_a_profile_of_modules_for_either(modules, tmp_path, capsys):

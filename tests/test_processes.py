@@ -1,5 +1,6 @@
 """Several processes that train together (`support/processes.py`), each with virtual CPU devices of its own."""
 
+import dataclasses
 import json
 import random
 import re
@@ -15,6 +16,7 @@ from safetensors.numpy import save_file
 import jaxferry
 import process_starts
 import processes
+from jaxferry.profiling.records import Profile
 from processes import BATCH, KINDS, NUM_LONG, NUM_STEPS, OPTIONS
 from test_mesh import batches, loss_fn, params
 from watched import SCALARS_BYTES
@@ -105,6 +107,23 @@ def test_parameters_may_be_drawn_or_read_from_a_file_and_words_generated(num_pro
     for found in ended:
         assert found["num_read"] <= num_bytes / num_processes + 2 * 4 * 3 * (longest + num_devices)
     assert num_bytes <= sum(found["num_read"] for found in ended)
+
+
+def test_processes_measure_together_and_plan_for_the_slowest(trained):
+    found = [each["measured"] for each in trained[0]]
+    assert all(each["plan"] == found[0]["plan"] and each["is_same"] for each in found)
+    profiles = [Profile.from_json(each["profile"]) for each in found]
+    assert len({str([dataclasses.replace(layer, state_bytes=0) for layer in each.layers]) for each in profiles}) == 1
+    profile, links = profiles[0], profiles[0].machine["links"]
+    assert profile.num_processes == len(found)
+    assert all(layer.forward_s > 1 > layer.backward_s > 0 for layer in profile.layers)
+    for kind in ("gather", "scatter"):
+        assert links[kind]["all"]["latency_s"] > 0 < links[kind]["across"]["latency_s"]
+        assert (links[kind]["within"]["latency_s"] > 0) == (profile.num_devices > profile.num_processes)
+    step = jaxferry.train_step(process_starts.word_loss, optax.adamw(1e-2))
+    state, words = step.init(process_starts.init_params(jax.random.key(0))), process_starts.words_of(BATCH)
+    losses = [float(step(state, words)[1]["loss"]) for _ in range(2)]
+    np.testing.assert_allclose([each["losses"] for each in found], [losses] * len(found), rtol=1e-5)
 
 
 def test_all_processes_have_the_same_bits(trained):

@@ -9,7 +9,7 @@ import typer
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget_on
 from jaxferry.errors import InputError
-from jaxferry.granularity import at_granularity
+from jaxferry.granularity import at_granularity, check_granularity
 from jaxferry.modes import MODULE
 from jaxferry.plan.base import Request, read_objective
 from jaxferry.plan.records import Plan
@@ -67,6 +67,7 @@ def plan(
 ) -> None:
     """Makes and prints one plan, or those of all policies."""
     make_policy(policy)
+    check_granularity(granularity)
     known = Profile.load(profile)
     if devices is None and processes > 1:
         raise InputError("--processes needs --devices, the number of devices of all processes")

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import rich.markup
 import rich.table
@@ -18,6 +18,7 @@ from jaxferry.engine import TRANSPORTS, derivatives_of, make_placement
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.errors import InputError
 from jaxferry.merging import merges_of_small
+from jaxferry.meshes import mesh_of
 from jaxferry.model import Model
 from jaxferry.modes import BLOCK, MODULE
 from jaxferry.options import Options
@@ -65,7 +66,7 @@ def profile(
         ),
     ] = BLOCK,
     devices: Annotated[
-        int, typer.Option("--devices", min=1, help="Devices that share a batch; for --machine alone.")
+        int, typer.Option("--devices", min=1, help="Devices that share a batch; measured ones are of this machine.")
     ] = 1,
     processes: Annotated[
         int, typer.Option("--processes", min=1, help="Processes, a machine each, that these devices belong to.")
@@ -82,8 +83,8 @@ def profile(
     """
     if estimate and machine is None:
         raise InputError(f"--estimate needs --machine: one of {', '.join(MACHINES)}, or a JSON file")
-    if devices > 1 and machine is None:
-        raise InputError("--devices needs --machine: profiles are measured on one device")
+    if processes > 1 and machine is None:
+        raise InputError("--processes needs --machine: several measure with `jaxferry train --profile measure`")
     if devices % processes:
         raise InputError(f"--devices must be a multiple of --processes, got {devices} and {processes}")
     if granularity not in (BLOCK, MODULE):
@@ -93,7 +94,7 @@ def profile(
     if machine is not None:
         made = estimate_model(model, machine, compute_dtype, remat, devices, processes, granularity)
     else:
-        made = measure_model(model, optimizer, compute_dtype, remat, transport, granularity)
+        made = measure_model(model, optimizer, compute_dtype, remat, transport, granularity, devices)
     if output is not None:
         made.save(output)
     if as_json:
@@ -145,17 +146,24 @@ def measure_model(
     remat: str = AUTO,
     transport: str | None = None,
     granularity: str = BLOCK,
+    devices: int = 1,
 ) -> Profile:
-    """Measures the profile of the model `module:function` on JAX's first device.
+    """Measures the profile of the model `module:function` on JAX's first device, or on a mesh of its first devices.
 
     Raises:
       InputError: if the function, optimizer or transport is unknown, or the function returns something else.
     """
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)  # times do not depend on the learning rate
+    mesh = mesh_of(devices)
     with user_code(model):
         known = call_model(model)
-        options = {"compute_dtype": dtype, "remat": remat, "transport": transport, "granularity": granularity}
-        step = train_step(known.loss_fn, update, **options)
+        options: dict[str, Any] = {
+            "compute_dtype": dtype,
+            "remat": remat,
+            "transport": transport,
+            "granularity": granularity,
+        }
+        step = train_step(known.loss_fn, update, mesh=mesh, **options)
         made = step.measure(known.shapes(), known.batch_of(0))
     return dataclasses.replace(made, machine={**made.machine, "model": model, "optimizer": optimizer})
 

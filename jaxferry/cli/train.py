@@ -87,6 +87,9 @@ def train(
     distributed: Annotated[
         bool, typer.Option("--distributed", help="One of several processes, which share all their devices.")
     ] = False,
+    join_timeout: Annotated[
+        int, typer.Option(min=1, help="With --distributed, seconds that processes wait for each other to start.")
+    ] = 300,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
     save_every: Annotated[
@@ -121,7 +124,7 @@ def train(
         if resumed:
             console.print(f"as the saved run: {as_arguments(resumed)}", soft_wrap=True, markup=False)
         given |= resumed.keys()
-    mesh = _started(values["devices"]) if distributed else mesh_of(values["devices"])
+    mesh = _started(values["devices"], join_timeout) if distributed else mesh_of(values["devices"])
     console.quiet = not is_first()
     saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in given})
     _check_outputs(saves, trace, record)
@@ -146,12 +149,12 @@ def train(
     return status
 
 
-def _started(devices: int) -> Any:
+def _started(devices: int, join_timeout: int) -> Any:
     """Joins the processes of a job. What libraries print goes to standard error from here on: gloo prints its peers."""
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, closefd=False)
     os.dup2(2, 1)
-    return start(devices)
+    return start(devices, join_timeout_s=join_timeout)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

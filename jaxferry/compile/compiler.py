@@ -5,12 +5,14 @@ loss_fn, batch --partition--> segments --policy--> Plan --fit--> Plan within the
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxferry.choice import best_granularity
 from jaxferry.compile.cuts import Cut, Cutter
+from jaxferry.compile.one_device import share_of_one
 from jaxferry.compile.prepared import Prepared
 from jaxferry.compile.profiles import Profiler
 from jaxferry.compile.shared import Shared
@@ -18,6 +20,7 @@ from jaxferry.compile.step import StepCompiler
 from jaxferry.engine import Evaluator, Programs, RematVariants, Transport, make_transport
 from jaxferry.engine.all_processes import check_same
 from jaxferry.errors import BudgetError, InputError
+from jaxferry.measure.shares import Share
 from jaxferry.model import Model
 from jaxferry.modes import FASTER, MODULE, Remat
 from jaxferry.options import Options
@@ -69,7 +72,7 @@ class Compiler:
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
             is_first = self._cutter.known_layers is None
             try:
-                return self._compiled(self._cut(args, kwargs))
+                return self._compiled(self._cut(args, kwargs), args, kwargs)
             except BudgetError as error:
                 if not is_first:
                     raise
@@ -91,7 +94,8 @@ class Compiler:
         """Measures what each layer costs on the device."""
         self._decide_granularity(args, kwargs)
         self._shared.prefetch.clear()
-        return self._profiler.measured(*self._variants(self._cut(args, kwargs)))
+        variants, programs = self._variants(self._cut(args, kwargs))
+        return self._profiler.measured(variants, programs, self._share(variants.base, args, kwargs))
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:
         """The evaluator of a function of the parameters."""
@@ -104,13 +108,15 @@ class Compiler:
 
         return self._evaluators.get((function, structure_of(args, kwargs)), make)[0]
 
-    def _compiled(self, cut: Cut) -> tuple[Prepared, Cut]:
+    def _compiled(self, cut: Cut, args: Any, kwargs: Mapping[str, Any]) -> tuple[Prepared, Cut]:
         _check_shared(cut.parts.graph)
         if self._shared.placement.num_processes > 1:
             check_same("the shapes of their batches", _shapes(cut.parts.graph))
         variants, programs = self._variants(cut)
         transport = self._transport_of(variants.base.layers)
-        profile = self._profiler.planned(variants, programs, transport.staging_bytes)
+        profile = self._profiler.planned(
+            variants, programs, self._share(variants.base, args, kwargs), transport.staging_bytes
+        )
         resources = self._shared.resources(transport, self.model)
         prepared = StepCompiler(variants, programs, profile, resources, self._options).compile_best()
         self.model.check_copies(variants.base.layers, prepared.program.read_in_place)
@@ -121,10 +127,15 @@ class Compiler:
         for change in (self._cutter.keep_small_apart, self._cutter.take_modules):
             if change():
                 try:
-                    return self._compiled(self._cut(args, kwargs))
+                    return self._compiled(self._cut(args, kwargs), args, kwargs)
                 except BudgetError as other:
                     error = min((error, other), key=lambda each: each.smallest_bytes)
         raise error
+
+    def _share(self, partition: Partition, args: Any, kwargs: Mapping[str, Any]) -> Callable[[], Share]:
+        """Makes what one of several devices does of a step, for its measurement."""
+        given = (self.model, self._loss_fn, self._options, self._shared.placement, partition, args, kwargs)
+        return functools.partial(share_of_one, *given)
 
     def _drop(self, dropped: tuple[Any, Cut | None]) -> None:
         """Frees what was compiled for a structure; warns the first time."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 from jaxferry.choice import needs_times, planning_profile, with_updates_on_device
 from jaxferry.engine import Placement, Programs, RematVariants, Rules, summed_groups
 from jaxferry.engine.facts import with_sum_bytes
 from jaxferry.errors import InputError
 from jaxferry.measure.profile import measure_profile
+from jaxferry.measure.shares import Share, measure_shares
 from jaxferry.model import Model
 from jaxferry.options import MEASURE, Options
 from jaxferry.partition import Partition
@@ -28,18 +32,22 @@ class Profiler:
     def __init__(self, model: Model, options: Options, placement: Placement) -> None:
         self._model, self._options, self._placement = model, options, placement
 
-    def planned(self, variants: RematVariants, programs: Programs, staging_bytes: int) -> Profile:
+    def planned(
+        self, variants: RematVariants, programs: Programs, share: Callable[[], Share], staging_bytes: int
+    ) -> Profile:
         """The profile to plan and lower with: the user's own, measured, estimated, or of sizes only.
 
         Args:
           variants: the segments.
           programs: their programs.
+          share: makes what one of several devices does.
           staging_bytes: device memory that the transport keeps.
         """
         options, given = self._options, self._options.profile
-        is_alone = self._placement.num_devices == 1
-        if given == MEASURE or (given is None and needs_times(options.policy) and is_alone):
-            given = self._measured(variants, programs)
+        if given == MEASURE:
+            given = self._measured(variants, programs, share)
+        elif given is None and needs_times(options.policy):
+            given = self._measured_if_possible(variants, programs, share)
         return self._planning_profile(variants, given if isinstance(given, Profile) else None, staging_bytes)
 
     def planned_by_estimate(self, variants: RematVariants) -> Profile:
@@ -59,10 +67,10 @@ class Profiler:
             self._placement.updates,
         )
 
-    def measured(self, variants: RematVariants, programs: Programs) -> Profile:
-        """Measures what each layer costs on the device."""
+    def measured(self, variants: RematVariants, programs: Programs, share: Callable[[], Share]) -> Profile:
+        """Measures what each layer costs on the device. Args as for `planned`."""
         state_bytes, kind = self._state_bytes(variants.base), self._placement.device_kind
-        measured = self._measured(variants, programs)
+        measured = self._measured(variants, programs, share)
         return with_updates_on_device(measured, variants.base, kind, state_bytes, self._placement.updates)
 
     def _needs_all_gradients(self, parts: Partition) -> bool:
@@ -87,22 +95,30 @@ class Profiler:
                 found |= {name: -(-unit.num_bytes * size // total) for name, size in sizes.items()}
         return found
 
-    def _measured(self, variants: RematVariants, programs: Programs) -> Profile:
-        if self._placement.num_devices > 1:
-            raise InputError('profiles are measured on one device: with a mesh give a profile, or profile="estimate"')
-        remat = self._options.remat
+    def _measured_if_possible(
+        self, variants: RematVariants, programs: Programs, share: Callable[[], Share]
+    ) -> Profile | None:
+        """What the layers cost; None, with a warning, if that can only be estimated."""
+        try:
+            return self._measured(variants, programs, share)
+        except InputError as error:
+            warnings.warn(f"planning with an estimated profile: {error}", stacklevel=8)
+            return None
+
+    def _measured(self, variants: RematVariants, programs: Programs, share: Callable[[], Share]) -> Profile:
+        options, placement, transport = self._options, self._placement, self._model.transport
+        more: dict[str, Any] = {
+            "remat": options.remat if isinstance(options.remat, str) else "per segment",
+            "offload_activations": options.offload_activations,
+        }
+        recomputing = variants.of(variants.may_recompute)
         with progress_bar("measuring") as progress:
-            profile = measure_profile(
-                variants.base,
-                programs,
-                self._model.optimizer,
-                self._placement,
-                self._model.transport,
-                recomputing=variants.of(variants.may_recompute),
-                remat=remat if isinstance(remat, str) else "per segment",
-                offload_activations=self._options.offload_activations,
-                progress=progress,
-            )
+            if placement.num_devices > 1:
+                given = (variants.base, recomputing, programs, placement, transport)
+                profile = _measured_shares(share, *given, progress=progress, **more)
+            else:
+                alone = (variants.base, programs, self._model.optimizer, placement, transport)
+                profile = measure_profile(*alone, recomputing=recomputing, progress=progress, **more)
         facts = {**profile.machine, "host_bytes": self._model.host_bytes(), **self._placement.memory_facts()}
         groups = summed_groups(variants.base, variants.derivatives, self._options.accumulate)
         return dataclasses.replace(
@@ -111,6 +127,21 @@ class Profiler:
             updates_after_all=self._needs_all_gradients(variants.base),
             updates_together=self._model.optimizer.is_joint,
         )
+
+
+def _measured_shares(share: Callable[[], Share], *given: Any, **more: Any) -> Profile:
+    """The profile of several devices.
+
+    Raises:
+      InputError: if one of them cannot run alone, as where the loss function names the mesh.
+    """
+    try:
+        return measure_shares(share(), *given, **more)
+    except ValueError as error:  # JAX's own, too
+        raise InputError(
+            "the work of one device of the mesh cannot be measured alone, so give a profile, or "
+            f'profile="estimate": {str(error).splitlines()[0]}'
+        ) from error
 
 
 def rules_of(options: Options) -> Rules:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,12 @@ def check_same(what: str, content: str) -> None:
             f"the processes differ in {what}: {', '.join(map(str, other))} from process 0. All must run the same code "
             "with the same options, packages and kinds of device, on batches of the same shapes"
         )
+
+
+def slowest(seconds: Sequence[float]) -> list[float]:
+    """The largest of each figure in any process, in single precision; each must call this."""
+    found = np.asarray(multihost_utils.process_allgather(np.asarray(seconds, np.float32)))
+    return [float(most) for most in found.reshape(-1, len(seconds)).max(axis=0)]
 
 
 class Messages:

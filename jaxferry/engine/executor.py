@@ -35,6 +35,8 @@ _add = jax.jit(jnp.add)
 def execute(step: StepContext, index: int) -> Wait | None:
     """Executes one instruction; see `lanes.Action`. JAX's profiler shows it by its task's name."""
     call = step.calls[index]
+    if call.offloads_awaited:
+        step.make_room(call)
     operation = OPERATIONS[call.operation]
     if not TraceAnnotation.is_enabled():
         return operation(step, call)
@@ -60,7 +62,6 @@ def refresh(step: StepContext, call: Call) -> None:
 def forward(step: StepContext, call: Call) -> None:
     """Runs a forward and keeps its residuals."""
     assert call.key is not None
-    step.make_room(call)
     outputs, nondiff_outputs, saved, finite = _run(step, call, call.key, (), _values_read(step, call))
     step.saved[call.segment] = saved
     _keep_outputs(step, call, outputs, nondiff_outputs, finite)
@@ -69,7 +70,6 @@ def forward(step: StepContext, call: Call) -> None:
 
 def loss(step: StepContext, call: Call) -> None:
     """Runs forward and backward of the last segment."""
-    step.make_room(call)
     key = step.gradients.key(call, step.work.commit)
     if key is None:
         return
@@ -84,7 +84,6 @@ def loss(step: StepContext, call: Call) -> None:
 
 def backward(step: StepContext, call: Call) -> None:
     """Runs a backward and passes on its gradients and cotangents."""
-    step.make_room(call)
     key = step.gradients.key(call, step.work.commit)
     if key is None:
         return
@@ -260,7 +259,8 @@ def _keep_cotangents(step: StepContext, call: Call, cotangents: Any) -> None:
 def _end_program(step: StepContext, call: Call, ended: Any) -> None:
     """Marks the end of a program and frees the buffers that it read last."""
     step.num_programs += 1
-    _mark_end(step, call, ended)
+    if step.copies.marks is not None:
+        _mark_end(step, call, ended)
     if call.writes_host:
         for use in call.written:
             step.gradients.note_arrival(use.group)

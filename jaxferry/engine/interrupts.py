@@ -27,13 +27,15 @@ class deferred_interrupts:
     """
 
     def __init__(self) -> None:
-        self._received: collections.deque[tuple[int, FrameType | None]] = collections.deque()
-        self._handlers: dict[int, Handler] = {}
-        self._deferred: set[int] = set()
         self._error: BaseException | None = None
+        self._is_in_main = threading.get_ident() == threading.main_thread().ident
+        if self._is_in_main:
+            self._received: collections.deque[tuple[int, FrameType | None]] = collections.deque()
+            self._handlers: dict[int, Handler] = {}
+            self._deferred: set[int] = set()
 
     def __enter__(self) -> deferred_interrupts:
-        if threading.get_ident() != threading.main_thread().ident:
+        if not self._is_in_main:
             return self
         try:
             for number in _SIGNALS:
@@ -49,6 +51,8 @@ class deferred_interrupts:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self._is_in_main:
+            return
         self.are_raised()
         self._restore()
         if self.are_raised() and self._error is not None:
@@ -60,7 +64,7 @@ class deferred_interrupts:
         Its exception is raised at the end of the block, so call this where the block may be left. While a handler runs,
         signals are still deferred.
         """
-        while self._received and self._error is None:
+        while self._is_in_main and self._received and self._error is None:
             number, frame = self._received.popleft()
             try:
                 self._handlers[number](number, frame)

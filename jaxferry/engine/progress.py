@@ -61,7 +61,7 @@ def watch(client: Any, process: int, timeout_s: float, end: Callable[[str], None
       timeout_s: how long a call may wait for a process that has not begun it.
       end: told the message; None prints it and ends the process.
     """
-    ended = end or _end
+    ended = end or end_process
 
     def run() -> None:
         while True:
@@ -90,7 +90,8 @@ def _stuck(client: Any, timeout_s: float) -> str | None:
     )
 
 
-def _end(message: str) -> None:
+def end_process(message: str) -> None:
+    """Ends this process with an error, whatever its threads wait for."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     # Other threads wait in collectives, so Python's own end would wait for them.
     os._exit(EXIT_STATUS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -326,3 +326,33 @@ def variants_of(
         keys["backward_dha_go_s"] = dataclasses.replace(keys["backward_dha_s"], writes=keys["backward_go_s"].writes)
     runs = {name: key for name, key in keys.items() if not (is_last and key.kind is ProgramKind.FORWARD)}
     return {f"{name.removesuffix('_s')}{'_recompute' * recomputes}": key for name, key in runs.items()}
+
+
+def plain_keys(keys: Mapping[str, ProgramKey]) -> dict[str, ProgramKey]:
+    """The programs of `keys_of`, with those that touch no host memory in place of those that do."""
+    return {name: keys[f"{name.split('_')[0]}_s"] for name in keys}
+
+
+def read_later(partition: Partition, number: int) -> list[bool]:
+    """For each group of a segment, whether a later segment reads it too."""
+    later = {group for segment in partition.segments[number + 1 :] for group in segment.groups}
+    return [group in later for group in partition.segments[number].groups]
+
+
+def program_variants(
+    partition: Partition, recomputing: Partition, derivatives: Mapping[int, Derivative]
+) -> list[dict[str, ProgramKey]]:
+    """For each segment, all programs that a step of any plan may run, as in `variants_of`.
+
+    Args:
+      partition: the segments.
+      recomputing: the same, with rematerialized variants where eligible.
+      derivatives: of both, by program number.
+    """
+    found, last = [], len(partition.segments) - 1
+    for number, (segment, again) in enumerate(zip(partition.segments, recomputing.segments, strict=True)):
+        is_sum, is_last = read_later(partition, number), number == last
+        found.append(variants_of(segment.program, derivatives[segment.program], is_last, is_sum))
+        if again.program != segment.program:
+            found[-1] |= variants_of(again.program, derivatives[again.program], False, is_sum, recomputes=True)
+    return found

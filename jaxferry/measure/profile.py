@@ -28,11 +28,13 @@ from jaxferry.measure.microbenchmarks import (
     keys_of,
     load_subject,
     offload_subject,
+    plain_keys,
     program_subject,
+    program_variants,
+    read_later,
     update_subject,
-    variants_of,
 )
-from jaxferry.partition import Partition, Use
+from jaxferry.partition import Partition
 from jaxferry.profiling.cache import MeasurementCache, cache_directory, surroundings
 from jaxferry.profiling.estimate import LayerCosts
 from jaxferry.profiling.progress import Report
@@ -75,27 +77,41 @@ def measure_profile(
       progress: called with the next subject.
       budget_s: seconds to spend; three repetitions of everything may exceed it. None for `BUDGET_S`.
     """
-    if cache is None:
-        cache = default_cache(placement)
-    budget_s = BUDGET_S if budget_s is None else budget_s
-    report = progress or _silent
     measured = _Measured(partition, recomputing or partition, programs, optimizer, placement, transport)
-    temporaries = _temporary_bytes(measured.compiled, programs, cache, report)
-    end_s = time.monotonic() + budget_s
-    seconds = _seconds(measured.subjects, programs, cache, report, end_s)
-    counted = partition_costs(partition)
-    layers = tuple(
-        layer
-        for number, uses in enumerate(partition.uses_of)
-        for layer in measured.layers(number, [counted[use] for use in uses], seconds, temporaries)
-    )
-    about = surroundings(placement.platform, placement.device_kind)
-    facts = {"measured": True, "name": placement.device_kind, **about, "transport": transport, "remat": remat}
-    profile = Profile(facts, layers)
+    layers = measured.profiles(cache or default_cache(placement), progress or silent, budget_s)
+    profile = Profile(facts_of(placement, transport, remat), layers)
     if not placement.is_cpu:
-        profile = with_link_work(profile, counted)
+        profile = with_link_work(profile, partition_costs(partition))
     staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
     return with_program_facts(profile, partition, programs.derivatives, offload_activations, staging_bytes)
+
+
+def measure_share(
+    partition: Partition,
+    programs: Programs,
+    optimizer: HostOptimizer,
+    placement: Placement,
+    *,
+    recomputing: Partition | None = None,
+    cache: MeasurementCache | None = None,
+    progress: Report | None = None,
+    budget_s: float | None = None,
+) -> tuple[LayerProfile, ...]:
+    """Measures the work of one device of several: its programs and the updates of whole layers.
+
+    Loads, offloads and temporaries are 0, and programs that read or write host memory take no longer than others: these
+    follow from what all devices do together (`shares.py`).
+
+    Args as for `measure_profile`, for one device and its share of the batch.
+    """
+    measured = _Measured(partition, recomputing or partition, programs, optimizer, placement, None)
+    return measured.profiles(cache or default_cache(placement), progress or silent, budget_s)
+
+
+def facts_of(placement: Placement, transport: str, remat: str) -> dict[str, Any]:
+    """The facts of a measured profile's machine."""
+    about = surroundings(placement.platform, placement.device_kind)
+    return {"measured": True, "name": placement.device_kind, **about, "transport": transport, "remat": remat}
 
 
 def with_link_work(profile: Profile, costs: Sequence[LayerCosts]) -> Profile:
@@ -125,8 +141,8 @@ def default_cache(placement: Placement) -> MeasurementCache:
     return MeasurementCache(cache_directory(), surroundings(placement.platform, placement.device_kind))
 
 
-def _silent(part: str, done: int, total: int) -> None:
-    pass
+def silent(part: str, done: int, total: int) -> None:
+    """Reports nothing."""
 
 
 def _seconds(
@@ -152,7 +168,7 @@ def _seconds(
     return {key: seconds[subject.content] for key, subject in subjects.items()}
 
 
-def _temporary_bytes(
+def temporary_bytes_of(
     keys: Sequence[ProgramKey], programs: Programs, cache: MeasurementCache, report: Report
 ) -> dict[ProgramKey, int]:
     """Returns the bytes that each compiled program needs besides its arguments and results; compiles unknown ones."""
@@ -186,49 +202,58 @@ class _Measured:
         programs: Programs,
         optimizer: HostOptimizer,
         placement: Placement,
-        transport: str,
+        transport: str | None,
     ) -> None:
-        self._partition = partition
+        self._partition, self._programs, self._is_alone = partition, programs, transport is not None
         self.subjects: dict[Any, Subject] = {}
         self.keys: list[dict[str, Any]] = []
         self._stores: list[Any] = []
         self._recomputations: dict[int, ProgramKey] = {}
-        self._variants: list[dict[str, ProgramKey]] = []
+        self._variants = [] if transport is None else program_variants(partition, recomputing, programs.derivatives)
         last = len(partition.segments) - 1
         for number, segment in enumerate(partition.segments):
-            derivative = programs.derivatives[segment.program]
-            read_later = {group for later in partition.segments[number + 1 :] for group in later.groups}
-            is_sum = [group in read_later for group in segment.groups]
-            self.keys.append(keys_of(segment.program, derivative, number == last, is_sum))
-            self._variants.append(variants_of(segment.program, derivative, number == last, is_sum))
+            derivative, is_sum = programs.derivatives[segment.program], read_later(partition, number)
+            keys = keys_of(segment.program, derivative, number == last, is_sum)
+            self.keys.append(keys if self._is_alone else plain_keys(keys))
             again = recomputing.segments[number].program
             if again != segment.program:
                 self._recomputations[number] = ProgramKey(ProgramKind.BACKWARD, again)
-                self._variants[-1] |= variants_of(again, programs.derivatives[again], False, is_sum, recomputes=True)
             recomputation = {"recompute": self._recomputations[number]} if again != segment.program else {}
             for name, key in (self.keys[-1] | recomputation).items():
                 if key not in self.subjects:
                     label = f"{name.removesuffix('_s').replace('_', ' ')} {segment.name}"
                     self.subjects[key] = program_subject(programs, key, placement, label)
-            gradients = gradient_shapes(partition, derivative)
-            for use in (partition.uses[i] for i in partition.uses_of[number]):
-                self._add_transfers(transport, placement, use, gradients[use.place], is_sum[use.place])
+            if transport is not None:
+                self._add_transfers(transport, placement, number, gradient_shapes(partition, derivative), is_sum)
         self._add_updates(optimizer, placement)
         self._updates_on_device: dict[int, Any] = {}
-        if placement.updates:
+        if placement.updates and transport is not None:
             self._add_updates_on_device(optimizer, placement, make_transport(transport, placement, partition.layers))
         self.compiled = list(dict.fromkeys(key for variants in self._variants for key in variants.values()))
 
+    def profiles(self, cache: MeasurementCache, report: Report, budget_s: float | None) -> tuple[LayerProfile, ...]:
+        """Measures what is not in the cache; returns the profiles of all uses. Args as for `measure_profile`."""
+        temporaries = temporary_bytes_of(self.compiled, self._programs, cache, report)
+        end_s = time.monotonic() + (BUDGET_S if budget_s is None else budget_s)
+        seconds = _seconds(self.subjects, self._programs, cache, report, end_s)
+        counted = partition_costs(self._partition)
+        return tuple(
+            layer
+            for number, uses in enumerate(self._partition.uses_of)
+            for layer in self._layers(number, [counted[use] for use in uses], seconds, temporaries)
+        )
+
     def _add_transfers(
-        self, transport: str, placement: Placement, use: Use, gradients: Sequence[Any], is_sum: bool
+        self, transport: str, placement: Placement, number: int, gradients: Sequence[Any], is_sum: Sequence[bool]
     ) -> None:
-        layer = self._partition.layers[use.group]
-        if ("load", layer.layout) not in self.subjects:
-            self.subjects["load", layer.layout] = load_subject(transport, placement, layer)
-        store = ("offload", layer.layout, gradients_text(gradients), is_sum)
-        if use.is_trained and store not in self.subjects:
-            self.subjects[store] = offload_subject(transport, placement, layer, gradients, is_sum)
-        self._stores.append(store)
+        for use in (self._partition.uses[i] for i in self._partition.uses_of[number]):
+            layer, own = self._partition.layers[use.group], gradients[use.place]
+            if ("load", layer.layout) not in self.subjects:
+                self.subjects["load", layer.layout] = load_subject(transport, placement, layer)
+            store = ("offload", layer.layout, gradients_text(own), is_sum[use.place])
+            if use.is_trained and store not in self.subjects:
+                self.subjects[store] = offload_subject(transport, placement, layer, own, is_sum[use.place])
+            self._stores.append(store)
 
     def _add_updates(self, optimizer: HostOptimizer, placement: Placement) -> None:
         layers = self._partition.layers
@@ -258,7 +283,7 @@ class _Measured:
                     self.subjects[key] = device_update_subject(optimizer, updates, placement, unit, layer)
                 self._updates_on_device[unit.layers[0]] = key
 
-    def layers(
+    def _layers(
         self,
         number: int,
         costs: Sequence[LayerCosts],
@@ -279,7 +304,8 @@ class _Measured:
             again_s = seconds[self._recomputations[number]]
             again["recompute_s"] = max(again_s - times["backward_s"], 0.0)
             again["recompute_activation_bytes"] = costs[0].recomputation.activation_bytes
-        again["temporary_bytes"] = {name: num_bytes[key] for name, key in self._variants[number].items()}
+        if self._is_alone:
+            again["temporary_bytes"] = {name: num_bytes[key] for name, key in self._variants[number].items()}
         uses, split = self._partition.uses_of[number], _split(times, costs)
         return [
             self._layer(use, own, seconds, own_times | (again if use == uses[0] else {}))
@@ -299,8 +325,8 @@ class _Measured:
             grad_bytes=costs.grad_bytes,
             # The last segment has one program, so what it would keep is among that program's temporaries.
             activation_bytes=0 if is_last else costs.activation_bytes,
-            load_s=seconds["load", self._partition.layers[use.group].layout],
-            offload_s=seconds[self._stores[number]] if use.is_trained else 0.0,
+            load_s=seconds["load", self._partition.layers[use.group].layout] if self._is_alone else 0.0,
+            offload_s=seconds[self._stores[number]] if use.is_trained and self._is_alone else 0.0,
             update_s=seconds[update] * share if use.is_trained else 0.0,
             update_gpu_s=seconds.get(self._updates_on_device.get(use.group)) if use.is_trained else None,
             shares_program=use.place > 0,

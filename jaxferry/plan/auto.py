@@ -15,7 +15,8 @@ budget. No budget means unlimited memory: the search takes the fastest plan of t
 stay on the device. To plan for a device, pass its memory.
 
 Where a profile states `update_gpu_s`, groups may also be updated on the device, where their optimizer state then stays
-(`plan/device_updates.py`). If everything fits, the step takes no longer than plain training. Where it also states
+(`plan/device_updates.py`). If everything fits, the step is plain training, unless another plan is faster by more than
+`PLAIN_MARGIN`; to that extent a plan for less memory, or of another policy, may be faster. Where it also states
 `state_up_s` and `state_down_s`, updates may stream through the GPU (`plan/streamed_updates.py`); such a plan states its
 gap to a bound.
 
@@ -40,6 +41,7 @@ from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gains_s, gradients_to_host
+from jaxferry.plan.neighbours import ALL_MODES, neighbours
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
 from jaxferry.plan.streamed_updates import StreamedUpdateSearch
@@ -51,7 +53,9 @@ from jaxferry.simulate.report import simulate
 MOST_ENUMERATED = 4
 """The most layers for which all plans are tried."""
 
-_ALL = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
+PLAIN_MARGIN = 0.01
+"""Plain training is preferred to plans that are faster by up to this share; it has no transfers that could be late."""
+
 _LEVELS = (1.0, 0.75, 0.5, 0.25, 0.0)
 _POINTS = 24
 _LEAST_POINTS = 4
@@ -113,9 +117,9 @@ class AutoSearch:
         assert unlimited is not None
         placed = self._on_gpu(budget_bytes, best, places)
         most = placed if budget_bytes is None else self._on_gpu(None, unlimited, places)
-        if most is not None and most.objective_s < unlimited.objective_s:
+        if most is not None:
             unlimited = dataclasses.replace(unlimited, objective_s=most.objective_s, needed_bytes=most.needed_bytes)
-        if best is not None and placed is not None and placed.objective_s < best.objective_s:
+        if best is not None and placed is not None:
             return self._with_details(placed, unlimited, budget_bytes)
         if best is None:
             leanest = self._frontier()[-1]
@@ -142,8 +146,16 @@ class AutoSearch:
         return self._placed.best(budget_bytes, below_s)
 
     def _on_gpu(self, budget_bytes: int | None, best: Best | None, places: Collection[UpdatePlace]) -> Placed | None:
-        """Likewise with updates that stream through the GPU as well, if it is faster than `best`."""
-        best_s = np.inf if best is None else best.objective_s
+        """The plan in place of `best`: plain training, or a faster one whose updates are not all on the host."""
+        placed = self._faster(budget_bytes, np.inf if best is None else best.objective_s, places)
+        least = best if placed is None else placed
+        if self._placed is None or least is None or UpdatePlace.RESIDENT not in places:
+            return placed
+        plain = self._placed.plain_within(budget_bytes)
+        return plain if plain is not None and plain.objective_s <= least.objective_s * (1 + PLAIN_MARGIN) else placed
+
+    def _faster(self, budget_bytes: int | None, best_s: float, places: Collection[UpdatePlace]) -> Placed | None:
+        """The fastest plan with updates on the device or through the GPU that fits, if it is faster than `best_s`."""
         placed = self._on_device(budget_bytes, best_s) if UpdatePlace.RESIDENT in places else None
         if UpdatePlace.GPU not in places or not streamable_groups(self.profile) or self._gradients_leave:
             return placed
@@ -265,7 +277,7 @@ class AutoSearch:
 
     def _enumerate(self, size: int, can_recompute: np.ndarray | None = None) -> None:
         """Adds all plans; with `can_recompute`, (layers,), those that recompute any of these layers."""
-        choices = np.indices((len(_ALL), 2) * size, dtype=np.int8).reshape(2 * size, -1).T
+        choices = np.indices((len(ALL_MODES), 2) * size, dtype=np.int8).reshape(2 * size, -1).T
         modes, grad_on_host = choices[:, 0::2], choices[:, 1::2].astype(bool)
         if can_recompute is None:
             self._add(modes, grad_on_host)
@@ -327,7 +339,8 @@ class AutoSearch:
         """
         expanded: set[bytes] = set()
         size = len(self.sizes)
-        work, once, most_work = 0, (len(_ALL) + 1 + recomputes) * size**2, _WORK if size <= _FEW_LAYERS else _WORK // 2
+        once, most_work = (len(ALL_MODES) + 1 + recomputes) * size**2, _WORK if size <= _FEW_LAYERS else _WORK // 2
+        work = 0
         while work + once <= most_work:
             fresh = [best for best in self._frontier() if _key(best) not in expanded and _is_layerwise(best)]
             if not fresh:
@@ -337,7 +350,7 @@ class AutoSearch:
             spread = np.unique(np.linspace(0, len(fresh) - 1, num_expanded).astype(int))
             for number in spread:
                 expanded.add(_key(fresh[number]))
-                modes, grad_on_host, again = _neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
+                modes, grad_on_host, again = neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
                 self._add(modes, grad_on_host, again)
                 work += modes.size
             (self.recomputing if self.recomputes else self.pool).run()
@@ -394,24 +407,3 @@ def _key(best: Best) -> bytes:
 
 def _is_layerwise(best: Best) -> bool:
     return best.loads is Loads.LAYERWISE and best.updates is Updates.OVERLAPPED
-
-
-def _neighbours(best: Best, can_recompute: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Plans with one layer's mode, gradient place or recomputation changed: codes and flags, (plans, layers) each."""
-    size = len(best.modes)
-    one = np.eye(size, dtype=bool)
-    others = [np.where(one, np.int8(mode), best.modes) for mode in _ALL]
-    modes, grad_on_host, recomputes = (
-        [*others, *(best.modes,) * 2],
-        [best.grad_on_host] * len(_ALL),
-        [best.recomputes] * len(_ALL),
-    )
-    grad_on_host += [best.grad_on_host ^ one, best.grad_on_host]
-    recomputes += [best.recomputes, best.recomputes ^ one]
-    if can_recompute is None:
-        modes, grad_on_host, recomputes = modes[:-1], grad_on_host[:-1], recomputes[:-1]
-    plans = [
-        np.concatenate([np.broadcast_to(x, one.shape) for x in parts]) for parts in (modes, grad_on_host, recomputes)
-    ]
-    allowed = np.ones(len(plans[0]), dtype=bool) if can_recompute is None else ~(plans[2] & ~can_recompute).any(axis=1)
-    return plans[0][allowed], plans[1][allowed], plans[2][allowed]

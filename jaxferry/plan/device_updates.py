@@ -50,6 +50,19 @@ class Placed:
     needed_bytes: int
 
 
+def plain_training(policy: str, profile: Profile) -> Placed | None:
+    """Everything stays on the device and is updated there; None if some trained group may not be."""
+    groups, size = updatable_groups(profile), len(profile.layers)
+    trained = [group for group, members in enumerate(profile.groups) if profile.layers[members[0]].has_gradient]
+    if not trained or groups != trained:
+        return None
+    modes, stay = np.full(size, RESIDENT, dtype=np.int8), np.zeros(size, dtype=bool)
+    there = np.isin(list(profile.group_of), groups)
+    best = Best(modes, stay, stay, *_KIND, objective_s=1.0, needed_bytes=0, on_device=there)
+    plan = plan_of(policy, 1.0, profile, best)
+    return Placed(plan, simulate(profile, plan).steady_step_s, needed_bytes(profile, plan))
+
+
 class DeviceUpdateSearch:
     """The plans of one profile; answers any number of budgets.
 
@@ -67,7 +80,7 @@ class DeviceUpdateSearch:
 
     def best(self, budget_bytes: int | None, below_s: float = np.inf) -> Placed | None:
         """The fastest plan that fits, if it is faster than `below_s`; ties go to the leanest. None if there is none."""
-        found = [self._all_on_device] if any(map(self._is_plain, self.choices)) else []
+        found = [] if self.plain is None else [self.plain]
         if self._pool is not None:
             best = self._pool.best(Objective.STEADY, budget_bytes, leanest=True)
             found += [] if best is None else [self._placed(best)]
@@ -114,13 +127,14 @@ class DeviceUpdateSearch:
         return list(found)
 
     @functools.cached_property
-    def _all_on_device(self) -> Placed:
-        """Plain training."""
-        size = len(self.profile.layers)
-        modes, stay = np.full(size, RESIDENT, dtype=np.int8), np.zeros(size, dtype=bool)
-        best = Best(modes, stay, stay, *_KIND, objective_s=1.0, needed_bytes=0, on_device=~stay)
-        plan = plan_of(self.policy, 1.0, self.profile, best)
-        return Placed(plan, simulate(self.profile, plan).steady_step_s, needed_bytes(self.profile, plan))
+    def plain(self) -> Placed | None:
+        """Plain training, if all trained groups may be updated on the device."""
+        return plain_training(self.policy, self.profile)
+
+    def plain_within(self, budget_bytes: int | None) -> Placed | None:
+        """Likewise, if it fits."""
+        fits = self.plain is not None and (budget_bytes is None or self.plain.needed_bytes <= budget_bytes)
+        return self.plain if fits else None
 
     @functools.cached_property
     def _pool(self) -> Pool | None:

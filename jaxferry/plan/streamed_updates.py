@@ -6,16 +6,18 @@ A candidate has groups that stay on the device, streamed groups, and modes, grad
   ones: their gradients come first and their parameters are needed last, so it works almost all the time, while a stream
   takes little longer than its transfers. k makes the busiest lane's work the least.
 - A start is a plan that the search without such updates found, or one mode for all layers.
-- A backward waits for the updates that free its room, or for none.
+- A backward waits for the updates that free its room, for none, or for some: a quarter of all that would wait has room.
 
-Each candidate has a lower bound on its time and an estimate of its memory. Those that others beat in both are left out,
-`_FRONTS` times over. None of this depends on the budget, which only picks the fastest one that fits; so more memory is
-never slower. Candidates are simulated in the order of their bounds, until no other can be faster. One that could not
-gain `LEAST_GAIN` over plans that need no more memory is left out too.
+Each candidate has a lower bound on its time, and estimates of its time and memory: of equal bounds, the one with less
+work on all lanes is taken as faster. Those that others with as much room beat in both estimates are left out. None of
+this depends on the budget, which only picks the fastest one that fits; so more memory is never slower. Candidates are
+simulated in the order of their bounds, until no other can be faster. One that could not gain `LEAST_GAIN` over plans
+that need no more memory is left out too.
 """
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +28,7 @@ from jaxferry.plan.device_updates import Placed
 from jaxferry.plan.effort import fewer
 from jaxferry.plan.order import best_order
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, on_fronts, plan_of
+from jaxferry.plan.search import Best, plan_of
 from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane, needed_bytes, step_demand
@@ -38,18 +40,29 @@ LEAST_GAIN = 0.02
 _POINTS, _LEAST_POINTS = 48, 2
 _BESIDE = 1
 _STARTS = 4
-_FRONTS = 2
+_OTHER_LANES = 0.02
+_ROOMS = (0.0, 0.25, 1.0)
 _EXACT = 1e-12
 
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """A start, the groups that stream, those that stay on the device, whether gradients may fill all memory."""
+    """A start, the groups that stream, those that stay on the device, the share of gradients with room of their own."""
 
     start: int
     through_gpu: frozenset[int]
     on_device: frozenset[int]
-    fills_memory: bool
+    room: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A candidate, a lower bound on its time, estimates of its time and of its memory."""
+
+    candidate: _Candidate
+    bound_s: float
+    estimated_s: float
+    estimated_bytes: int
 
 
 class StreamedUpdateSearch:
@@ -67,19 +80,23 @@ class StreamedUpdateSearch:
         self.starts = [starts[number] for number in chosen] if starts else []
         self.starts += self._uniform()
         pairs = ((number, *groups) for number in range(len(self.starts)) for groups in self._choices(number))
-        candidates = [_Candidate(*each, fills) for each in pairs for fills in ((False, True) if each[1] else (False,))]
-        rows = [(self._bound_s(each), self._estimated_bytes(each), each) for each in candidates]
-        times, sizes = (np.array([row[column] for row in rows]) for column in (0, 1))
-        chosen = np.flatnonzero(on_fronts(times, sizes, _FRONTS))
-        self.bounded = sorted((rows[number] for number in chosen), key=lambda row: row[:2])
+        candidates = [_Candidate(*each, room) for each in pairs for room in (_ROOMS if each[1] else _ROOMS[:1])]
+        rows: dict[float, list[_Row]] = {}
+        for each in candidates:
+            rows.setdefault(each.room, []).append(self._row(each))
+        fronts = itertools.chain.from_iterable(_front(some) for some in rows.values())
+        self.bounded = sorted(fronts, key=lambda row: (row.bound_s, row.estimated_bytes))
 
     def best(self, budget_bytes: int | None, below_s: float = np.inf) -> Placed | None:
         """The fastest candidate that fits, if it is faster than `below_s`; else None."""
         found: Placed | None = None
-        for bound_s, _, each in self.bounded:
+        for row in self.bounded:
+            bound_s, each = row.bound_s, row.candidate
             least_s = below_s if found is None else found.objective_s
             if bound_s >= least_s * (1 - _EXACT):
                 break
+            if budget_bytes is not None and self._stays_bytes(each) > budget_bytes:
+                continue
             num_bytes = self._plan(each)[1]
             fits = budget_bytes is None or num_bytes <= budget_bytes
             if not fits or bound_s > (1 - LEAST_GAIN) * self._known_s(num_bytes):
@@ -100,6 +117,18 @@ class StreamedUpdateSearch:
             for mode, on_host, recomputes in whole
         ]
 
+    def _row(self, each: _Candidate) -> _Row:
+        """The estimated time is the bound and a small share of all work that does not take the busiest lane's time."""
+        costs, bound_s = self._costs, self._bound_s(each)
+        lanes_s = self._work_s(each.start, costs.members(each.through_gpu), costs.members(each.on_device)).sum(axis=0)
+        estimated_s = bound_s + _OTHER_LANES * float(lanes_s.sum() - lanes_s.max())
+        return _Row(each, bound_s, estimated_s, self._estimated_bytes(each))
+
+    def _stays_bytes(self, each: _Candidate) -> int:
+        """What stays on the device all the time."""
+        first = (self.profile.layers[self.profile.groups[group][0]] for group in each.on_device)
+        return sum(layer.state_bytes + layer.param_bytes for layer in first)
+
     def _estimated_bytes(self, each: _Candidate) -> int:
         layers, groups = self.profile.layers, self.profile.groups
         stays = [
@@ -107,7 +136,8 @@ class StreamedUpdateSearch:
         ]
         more = sum(x.state_bytes + x.param_bytes * (mode not in (GFGB, RESIDENT)) for x, mode in stays)
         gradients = [layers[member].device_gradient_bytes for group in each.through_gpu for member in groups[group]]
-        more += sum(gradients) if each.fills_memory else max(gradients, default=0)
+        one, all_bytes = max(gradients, default=0), sum(gradients)
+        more += one + int(each.room * (all_bytes - one))
         return self._start_bytes[each.start] + more + slots_bytes(self.profile, each.through_gpu)
 
     @functools.cached_property
@@ -143,9 +173,17 @@ class StreamedUpdateSearch:
         """The least time of the known plans that need no more memory."""
         return min((best.objective_s for best in self.known if best.needed_bytes <= num_bytes), default=np.inf)
 
-    @functools.cache  # noqa: B019 - as long as the search lives
     def _plan(self, each: _Candidate) -> tuple[Plan, int]:
         """A candidate's plan and the least budget within which it runs."""
+        plan, least_bytes, most_bytes = self._without_room(dataclasses.replace(each, room=0.0))
+        if not each.room:
+            return plan, least_bytes
+        needed = least_bytes + int(each.room * (most_bytes - least_bytes))
+        return dataclasses.replace(plan, memory_bytes=needed), needed
+
+    @functools.cache  # noqa: B019 - as long as the search lives
+    def _without_room(self, each: _Candidate) -> tuple[Plan, int, int]:
+        """A candidate's plan, the least budget within which it runs, and that in which no backward waits for room."""
         start, group_of = self.starts[each.start], self.profile.group_of
         plan = plan_of(self.policy, 1.0, self.profile, dataclasses.replace(start, memory_bytes=None))
         layers = list(plan.layers)
@@ -158,13 +196,9 @@ class StreamedUpdateSearch:
                 layers[index] = dataclasses.replace(own, mode=mode, update=UpdatePlace.GPU)
         plan = dataclasses.replace(plan, layers=tuple(layers))
         needs = step_demand(self.profile, plan)[1]
-        needed = int(needs.natural[0])
-        if each.fills_memory:
-            outstanding = np.cumsum(needs.gradient[::-1, 0])[::-1]
-            more = np.maximum(needs.backward, needs.backward_after)[:-1, 0] + outstanding[1:]
-            needed = max(needed, int(more.max(initial=0)))
-            plan = dataclasses.replace(plan, memory_bytes=needed)
-        return plan, needed
+        needed, outstanding = int(needs.natural[0]), np.cumsum(needs.gradient[::-1, 0])[::-1]
+        more = np.maximum(needs.backward, needs.backward_after)[:-1, 0] + outstanding[1:]
+        return plan, needed, max(needed, int(more.max(initial=0)))
 
     @functools.cache  # noqa: B019 - as long as the search lives
     def _placed(self, each: _Candidate) -> Placed:
@@ -204,6 +238,16 @@ class StreamedUpdateSearch:
     @functools.cached_property
     def _start_costs(self) -> list["_StartCosts"]:
         return [_StartCosts.of(self.profile, start) for start in self.starts]
+
+
+def _front(rows: list[_Row]) -> list[_Row]:
+    """The rows that no other beats in estimated time and memory."""
+    least_bytes, found = np.inf, []
+    for row in sorted(rows, key=lambda row: (row.estimated_s, row.estimated_bytes)):
+        if row.estimated_bytes < least_bytes:
+            least_bytes = row.estimated_bytes
+            found.append(row)
+    return found
 
 
 class _Costs:

@@ -13,7 +13,7 @@ from typing import Any
 from jaxferry.errors import InputError
 from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.records import LayerProfile, Profile
-from jaxferry.profiling.sharing import Devices
+from jaxferry.profiling.sharing import Devices, Links
 
 UPDATE_BYTES_PER_PARAMETER = 30
 """Host memory traffic of a one-pass AdamW step: it reads a 16-bit gradient, writes a 16-bit parameter, and reads and
@@ -113,14 +113,14 @@ def estimate_profile(
     del about["format"]
     if num_devices == 1:
         return Profile(about, tuple(_estimate_layer(layer, machine) for layer in layers))
-    devices = Devices(machine, num_devices, num_processes)
-    shares = tuple(_estimate_share(layer, devices) for layer in layers)
+    devices = Devices(Links.of_machine(machine, num_devices, num_processes), num_devices, num_processes)
+    shares = tuple(_estimate_share(layer, machine, devices) for layer in layers)
     return Profile(about, shares, num_devices=num_devices, num_processes=num_processes)
 
 
-def _estimate_share(layer: LayerCosts, devices: Devices) -> LayerProfile:
+def _estimate_share(layer: LayerCosts, machine: Machine, devices: Devices) -> LayerProfile:
     """The profile of a layer on each of several devices."""
-    own = _estimate_layer(_share_of_work(layer, devices.num_devices), devices.machine)
+    own = _estimate_layer(_share_of_work(layer, devices.num_devices), machine)
     return devices.exchanging(own, (layer.param_bytes, layer.grad_bytes), layer.temporary_bytes, layer.is_whole)
 
 

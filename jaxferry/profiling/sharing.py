@@ -10,11 +10,14 @@ whole (`is_whole`) is gathered within each machine alone; its gradients are adde
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from jaxferry.errors import InputError
 from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.records import LayerProfile, Profile, backward_variant, forward_variant
+
+ALL, WITHIN, ACROSS = EXCHANGES = ("all", "within", "across")
+"""The devices of an exchange: all of them; those of each process; those of one number in each of the processes."""
 
 _BOTH = (False, True)
 _OF_WORK = ("forward_s", "backward_s", "inter_forward_s", "inter_backward_s", "recompute_s")
@@ -23,16 +26,78 @@ _WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
+class Line:
+    """A time that grows with the bytes that move.
+
+    Attributes:
+      latency_s: of any move.
+      s_per_byte: what each byte adds.
+    """
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """The seconds of a move; none of no bytes."""
+        return self.latency_s + num_bytes * self.s_per_byte if num_bytes else 0.0
+
+    @classmethod
+    def through(cls, small: tuple[int, float], large: tuple[int, float]) -> Self:
+        """The line through two measurements, each of bytes and seconds; larger moves never take less time."""
+        more_s = max(large[1] - small[1], 0.0) / (large[0] - small[0])
+        return cls(max(small[1] - small[0] * more_s, 0.0), more_s)
+
+
+NOTHING = Line(0.0, 0.0)
+"""Of an exchange among one device, or one process."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """How fast devices load, offload and exchange, all at the same time.
+
+    Attributes:
+      up, down: between host memory and each device, of the bytes that this device moves.
+      gather: by the devices that gather (`EXCHANGES`), of all bytes that each has afterwards.
+      scatter: likewise for adding up gradients, of which each keeps a share.
+    """
+
+    up: Line
+    down: Line
+    gather: Mapping[str, Line]
+    scatter: Mapping[str, Line]
+
+    @classmethod
+    def of_machine(cls, machine: Machine, num_devices: int, num_processes: int) -> Self:
+        """Those of a machine's figures: of equal speed both ways, and a ring of devices without latency."""
+        per_process = num_devices // num_processes
+        within = machine.interconnect_bytes_per_s or machine.link_bytes_per_s
+        between = machine.network_bytes_per_s or within
+        pace = within if num_processes == 1 else min(within, between) if per_process > 1 else between
+        link = Line(machine.link_latency_s, 1 / min(machine.link_bytes_per_s, machine.host_bytes_per_s / per_process))
+        exchanges = {
+            ALL: Line(0.0, (num_devices - 1) / num_devices / pace),
+            WITHIN: Line(0.0, (per_process - 1) / per_process / within),
+            ACROSS: Line(0.0, (num_processes - 1) / num_processes / between),
+        }
+        return cls(link, link, exchanges, exchanges)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the figures as JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
 class Devices:
     """Devices that share each batch, equally many in each process, on a machine of its own.
 
     Attributes:
-      machine: its figures; those of the GPU and its link are of each device.
+      links: how fast they move what they share.
       num_devices: the number of devices of all processes.
       num_processes: the number of processes.
     """
 
-    machine: Machine
+    links: Links
     num_devices: int
     num_processes: int = 1
 
@@ -52,43 +117,34 @@ class Devices:
           temporaries: of each device's programs.
           is_whole: whether every process holds the layer whole.
         """
-        per_process = self.num_devices // self.num_processes
-        num_shares = per_process if is_whole else self.num_devices
-        link = dataclasses.replace(
-            self.machine,
-            link_bytes_per_s=min(self.machine.link_bytes_per_s, self.machine.host_bytes_per_s / per_process),
-        )
+        links, per_process = self.links, self.num_devices // self.num_processes
+        num_shares, among = (per_process, WITHIN) if is_whole else (self.num_devices, ALL)
         shares = [-(-size // num_shares) for size in num_bytes]
-        pace = self._bytes_per_s(crosses=not is_whole)
-        exchanged_s = [(num_shares - 1) * share / pace for share in shares]
-        again = (self.num_processes - 1) / self.num_processes * num_bytes[1] / self._bytes_per_s(crosses=True)
-        read_s, gather_s = link.transfer_s(-(-num_bytes[0] // per_process)), self._gather_s(num_bytes[0])
-        up_s, exchange_s = self._exchange_s(link, num_bytes) if num_shares > per_process else (0.0, 0.0)
-        summed_s, write_s = exchanged_s[1] + 2 * again * is_whole, link.transfer_s(shares[1])
+        gather_s = links.gather[WITHIN].seconds(num_bytes[0])
+        read_s = links.up.seconds(-(-num_bytes[0] // per_process)) + gather_s
+        up_s, exchange_s = self._exchange_s(num_bytes) if num_shares > per_process else (0.0, 0.0)
+        written_s = links.down.seconds(shares[1]) + links.scatter[among].seconds(num_shares * shares[1])
+        if is_whole:
+            written_s += links.scatter[ACROSS].seconds(num_bytes[1]) + links.gather[ACROSS].seconds(num_bytes[1])
         return dataclasses.replace(
             own,
             grad_bytes=shares[1],
-            load_s=link.transfer_s(shares[0]) + exchanged_s[0],
-            offload_s=write_s + summed_s,
+            load_s=links.up.seconds(shares[0]) + links.gather[among].seconds(num_shares * shares[0]),
+            offload_s=written_s,
             update_s=own.update_s / (1 if is_whole else self.num_processes),
-            forward_dha_s=own.forward_s + read_s + gather_s + exchange_s,
-            backward_dha_s=own.backward_s + read_s + gather_s,
-            backward_go_s=own.backward_s + write_s + summed_s,
-            forward_read_s=read_s + gather_s + up_s,
-            backward_read_s=read_s + gather_s,
-            backward_write_s=write_s + summed_s,
+            forward_dha_s=own.forward_s + read_s + exchange_s,
+            backward_dha_s=own.backward_s + read_s,
+            backward_go_s=own.backward_s + written_s,
+            forward_read_s=read_s + up_s,
+            backward_read_s=read_s,
+            backward_write_s=written_s,
             update_gpu_s=None,
             state_up_s=None,
             state_down_s=None,
             temporary_bytes=_with_copies(temporaries, num_bytes),
         )
 
-    def _gather_s(self, num_bytes: int) -> float:
-        """The time to gather, within each process, a layer of which each of its devices has loaded a part."""
-        per_process = self.num_devices // self.num_processes
-        return (per_process - 1) * -(-num_bytes // per_process) / self._bytes_per_s(crosses=False)
-
-    def _exchange_s(self, link: Machine, num_bytes: tuple[int, int]) -> tuple[float, float]:
+    def _exchange_s(self, num_bytes: tuple[int, int]) -> tuple[float, float]:
         """The time until each process has all of a layer in host memory: up to the devices, and in all.
 
         A frozen layer, without a gradient, is exchanged once.
@@ -96,19 +152,10 @@ class Devices:
         if not num_bytes[1]:
             return 0.0, 0.0
         per_process, share = self.num_devices // self.num_processes, -(-num_bytes[0] // self.num_devices)
-        within = self.machine.interconnect_bytes_per_s or self.machine.link_bytes_per_s
         # Each device gets the shares of those with its own number, over the network that its process has.
-        crossing_s = per_process * (self.num_processes - 1) * share / (self.machine.network_bytes_per_s or within)
-        up_s, down_s = link.transfer_s(share) + crossing_s, link.transfer_s(-(-num_bytes[0] // per_process))
-        return up_s, up_s + down_s
-
-    def _bytes_per_s(self, crosses: bool) -> float:
-        """The slowest connection between devices, of all machines if `crosses`."""
-        within = self.machine.interconnect_bytes_per_s or self.machine.link_bytes_per_s
-        if self.num_processes == 1 or not crosses:
-            return within
-        between = self.machine.network_bytes_per_s or within
-        return min(within, between) if self.num_devices > self.num_processes else between
+        crossing_s = self.links.gather[ACROSS].seconds(self.num_devices * share)
+        up_s = self.links.up.seconds(share) + crossing_s
+        return up_s, up_s + self.links.down.seconds(-(-num_bytes[0] // per_process))
 
 
 def _with_copies(temporaries: Mapping[str, int], num_bytes: tuple[int, int]) -> dict[str, int]:
@@ -142,10 +189,11 @@ def shared_by(profile: Profile, num_devices: int, num_processes: int = 1) -> Pro
         )
     if num_devices % num_processes:
         raise InputError(f"devices must be a multiple of processes, got {num_devices} and {num_processes}")
-    devices = Devices(Machine.of_facts(profile.machine), num_devices, num_processes)
+    machine = Machine.of_facts(profile.machine)
+    devices = Devices(Links.of_machine(machine, num_devices, num_processes), num_devices, num_processes)
     layers = [
         devices.exchanging(
-            _part_of(layer, devices),
+            _part_of(layer, machine, num_devices),
             (layer.param_bytes, layer.grad_bytes),
             {key: -(-size // num_devices) for key, size in layer.temporary_bytes.items()},
         )
@@ -160,9 +208,9 @@ def shared_by(profile: Profile, num_devices: int, num_processes: int = 1) -> Pro
     )
 
 
-def _part_of(layer: LayerProfile, devices: Devices) -> LayerProfile:
-    """The work of a layer on each device."""
-    read_s, num = layer.param_bytes / devices.machine.memory_bytes_per_s, devices.num_devices
+def _part_of(layer: LayerProfile, machine: Machine, num: int) -> LayerProfile:
+    """The work of a layer on each of `num` devices."""
+    read_s = layer.param_bytes / machine.memory_bytes_per_s
     changes: dict[str, Any] = {}
     for key in _OF_WORK:
         seconds = getattr(layer, key)

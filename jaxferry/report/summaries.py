@@ -18,13 +18,13 @@ from jaxferry.simulate.report import link_bytes
 STAGES = {
     "forward": (Kind.FORWARD, Kind.INTER_FORWARD),
     "backward": (Kind.BACKWARD, Kind.INTER_BACKWARD),
-    "load": (Kind.LOAD, Kind.RELOAD, Kind.REFRESH),
-    "offload": (Kind.OFFLOAD,),
+    "load": (Kind.LOAD, Kind.RELOAD, Kind.REFRESH, Kind.READ),
+    "offload": (Kind.OFFLOAD, Kind.WRITE),
     "activations": (Kind.SAVE, Kind.FETCH),
     "update": (Kind.UPDATE,),
     "state": (Kind.STATE_UP, Kind.STATE_DOWN),
 }
-"""Kinds of tasks by what they are for; also the classes of their colours."""
+"""Kinds of tasks by what they are for; also the classes of their colours. Predictions alone have reads and writes."""
 
 STAGE_OF = {kind: stage for stage, kinds in STAGES.items() for kind in kinds}
 _PREDICTED_STEPS = 4

@@ -10,7 +10,7 @@ import pytest
 import browser
 from jaxferry.compare import Comparison, PolicyRun
 from jaxferry.errors import InputError
-from jaxferry.modes import Mode
+from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.recording import RecordedTask, Recording
@@ -140,6 +140,18 @@ def test_the_measured_step_stands_beside_the_prediction_of_the_same_plan(recordi
     words = section(report_page(recording), "Lanes of one step")
     assert words.index(">measured<") < words.index(">predicted<")
     assert "Measured: 11.00 s a step" in words and f": {summary.predicted_s:.2f} s. From" in words
+
+
+def test_the_prediction_shows_what_programs_read_and_write_over_the_links(recording):
+    """As loads and offloads; a recording has no such tasks."""
+    (layer,) = recording.profile.layers
+    given = {"forward_read_s": 4.0, "backward_read_s": 4.0, "backward_write_s": 2.0}
+    profile = Profile({}, (dataclasses.replace(layer, **given),))
+    plan = Plan("auto", 0.0, (LayerPlan("<h>", Mode.DHA, gradient=GradientPlace.HOST),))
+    of_host = dataclasses.replace(recording, profile=profile, plan=plan)
+    words = section(report_page(of_host), "Lanes of one step")
+    assert "write &lt;h&gt;: 2.00 s" in words and all(stage in words for stage in ("load", "offload"))
+    assert {Kind.READ, Kind.WRITE} < {task.kind for task in Summary(of_host).predicted}
 
 
 def test_a_plan_without_times_has_no_prediction(recording):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxferry.errors import BudgetError, InputError
+from jaxferry.holdings import DHA
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan import place_bound
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
@@ -18,6 +19,7 @@ from jaxferry.plan.base import Request
 from jaxferry.plan.place_options import BYTES, NUM_LANES, options
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
 from jaxferry.plan.registry import make_policy
+from jaxferry.plan.streamed_updates import StreamedUpdateSearch
 from jaxferry.plan.twin_flow import TwinFlow
 from jaxferry.planning import make_plan
 from jaxferry.schedule import needed_bytes
@@ -75,6 +77,19 @@ def test_auto_may_stream_and_is_never_slower_than_without_or_with_less_memory(af
             assert plan.details["gap"] >= 0 and (after_all or step_s < 0.98 * without_s)
         before_s, streams = step_s, streams or any(plan.updates_streamed)
     assert streams or after_all
+
+
+def test_room_for_some_gradients_lies_between_none_and_all_in_memory_and_time():
+    profile = with_slow_host(transformer(8), link=8.0)
+    search = StreamedUpdateSearch("test", profile, [])
+    all_dha = next(number for number, start in enumerate(search.starts) if set(start.modes) == {DHA})
+    everything = (x.candidate for x in search.bounded if len(x.candidate.through_gpu) == 8)
+    first = next(each for each in everything if each.start == all_dha)
+    found = [search._placed(dataclasses.replace(first, room=room)) for room in (0.0, 0.25, 1.0)]
+    assert all(simulate(profile, each.plan).peak_device_bytes <= each.needed_bytes for each in found)
+    none, some, every = found
+    assert none.needed_bytes < some.needed_bytes < every.needed_bytes
+    assert none.objective_s > 1.02 * some.objective_s > 1.04 * every.objective_s
 
 
 @examples(4)

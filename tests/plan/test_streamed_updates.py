@@ -1,6 +1,7 @@
 """Updates that stream through the GPU: their tasks, their waits, their memory."""
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
@@ -132,6 +133,23 @@ def test_less_room_makes_a_backward_wait_for_updates_whose_gradients_would_not_f
 
     assert updates_before_the_last_backward(UNLIMITED_BYTES) == 0
     assert updates_before_the_last_backward(None) > 0
+
+
+def test_a_second_load_goes_up_before_state_that_waits_for_the_backward_in_front_of_it():
+    """A transfer up takes a second, so each one fits beside a backward of three; in the other order none would."""
+    times = {"load_s": 1.0, "forward_s": 3.0, "backward_s": 3.0, "update_s": 0.0, "inter_forward_s": 0.0}
+    times |= {"inter_backward_s": 0.0, "update_gpu_s": 0.0}
+    profile = with_state(model(6), 1.0, 1.0)
+    profile = Profile({}, tuple(dataclasses.replace(layer, **times) for layer in profile.layers))
+    plan = plan_with(profile, [UpdatePlace.GPU] * len(profile.groups), [Mode.RELOAD] * len(profile.layers))
+    plan = dataclasses.replace(plan, memory_bytes=UNLIMITED_BYTES)
+    ran = run(schedule_step(profile, plan))
+    spans = [
+        (ran.starts_s[index], ran.ends_s[index])
+        for index, task in enumerate(ran.schedule.tasks)
+        if task.kind is Kind.BACKWARD
+    ]
+    assert all(start == end for (_, end), (start, _) in itertools.pairwise(spans[1:]))
 
 
 def test_times_of_the_stream_default_to_the_speed_of_the_links():

@@ -11,9 +11,9 @@ from jaxferry.errors import InputError
 from jaxferry.holdings import RESIDENT, as_updated
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
-from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.auto import PLAIN_MARGIN, AutoSearch
 from jaxferry.plan.base import Objective, Request
-from jaxferry.plan.device_updates import DeviceUpdateSearch
+from jaxferry.plan.device_updates import DeviceUpdateSearch, plain_training
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.place_neighbours import refine
 from jaxferry.plan.records import LayerPlan, Plan, Updates
@@ -151,6 +151,42 @@ def test_auto_is_one_knob_from_everything_offloaded_to_plain_training(after_all)
     plain = plan_with(profile, range(len(profile.groups)))
     assert plan.details["binding"] == "GPU" and before_s <= simulate(profile, plain).steady_step_s * (1 + 1e-9)
     assert make_plan(profile, "auto").layers == plan.layers
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_where_everything_fits_auto_is_plain_training_unless_another_plan_is_faster_by_the_margin(share):
+    """The host and the links have nothing to do; so updates there save what those on the device would take."""
+    times = {"update_s": 0.0, "load_s": 0.0, "offload_s": 0.0, "forward_s": 1.0, "backward_s": 2.0}
+    times |= {"forward_dha_s": 1.0, "backward_dha_s": 2.0, "backward_go_s": 2.0}
+    times |= {"update_gpu_s": share * PLAIN_MARGIN * 3.0, "inter_forward_s": 0.0, "inter_backward_s": 0.0}
+    layers = tuple(dataclasses.replace(layer, **times) for layer in with_state(transformer(4)).layers)
+    profile = dataclasses.replace(transformer(4), layers=layers)
+    everything = needed_bytes(profile, plan_with(profile, range(len(profile.groups))))
+    for budget in (None, everything):
+        assert all(make_plan(profile, "auto", memory_budget_bytes=budget).updates_on_device) == (share < 1)
+    assert not all(make_plan(profile, "auto", memory_budget_bytes=everything - 1).updates_on_device)
+
+
+@examples(10)
+@given(st.data())
+def test_a_plan_in_place_of_plain_training_is_faster_by_more_than_the_margin(data):
+    profile = with_state(data.draw(profiles(max_layers=3)))
+    plan, plain = make_plan(profile, "auto"), plan_with(profile, range(len(profile.groups)))
+    if not all(plan.updates_on_device):
+        assert plan.predicted.steady_step_s * (1 + PLAIN_MARGIN) < simulate(profile, plain).steady_step_s
+    else:
+        assert set(plan.modes) == {Mode.RESIDENT}
+
+
+def test_with_frozen_layers_too_everything_stays():
+    layers = with_state(transformer(4)).layers
+    frozen = dataclasses.replace(layers[1], has_gradient=False, update_gpu_s=None, state_bytes=0, update_s=0.0)
+    profile = dataclasses.replace(transformer(4), layers=(layers[0], frozen, *layers[2:]))
+    plan, plain = make_plan(profile, "auto"), plain_training("auto", profile)
+    assert set(plain.plan.modes) == {Mode.RESIDENT}
+    assert {task.lane for task in schedule_step(profile, plain.plan).tasks} == {Lane.GPU}
+    if plan.layers != plain.plan.layers:
+        assert plan.predicted.steady_step_s * (1 + PLAIN_MARGIN) < plain.objective_s
 
 
 def test_one_update_of_all_groups_has_one_place():

@@ -2,12 +2,16 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import costs
 import jaxferry
@@ -164,12 +168,68 @@ def test_a_step_on_a_mesh_is_planned_with_the_profile_of_its_devices():
     assert found.plan == as_run(found.profile, found.plan)
     layer = found.profile.layers[0]
     assert (layer.grad_bytes, layer.param_bytes) == (16 * 16 * 4 // 2, 16 * 16 * 4)
-    # A policy alone measures nothing on a mesh.
-    assert prepared(2, policy="auto").plan.layers == found.plan.layers
     with pytest.raises(InputError, match="the profile is of 2 devices, and 1 train"):
         prepared(1, policy="auto", profile=found.profile)
-    with pytest.raises(InputError, match="profiles are measured on one device"):
-        prepared(2, policy="auto", profile="measure")
+
+
+def test_a_measured_profile_has_the_work_of_one_device_and_the_exchanges_of_all(monkeypatch, tmp_path):
+    """The programs of one device's share are known from one device with such a batch, so the times are the same."""
+    monkeypatch.setenv("JAXFERRY_CACHE_DIR", str(tmp_path))
+    options = {"policy": "auto", "profile": "measure"}
+    alone = jaxferry.train_step(loss_fn, optax.sgd(0.1), transport="device_put").measure(PARAMS, BATCH[:2])
+    found = prepared(2, **options).profile
+    assert (found.num_devices, found.machine["measured"], "links" in alone.machine) == (2, True, False)
+    up, gather = found.machine["links"]["up"], found.machine["links"]["gather"]["all"]
+    assert up["latency_s"] > 0 < gather["latency_s"]
+    for one, own in zip(alone.layers, found.layers, strict=True):
+        for name in ("forward_s", "backward_s", "update_s", "param_bytes", "activation_bytes"):
+            assert getattr(own, name) == getattr(one, name)
+        assert own.forward_s > 0 < own.update_s
+        assert own.grad_bytes == one.grad_bytes / 2
+        loaded = up["latency_s"] + own.param_bytes / 2 * up["s_per_byte"]
+        assert own.load_s == pytest.approx(loaded + gather["latency_s"] + own.param_bytes * gather["s_per_byte"])
+        assert own.forward_dha_s > own.forward_s and own.backward_go_s > own.backward_s
+        assert own.temporary_bytes["backward"] > 0
+    assert prepared(2, policy="auto", profile=found).profile.layers == found.layers
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_running_statistics_as_long_as_the_batch_are_whole_on_each_device(monkeypatch, tmp_path, is_scaled):
+    """They are told from rows by a parameter of their shape, or since a share of them cannot be traced."""
+    monkeypatch.setenv("JAXFERRY_CACHE_DIR", str(tmp_path))
+    params = PARAMS | ({"scale": {"w": np.ones(16, np.float32)}} if is_scaled else {})
+
+    def with_averages(params, batch, labels, averages):
+        x = batch @ params["l0"]["w"] + averages * params.get("scale", {"w": 1.0})["w"]
+        own = loss_fn({name: params[name] for name in ("l1", "l2")}, x)
+        return own + jnp.mean((x[:, 0] - labels) ** 2), 0.9 * averages + 0.1 * x.mean(0)
+
+    given = (np.ones((16, 16), np.float32), np.ones(16, np.int32), np.ones(16, np.float32))
+    found = []
+    for mesh, rows in ((jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), 16), (None, 8)):
+        step = jaxferry.train_step(with_averages, optax.sgd(0.1), mesh=mesh, transport="device_put")
+        found.append(step.measure(params, given[0][:rows], given[1][:rows], given[2]))
+    several, alone = found
+    assert [layer.forward_s for layer in several.layers] == [layer.forward_s for layer in alone.layers]
+
+
+def test_a_loss_that_names_the_mesh_is_not_measured_on_one_device():
+    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def constrained(params, batch):
+        batch = jnp.tanh(batch @ params["l0"]["w"])
+        batch = jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, PartitionSpec("data")))
+        return loss_fn({name: params[name] for name in ("l1", "l2")}, batch)
+
+    def plan_of(**options):
+        step = jaxferry.train_step(constrained, optax.sgd(0.1), mesh=mesh, policy="auto", **options)
+        step.declare(PARAMS)
+        return step.prepare(BATCH).plan
+
+    with pytest.raises(InputError, match=r"cannot be measured alone, .* or profile=\"estimate\""):
+        plan_of(profile="measure")
+    with pytest.warns(UserWarning, match="planning with an estimated profile"):
+        assert plan_of() == plan_of(profile="estimate")
 
 
 def status_of(*arguments):
@@ -186,8 +246,8 @@ def test_the_command_line_estimates_several_devices(tmp_path, capsys):
     assert status_of("plan", path, "--policy", "auto", "--json") == 0
     assert status_of(*arguments, "--devices", 3) == 2
     assert "must be a multiple of 3 devices" in capsys.readouterr().err
-    assert status_of("profile", "--model", "gpt2:tiny", "--devices", 2) == 2
-    assert "--devices needs --machine" in capsys.readouterr().err
+    assert status_of("profile", "--model", "gpt2:tiny", "--devices", 4, "--processes", 2) == 2
+    assert "--processes needs --machine" in capsys.readouterr().err
 
 
 def test_more_devices_than_there_are_is_an_error(capsys):
@@ -196,6 +256,18 @@ def test_more_devices_than_there_are_is_an_error(capsys):
 
 
 @pytest.mark.slow
-def test_jaxferry_train_shares_batches(capsys):
-    assert status_of("train", "--model", "gpt2:tiny", "--steps", 1, "--devices", 2) == 0
+@pytest.mark.parametrize("more", [(), ("--policy", "auto", "--profile", "measure")])
+def test_jaxferry_train_shares_batches(capsys, more):
+    assert status_of("train", "--model", "gpt2:tiny", "--steps", 1, "--devices", 2, *more) == 0
     assert "1 steps: loss" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_jaxferry_profile_measures_more_devices_than_cores(tmp_path):
+    path, environment = tmp_path / "four.json", {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "jaxferry", "profile", "--model", "gpt2:tiny", "--devices", "4", "-o", str(path)]
+    subprocess.run(command, check=True, env=environment)
+    found = Profile.load(path)
+    assert (found.num_devices, found.num_processes) == (4, 1)
+    assert min(found.machine["links"]["gather"]["all"].values()) > 0
+    assert make_plan(found, "auto").predicted.step_s > sum(layer.forward_s + layer.backward_s for layer in found.layers)

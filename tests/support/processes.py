@@ -37,8 +37,8 @@ QUICKLY = "--xla_backend_optimization_level=0"
 HANGS_AFTER_S = 3
 KINDS = ("frozen", "joint", "mixed", "scanned", "whole")
 """Models and optimizers of `kind`."""
-HEARTBEAT_TIMEOUT_S, SURVIVORS_END_IN_S = 10, 60
-"""After how long a process counts as dead, and within which time the others end, on a busy machine."""
+HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S, SURVIVORS_END_IN_S = 10, 40, 60
+"""After how long a process counts as dead, or as missing, and within which time the others end, on a busy machine."""
 
 
 def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile=None, script=__file__, flags=QUICKLY):
@@ -54,7 +54,7 @@ def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile
       script: what each runs; it calls `main` with a class of its own scenarios.
       flags: further flags of XLA.
     """
-    address = _free_address()
+    address = free_address()
     flags = f"--xla_force_host_platform_device_count={num_devices} {flags}"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     common = [sys.executable, script, address, str(num_processes)]
@@ -73,7 +73,7 @@ def start(scenario, num_processes, num_devices, folder, timeout_s=600, meanwhile
 
 def command(num_processes, arguments, timeout_s=300, meanwhile=None):
     """Runs `jaxferry` in several processes; returns status, output and errors of each."""
-    address = _free_address()
+    address = free_address()
     common = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
     common |= {"JAX_NUM_PROCESSES": str(num_processes), "XLA_FLAGS": QUICKLY}
     running = [
@@ -90,7 +90,8 @@ def command(num_processes, arguments, timeout_s=300, meanwhile=None):
     return [(process.returncode, *texts) for process, texts in pairs]
 
 
-def _free_address():
+def free_address():
+    """An address on this machine that nothing listens to."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return f"localhost:{free.getsockname()[1]}"
@@ -187,7 +188,7 @@ class Member(Starts):
         found["errors"]["shapes"] = differing(rows=4 if is_other else 8)
         found["errors"]["code"] = differing(loss_fn=twice if is_other else None)
         found["errors"]["plan"] = differing(remat="full" if is_other else "none")
-        return found
+        return found | {"measured": self.measures()}
 
     def options(self):
         """Losses with other options."""
@@ -371,8 +372,12 @@ def main(member=Member):
     faulthandler.dump_traceback_later(float(os.environ.get("HANGS_AFTER_S", "400")), exit=True)
     import jax
 
+    from jaxferry.engine.joining import joining_within
+
     given = (address, int(num_processes), int(number))
-    jax.distributed.initialize(*given, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+    with joining_within(JOIN_TIMEOUT_S) as timeout_s:
+        timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT_S, "initialization_timeout": timeout_s}
+        jax.distributed.initialize(*given, **timeouts)
     assert jax.local_device_count() == int(num_devices)
     print(json.dumps(getattr(member(Path(folder)), scenario)()))
 

@@ -43,10 +43,15 @@ bool FerryQueue::Push(Copies copies) { return Push(Transfer{std::move(copies), C
 void FerryQueue::Mark(std::shared_ptr<Times> times) { Push(Transfer{{}, Clock::now(), {}, std::move(times)}); }
 
 bool FerryQueue::Push(Transfer transfer) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (is_stopped_) return false;
-  if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
-  transfers_.push_back(std::move(transfer));
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (is_stopped_) return false;
+    if (!worker_.joinable()) worker_ = std::thread([this] { Work(); });
+    transfers_.push_back(std::move(transfer));
+    // Only a worker with an empty queue waits for copies.
+    if (transfers_.size() > 1) return true;
+  }
+  // Without the lock, so that the thread that wakes finds it free.
   changed_.notify_all();
   return true;
 }

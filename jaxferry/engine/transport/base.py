@@ -169,6 +169,7 @@ class Transport:
         self._programs: dict[Any, Any] = {}
         self._of_layer: dict[tuple[str, int, bool], Any] = {}
         self._spare: dict[Any, list[Vectors]] = {}
+        self._written_before: dict[tuple[int, bool], list[Vectors]] = {}
         self._num_sum_vectors: collections.Counter[int] = collections.Counter()
         self._adder = ThreadPoolExecutor(1, thread_name_prefix="jaxferry rows")
         self.held = HeldBytes()
@@ -300,7 +301,10 @@ class Transport:
         """
         if onto is None:
             shapes = self._there[2 if is_sum else 1][layer].vectors
-            if spare := self._spares(layer, shapes, is_pinned=True):
+            spare = self._written_before.get((layer, is_sum))
+            if spare is None:
+                spare = self._written_before[layer, is_sum] = self._spares(layer, shapes, is_pinned=True)
+            if spare:
                 return spare.pop()
             if self._placement.is_cpu:
                 return tuple(self.program("empty", layer, is_sum)())

@@ -1,0 +1,113 @@
+"""Measured profiles of several devices: the work of one of them, and what all exchange.
+
+    the share of one device --its programs, on one device--> times of the work
+    all devices --links.py--> times of loads, offloads and exchanges
+
+Each process measures on a device of its own, and all take the slowest one's times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jaxferry.engine.all_processes import check_same, slowest
+from jaxferry.engine.facts import with_program_facts
+from jaxferry.engine.host.optimizer import HostOptimizer
+from jaxferry.engine.placement import Placement
+from jaxferry.engine.programs import Programs
+from jaxferry.engine.transport.choice import make_transport
+from jaxferry.errors import InputError
+from jaxferry.measure.links import measure_links
+from jaxferry.measure.microbenchmarks import program_variants
+from jaxferry.measure.profile import default_cache, facts_of, measure_share, silent, temporary_bytes_of
+from jaxferry.partition import Partition
+from jaxferry.profiling.cache import MeasurementCache
+from jaxferry.profiling.progress import Report
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.sharing import Devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one device of several does, as a step of its own.
+
+    Attributes:
+      partition: the segments, for its share of the batch.
+      recomputing: the same, with rematerialized variants where eligible.
+      programs: their programs.
+      optimizer: the optimizer of whole layers.
+      placement: that one device.
+    """
+
+    partition: Partition
+    recomputing: Partition
+    programs: Programs
+    optimizer: HostOptimizer
+    placement: Placement
+
+
+def measure_shares(
+    share: Share,
+    partition: Partition,
+    recomputing: Partition,
+    programs: Programs,
+    placement: Placement,
+    transport: str,
+    *,
+    remat: str = "none",
+    offload_activations: bool = False,
+    progress: Report | None = None,
+) -> Profile:
+    """Measures the profile of a partition on several devices; each process must call this.
+
+    Args:
+      share: the work of one device.
+      partition: the segments of all devices.
+      recomputing: the same, with rematerialized variants where eligible.
+      programs: their programs, which are compiled for their temporaries.
+      placement: all devices.
+      transport: that of the step.
+      remat: as for `measure_profile`.
+      offload_activations: likewise.
+      progress: likewise.
+
+    Raises:
+      InputError: if the share of the batch is cut into other layers.
+    """
+    names = [use.name for use in partition.uses]
+    if names != [use.name for use in share.partition.uses]:
+        raise InputError("the share of the batch that one device has is cut into other layers than the whole batch")
+    given = (share.partition, share.programs, share.optimizer, share.placement)
+    layers = _alike(measure_share(*given, recomputing=share.recomputing, progress=progress), placement)
+    variants = program_variants(partition, recomputing, programs.derivatives)
+    keys = list(dict.fromkeys(key for named in variants for key in named.values()))
+    # Several processes compile together, so none may know more than the others.
+    cache = default_cache(placement) if placement.num_processes == 1 else MeasurementCache(None, {})
+    temporaries = temporary_bytes_of(keys, programs, cache, progress or silent)
+    links = measure_links(placement)
+    devices = Devices(links, placement.num_devices, placement.num_processes)
+    made = []
+    for own, use in zip(layers, partition.uses, strict=True):
+        known = variants[use.segment] if use.place == 0 else {}
+        layer = devices.exchanging(own, (own.param_bytes, own.grad_bytes), {}, partition.layers[use.group].is_whole)
+        sizes = {name: temporaries[key] for name, key in known.items()}
+        made.append(dataclasses.replace(layer, temporary_bytes=sizes))
+    facts = {**facts_of(placement, transport, remat), "links": links.to_json()}
+    profile = Profile(facts, tuple(made), num_devices=placement.num_devices, num_processes=placement.num_processes)
+    staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
+    return with_program_facts(profile, partition, programs.derivatives, offload_activations, staging_bytes)
+
+
+def _alike(layers: tuple[LayerProfile, ...], placement: Placement) -> list[LayerProfile]:
+    """The layers with the times of the slowest process."""
+    if placement.num_processes == 1:
+        return list(layers)
+    names = [field.name for field in dataclasses.fields(LayerProfile) if field.name.endswith("_s")]
+    known = [{name: own for name in names if (own := getattr(layer, name)) is not None} for layer in layers]
+    check_same(
+        "the layers that they measure", str([(layer.name, *own) for layer, own in zip(layers, known, strict=True)])
+    )
+    seconds = iter(slowest([own for times in known for own in times.values()]))
+    times: list[dict[str, Any]] = [{name: next(seconds) for name in own} for own in known]
+    return [dataclasses.replace(layer, **own) for layer, own in zip(layers, times, strict=True)]
