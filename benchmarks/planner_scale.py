@@ -1,15 +1,24 @@
-"""Measures processor time, memory and gap of every policy on long models.
+"""Measures processor time, memory and gap of every policy on long models, and of `auto` on GPT-like models.
 
     python benchmarks/planner_scale.py [--layers 1000 20000] [--policies exact auto]
+    python benchmarks/planner_scale.py --blocks 16 32 64 128 256 [--granularities block module] [--machines h100-pcie5]
 
-Prints a table and writes `benchmarks/results/planner_scale.json` after each plan; plans that are not made again stay in
+Prints tables and writes `benchmarks/results/planner_scale.json` after each plan; plans that are not made again stay in
 it. Each plan is made in a process of its own, whose largest memory is that of the policy, the profile and the
-interpreter. Gaps are those of the steady step to the bound
-that the plan states. `auto, budget` plans within three quarters of the memory that `native-overlapped` needs.
+interpreter. Gaps are those of the steady step to the bound that the plan states. `auto, budget` plans within three
+quarters of the memory that `native-overlapped` needs.
+
+With `--blocks`, `auto` plans for GPT-2's blocks at 4096 channels, 8 samples of 1024 tokens, on estimated machines
+within the memory that JAX takes of them: with one layer a block, and with one a module. All ways of updating compete.
+Their gaps are to the bound within the budget.
+
+Goals: 2 s for 128 layers of blocks, 10 s for the modules of 128 blocks.
 """
 
 import argparse
+import itertools
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -24,13 +33,19 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.machine import facts
 from benchmarks.planner_gap import transformer
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.registry import policies
 from jaxferry.planning import make_plan
+from jaxferry.profiling.machines import MACHINES, default_budget_bytes
+from jaxferry.profiling.records import Profile
 from jaxferry.records import write_json
 
 RESULTS = Path(__file__).parent / "results" / "planner_scale.json"
 WITH_BUDGET = "auto, budget"
 SHARE_OF_MEMORY = 0.75
+MACHINES_PLANNED = ("h100-pcie5", "rtx4090-pcie4")
+GOALS_S = {("block", 128): 2.0, ("module", 128): 10.0}
+"""By granularity and blocks."""
 
 
 def measured(name: str, num_layers: int) -> dict[str, float | str | int]:
@@ -51,9 +66,55 @@ def measured(name: str, num_layers: int) -> dict[str, float | str | int]:
     }
 
 
-def in_own_process(name: str, num_layers: int) -> dict[str, float | str | int]:
-    """`measured` in a process of its own."""
-    command = [sys.executable, __file__, "--one", name, str(num_layers)]
+def gpt_like(num_blocks: int, granularity: str, machine: str) -> Profile:
+    """The estimated profile of a GPT-2 of so many blocks; JAX is imported here only, since it takes much memory."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+    import jax.numpy as jnp
+
+    from examples.gpt2 import model
+    from jaxferry.engine import RematVariants
+    from jaxferry.engine.facts import with_program_facts
+    from jaxferry.partition import AUTO, partition
+    from jaxferry.profiling.estimate import estimate_profile
+    from jaxferry.profiling.segment_costs import partition_costs
+
+    config = model.Config(num_layers=num_blocks, num_heads=32, channels=4096)
+    shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 1025), jnp.int32)}
+    parts = partition(
+        model.make_loss(config), shapes, (batch,), compute_dtype=jnp.bfloat16, granularity=granularity
+    )  # fmt: skip
+    variants = RematVariants(parts, AUTO)
+    profile = estimate_profile(partition_costs(parts, AUTO, temporaries=True), MACHINES[machine])
+    return with_program_facts(profile, variants.base, variants.derivatives)
+
+
+def measured_model(num_blocks: int, granularity: str, machine: str) -> dict[str, float | str | int | None]:
+    """Plans with `auto` here: processor seconds and gap."""
+    profile = gpt_like(num_blocks, granularity, machine)
+    budget = default_budget_bytes(MACHINES[machine].to_json())
+    start = time.process_time()
+    plan = make_plan(profile, "auto", memory_budget_bytes=budget)
+    seconds = time.process_time() - start
+    assert plan.predicted is not None
+    step_s, bound_s = plan.predicted.steady_step_s, any_plan_lower_bound_s(profile, budget)
+    return {
+        "blocks": num_blocks,
+        "granularity": granularity,
+        "machine": machine,
+        "layers": len(profile.layers),
+        "processor_s": round(seconds, 2),
+        "goal_s": GOALS_S.get((granularity, num_blocks)),
+        "steady_step_s": step_s,
+        "lower_bound_s": bound_s,
+        "gap": step_s / bound_s - 1,
+    }
+
+
+def in_own_process(*arguments: str | int) -> dict[str, float | str | int]:
+    """`measured` or `measured_model` in a process of its own."""
+    command = [sys.executable, __file__, "--one", *map(str, arguments)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -62,23 +123,51 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[1000, 20000], help="lengths of the models")
     parser.add_argument("--policies", nargs="+", default=[*policies(), WITH_BUDGET], help="policies to measure")
-    parser.add_argument("--one", nargs=2, metavar=("POLICY", "LAYERS"), help=argparse.SUPPRESS)
+    parser.add_argument("--blocks", type=int, nargs="+", help="plan for GPT-like models of so many blocks instead")
+    parser.add_argument("--granularities", nargs="+", default=["block", "module"], help="how fine their layers are")
+    parser.add_argument("--machines", nargs="+", default=MACHINES_PLANNED, help="the machines that they train on")
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measured(arguments.one[0], int(arguments.one[1]))))
+        name, *others = arguments.one
+        is_model = len(others) == 2
+        print(json.dumps(measured_model(int(name), *others) if is_model else measured(name, int(others[0]))))
         return
-    cases = [(name, num_layers) for num_layers in arguments.layers for name in arguments.policies]
-    known = json.loads(RESULTS.read_text())["plans"] if RESULTS.exists() else []
-    rows = {(row["policy"], row["layers"]): row for row in known}
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    plans = {(row["policy"], row["layers"]): row for row in known.get("plans", ())}
+    models = {(row["blocks"], row["granularity"], row["machine"]): row for row in known.get("models", ())}
+    if arguments.blocks:
+        rows, cases = models, [*itertools.product(arguments.blocks, arguments.granularities, arguments.machines)]
+    else:
+        rows, cases = plans, [(name, layers) for layers in arguments.layers for name in arguments.policies]
     for case in track(cases, description="plans", console=Console(stderr=True)):
         rows[case] = in_own_process(*case)
-        write_json(RESULTS, {"machine": facts("none"), "plans": list(rows.values())})
+        found = {"plans": list(plans.values()), "models": [models[key] for key in sorted(models)]}
+        write_json(RESULTS, {"machine": facts("none"), **found})
+    print_plans(list(plans.values()))
+    print_models([models[key] for key in sorted(models)])
+
+
+def print_plans(rows: list[dict]) -> None:
+    """Prints the policies on long models."""
     table = Table("policy", title="planning long models")
     for head in ("layers", "processor s", "peak MB", "gap"):
         table.add_column(head, justify="right")
-    for row in rows.values():
+    for row in rows:
         seconds, peak = f"{row['processor_s']:.1f}", f"{row['peak_bytes'] / 1e6:.0f}"
         table.add_row(row["policy"], str(row["layers"]), seconds, peak, f"{row['gap']:.2%}")
+    Console(width=100).print(table)
+
+
+def print_models(rows: list[dict]) -> None:
+    """Prints `auto` on GPT-like models."""
+    table = Table("granularity", "machine", title="auto on GPT-like models")
+    for head in ("blocks", "layers", "processor s", "goal s", "gap"):
+        table.add_column(head, justify="right")
+    for row in sorted(rows, key=lambda row: (row["granularity"], row["machine"], row["blocks"])):
+        goal, seconds = f"{row['goal_s'] or ''}", f"{row['processor_s']:.1f}"
+        about = (row["granularity"], row["machine"], str(row["blocks"]), str(row["layers"]))
+        table.add_row(*about, seconds, goal, f"{row['gap']:.2%}")
     Console(width=100).print(table)
 
 

@@ -122,6 +122,19 @@ def as_updated(profile: Profile, groups: Collection[int], after_all: bool) -> Pr
     return dataclasses.replace(profile, layers=tuple(layers)) if groups else profile
 
 
+@dataclasses.dataclass(frozen=True)
+class OnDevice:
+    """Which groups plans update on the device.
+
+    Attributes:
+      groups: flags, (groups, plans).
+      profile: `as_updated` for all groups; its layers count where flags are set.
+    """
+
+    groups: np.ndarray
+    profile: Profile
+
+
 class Holdings:
     """When each layer loads a copy of its parameters, and how long the copy stays on the device.
 
@@ -133,6 +146,7 @@ class Holdings:
       modes: effective codes, (layers, plans).
       grad_on_host: effective gradient flags, (layers, plans).
       recomputes: whether each backward runs its forward again, (layers, plans); None for none.
+      on_device: the groups that are updated on the device, where their layers are RESIDENT; None for none.
 
     Attributes:
       loads_forward: whether the layer loads a first copy, (layers, plans).
@@ -148,13 +162,21 @@ class Holdings:
     """
 
     def __init__(
-        self, profile: Profile, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray | None = None
+        self,
+        profile: Profile,
+        modes: np.ndarray,
+        grad_on_host: np.ndarray,
+        recomputes: np.ndarray | None = None,
+        on_device: OnDevice | None = None,
     ):
+        self.on_device = on_device
         self.profile, self.modes, self.grad_on_host = profile, modes, grad_on_host
         self.num_layers, self.num_plans = modes.shape
         runs_back, fused = flags_of(profile, "has_backward"), flags_of(profile, "fused_backward")
         own = np.broadcast_to(np.arange(self.num_layers)[:, None], modes.shape)
         self.offloads = ~grad_on_host & flags_of(profile, "has_gradient")
+        if on_device is not None:
+            self.offloads &= ~on_device.groups[list(profile.group_of)]
         self.loads_forward = (modes == GFGB) | (modes == RELOAD)
         self.loads_between = modes == DFGB
         self.loads_backward = (modes == RELOAD) & reads_back(profile, recomputes) & ~fused

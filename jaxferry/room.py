@@ -114,7 +114,7 @@ def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
     again = np.where(held.loads_backward, np.maximum(last[:, None] + 1, second_wait), 0)[::-1]
     again_start = np.maximum(np.maximum.accumulate(again, axis=0), link)[::-1]
     link = again_start[0]
-    updated = _update_places(held.profile, after_all)[:, None]
+    updated = _update_places(held, after_all)
     refreshed = np.where(held.group_resident, updated, 0).max(axis=0)
     link = np.maximum(link, refreshed)
     of_group = np.array(held.profile.group_of)
@@ -153,13 +153,14 @@ def _in_link_order(waits: np.ndarray, order: np.ndarray) -> np.ndarray:
     return result
 
 
-def _update_places(profile: Profile, after_all: bool) -> np.ndarray:
-    """For each group, the place that its update may precede, (groups,); 0 without an update."""
-    size, (first, _) = len(profile.layers), _program_ends(profile)
+def _update_places(held: Holdings, after_all: bool) -> np.ndarray:
+    """For each group, the place that its update may precede, (groups, plans or 1); 0 without one on the host."""
+    profile, size, (first, _) = held.profile, held.num_layers, _program_ends(held.profile)
     places = np.array(
         [2 * size - first[members[0]] if profile.layers[members[0]].has_gradient else 0 for members in profile.groups]
-    )
-    return np.where(places > 0, places.max(), 0) if after_all else places
+    )[:, None]
+    places = places if held.on_device is None else np.where(held.on_device.groups, 0, places)
+    return np.where(places > 0, places.max(axis=0), 0) if after_all else places
 
 
 def _slot_waits(held: Holdings) -> tuple[np.ndarray, np.ndarray]:
@@ -213,9 +214,15 @@ def copy_bytes(held: Holdings, spans: Spans) -> tuple[np.ndarray, np.ndarray, np
 
 
 def resident_bytes(held: Holdings) -> np.ndarray:
-    """Bytes that RESIDENT copies hold all the time, (plans,)."""
-    params = np.array([held.profile.layers[members[0]].param_bytes for members in held.profile.groups], dtype=np.int64)
-    return (params[:, None] * held.group_resident).sum(axis=0)
+    """Bytes that RESIDENT copies hold all the time, with optimizer state that stays on the device; (plans,)."""
+
+    def params(profile: Profile) -> np.ndarray:
+        return np.array([profile.layers[members[0]].param_bytes for members in profile.groups], dtype=np.int64)[:, None]
+
+    own = params(held.profile)
+    if held.on_device is not None:
+        own = np.where(held.on_device.groups, params(held.on_device.profile), own)
+    return (own * held.group_resident).sum(axis=0)
 
 
 def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
@@ -270,6 +277,9 @@ def demand(
     by_dha, by_dha_back = (held.modes == DHA) | (held.modes == DFGB), held.modes == DHA
     forward_own = _bytes_of(profile, LayerProfile.forward_bytes, by_dha, again)
     backward_own = _bytes_of(profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
+    if held.on_device is not None:
+        there = _bytes_of(held.on_device.profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
+        backward_own = np.where(held.on_device.groups[list(profile.group_of)], there, backward_own)
     kept = np.cumsum(_bytes_of(profile, LayerProfile.kept_bytes, again), axis=0)
     kept_after = np.concatenate([np.zeros((1, held.num_plans), dtype=np.int64), kept[:-1]])
     sizes = np.array([layer.device_gradient_bytes for layer in profile.layers], dtype=np.int64)[:, None]
@@ -358,29 +368,26 @@ def _lowest_offloads(held: Holdings, after_all: bool) -> np.ndarray:
         for layer in members[1:]:
             found[group] = np.where(held.offloads[layer], np.minimum(found[group], layer), found[group])
     if after_all:
-        has_update = np.array([held.profile.layers[members[0]].has_gradient for members in groups])[:, None]
+        has_update = _update_places(held, after_all=False) > 0
         found = np.where(has_update, found.min(axis=0), found)
     return found
 
 
-def waits(held: Holdings, needs: Demand, memory_bytes: int) -> np.ndarray:
+def waits(held: Holdings, needs: Demand | None, memory_bytes: int) -> np.ndarray:
     """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`; (layers, plans).
 
     The last layer of a program, whose backward is its first part, waits for all. A backward that adds to a gradient in
-    host memory also waits for the last offload of its group. No backward repeats the wait of an earlier one.
+    host memory also waits for the last offload of its group. No backward repeats the wait of an earlier one. The
+    needs are None if memory is no limit.
     """
     profile, size = held.profile, held.num_layers
-    limit, (_, last) = np.maximum(needs.natural, memory_bytes), _program_ends(profile)
-    outstanding = np.zeros((size + 1, held.num_plans), dtype=np.int64)
-    outstanding[:-1] = np.cumsum(needs.gradient[::-1], axis=0)[::-1]
-    columns = np.arange(held.num_plans)
-    least = outstanding[last + 1] + needs.backward - limit
-    least_after = outstanding[last + 1] + needs.backward_after - limit
-    beside = outstanding[np.maximum(needs.beside_below, last[:, None] + 1), columns]
-    least = np.where(beside < least_after, np.maximum(least, least_after), least)
+    columns, outstanding = np.arange(held.num_plans), np.zeros((size + 1, held.num_plans), dtype=np.int64)
+    least = np.zeros(held.modes.shape, dtype=np.int64)
+    if needs is not None and memory_bytes < UNLIMITED:
+        least = _least_to_end(needs, memory_bytes, outstanding, _program_ends(profile)[1])
     ended, ended_bytes = np.full(held.num_plans, size), np.zeros(held.num_plans, dtype=np.int64)
     found = np.full(held.modes.shape, NO_WAIT, dtype=np.int64)
-    may_wait = (least > 0).any(axis=1)
+    may_wait: np.ndarray = np.any(least > 0, axis=1)
     for members in reversed(profile.programs):
         later = {layer: [x for x in profile.groups[profile.group_of[layer]] if x > layer] for layer in members}
         adds = any(later.values())
@@ -401,3 +408,17 @@ def waits(held: Holdings, needs: Demand, memory_bytes: int) -> np.ndarray:
             short = ended_bytes < needed
         found[members[-1]] = np.where(ended < before, ended, NO_WAIT)
     return found
+
+
+def _least_to_end(needs: Demand, memory_bytes: int, outstanding: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Bytes of gradients that must have left before each backward, (layers, plans).
+
+    Fills `outstanding`, (layers + 1, plans), with the gradients of each layer and of later ones; `last` is the last
+    layer of each layer's program.
+    """
+    outstanding[:-1] = np.cumsum(needs.gradient[::-1], axis=0)[::-1]
+    limit, columns = np.maximum(needs.natural, memory_bytes), np.arange(outstanding.shape[1])
+    least = outstanding[last + 1] + needs.backward - limit
+    least_after = outstanding[last + 1] + needs.backward_after - limit
+    beside = outstanding[np.maximum(needs.beside_below, last[:, None] + 1), columns]
+    return np.where(beside < least_after, np.maximum(least, least_after), least)

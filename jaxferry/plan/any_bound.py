@@ -1,7 +1,8 @@
 """A proven lower bound on every plan: any modes, including RELOAD and RESIDENT, any gradients, both update orders.
 
 Plans of different policies can be compared with it. For plans of GFGB, DHA and DFGB with known gradients,
-`plan/bounds.py` proves more. Three facts hold for an endless chain of any plan.
+`plan/bounds.py` proves more. Three facts hold for an endless chain of any plan. `plan/place_bound.py` combines them for
+all choices of a group at once; what is here counts several layers of one group more closely.
 
 - The host's updates of a step fit into one period.
 - Each link's work and the GPU's work also fit into one period. A trained layer uses the link up at least once per step,
@@ -22,9 +23,9 @@ import dataclasses
 import numpy as np
 
 from jaxferry.plan.bounds import group_loads
-from jaxferry.plan.device_updates import updatable_groups
 from jaxferry.plan.place_bound import place_lower_bound_s
 from jaxferry.plan.relaxation import Penalty, least_time
+from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.plan.whole_step import StepCosts, first_trained
 from jaxferry.profiling.records import LayerProfile, Profile
 

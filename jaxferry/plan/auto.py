@@ -36,7 +36,7 @@ from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.modes import UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
-from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed, streamable_groups, updatable_groups
+from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
@@ -45,6 +45,7 @@ from jaxferry.plan.neighbours import ALL_MODES, neighbours
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
 from jaxferry.plan.streamed_updates import StreamedUpdateSearch
+from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane, schedule_step
 from jaxferry.simulate.report import simulate
@@ -62,6 +63,7 @@ _ORDERS = 4
 _LEAST_STARTS = 3
 _WORK = 500_000
 _EXPANDED_AT_ONCE = 6
+_FEW_LAYERS = 80
 _ROUNDING = 1e-12
 _UNLIMITED_BYTES = 2**53
 
@@ -90,7 +92,6 @@ class AutoSearch:
         self.profile, self.request = profile, request
         self.pool = Pool(profile, by_need_on_frontier=True)
         self.recomputing = Pool(profile, by_need_on_frontier=True)
-        self.of_exact: list[Pool] = []
         self.recomputes = False
         self._placed: DeviceUpdateSearch | None = None
         self._streamed: StreamedUpdateSearch | None = None
@@ -176,7 +177,7 @@ class AutoSearch:
     def _best(self, budget_bytes: int | None) -> Best | None:
         """The fastest plan that fits; ties go to the leanest. It recomputes only if no other is as fast."""
         found: Best | None = None
-        for pool in (self.pool, *self.of_exact, self.recomputing):
+        for pool in (self.pool, self.recomputing):
             rival = pool.best(Objective.STEADY, budget_bytes, leanest=True) if pool.evaluated else None
             if rival is None:
                 continue
@@ -200,7 +201,7 @@ class AutoSearch:
             pool = Pool(self.profile)
             self._explore(pool, grad_on_host, optimum)
             pool.run()
-            self.of_exact.append(pool)
+            self.pool.take(pool)
         self.request.report("memory of all these plans")
         self.pool.run()
         fastest = self.pool.best(Objective.STEADY, None)
@@ -212,15 +213,13 @@ class AutoSearch:
         self._refine()
 
     def _explore(self, pool: Pool, grad_on_host: np.ndarray, optimum: ForwardOptimum) -> None:
-        """Adds the plans of `exact` with these gradients to both pools."""
+        """Adds the plans of `exact` with these gradients to a pool."""
         known = known_plans(self.profile, grad_on_host, optimum)
         explore(pool, grad_on_host, self.request, known, optimum.modes)
-        for kind, parts in pool.parts.items():
-            self.pool.parts.setdefault(kind, []).extend(parts)
 
     def _explore_one(self, optimum: ForwardOptimum, flags: list[np.ndarray]) -> None:
         """Likewise for a long model: the plans of `exact` with one choice of gradients, and all families at once."""
-        self._explore(Pool(self.profile), flags[0], optimum)
+        self._explore(self.pool, flags[0], optimum)
         for grad_on_host in flags:
             self._families(optimum.modes, grad_on_host)
         self.request.report("families of plans for less memory")
@@ -334,15 +333,20 @@ class AutoSearch:
         return found
 
     def _refine(self, recomputes: bool = False) -> None:
-        """Adds neighbours of plans spread over the frontier of time and memory, within the limit on work."""
+        """Adds neighbours of plans spread over the frontier of time and memory, within the limit on work.
+
+        Those of a long model differ little, so fewer are tried.
+        """
         expanded: set[bytes] = set()
-        work, once = 0, (len(ALL_MODES) + 1 + recomputes) * len(self.sizes) ** 2
-        while work + once <= _WORK:
+        size = len(self.sizes)
+        once, most_work = (len(ALL_MODES) + 1 + recomputes) * size**2, _WORK if size <= _FEW_LAYERS else _WORK // 2
+        work = 0
+        while work + once <= most_work:
             fresh = [best for best in self._frontier() if _key(best) not in expanded and _is_layerwise(best)]
             if not fresh:
                 return
             self.request.report("neighbours of the best plans for their memory")
-            num_expanded = min(_EXPANDED_AT_ONCE, (_WORK - work) // once)
+            num_expanded = min(_EXPANDED_AT_ONCE, (most_work - work) // once)
             spread = np.unique(np.linspace(0, len(fresh) - 1, num_expanded).astype(int))
             for number in spread:
                 expanded.add(_key(fresh[number]))

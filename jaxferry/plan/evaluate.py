@@ -1,19 +1,22 @@
 """Times and memory of many plans at once, for the searches of this package."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, as_updated, gradient_flags, mode_codes, updated_on_device
+from jaxferry.holdings import DFGB, OnDevice, as_updated, flags_of, gradient_flags, mode_codes
+from jaxferry.plan.batch import Batch
 from jaxferry.plan.effort import fewer, is_searched
+from jaxferry.plan.lane_work import gpu_s, host_s, late_updates_s, links_s, loops_s
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
-from jaxferry.plan.recurrences import Batch, Chain, Step
+from jaxferry.plan.recurrences import Chain, Step
 from jaxferry.profiling.records import Profile
 from jaxferry.room import UNLIMITED
 from jaxferry.simulate.machine import STEPS_BY_NEED
 
 _MOST_STEPS = 24
-_CHUNK_ELEMENTS = 1 << 16
+_CHUNK_ELEMENTS = 1 << 18
 _LEAST_IN_CHUNK = 64
 _LEAST_STEPS = 4
 _FEW_STEPS_BY_NEED = (2, 5)
@@ -58,6 +61,7 @@ class PlanEvaluator:
         modes: np.ndarray,
         grad_on_host: np.ndarray,
         recomputes: np.ndarray | bool = False,
+        on_device: np.ndarray | bool = False,
         *,
         bulk: bool = False,
         after_all: bool = False,
@@ -72,6 +76,8 @@ class PlanEvaluator:
           modes: (plans, layers) or (layers,) codes, see `recurrences.CODES`.
           grad_on_host: likewise, whether the gradient is written to the host.
           recomputes: likewise, whether the backward runs the forward again; only for layers that can do so.
+          on_device: likewise, whether the layer's group is updated on the device; only if its layers are RESIDENT and
+            their gradients stay.
           bulk: `loads: "bulk"`.
           after_all: `updates: "after-all"`.
           by_need: `update_order: "need"`.
@@ -82,33 +88,52 @@ class PlanEvaluator:
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         grad_on_host = np.broadcast_to(np.asarray(grad_on_host, dtype=bool), modes.shape)
         again = np.broadcast_to(np.asarray(recomputes, dtype=bool), modes.shape) if np.any(recomputes) else None
+        updated = self._of_groups(modes, on_device)
         after_all = after_all or self.profile.updates_after_all
         parts = []
         size = max(_LEAST_IN_CHUNK, _CHUNK_ELEMENTS // modes.shape[1])
         for first in range(0, max(len(modes), 1), size):  # one chunk even of no plans
             chunk = slice(first, first + size)
             flags = None if again is None else again[chunk].T.copy()
-            kind = (bulk, after_all, flags, by_need, memory_bytes or 0)
+            there = None
+            if updated is not None and updated[chunk].any():
+                there = OnDevice(updated[chunk].T.copy(), self._updated_everywhere(after_all))
+            kind = (bulk, after_all, flags, by_need, memory_bytes or 0, there)
             batch = Batch(self.profile, modes[chunk].T.copy(), grad_on_host[chunk].T.copy(), *kind)
             parts.append(_outcomes(batch, steady, memory))
         fields = [field.name for field in dataclasses.fields(Outcomes)]
         return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
 
+    @functools.cache  # noqa: B019 - as long as the evaluator lives
+    def _updated_everywhere(self, after_all: bool) -> Profile:
+        return as_updated(self.profile, range(len(self.profile.groups)), after_all)
+
+    def _of_groups(self, modes: np.ndarray, on_device: np.ndarray | bool) -> np.ndarray | None:
+        """Flags of the groups, (plans, groups), given those of layers; None if none is set."""
+        if not np.any(on_device):
+            return None
+        flags = np.broadcast_to(np.asarray(on_device, dtype=bool), modes.shape)
+        return flags[:, [members[0] for members in self.profile.groups]]
+
     def bounds(
-        self, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray
+        self, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray, on_device: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Lower bounds on `steady_step_s`, and `needed_bytes`, without running a step; arguments (plans, layers).
 
-        A period is no shorter than the GPU's or the host's work. With updates by need `steady_step_s` is a mean over
-        steps of the GPU. All updates of a step but the first start after the GPU's end in the step before the first, so
-        the host's work counts one time less.
+        A period is no shorter than the work of the GPU, of a link or of the host, or than the loops of a step. With
+        updates by need `steady_step_s` is a mean over steps of the GPU. All updates of a step but the first start after
+        the GPU's end in the step before the first, so the host's work counts one time less, and so do the links' and
+        the loops.
         """
-        modes, grad_on_host, again = (flags.T.copy() for flags in (modes, grad_on_host, recomputes))
+        updated = self._of_groups(modes, on_device)
         after_all = self.profile.updates_after_all
-        batch = Batch(self.profile, modes, grad_on_host, False, after_all, again, memory_bytes=UNLIMITED)
+        there = None if updated is None else OnDevice(updated.T.copy(), self._updated_everywhere(after_all))
+        modes, grad_on_host, again = (flags.T.copy() for flags in (modes, grad_on_host, recomputes))
+        kind = (False, after_all, again)
+        batch = Batch(self.profile, modes, grad_on_host, *kind, memory_bytes=UNLIMITED, on_device=there)
         first, last = _steps_by_need(batch.num_layers)
-        host_s = sum(self.profile.group_update_s) * (1 - 1 / (last - first))
-        return np.maximum(batch.gpu_s, host_s), batch.needs.natural
+        others_s = np.max([host_s(batch), links_s(batch), loops_s(batch)], axis=0) * (1 - 1 / (last - first))
+        return np.maximum(gpu_s(batch), others_s), batch.needs.natural
 
     def plan(self, plan: Plan) -> Outcomes:
         """Evaluates one plan; arrays of one element.
@@ -116,12 +141,11 @@ class PlanEvaluator:
         Only the simulator knows updates that stream through the GPU.
         """
         assert not any(plan.updates_streamed)
-        after_all = self.profile.updates_after_all or plan.updates is Updates.AFTER_ALL
-        updated = as_updated(self.profile, updated_on_device(self.profile, plan), after_all)
-        return PlanEvaluator(updated)(
+        return self(
             mode_codes(plan),
             gradient_flags(plan),
             np.array(plan.recomputes),
+            np.array(plan.updates_on_device) & flags_of(self.profile, "has_gradient")[:, 0],
             bulk=plan.loads is Loads.BULK,
             after_all=plan.updates is Updates.AFTER_ALL,
             by_need=plan.update_order is UpdateOrder.NEED,
@@ -131,55 +155,52 @@ class PlanEvaluator:
 
 def _outcomes(batch: Batch, steady: bool, memory: bool) -> Outcomes:
     chain = Chain(batch)
-    steps = [Step(chain)]
+    first = Step(chain)
     step_s = chain.host
     period_s = step_s
     if steady:
-        period_s = _period_s(batch, chain, steps)
-    first = steps[0]
+        # Updates on the device that wait for all gradients follow the last of them on the GPU.
+        period_s = _period_s(batch, chain, first) + late_updates_s(batch)
     is_late = (batch.modes[list(batch.profile.programs[-1])] == DFGB).any(axis=0)
     in_window = ~is_late & (first.between_end <= first.window)
     needed_bytes = batch.needs.natural if memory else np.zeros(batch.num_plans, dtype=np.int64)
     return Outcomes(first.forward_end, step_s, period_s, needed_bytes, in_window, batch.room_matters)
 
 
-def _period_s(batch: Batch, chain: Chain, steps: list[Step]) -> np.ndarray:
-    """The growth of the host's end over a step, once all boundary times grow equally.
+def _period_s(batch: Batch, chain: Chain, step: Step) -> np.ndarray:
+    """The growth of the host's end over a step, once all boundary times grow equally, given the first step.
 
-    If they do not, the largest growth is an upper bound on the period (Collatz and Wielandt's).
+    If they do not, the largest growth is an upper bound on the period (Collatz and Wielandt's). With updates by need it
+    is the mean between two steps, as in the simulator. Plans whose times grow equally take no part in further steps.
 
     The second step's time is the period if every load waits for an update and there is no RELOAD, no RESIDENT and no
     fetch. Then a step depends on the previous one only by the lead of its loads. The lead comes from the backward,
     which no load delays within the window.
     """
-    if batch.by_need:
-        return _measured_period_s(chain, steps)
     most_steps = fewer(_MOST_STEPS, batch.num_layers, _LEAST_STEPS)
-    before_s = chain.host
-    steps.append(Step(chain))
-    if batch.is_plain and (batch.modes <= DFGB).all():
-        return chain.host - before_s
+    from_step, to_step = _steps_by_need(batch.num_layers)
+    before_s, num_steps = chain.host, 1
+    if not batch.by_need:
+        Step(chain)
+        num_steps = 2
+        if batch.is_plain and (batch.modes <= DFGB).all():
+            return chain.host - before_s
+    most_steps = to_step if batch.by_need else most_steps
+    period_s, rows, from_s = np.zeros(batch.num_plans), np.arange(batch.num_plans), step.last_program
     while True:
         before = chain.boundary()
-        steps.append(Step(chain))
+        step, num_steps = Step(chain), num_steps + 1
+        from_s = step.last_program if num_steps == from_step else from_s
         growth = chain.boundary() - before
         highest = growth.max(axis=0)
-        if len(steps) >= most_steps or np.all(highest - growth.min(axis=0) <= _SAME * chain.host):
-            return np.where(highest - growth.min(axis=0) <= _SAME * chain.host, growth[0], highest)
-
-
-def _measured_period_s(chain: Chain, steps: list[Step]) -> np.ndarray:
-    """The mean between two steps of a chain, as in the simulator; stops once all boundary times grow equally."""
-    first, last = _steps_by_need(chain.batch.num_layers)
-    ends = [steps[0].last_program]
-    while len(steps) < last:
-        before = chain.boundary()
-        steps.append(Step(chain))
-        ends.append(steps[-1].last_program)
-        growth = chain.boundary() - before
-        if len(steps) > 2 and np.all(growth.max(axis=0) - growth.min(axis=0) <= _SAME * chain.host):
-            return growth[0]
-    return (ends[last - 1] - ends[first - 1]) / (last - first)
+        is_same = (highest - growth.min(axis=0) <= _SAME * chain.host) & (num_steps > 2)
+        highest = (step.last_program - from_s) / (to_step - from_step) if batch.by_need else highest
+        period_s[rows] = np.where(is_same, growth[0], highest)
+        if num_steps >= most_steps or is_same.all():
+            return period_s
+        if len(rows) > _LEAST_IN_CHUNK and 2 * is_same.sum() > len(rows):
+            left = np.flatnonzero(~is_same)
+            rows, from_s, chain = rows[left], from_s[left], chain.some(left)
 
 
 def _steps_by_need(num_layers: int) -> tuple[int, int]:

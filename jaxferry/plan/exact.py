@@ -217,7 +217,7 @@ def explore(pool: Pool, grad_on_host: np.ndarray, request: Request, known: np.nd
 def _improve(pool: Pool, search: LocalSearch, found: np.ndarray) -> np.ndarray:
     """Adds local optima near the best plans found; returns the best one."""
     starts = _different(found, search.values(found))[: fewer(_STARTS, found.shape[1])]
-    improved = np.array([search.improve(start, _WORK_A_START) for start in starts], dtype=np.int8)
+    improved = search.improve_all(starts, _WORK_A_START)
     best = search.improve(improved[int(np.argmin(search.values(improved)))], _WORK_FOR_BEST)
     pool.add(improved, search.grad_on_host)
     pool.add(best, search.grad_on_host)

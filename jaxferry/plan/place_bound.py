@@ -1,96 +1,197 @@
 """A proven lower bound on plans that choose everything for each layer, within a memory budget.
 
-The work of each lane in a step fits into one period T, and what a plan holds at some place of the step fits into the
-budget. Each group takes one of these options, each with its least seconds on the four lanes and its bytes there:
+Each group takes one of the choices of `jaxferry.plan.place_options`. A period T of the step is no shorter than
 
-- its layers are held from forward to backward, loaded twice, or read in host memory, with or without recomputation;
-  their gradients leave by the link or by the backward itself, and the host updates them;
-- likewise, but the update streams through the GPU: state up and down, no gradient leaves;
-- all of it stays on the device.
+- the work of each lane;
+- each **loop**: from a layer's forward through the forwards and backwards of all layers from there on, and then all
+  updates on the host, all transfers up or all transfers down that start after the backward of a group up to that layer.
+  In any order, the last of these belongs to a group whose next forward waits for it. Likewise with what one group does
+  alone between its backward and its forward.
 
-Programs by DHA and GO take time of the links as well (`jaxferry.simulate.shared_links`). **Bytes** count at up to two
-places: the last forward, and the forward that needs the most if all layers recompute. A forward needs the copies that
-are held across it, the kept activations of all layers so far, and its own workspace.
+**Bytes** count at up to two places: the last forward, and the forward that needs the most if all layers recompute. A
+forward needs the copies that are held across it, the kept activations of all layers so far, and its own workspace.
+Subgroups of streamed updates have slots all the time: the four largest ones of all that stream. Which size the fourth
+has is tried for up to `_MOST_SIZES` intervals; in each of them the slots' bytes are linear in the choices.
 
-For any weights w of the lanes that add up to 1, and any prices p of a byte at the places,
+Shares of choices in place of one choice for each group make this a linear program, which HiGHS solves. Its prices prove
+the bound: for any weights w of the times that add up to 1, and any prices p of a byte,
 
-    T  >=  sum over groups of the cheapest option's (w . seconds + p . bytes)  -  p . budgets
+    T  >=  sum over groups of the cheapest choice's (w . seconds + p . bytes)  -  p . budgets
 
-(Lagrange's relaxation). Good weights are found by multiplicative updates: what the cheapest options use most becomes
-dearer. The bound follows from the weights alone, so it holds however good they are.
+(Lagrange's relaxation). So the bound holds however exactly the program was solved.
 """
 
-import itertools
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import scipy  # loads its submodules when they are first used; they take longer than a short plan
 
-from jaxferry.plan.device_updates import updatable_groups
-from jaxferry.plan.effort import fewer
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.plan.place_options import (
+    BYTES,
+    DOWN,
+    HOST,
+    NUM_LANES,
+    OWN,
+    PROGRAMS,
+    STREAMS,
+    UP,
+    Options,
+    options,
+    recompute_choices,
+)
+from jaxferry.profiling.records import Profile
+from jaxferry.streaming import SLOTS
 
-_HELD, _AGAIN, _READ = "held", "loaded twice", "read in host memory"
-_BOTH = (True, False)
-_ROUNDS = 1500
-_LEAST_ROUNDS = 50
-_LANES = 4
-_MOST_TOGETHER = 512
-"""The most combinations of the options of layers that share parameters."""
+_MOST_LOOPS = 24
+_FIRST_LOOPS = 4
+_MOST_SIZES = 6
+_LEAST_SHARE = 0.002
+"""The share of the budget from which on the size of a slot counts."""
+
+_CYCLED = (HOST, UP, DOWN)
+_ROUNDING = 1e-9
 
 
 def place_lower_bound_s(profile: Profile, budget_bytes: int | None = None) -> float:
     """No plan within the budget has a smaller `steady_step_s`, wherever its groups are updated."""
-    may_update = frozenset(updatable_groups(profile))
     places = () if budget_bytes is None else _places(profile)
-    options = [_options(profile, group, group in may_update, places) for group in range(len(profile.groups))]
-    most = max(len(each) for each in options)
-    table = np.stack([np.concatenate([each, np.repeat(each[:1], most - len(each), axis=0)]) for each in options])
-    total_bytes = table[:, :, _LANES:].max(axis=1).sum(axis=0)
-    left_bytes = np.array([_left_bytes(profile, place, budget_bytes or 0) for place in places])
-    budgets = np.maximum(left_bytes, 1e-6 * total_bytes + 1.0)  # no price of a byte is without limit
-    return _best_bound_s(table, budgets)
+    budgets = np.array([_left_bytes(profile, place, budget_bytes or 0) for place in places])
+    found = options(profile, places)
+    most_s = sum(float(each.table[:, :NUM_LANES].sum(axis=1).max()) for each in found)
+    if most_s == 0:
+        return 0.0
+    return min(_Program(found, len(profile.layers), budgets, most_s).bound_s(), most_s)
 
 
-def _best_bound_s(table: np.ndarray, budgets: np.ndarray) -> float:
-    """The largest bound of all weights that are tried.
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """The fourth largest slot has at least `low` bytes and less than `high`."""
+
+    low: int
+    high: float
+
+
+class _Program:
+    """The linear program.
 
     Args:
-      table: (groups, options, lanes and places), seconds and bytes.
-      budgets: (places,), bytes.
+      choices: of each group.
+      num_layers: of the model.
+      budgets: bytes at each place, (places,).
+      unit_s: the program's unit of time.
     """
-    found_s = float(table[:, :, :_LANES].sum(axis=2).min(axis=1).sum()) / _LANES
-    scale = np.append(np.ones(_LANES), found_s / budgets)
-    most_s = float(table[:, :, :_LANES].sum(axis=2).max(axis=1).sum())
-    rows, logs = np.arange(len(table)), np.zeros(len(scale))
-    for number in range(fewer(_ROUNDS, len(table), _LEAST_ROUNDS)):
-        weights = np.exp(logs - logs.max())
-        weights /= weights[:_LANES].sum()
-        costs = table @ (weights * scale)
-        bound_s = float(costs.min(axis=1).sum() - (weights * scale)[_LANES:] @ budgets)
-        if bound_s > found_s:
-            found_s, scale[_LANES:] = bound_s, bound_s / budgets
-        if found_s > most_s:  # even one task after another is faster: nothing fits
-            break
-        used = table[rows, costs.argmin(axis=1)].sum(axis=0) * scale
-        logs += used / max(used.max(), 1e-300) * (4.0 / (4.0 + number) ** 0.5)
-    return max(found_s, 0.0)
+
+    def __init__(self, choices: Sequence[Options], num_layers: int, budgets: np.ndarray, unit_s: float):
+        self.budgets, self.unit_s = budgets, unit_s
+        spread = np.linspace(0, num_layers - 1, _MOST_LOOPS - _FIRST_LOOPS).astype(int)
+        starts = np.unique([*range(min(_FIRST_LOOPS, num_layers)), *spread])
+        # Groups that are equal to all loops are one class: any solution is as good as its mean over them.
+        classes = collections.Counter[tuple[int, int]]()
+        known: dict[tuple[int, int, int], int] = {}
+        members: list[Options] = []
+        for each in choices:
+            place = int(np.searchsorted(starts, each.first, side="left") + np.searchsorted(starts, each.first, "right"))
+            kind = known.setdefault((id(each.table), each.slot_bytes, each.num_slots), len(members))
+            members += [each] if kind == len(members) else []
+            classes[place, kind] += 1
+        self.counts = np.array(list(classes.values()), dtype=np.float64)
+        own = [members[kind] for _, kind in classes]
+        firsts = [place for place, _ in classes]
+        sizes = [len(each.table) for each in own]
+        self.begins = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        self.table = np.concatenate([each.table for each in own])
+        self.row_of = np.repeat(np.arange(len(own)), sizes)
+        streams = self.table[:, STREAMS] > 0
+        self.num_slots = np.repeat([each.num_slots for each in own], sizes) * streams
+        self.slot_bytes = np.repeat([each.slot_bytes for each in own], sizes) * streams
+        self.times = self._times(np.repeat(firsts, sizes), len(starts)) / unit_s
+
+    def _times(self, place: np.ndarray, num_starts: int) -> np.ndarray:
+        """The seconds that each choice adds to each lane and each loop, (times, choices).
+
+        `place` is 2 * i + 1 for groups whose first layer is that of loop i, 2 * i for those before it.
+        """
+        rows = [*self.table[:, :NUM_LANES].T]
+        for start in range(num_starts):
+            programs_s = np.where(place > 2 * start, self.table[:, PROGRAMS], 0.0)
+            rows += [programs_s + np.where(place <= 2 * start + 1, self.table[:, column], 0.0) for column in _CYCLED]
+            alone = np.where(place == 2 * start + 1, self.table[:, OWN], 0.0)
+            rows.append(programs_s + alone)
+        return np.array(rows)
+
+    def bound_s(self) -> float:
+        """The least bound of all cases."""
+        least_s, prices = np.inf, np.zeros((0, 0))
+        for case in self._cases():
+            bytes_and_slots, limits = self._limits(case)
+            if (limits < 0).any() or (self._least(bytes_and_slots[:-1]).sum(axis=1) > 1.0 + _ROUNDING).any():
+                continue
+            if prices.size and self._proven(prices, bytes_and_slots) >= least_s:
+                continue
+            prices = self._prices(bytes_and_slots)
+            least_s = min(least_s, self._proven(prices, bytes_and_slots))
+        return max(float(least_s), 0.0) * self.unit_s
+
+    def _cases(self) -> list[_Case]:
+        most = self.budgets.min(initial=np.inf)
+        sizes = np.unique(self.slot_bytes[self.slot_bytes > _LEAST_SHARE * most]) if len(self.budgets) else np.zeros(0)
+        sizes = sizes[np.unique(np.linspace(0, len(sizes) - 1, _MOST_SIZES).astype(int))] if len(sizes) else sizes
+        bounds = [0, *(int(size) for size in sizes)]
+        return [_Case(low, high) for low, high in zip(bounds, [*bounds[1:], np.inf], strict=True)][::-1]
+
+    def _limits(self, case: _Case) -> tuple[np.ndarray, np.ndarray]:
+        """What each choice takes of the budgets and of the large slots, as shares; and these budgets."""
+        is_large = self.slot_bytes >= case.high
+        more = np.where(is_large, (self.slot_bytes - case.low) * self.num_slots, 0.0)
+        limits = self.budgets - SLOTS * case.low
+        num_bytes = (self.table[:, BYTES:] + more[:, None]).T / np.maximum(limits, 1.0)[:, None]
+        return np.vstack([num_bytes, is_large * self.num_slots / (SLOTS - 1.0)]), limits
+
+    def _least(self, costs: np.ndarray) -> np.ndarray:
+        """The cheapest choice of each class, for all of its groups, (..., classes)."""
+        return np.minimum.reduceat(costs, self.begins, axis=-1) * self.counts
+
+    def _proven(self, prices: np.ndarray, limited: np.ndarray) -> float:
+        costs = prices @ np.vstack([self.times, limited])
+        return float(self._least(costs).sum() - prices[len(self.times) :].sum())
+
+    def _prices(self, limited: np.ndarray) -> np.ndarray:
+        """The prices of the times, which add up to 1, and of the limits: good ones, if HiGHS succeeds."""
+        linprog: Any = scipy.optimize.linprog  # SciPy's stubs do not accept sparse matrices here
+        size = self.table.shape[0]
+        below = np.vstack([self.times, limited])
+        period = np.concatenate([-np.ones(len(self.times)), np.zeros(len(limited))])[:, None]
+        shares = scipy.sparse.csr_array((np.ones(size), (self.row_of, np.arange(size))), (len(self.counts), size + 1))
+        result = linprog(
+            np.append(np.zeros(size), 1.0),
+            A_ub=scipy.sparse.csr_array(np.hstack([below, period])),
+            b_ub=np.concatenate([np.zeros(len(self.times)), np.ones(len(limited))]),
+            A_eq=shares,
+            b_eq=self.counts,
+            method="highs-ds",
+        )
+        if result.status != 0:
+            return np.concatenate([np.full(NUM_LANES, 1 / NUM_LANES), np.zeros(len(below) - NUM_LANES)])
+        prices = np.maximum(-result.ineqlin.marginals, 0.0)
+        return prices / max(prices[: len(self.times)].sum(), 1e-300)
 
 
 def _places(profile: Profile) -> tuple[int, ...]:
     """The layers at whose forward bytes count."""
-    least = np.cumsum([min(layer.kept_bytes(again) for again in _choices(layer)) for layer in profile.layers])
+    least = np.cumsum([min(layer.kept_bytes(again) for again in recompute_choices(layer)) for layer in profile.layers])
     needs = [int(kept) + _own_bytes(profile, place) for place, kept in enumerate(least)]
     return tuple({len(needs) - 1, int(np.argmax(needs))})
 
 
-def _choices(layer: LayerProfile) -> tuple[bool, ...]:
-    return (False, True) if layer.can_recompute else (False,)
-
-
 def _own_bytes(profile: Profile, place: int) -> int:
     """The least memory of a forward besides copies and kept activations; the last layer's backward follows at once."""
-    layer, is_last = profile.layers[place], place == len(profile.layers) - 1
-    flags = list(itertools.product(_BOTH, _BOTH, _choices(layer)))
-    forward_bytes = min(layer.forward_bytes(by_dha, again) for by_dha, _, again in flags)
+    layer, is_last, both = profile.layers[place], place == len(profile.layers) - 1, (False, True)
+    again = recompute_choices(layer)
+    forward_bytes = min(layer.forward_bytes(by_dha, recomputes) for by_dha in both for recomputes in again)
+    flags = [(by_dha, is_go, recomputes) for by_dha in both for is_go in both for recomputes in again]
     return max(forward_bytes, min(layer.backward_bytes(*each) for each in flags)) if is_last else forward_bytes
 
 
@@ -98,63 +199,3 @@ def _left_bytes(profile: Profile, place: int, budget_bytes: int) -> float:
     """What a budget leaves for copies and kept activations; values that wait in host memory do not count."""
     saved = sum(layer.save_bytes for layer in profile.layers[: place + 1])
     return float(budget_bytes + saved - _own_bytes(profile, place))
-
-
-def _options(profile: Profile, group: int, may_update: bool, places: tuple[int, ...]) -> np.ndarray:
-    """The options of a group: seconds on GPU, H2D, D2H and host, and bytes at each place; (options, 4 + places)."""
-    members = profile.groups[group]
-    first = profile.layers[members[0]]
-
-    def programs(leaves: bool, stays: bool = False) -> np.ndarray:
-        moves_alone, loadings = len(members) == 1 and not stays, (_HELD,) if stays else (_HELD, _AGAIN, _READ)
-        each = [_of_layer(profile, member, moves_alone, leaves, loadings, places) for member in members]
-        if np.prod([len(options) for options in each]) > _MOST_TOGETHER:
-            each = [options.min(axis=0, keepdims=True) for options in each]
-        return np.array([sum(chosen) for chosen in itertools.product(*each)])
-
-    def others(*seconds: float, num_bytes: float = 0.0) -> np.ndarray:
-        return np.array([*seconds, *[num_bytes] * len(places)])
-
-    found = [programs(first.has_gradient) + others(0.0, 0.0, 0.0, profile.group_update_s[group])]
-    if may_update:
-        gpu_s, up_s, down_s = first.update_gpu_s or 0.0, first.state_up_s, first.state_down_s
-        if up_s is not None and down_s is not None:
-            found.append(programs(False) + others(gpu_s, up_s, down_s, 0.0))
-        kept = others(gpu_s, 0.0, 0.0, 0.0, num_bytes=first.state_bytes + first.param_bytes)
-        found.append(programs(False, stays=True) + kept)
-    return np.concatenate(found)
-
-
-def _of_layer(
-    profile: Profile, index: int, alone: bool, leaves: bool, loadings: tuple[str, ...], places: tuple[int, ...]
-) -> np.ndarray:
-    """The options of a layer's programs and transfers, (options, 4 + places).
-
-    Layers that share parameters may share one copy, so only one `alone` needs a load and memory for it. Without a
-    gradient its copy can stay for ever.
-    """
-    layer = profile.layers[index]
-    by_backward = () if not leaves or layer.gradient_rows else (True,)
-    found = []
-    for loading, again, is_go in itertools.product(loadings, _choices(layer), (False, *by_backward)):
-        gpu_s, up_s = _seconds(layer, loading, again, is_go)
-        down_s = 0.0 if not leaves else layer.backward_write_s if is_go else layer.offload_s
-        held = layer.param_bytes if loading == _HELD and alone and layer.has_backward else 0
-        kept = [held + layer.kept_bytes(again) if index <= place else 0 for place in places]
-        moves = loading == _READ or (alone and (loading == _AGAIN or layer.has_gradient))
-        found.append(np.array([gpu_s, up_s if moves else 0.0, down_s, 0.0, *kept]))
-    return np.array(found)
-
-
-def _seconds(layer: LayerProfile, loading: str, again: bool, is_go: bool) -> tuple[float, float]:
-    """The least time of a layer's programs, and what they or their loads take of the link up."""
-    inter_s, runs_back = layer.inter_forward_s, layer.has_backward
-    inter_s += layer.inter_backward_s if runs_back else 0.0
-    loaded, read = layer.backward_for(False, is_go, again), layer.backward_for(True, is_go, again)
-    if loading == _READ:
-        read_s = layer.forward_read_s + (layer.backward_reads_for(again) if runs_back else 0.0)
-        return layer.forward_dha_s + read + inter_s, read_s
-    if loading == _HELD:
-        return min(layer.forward_s, layer.forward_dha_s) + min(loaded, read) + inter_s, layer.load_s
-    twice = runs_back and (layer.backward_reads or again) and not layer.fused_backward
-    return layer.forward_s + loaded + inter_s, layer.load_s * (1 + twice)

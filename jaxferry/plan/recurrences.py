@@ -14,124 +14,14 @@ Where programs share a link (`jaxferry.simulate.shared_links`), X grows by each 
 max(D, S) + backward_write_s with a backward that starts at S and writes its gradient.
 """
 
-import functools
-import heapq
-import itertools
+from typing import Self
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, effective_codes, flags_of, of_program
-from jaxferry.profiling.records import Profile
-from jaxferry.room import CROSSING_SLOTS, NO_WAIT, UNLIMITED, Demand, demand, load_order, waits
-from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
-
-
-class Batch:
-    """Plans for one profile, and all that follows from their modes and gradient places alone.
-
-    Args:
-      profile: the layers.
-      modes: codes, (layers, plans).
-      grad_on_host: whether gradients are written to the host, (layers, plans).
-      bulk: whether `loads` is "bulk".
-      after_all: whether `updates` is "after-all".
-      recomputes: whether backwards run their forwards again, (layers, plans); None for none.
-      by_need: whether `update_order` is "need".
-      memory_bytes: device memory that gradients may fill; `room.UNLIMITED` for no waits.
-    """
-
-    def __init__(
-        self,
-        profile: Profile,
-        modes: np.ndarray,
-        grad_on_host: np.ndarray,
-        bulk: bool,
-        after_all: bool,
-        recomputes: np.ndarray | None = None,
-        by_need: bool = False,
-        memory_bytes: int = 0,
-    ):
-        self.profile, self.layers = profile, profile.layers
-        self.modes, self.grad_on_host = effective_codes(profile, modes, grad_on_host, recomputes)
-        self.recomputes, self.by_need = None if recomputes is None else of_program(profile, recomputes), by_need
-        self.bulk, self.after_all = bulk, after_all
-        self.num_layers, self.num_plans = modes.shape
-        self.by_dha = (self.modes == DHA) | (self.modes == DFGB)
-        self.forward_s = np.where(self.by_dha, self.column("forward_dha_s"), self.column("forward_s"))
-        self.backward_s = self._backwards()
-        self._link_work()
-        self.held = Holdings(profile, self.modes, self.grad_on_host, recomputes)
-        self.any_forward_load = self.held.loads_forward.any(axis=1)
-        self.any_between = self.held.loads_between.any(axis=1)
-        self.waits_between_any = self.held.waits_between.any(axis=1)
-        self.any_reload = (self.modes == RELOAD).any(axis=1)
-        self.any_resident = self.held.on_resident.any(axis=1)
-        self.updated_groups = [g for g, members in enumerate(profile.groups) if self.layers[members[0]].has_gradient]
-        self.load_order = [int(layer) for layer in load_order(profile, bulk)]
-        self.has_crossings = any(layer.save_bytes or layer.fetch_bytes for layer in self.layers)
-        save_s, fetch_s = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
-        self.save_s = [layer.save_bytes * save_s for layer in self.layers]
-        self.fetch_s = [layer.fetch_bytes * fetch_s for layer in self.layers]
-        self._room(memory_bytes)
-
-    def _link_work(self) -> None:
-        """The time of the links that programs take: reads of forwards and backwards, and writes; (layers, plans)."""
-        self.shares_links = self.profile.shares_links
-        if not self.shares_links:
-            return
-        again = False if self.recomputes is None else self.recomputes
-        forward_read, backward_read = self.column("forward_read_s"), self.column("backward_read_s")
-        self.forward_read_s = np.where(self.by_dha, forward_read, 0.0)
-        twice = np.where(again, backward_read + forward_read, backward_read)
-        self.backward_read_s = np.where((self.modes == DHA) & flags_of(self.profile, "has_backward"), twice, 0.0)
-        self.write_s = np.where(self.grad_on_host, self.column("backward_write_s"), 0.0)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether every load waits for an update, no values go to host memory and back, and links are not shared."""
-        is_alone = not self.has_crossings and not self.shares_links
-        return is_alone and len(self.updated_groups) == len(self.profile.groups)
-
-    @functools.cached_property
-    def needs(self) -> Demand:
-        """The bytes that each program needs on the device."""
-        return demand(self.held, self.recomputes, self.bulk, self.after_all)
-
-    @property
-    def gpu_s(self) -> np.ndarray:
-        """The GPU's work in a step, (plans,)."""
-        runs_back = [layer.has_backward for layer in self.layers]
-        parameterless_s = sum(x.inter_forward_s + x.inter_backward_s * x.has_backward for x in self.layers)
-        return self.forward_s.sum(axis=0) + self.backward_s[runs_back].sum(axis=0) + parameterless_s
-
-    def _room(self, memory_bytes: int) -> None:
-        self.room: np.ndarray | None = None
-        self.room_matters = np.zeros(self.num_plans, dtype=bool)
-        if memory_bytes >= UNLIMITED and len(self.profile.groups) == self.num_layers:
-            self.any_room = np.zeros(self.num_layers, dtype=bool)
-            return
-        self.room = waits(self.held, self.needs, memory_bytes)
-        self.any_room = (self.room != NO_WAIT).any(axis=1)
-        if self.any_room.any():
-            without = waits(self.held, self.needs, UNLIMITED)
-            self.room_matters = (self.room != without).any(axis=0)
-
-    def column(self, key: str) -> np.ndarray:
-        """A field of all layers, (layers, 1)."""
-        return np.array([getattr(layer, key) for layer in self.layers])[:, None]
-
-    def _backwards(self) -> np.ndarray:
-        def durations(by_dha: bool, grad_on_host: bool) -> np.ndarray:
-            def each(recomputes: bool) -> np.ndarray:
-                return np.array([layer.backward_for(by_dha, grad_on_host, recomputes) for layer in self.layers])[
-                    :, None
-                ]
-
-            return each(False) if self.recomputes is None else np.where(self.recomputes, each(True), each(False))
-
-        by_dha = np.where(self.grad_on_host, durations(True, True), durations(True, False))
-        loaded = np.where(self.grad_on_host, durations(False, True), durations(False, False))
-        return np.where(self.modes == DHA, by_dha, loaded)
+from jaxferry.plan.batch import Batch
+from jaxferry.plan.host_lane import update_ends
+from jaxferry.plan.rows import LayerFlags, plus
+from jaxferry.room import CROSSING_SLOTS
 
 
 class Chain:
@@ -145,6 +35,15 @@ class Chain:
         self.refreshed = [zeros for _ in batch.profile.groups]
         self.reusable = {layer: zeros for layer, profile in enumerate(batch.layers) if not profile.has_gradient}
 
+    def some(self, plans: np.ndarray) -> Self:
+        """The same chain of some of the plans, given by index."""
+        found = type(self)(self.batch.some(plans))
+        for name in ("link", "gpu", "back", "host"):
+            setattr(found, name, getattr(self, name)[plans])
+        found.updated, found.refreshed = [x[plans] for x in self.updated], [x[plans] for x in self.refreshed]
+        found.reusable = {layer: end[plans] for layer, end in self.reusable.items()}
+        return found
+
     def boundary(self) -> np.ndarray:
         """All times that the next step waits for, the host's first; it also replaces times that never change."""
         batch, held = self.batch, self.batch.held
@@ -154,10 +53,9 @@ class Chain:
         link = np.where(loads.any(axis=0) | fetches, self.link, self.host)
         writes = batch.shares_links and (batch.write_s > 0).any(axis=0)
         back = np.where(held.offloads.any(axis=0) | saves | writes, self.back, self.host)
-        updated = [self.updated[group] for group in batch.updated_groups]
-        refreshed = [
-            np.where(held.group_resident[group], self.refreshed[group], self.host) for group in batch.updated_groups
-        ]
+        updated = [batch.on_host.pick(group, self.updated[group], self.host) for group in batch.updated_groups]
+        refreshing = [group for group in batch.updated_groups if batch.refreshes.any[group]]
+        refreshed = [batch.refreshes.pick(group, self.refreshed[group], self.host) for group in refreshing]
         reusable = [np.where(held.loads_forward[layer], end, self.host) for layer, end in self.reusable.items()]
         return np.stack([self.host, self.gpu, link, back, *updated, *refreshed, *reusable])
 
@@ -167,11 +65,12 @@ class Step:
 
     def __init__(self, chain: Chain):
         self.chain, self.batch, self.held = chain, chain.batch, chain.batch.held
-        shape = self.batch.modes.shape
-        self.forward_ends, self.backward_ends = np.zeros(shape), np.zeros(shape)
-        self.arrivals = np.full(shape, -np.inf)
+        size, never = self.batch.num_layers, np.full(self.batch.num_plans, -np.inf)
+        self.forward_ends, self.backward_ends, self.arrivals = [never] * size, [never] * size, [never] * size
+        self.arrival_table: np.ndarray | None = None
+        if any(self.batch.any_room):  # the last row is that of `NO_WAIT`
+            self.arrival_table = np.full((size + 1, self.batch.num_plans), -np.inf)
         self.between_end = np.zeros(self.batch.num_plans)
-        never = np.full(self.batch.num_plans, -np.inf)
         self.slot_use = self.slot_use_before = never
         self.saves_of_programs: list[np.ndarray | None] = []
         self.fetched: dict[int, np.ndarray] = {}
@@ -182,34 +81,32 @@ class Step:
         self.window = chain.gpu + parameterless_s + self.batch.backward_s[last].sum(axis=0)
         self._between()
         self._backward()
-        _update(self)
+        self._update()
         self._refresh()
         self._free_copies()
 
-    def _load(self, layer: int, loads: np.ndarray, wait: np.ndarray) -> np.ndarray:
+    def _load(self, layer: int, loads: LayerFlags, wait: np.ndarray) -> np.ndarray:
         """Loads a layer where `loads` is set; returns the link's end."""
         chain = self.chain
         end = np.maximum(chain.link, wait) + self.batch.layers[layer].load_s
-        chain.link = np.where(loads, end, chain.link)
+        chain.link = loads.latest(layer, chain.link, end)
         return chain.link
 
-    def _use_slot(self, uses: np.ndarray, end: np.ndarray) -> None:
-        self.slot_use_before = np.where(uses, self.slot_use, self.slot_use_before)
-        self.slot_use = np.where(uses, end, self.slot_use)
+    def _use_slot(self, layer: int, uses: LayerFlags, end: np.ndarray) -> None:
+        self.slot_use_before = uses.latest(layer, self.slot_use_before, self.slot_use)
+        self.slot_use = uses.latest(layer, self.slot_use, end)
 
     def _load_for_forward(self, layer: int) -> np.ndarray:
         batch, chain = self.batch, self.chain
         wait = chain.reusable.get(layer, chain.updated[batch.profile.group_of[layer]])
-        if batch.any_reload[layer]:
-            slot_free = np.where(batch.modes[layer] == RELOAD, self.slot_use_before, -np.inf)
-            wait = np.maximum(wait, slot_free)
-        return self._load(layer, self.held.loads_forward[layer], wait)
+        wait = batch.reloads.latest(layer, wait, self.slot_use_before)
+        return self._load(layer, batch.loads_forward, wait)
 
     def _bulk_loads(self) -> None:
         """Runs all loads before the first forward."""
         batch, chain = self.batch, self.chain
         for layer in batch.load_order:
-            if batch.any_forward_load[layer]:
+            if batch.loads_forward.any[layer]:
                 self._load_for_forward(layer)
         chain.gpu = np.where(self.held.loads_forward.any(axis=0), np.maximum(chain.gpu, chain.link), chain.gpu)
 
@@ -229,26 +126,24 @@ class Step:
         start = self._after_saves(start)
         for layer in members:
             if batch.shares_links:
-                chain.link = chain.link + batch.forward_read_s[layer]
-            end = start + batch.forward_s[layer]
-            chain.gpu = start = end + batch.layers[layer].inter_forward_s
-        every = list(members)
-        self.forward_ends[every] = self.last_program = end
-        if batch.any_reload[every].any():
-            loads = (batch.modes[every] == RELOAD) & self.held.loads_forward[every]
-            self._use_slot(loads.any(axis=0), end)
+                chain.link = plus(chain.link, batch.forward_reads_s[layer])
+            end = start + batch.forwards_s[layer]
+            inter_s = batch.layers[layer].inter_forward_s
+            start = end + inter_s if inter_s else end
+        chain.gpu, self.last_program = start, end
+        for layer in members:
+            self.forward_ends[layer] = end
+        self._use_slot(members[0], batch.slots_forward, end)
         self.saves_of_programs.append(self._save(members[0], end))
 
     def _when_readable(self, layer: int, start: np.ndarray) -> np.ndarray:
         """The start of a forward once its parameters can be read; loads them."""
-        batch, chain, held = self.batch, self.chain, self.held
+        batch, chain = self.batch, self.chain
         group = batch.profile.group_of[layer]
-        if batch.any_forward_load[layer] and not batch.bulk:
-            start = np.where(held.loads_forward[layer], np.maximum(start, self._load_for_forward(layer)), start)
-        start = np.where(batch.by_dha[layer], np.maximum(start, chain.updated[group]), start)
-        if batch.any_resident[layer]:
-            start = np.where(held.on_resident[layer], np.maximum(start, chain.refreshed[group]), start)
-        return start
+        if batch.loads_forward.any[layer] and not batch.bulk:
+            start = batch.loads_forward.latest(layer, start, self._load_for_forward(layer))
+        start = batch.reads_host.latest(layer, start, chain.updated[group])
+        return batch.reads_resident.latest(layer, start, chain.refreshed[group])
 
     def _after_saves(self, start: np.ndarray) -> np.ndarray:
         """The start of a program once it has waited for the save of the second program before it."""
@@ -275,13 +170,13 @@ class Step:
 
     def _between(self) -> None:
         batch = self.batch
-        self.between_arrival = [np.full(batch.num_plans, -np.inf) for _ in batch.profile.groups]
-        for layer in np.flatnonzero(batch.any_between):
-            loads = self.held.loads_between[layer]
-            end = self._load(int(layer), loads, self.forward_ends[layer])
+        self.between_arrival: dict[int, np.ndarray] = {}
+        for layer in (layer for layer, loads in enumerate(batch.loads_between.any) if loads):
+            end = self._load(layer, batch.loads_between, self.forward_ends[layer])
             group = batch.profile.group_of[layer]
-            self.between_arrival[group] = np.where(loads, end, self.between_arrival[group])
-            self.between_end = np.where(loads, end, self.between_end)
+            before = self.between_arrival.get(group, np.full(batch.num_plans, -np.inf))
+            self.between_arrival[group] = batch.loads_between.latest(layer, before, end)
+            self.between_end = batch.loads_between.latest(layer, self.between_end, end)
 
     def _backward(self) -> None:
         for members in reversed(self.batch.profile.programs):
@@ -291,45 +186,42 @@ class Step:
     def _backward_of(self, members: tuple[int, ...]) -> None:
         """Runs the backward of a program's layers, last one first."""
         batch, chain = self.batch, self.chain
-        start = chain.gpu + batch.layers[members[0]].inter_backward_s
+        inter_s = batch.layers[members[0]].inter_backward_s
+        start = chain.gpu + inter_s if inter_s else chain.gpu
         for layer in members:
             start = self._when_readable_again(layer, start)
         end = start = self._when_there_is_room(members, start)
         for layer in members:
             if layer != members[0]:
                 start = end + batch.layers[layer].inter_backward_s
-            end = start + batch.backward_s[layer]
+            end = start + batch.backwards_s[layer]
             if batch.shares_links:
                 self._link_work_of_backward(layer, start)
-        every = list(members)
-        self.backward_ends[every] = self.last_program = chain.gpu = end
-        if batch.any_reload[every].any():
-            self._use_slot(self.held.loads_backward[every].any(axis=0), end)
-            if batch.layers[members[0]].fused_backward:
-                shared = (batch.modes[every] == RELOAD) & self.held.loads_forward[every]
-                self.slot_use = np.where(shared.any(axis=0), end, self.slot_use)
+        self.last_program = chain.gpu = end
+        for layer in members:
+            self.backward_ends[layer] = end
+        self._use_slot(members[0], batch.slots_backward, end)
+        if batch.layers[members[0]].fused_backward:
+            self.slot_use = batch.slots_forward.latest(members[0], self.slot_use, end)
         for layer in members:
             self._gradient(layer, end)
 
     def _when_readable_again(self, layer: int, start: np.ndarray) -> np.ndarray:
         """The start of a backward once its parameters can be read; loads them."""
-        batch, held = self.batch, self.held
-        if batch.any_reload[layer]:
-            loads = held.loads_backward[layer]
-            arrival = self._load(layer, loads, np.maximum(self.forward_ends[layer], self.slot_use_before))
-            start = np.where(loads, np.maximum(start, arrival), start)
-        if batch.waits_between_any[layer]:
-            arrival = self.between_arrival[batch.profile.group_of[layer]]
-            start = np.where(held.waits_between[layer], np.maximum(start, arrival), start)
+        batch = self.batch
+        if batch.loads_backward.any[layer]:
+            wait = np.maximum(self.forward_ends[layer], self.slot_use_before)
+            arrival = self._load(layer, batch.loads_backward, wait)
+            start = batch.loads_backward.latest(layer, start, arrival)
+        if batch.waits_between.any[layer]:
+            start = batch.waits_between.latest(layer, start, self.between_arrival[batch.profile.group_of[layer]])
         return start
 
     def _when_there_is_room(self, members: tuple[int, ...], start: np.ndarray) -> np.ndarray:
         """The start of a program's backward once there is room for its gradients and values."""
         batch, first = self.batch, members[0]
-        if batch.room is not None and batch.any_room[first]:
-            room = batch.room[first]
-            arrival = np.where(room == NO_WAIT, -np.inf, self.arrivals[room, np.arange(batch.num_plans)])
-            start = np.maximum(start, arrival)
+        if batch.room is not None and self.arrival_table is not None and batch.any_room[first]:
+            start = np.maximum(start, self.arrival_table[batch.room[first], batch.columns])
         if batch.has_crossings:
             self._fetch_for_next(members[-1])
             if not batch.layers[first].fused_backward:
@@ -342,95 +234,64 @@ class Step:
     def _gradient(self, layer: int, end: np.ndarray) -> None:
         """Lets a layer's gradient leave once its program has ended."""
         batch, chain, profile = self.batch, self.chain, self.batch.layers[layer]
-        if profile.has_gradient:
-            grad_on_host = batch.grad_on_host[layer]
-            chain.back = np.where(grad_on_host, chain.back, np.maximum(chain.back, end) + profile.offload_s)
-            self.arrivals[layer] = np.where(grad_on_host, end, chain.back)
+        if not profile.has_gradient:
+            return
+        arrival = end
+        if batch.sends_gradient.any[layer]:
+            arrival = sent = np.maximum(chain.back, end) + profile.offload_s
+            chain.back = batch.sends_gradient.latest(layer, chain.back, sent)
+            if not batch.sends_gradient.all[layer]:
+                arrival = np.where(batch.writes_gradient[layer], end, sent)
+        group = batch.profile.group_of[layer]
+        if not batch.on_host.all[group]:
+            arrival = np.where(batch.on_host.flags[group], arrival, -np.inf)
+        self.arrivals[layer] = arrival
+        if self.arrival_table is not None:
+            self.arrival_table[layer] = arrival
 
     def _link_work_of_backward(self, layer: int, start: np.ndarray) -> None:
         """Gives the links what a backward that starts then takes of them."""
         batch, chain = self.batch, self.chain
-        chain.link = chain.link + batch.backward_read_s[layer]
-        written = np.maximum(chain.back, start) + batch.write_s[layer]
-        chain.back = np.where(batch.write_s[layer] > 0, written, chain.back)
+        chain.link = plus(chain.link, batch.backward_reads_s[layer])
+        write_s = batch.writes_s[layer]
+        if write_s is not None:
+            chain.back = batch.writes.latest(layer, chain.back, np.maximum(chain.back, start) + write_s)
+
+    def _update(self) -> None:
+        batch, chain = self.batch, self.chain
+        if not batch.updated_groups:
+            return
+        ends = update_ends(self._due(), batch.updates_s, chain.host, batch.by_need)
+        chain.host = np.max(ends, axis=0) if batch.by_need else ends[0]
+        for group, end in zip(batch.updated_groups, ends, strict=True):
+            chain.updated[group] = batch.on_host.latest(group, chain.updated[group], end)
+
+    def _due(self) -> list[np.ndarray]:
+        """When the last gradient of each updated group is on the host."""
+        batch, arrivals = self.batch, self.arrivals
+        if batch.after_all:
+            return [np.max(arrivals, axis=0)] * len(batch.updated_groups)
+        members = [batch.profile.groups[group] for group in batch.updated_groups]
+        return [
+            arrivals[each[0]] if len(each) == 1 else np.max([arrivals[layer] for layer in each], axis=0)
+            for each in members
+        ]
 
     def _refresh(self) -> None:
         batch, chain = self.batch, self.chain
         for group in reversed(batch.updated_groups):
-            resident = self.held.group_resident[group]
-            if resident.any():
+            if batch.refreshes.any[group]:
                 layer = batch.layers[batch.profile.groups[group][0]]
                 end = np.maximum(chain.link, chain.updated[group]) + layer.load_s
-                chain.link = np.where(resident, end, chain.link)
-                chain.refreshed[group] = np.where(resident, end, chain.refreshed[group])
+                chain.link = batch.refreshes.latest(group, chain.link, end)
+                chain.refreshed[group] = batch.refreshes.latest(group, chain.refreshed[group], end)
 
     def _free_copies(self) -> None:
         """Records when a copy that no update outdates may be loaded again."""
         if not self.chain.reusable:
             return
         held = self.held
-        by_backward = np.take_along_axis(self.backward_ends, held.first_end, axis=0)
-        by_forward = np.take_along_axis(self.forward_ends, held.first_end, axis=0)
+        by_backward = np.take_along_axis(np.stack(self.backward_ends), held.first_end, axis=0)
+        by_forward = np.take_along_axis(np.stack(self.forward_ends), held.first_end, axis=0)
         ends = np.where(held.first_ends_by_backward, by_backward, by_forward)
         self.chain.reusable = {layer: ends[layer] for layer in self.chain.reusable}
-
-
-def _due(step: Step) -> np.ndarray:
-    """When the last gradient of each updated group is on the host, (updated groups, plans)."""
-    batch = step.batch
-    if batch.after_all:
-        return np.broadcast_to(step.arrivals.max(axis=0), (len(batch.updated_groups), batch.num_plans)).copy()
-    members = [list(batch.profile.groups[group]) for group in batch.updated_groups]
-    return np.stack([step.arrivals[each].max(axis=0) for each in members])
-
-
-def _update(step: Step) -> None:
-    """Runs the host lane, in backward order or by need."""
-    batch, chain = step.batch, step.chain
-    if not batch.updated_groups:
-        return
-    due = _due(step)
-    seconds = np.array([batch.profile.group_update_s[group] for group in batch.updated_groups])
-    if batch.by_need:
-        ends = _by_need(due, seconds, chain.host)
-        chain.host = ends.max(axis=0)
-        for row, group in enumerate(batch.updated_groups):
-            chain.updated[group] = ends[row]
-        return
-    for row in reversed(range(len(due))):
-        chain.host = np.maximum(chain.host, due[row]) + seconds[row]
-        chain.updated[batch.updated_groups[row]] = chain.host
-
-
-def _by_need(due: np.ndarray, seconds: np.ndarray, host: np.ndarray) -> np.ndarray:
-    """The ends of the updates, (groups, plans): the lowest group of those that could start is next."""
-    if len(due) > _MOST_TOGETHER:
-        each = zip(due.T, itertools.repeat(seconds), host, strict=False)
-        return np.array([_by_need_of_plan(*plan) for plan in each]).T
-    ends, columns = np.zeros(due.shape), np.arange(due.shape[1])
-    for _ in seconds:
-        now = np.maximum(host, due.min(axis=0))
-        chosen = (due <= now).argmax(axis=0)
-        host = ends[chosen, columns] = now + seconds[chosen]
-        due[chosen, columns] = np.inf
-    return ends
-
-
-def _by_need_of_plan(due: np.ndarray, seconds: np.ndarray, host: float) -> list[float]:
-    """Likewise for one plan and many groups."""
-    order, ends = np.argsort(due, kind="stable").tolist(), [0.0] * len(due)
-    due_s, seconds_s = due.tolist(), seconds.tolist()
-    could_start: list[int] = []
-    number, now = 0, float(host)
-    for _ in order:
-        if not could_start:
-            now = max(now, due_s[order[number]])
-        while number < len(order) and due_s[order[number]] <= now:
-            heapq.heappush(could_start, order[number])
-            number += 1
-        chosen = heapq.heappop(could_start)
-        ends[chosen] = now = now + seconds_s[chosen]
-    return ends
-
-
-_MOST_TOGETHER = 512

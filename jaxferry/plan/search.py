@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxferry.holdings import DHA
+from jaxferry.modes import UpdatePlace
 from jaxferry.plan.base import Objective, make_plan
 from jaxferry.plan.effort import FULL_LAYERS, fewer, is_searched
 from jaxferry.plan.evaluate import Outcomes, PlanEvaluator
@@ -30,6 +31,7 @@ class Best:
     Attributes:
       modes, grad_on_host, recomputes: mode codes, gradient flags and recomputation flags, (layers,).
       loads, updates, update_order, memory_bytes: as in `Plan`.
+      on_device: whether each layer is updated on the device, (layers,); None for none.
       objective_s: the objective in seconds.
       needed_bytes: the least budget within which it runs.
     """
@@ -43,6 +45,7 @@ class Best:
     needed_bytes: int
     update_order: UpdateOrder = UpdateOrder.BACKWARD
     memory_bytes: int | None = None
+    on_device: np.ndarray | None = None
 
 
 _Kind = tuple[Loads, Updates]
@@ -95,14 +98,16 @@ class Pool:
         loads: Loads = Loads.LAYERWISE,
         updates: Updates = Updates.OVERLAPPED,
         recomputes: np.ndarray | bool = False,
+        on_device: np.ndarray | bool = False,
         marked: bool = False,
     ) -> None:
-        """Adds plans: (plans, layers) or (layers,) mode codes; gradient and recomputation flags likewise.
+        """Adds plans: (plans, layers) or (layers,) mode codes; flags of gradients, recomputation and updates likewise.
 
         With `marked`, updates by need are tried for all of these.
         """
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
         codes = np.asarray(grad_on_host, dtype=np.int8) + _RECOMPUTES * np.asarray(recomputes, dtype=np.int8)
+        codes = codes + _ON_DEVICE * np.asarray(on_device, dtype=np.int8)
         plans = np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1)
         self.parts.setdefault((loads, updates), []).append(plans)
         if marked:
@@ -115,6 +120,24 @@ class Pool:
             outcomes = self._outcomes(kind, unique)
             self.evaluated.append(_Evaluated(kind, unique, outcomes))
         self.parts = {}
+
+    def take(self, other: "Pool") -> None:
+        """Takes over the plans that another pool of the profile has evaluated; each part keeps its own by need."""
+        self.evaluated += other.evaluated
+        for kind, plans in other.marked.items():
+            self.marked.setdefault(kind, set()).update(plans)
+
+    def join(self) -> None:
+        """Makes one part of all evaluated plans of each kind, so that updates by need are tried for the best of all."""
+        kinds = dict.fromkeys(each.kind for each in self.evaluated)
+        joined = []
+        for kind in kinds:
+            parts = [each for each in self.evaluated if each.kind == kind]
+            plans, rows = np.unique(np.concatenate([each.plans for each in parts]), axis=0, return_index=True)
+            fields = [field.name for field in dataclasses.fields(Outcomes)]
+            values = {name: np.concatenate([getattr(each.outcomes, name) for each in parts])[rows] for name in fields}
+            joined.append(_Evaluated(kind, plans, Outcomes(**values)))
+        self.evaluated = joined
 
     def _outcomes(self, kind: _Kind, plans: np.ndarray, **more: Any) -> Outcomes:
         bulk, after_all = kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
@@ -255,7 +278,7 @@ class Pool:
 
     def _picked(self, option: _Option, index: int, objective_s: float, budget_bytes: int | None) -> Best:
         each, row = self.evaluated[option.number], int(option.rows[index])
-        grad_on_host, recomputes = _flags(each.plans[row, 1])
+        grad_on_host, recomputes, on_device = _flags(each.plans[row, 1])
         return Best(
             each.plans[row, 0],
             grad_on_host,
@@ -265,6 +288,7 @@ class Pool:
             needed_bytes=int(option.outcomes.needed_bytes[index]),
             update_order=option.order,
             memory_bytes=option.memory_bytes if each.outcomes.room_matters[row] else budget_bytes,
+            on_device=on_device if on_device.any() else None,
         )
 
     def smallest_needed_bytes(self) -> int:
@@ -273,9 +297,9 @@ class Pool:
         return min(int(needed.min()) for needed in inside if len(needed))
 
 
-def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Gradient flags and recomputation flags."""
-    return codes % _RECOMPUTES == 1, codes >= _RECOMPUTES
+def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Flags of gradients, of recomputation and of updates on the device."""
+    return codes % _RECOMPUTES == 1, codes % _ON_DEVICE >= _RECOMPUTES, codes >= _ON_DEVICE
 
 
 def _keys(outcomes: Outcomes, objective: Objective) -> list[np.ndarray]:
@@ -331,9 +355,27 @@ def plan_of(policy: str, reserve_factor: float, profile: Profile, best: Best) ->
     kind = (best.loads, best.updates)
     plan = make_plan(policy, reserve_factor, profile, best.modes, best.grad_on_host, *kind, recomputes=best.recomputes)
     plan = dataclasses.replace(plan, update_order=best.update_order, memory_bytes=best.memory_bytes)
+    if best.on_device is not None:
+        layers = (
+            dataclasses.replace(layer, update=UpdatePlace.RESIDENT) if there else layer
+            for layer, there in zip(plan.layers, best.on_device, strict=True)
+        )
+        plan = dataclasses.replace(plan, layers=tuple(layers))
     if not is_searched(len(profile.layers)):
         return with_update_order(profile, plan)
     return plan if best.objective_s > 0 else with_update_order(profile, plan)
+
+
+def on_fronts(times: np.ndarray, sizes: np.ndarray, number: int) -> np.ndarray:
+    """Which pairs no other one beats in both, and likewise of the rest, so many times over; flags, (pairs,)."""
+    found = np.zeros(len(times), dtype=bool)
+    left = np.lexsort((sizes, times))
+    for _ in range(number):
+        smallest_before = np.minimum.accumulate(np.concatenate([[np.inf], sizes[left]]))[:-1]
+        is_best = sizes[left] < smallest_before
+        found[left[is_best]] = True
+        left = left[~is_best]
+    return found
 
 
 class LocalSearch:
@@ -352,20 +394,31 @@ class LocalSearch:
 
     def improve(self, modes: np.ndarray, most_work: int) -> np.ndarray:
         """A local optimum, or the best plan after `most_work` evaluations of a layer."""
-        best = float(self.values(modes)[0])
-        work = 0
-        while work < most_work:
-            changed = self.neighbours(modes)
-            values = self.values(changed)
-            work += changed.size
-            helps = np.flatnonzero(values < best)
-            if len(helps) == 0:
-                return modes
-            ranked = helps[np.argsort(values[helps], kind="stable")][:_MOST_TOGETHER]
-            together = self.together(modes, changed[ranked])
-            choice = self.values(together)
-            modes, best = together[int(np.argmin(choice))], float(choice.min())
-        return modes
+        return self.improve_all(modes[None], most_work)[0]
+
+    def improve_all(self, starts: np.ndarray, most_work: int) -> np.ndarray:
+        """Likewise from each of several plans, (plans, layers), all at once."""
+        found, best, work = starts.copy(), self.values(starts), np.zeros(len(starts), dtype=int)
+        active = list(range(len(starts)))
+        while active:
+            changed = [self.neighbours(found[number]) for number in active]
+            work[active] += [each.size for each in changed]
+            steps = []
+            for number, each, values in zip(active, changed, self._values_of(changed), strict=True):
+                helps = np.flatnonzero(values < best[number])
+                ranked = helps[np.argsort(values[helps], kind="stable")][:_MOST_TOGETHER]
+                if len(helps):
+                    steps.append((number, self.together(found[number], each[ranked])))
+            for (number, plans), values in zip(steps, self._values_of([plans for _, plans in steps]), strict=True):
+                found[number], best[number] = plans[int(np.argmin(values))], float(values.min())
+            active = [number for number, _ in steps if work[number] < most_work]
+        return found
+
+    def _values_of(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """`values` of several arrays of plans."""
+        if not parts:
+            return []
+        return np.split(self.values(np.concatenate(parts)), np.cumsum([len(part) for part in parts])[:-1])
 
     def together(self, modes: np.ndarray, changed: np.ndarray) -> np.ndarray:
         """The first change alone, the first two, ...: (plans, layers)."""
@@ -396,6 +449,7 @@ class LocalSearch:
 
 
 _RECOMPUTES = 2
+_ON_DEVICE = 4
 _ROUNDING = 1e-12
 _ALL_BY_NEED = 5000
 _FASTEST_BY_NEED = 16

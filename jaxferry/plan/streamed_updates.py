@@ -24,11 +24,12 @@ import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT, effective_codes
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.plan.device_updates import Placed, streamable_groups, updatable_groups
+from jaxferry.plan.device_updates import Placed
 from jaxferry.plan.effort import fewer
 from jaxferry.plan.order import best_order
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, plan_of
+from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane, needed_bytes, step_demand
 from jaxferry.streaming import num_subgroups, slots_bytes

@@ -12,10 +12,10 @@ import numpy as np
 from jaxferry.holdings import GFGB
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.base import Policy, Request, check_budget, make_plan
-from jaxferry.plan.device_updates import updatable_groups
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.order import best_order
 from jaxferry.plan.records import Loads, Plan, Updates
+from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.records import check_share
 from jaxferry.schedule import needed_bytes

@@ -1,0 +1,172 @@
+"""What each choice for a parameter group costs in a step: seconds of each lane, and bytes at some places.
+
+The choices of a group: where it is updated (on the host, through the GPU, on the device), how its layers read
+parameters, whether they recompute, and whether the backward writes the gradient (GO). Layers read as with GFGB and
+RESIDENT (held from forward to backward), DFGB, RELOAD or DHA. A layer's **place** is that of its forward.
+
+All costs are the least that any plan with that choice has, so `jaxferry.plan.place_bound` may bound plans with them.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from jaxferry.plan.update_groups import updatable_groups
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.streaming import SLOTS, num_subgroups
+
+GPU, H2D, D2H, HOST, PROGRAMS, UP, DOWN, OWN, STREAMS, BYTES = range(10)
+"""Columns of `Options.table`. The first four are a step's seconds on the lanes, and bytes at the places come last.
+
+`PROGRAMS`: GPU time of forwards and backwards, without updates. `UP`, `DOWN`: transfers that start after the group's
+last backward and end before its next forward could start. `OWN`: seconds from the last backward to the next forward if
+the group is alone. `STREAMS`: 1 if the update streams through the GPU.
+"""
+
+NUM_LANES = 4
+_HELD, _BETWEEN, _AGAIN, _READ = "held", "DFGB", "RELOAD", "DHA"
+_MOST_TOGETHER = 512
+"""The most combinations of the choices of layers that share parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The choices of one group.
+
+    Attributes:
+      first: its first layer.
+      table: (choices, columns); none of them is worse than another one in every column.
+      slot_bytes, num_slots: the device memory of one subgroup if the group streams, and how many are there at once.
+    """
+
+    first: int
+    table: np.ndarray
+    slot_bytes: int
+    num_slots: int
+
+    @property
+    def streams(self) -> bool:
+        """Whether the group may stream."""
+        return bool(self.table[:, STREAMS].any())
+
+
+def options(profile: Profile, places: tuple[int, ...]) -> list[Options]:
+    """The choices of all groups.
+
+    Args:
+      profile: the layers.
+      places: the layers at whose forwards bytes count.
+    """
+    may_update, known = frozenset(updatable_groups(profile)), dict[bytes, np.ndarray]()
+    found = []
+    for group, members in enumerate(profile.groups):
+        layer = profile.layers[members[0]]
+        table = _of_group(profile, group, group in may_update, places)
+        key = table.tobytes()
+        if key not in known:
+            known[key] = _undominated(table)
+        number = num_subgroups(layer)
+        slot_bytes = sum(-(-num_bytes // number) for num_bytes in (layer.state_bytes, layer.param_bytes))
+        found.append(Options(members[0], known[key], slot_bytes, min(number, SLOTS)))
+    return found
+
+
+def recompute_choices(layer: LayerProfile) -> tuple[bool, ...]:
+    """Whether a layer may recompute."""
+    return (False, True) if layer.can_recompute else (False,)
+
+
+def _undominated(table: np.ndarray) -> np.ndarray:
+    table = np.unique(table, axis=0)
+    as_good = (table[:, None] <= table[None]).all(axis=2) & ~np.eye(len(table), dtype=bool)
+    return table[~as_good.any(axis=0)]
+
+
+def _of_group(profile: Profile, group: int, may_update: bool, places: tuple[int, ...]) -> np.ndarray:
+    members, layer = profile.groups[group], profile.layers[profile.groups[group][0]]
+    update_s, gpu_s = profile.group_update_s[group], layer.update_gpu_s or 0.0
+
+    def programs(place: str) -> np.ndarray:
+        each = [_of_layer(profile, member, place, len(members) == 1, places) for member in members]
+        if np.prod([len(choices) for choices in each]) > _MOST_TOGETHER:
+            each = [choices.min(axis=0, keepdims=True) for choices in each]
+        return np.array([sum(chosen) for chosen in itertools.product(*each)])
+
+    def more(num_bytes: float = 0.0, **seconds: float) -> np.ndarray:
+        row = np.array([0.0] * BYTES + [num_bytes] * len(places))
+        for name, value in seconds.items():
+            row[_COLUMNS[name]] = value
+        return row
+
+    found = [programs("host" if layer.has_gradient else "none") + more(host=update_s, own=update_s)]
+    if may_update:
+        up_s, down_s = layer.state_up_s, layer.state_down_s
+        if up_s is not None and down_s is not None:
+            own_s = up_s + (gpu_s + down_s) / num_subgroups(layer)
+            transfers = {"h2d": up_s, "d2h": down_s, "up": up_s, "down": down_s}
+            found.append(programs("gpu") + more(gpu=gpu_s, own=own_s, streams=1.0, **transfers))
+        found.append(programs("device") + more(layer.state_bytes + layer.param_bytes, gpu=gpu_s))
+    return np.concatenate(found)
+
+
+_COLUMNS = {
+    "gpu": GPU, "h2d": H2D, "d2h": D2H, "host": HOST, "up": UP, "down": DOWN, "own": OWN, "streams": STREAMS,
+}  # fmt: skip
+
+
+def _of_layer(profile: Profile, index: int, update: str, alone: bool, places: tuple[int, ...]) -> np.ndarray:
+    """The choices of a layer's programs and transfers, (choices, columns).
+
+    Layers that share parameters may share one copy, so only one `alone` needs a load and memory for it. Without a
+    gradient its copy can stay for ever.
+    """
+    layer, found = profile.layers[index], []
+    loadings = (_HELD,) if update == "device" else (_HELD, _BETWEEN, _AGAIN, _READ)
+    by_backward = (True,) if update == "host" and not layer.gradient_rows else ()
+    for loading, again, is_go in itertools.product(loadings, recompute_choices(layer), (False, *by_backward)):
+        row = np.zeros(BYTES + len(places))
+        row[GPU] = row[PROGRAMS] = _programs_s(layer, loading, again, is_go)
+        if update == "host":
+            row[D2H] = layer.backward_write_s if is_go else layer.offload_s
+        if update != "device":
+            row[H2D] = _up_s(layer, loading, again, alone)
+        if alone and update == "host" and not is_go:
+            row[DOWN] = row[OWN] = layer.offload_s
+        if alone and update in ("host", "gpu") and loading in (_HELD, _AGAIN):
+            row[UP] = layer.load_s
+            row[OWN] += layer.load_s
+        holds = alone and update != "device" and layer.has_backward
+        for number, place in enumerate(places):
+            kept = layer.kept_bytes(again) if index <= place else 0
+            row[BYTES + number] = kept + layer.param_bytes * (holds and _is_held(profile, index, loading, place))
+        found.append(row)
+    return np.array(found)
+
+
+def _is_held(profile: Profile, index: int, loading: str, place: int) -> bool:
+    """Whether a copy is certainly there during the forward at `place`."""
+    if loading == _BETWEEN:  # earlier loads may have to wait until the last forward
+        return place == len(profile.layers) - 1 and profile.program_ends[index][1] < place
+    return (loading == _HELD and index <= place) or (loading == _AGAIN and index == place)
+
+
+def _programs_s(layer: LayerProfile, loading: str, again: bool, is_go: bool) -> float:
+    forward_s = layer.forward_dha_s if loading in (_READ, _BETWEEN) else layer.forward_s
+    seconds = forward_s + layer.inter_forward_s
+    if not layer.has_backward:
+        return seconds
+    return seconds + layer.inter_backward_s + layer.backward_for(loading == _READ, is_go, again)
+
+
+def _up_s(layer: LayerProfile, loading: str, again: bool, alone: bool) -> float:
+    """What loads and programs take of the link up."""
+    if loading == _READ:
+        return layer.forward_read_s + (layer.backward_reads_for(again) if layer.has_backward else 0.0)
+    read_s = layer.forward_read_s if loading == _BETWEEN else 0.0
+    if not alone:
+        return read_s
+    if loading == _AGAIN:
+        twice = layer.has_backward and (layer.backward_reads or again) and not layer.fused_backward
+        return layer.load_s * (1 + twice)
+    return read_s + layer.load_s * layer.has_gradient
