@@ -2,7 +2,8 @@
 
 A chain of tiny layers on the CPU, forced onto the path of accelerators: one thread issues loads, programs and offloads
 and waits for none of them, another runs the updates. The programs do almost no work, so the time is what Python, JAX's
-dispatch and the engine take. The unit is one call of a cached `jax.jit` function of as many arguments, in the same run.
+dispatch and the engine take. The unit is one call of a cached `jax.jit` function of four arrays, before and after each
+group of steps.
 
 The layers are so small that a step takes longer to issue than to run, so an H200 would merge neighbours. Both are
 measured: each layer a segment of its own, and merged as on an H200.
@@ -66,70 +67,89 @@ def now_s():
     return {name: measure.thread_cpu_s(prefix) for name, prefix in THREADS.items()} | {"caller": time.thread_time()}
 
 
-def jit_call_s(repetitions=2000):
+@jax.jit
+def _two_sums(a, b, c, d):
+    return a + b, c + d
+
+
+def jit_call_s(repetitions=500):
     """CPU seconds of one call of a cached `jax.jit` function of four arrays."""
     arrays = [jnp.ones((WIDTH, WIDTH)) for _ in range(4)]
-    function = jax.jit(lambda a, b, c, d: (a + b, c + d))
-    jax.block_until_ready(function(*arrays))
+    jax.block_until_ready(_two_sums(*arrays))
     start_s = time.thread_time()
     for _ in range(repetitions):
-        made = function(*arrays)
+        made = _two_sums(*arrays)
     end_s = time.thread_time()
     jax.block_until_ready(made)
     return (end_s - start_s) / repetitions
 
 
-def measure_one(num_layers, transport, merges, steps):
-    """CPU seconds of each thread for one step, the median of several groups of steps."""
-    params, loss_fn = make_model(num_layers)
-    batch = jnp.asarray(np.random.default_rng(0).normal(size=(2, WIDTH)), jnp.float32)
-    step = jaxferry.train_step(
-        loss_fn, jaxferry.adamw(1e-3), policy="native-overlapped", transport=transport, merge_small=merges
-    )
-    state = step.init(params)
-    # On a CPU, programs that wait for several gradients are compiled as their numbers first occur.
-    for _ in range(20):
-        state, _ = step(state, batch)
-    state.block_until_ready()
-    found = {name: [] for name in (*THREADS, "caller")}
-    for _ in range(GROUPS):
-        before = now_s()
+class Case:
+    """A chain of layers in training.
+
+    Args:
+      num_layers: its length.
+      transport: moves its layers.
+      merges: whether small neighbours are merged.
+    """
+
+    def __init__(self, num_layers, transport, merges):
+        self.about = {"transport": transport, "merges": merges, "num_layers": num_layers}
+        params, loss_fn = make_model(num_layers)
+        self._batch = jnp.asarray(np.random.default_rng(0).normal(size=(2, WIDTH)), jnp.float32)
+        self._step = jaxferry.train_step(
+            loss_fn, jaxferry.adamw(1e-3), policy="native-overlapped", transport=transport, merge_small=merges
+        )
+        self._state, self._loss = self._step.init(params), None
+        # On a CPU, programs that wait for several gradients are compiled as their numbers first occur.
+        self._train(20)
+        self.num_segments = len(self._step.prepare(self._batch).partition.segments)
+        self._groups = []
+
+    def _train(self, steps):
         for _ in range(steps):
-            state, metrics = step(state, batch)
-        state.block_until_ready()
+            self._state, metrics = self._step(self._state, self._batch)
+        self._state.block_until_ready()
+        self._loss = float(metrics["loss"])
+
+    def measure(self, steps):
+        """Adds a group of steps: CPU seconds of each thread for one step, and of a jitted call before and after."""
+        call_s, before = jit_call_s(), now_s()
+        self._train(steps)
         after = now_s()
-        for name, samples in found.items():
-            samples.append((after[name] - before[name]) / steps)
-    num_segments = len(step.prepare(batch).partition.segments)
-    return {
-        "transport": transport,
-        "merges": merges,
-        "num_layers": num_layers,
-        "num_segments": num_segments,
-        "step_s": {name: statistics.median(samples) for name, samples in found.items()},
-        "least_step_s": {name: min(samples) for name, samples in found.items()},
-        "samples_s": found,
-        "loss": float(metrics["loss"]),
-    }
+        step_s = {name: (after[name] - before[name]) / steps for name in after}
+        self._groups.append({**step_s, "jit_call": (call_s + jit_call_s()) / 2})
+
+    def point(self):
+        """What was found, as JSON: medians, the least, and ratios group by group."""
+        found = {name: [group[name] for group in self._groups] for name in self._groups[0]}
+        made = {**self.about, "num_segments": self.num_segments, "samples_s": found, "loss": self._loss}
+        made["jit_call_s"] = statistics.median(found["jit_call"])
+        for name in THREADS:
+            calls = [seconds / call_s for seconds, call_s in zip(found[name], found["jit_call"], strict=True)]
+            made[f"{name}_s_a_segment"] = statistics.median(found[name]) / self.num_segments
+            made[f"least_{name}_s_a_segment"] = min(found[name]) / self.num_segments
+            made[f"{name}_s_a_layer"] = statistics.median(found[name]) / self.about["num_layers"]
+            made[f"{name}_calls_a_segment"] = statistics.median(calls) / self.num_segments
+        made["caller_s_a_step"] = statistics.median(found["caller"])
+        return made
 
 
 def run(sizes, transports, steps):
+    """The points of all cases, one after the other: what other cases leave in the caches would slow them down."""
     Placement.is_cpu = property(lambda placement: False)
     Placement.device_kind = "NVIDIA H200"
-    call_s = jit_call_s()
-    cases = itertools.product(transports, (False, True), sizes)
-    points = [measure_one(size, transport, merges, steps) for transport, merges, size in cases]
-    for point in points:
-        for name in THREADS:
-            a_segment_s = point["step_s"][name] / point["num_segments"]
-            point[f"{name}_s_a_segment"], point[f"{name}_calls_a_segment"] = a_segment_s, a_segment_s / call_s
-            point[f"{name}_s_a_layer"] = point["step_s"][name] / point["num_layers"]
-            point[f"least_{name}_s_a_segment"] = point["least_step_s"][name] / point["num_segments"]
+    points = []
+    for *kind, size in itertools.product(transports, (False, True), sizes):
+        case = Case(size, *kind)
+        for _ in range(GROUPS):
+            case.measure(steps)
+        points.append(case.point())
     return {
         "benchmark": "issue",
         "machine": measure.machine(),
-        "expected": {"issuing_s_a_layer": GOAL_S},
-        "jit_call_s": call_s,
+        "expected": {"issuing_s_a_segment": GOAL_S},
+        "jit_call_s": statistics.median(point["jit_call_s"] for point in points),
         "points": points,
     }
 

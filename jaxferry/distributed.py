@@ -23,12 +23,13 @@ from jaxferry.engine.global_arrays import has_rows, is_global, is_key, spread
 from jaxferry.engine.joining import joining_within
 from jaxferry.engine.progress import watch
 from jaxferry.errors import InputError
+from jaxferry.meshes import are_virtual
 
 _NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
 
 
 def start(
-    num_cpu_devices: int = 1,
+    num_cpu_devices: int | None = None,
     *,
     join_timeout_s: int = 300,
     heartbeat_timeout_s: int = 100,
@@ -41,7 +42,8 @@ def start(
     JAX_NUM_PROCESSES and JAX_PROCESS_ID name them.
 
     Args:
-      num_cpu_devices: number of virtual CPU devices of each process, where there is no accelerator.
+      num_cpu_devices: number of virtual CPU devices of each process, where there is no accelerator; None for one, or as
+        many as XLA_FLAGS says.
       join_timeout_s: how long the processes wait for each other here. Those that have come then end, with an error that
         names the missing ones: JAX's own (`Some timed out task names`), or status 70 if the first process is missing.
       heartbeat_timeout_s: a process that has not been heard of for so long counts as dead. JAX then ends the others,
@@ -54,8 +56,9 @@ def start(
     """
     if join_timeout_s < 1:
         raise InputError(f"join_timeout_s must be 1 or more seconds, got {join_timeout_s}")
-    with contextlib.suppress(RuntimeError):  # the backends have started; JAX says so below
-        jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+    if num_cpu_devices is not None or not are_virtual():
+        with contextlib.suppress(RuntimeError):  # the backends have started; JAX says so below
+            jax.config.update("jax_num_cpu_devices", num_cpu_devices or 1)
     try:
         given: dict[str, Any] = {name: int(os.environ[key]) for name, key in _NUMBERS.items() if key in os.environ}
         with joining_within(join_timeout_s) as jax_timeout_s:
@@ -64,8 +67,8 @@ def start(
             )
     except (RuntimeError, ValueError) as error:
         raise InputError(
-            f"the processes of this job cannot be found: {error}. Outside SLURM, Open MPI and Kubernetes, set "
-            "JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+            f"the processes of this job cannot be found: {str(error).rstrip('.')}. Outside SLURM, Open MPI and "
+            "Kubernetes, set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         ) from error
     watch(coordination_client(), jax.process_index(), hang_timeout_s)
     return jax.make_mesh((jax.device_count(),), ("data",))

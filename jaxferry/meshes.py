@@ -28,13 +28,18 @@ def mesh_of(num_devices: int) -> Mesh | None:
     """
     if num_devices == 1:
         return None
-    if _VIRTUAL not in os.environ.get("XLA_FLAGS", ""):
+    if not are_virtual():
         with contextlib.suppress(RuntimeError):  # the backends have started
             jax.config.update("jax_num_cpu_devices", num_devices)
     found = jax.local_devices()
     if len(found) < num_devices:
         raise InputError(f"--devices must be at most {len(found)}, the devices of this machine, got {num_devices}")
     return jax.make_mesh((num_devices,), ("data",), devices=found[:num_devices])
+
+
+def are_virtual() -> bool:
+    """Whether XLA_FLAGS sets the number of virtual CPU devices."""
+    return _VIRTUAL in os.environ.get("XLA_FLAGS", "")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -58,6 +60,7 @@ class Model:
         leaves, tree = jax.tree.flatten(self.params)
         dtypes = _master_dtypes(layers)
         masters = [jax.ShapeDtypeStruct(leaf.shape, dtypes[i]) for i, leaf in enumerate(leaves)]
+        self._masters = jax.tree.unflatten(tree, masters)
         self._accumulates = options.accumulate > 1
         given = (optimizer, tree, masters, placement, options.clip_norm, hidden)
         self.optimizer = HostOptimizer(*given, accumulates=self._accumulates)
@@ -69,6 +72,17 @@ class Model:
     def on(self, placement: Placement) -> Model:
         """The same model on other devices, with the same transport."""
         return Model(self.params, self._optax, self._options, placement, self.transport)
+
+    @functools.cached_property
+    def update_text(self) -> str:
+        """What an update computes, traced: equal in processes with the same optimizer and options."""
+        masters, optimizer = self._masters, self._optax
+        state = jax.eval_shape(optimizer.init, masters)
+        traced = [jax.make_jaxpr(optimizer.init)(masters), jax.make_jaxpr(optimizer.update)(masters, state, masters)]
+        constants = [np.asarray(constant).tobytes().hex() for jaxpr in traced for constant in jaxpr.consts]
+        # Printed functions have addresses, which differ.
+        steps = re.sub(r" at 0x[0-9a-f]+", "", "".join(map(str, traced)))
+        return f"{steps} {constants} {self._options.clip_norm}"
 
     @property
     def is_native(self) -> bool:

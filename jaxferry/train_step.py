@@ -28,7 +28,7 @@ from jaxferry.engine import (
     make_placement,
     masters_layer_by_layer,
 )
-from jaxferry.engine.all_processes import messages_of
+from jaxferry.engine.all_processes import check_same_values, messages_of
 from jaxferry.engine.global_arrays import global_shape
 from jaxferry.engine.host.subtree import path_names
 from jaxferry.engine.progress import PROGRESS
@@ -213,7 +213,10 @@ class TrainStep:
         with outside_mesh():
             compiler = self._adopt(params)
             compiler.model.check_host_memory()
-            return compiler.model.new_state(compiler.model.masters(jax.tree.leaves(params)), compiler.layers)
+            leaves = jax.tree.leaves(params)
+            if self._placement.num_processes > 1:
+                check_same_values("their parameters", leaves)
+            return compiler.model.new_state(compiler.model.masters(leaves), compiler.layers)
 
     def declare(self, params: Any) -> None:
         """States the model's parameters without making a state, so that `prepare` can be called for a plan alone.
@@ -240,6 +243,8 @@ class TrainStep:
         with outside_mesh():
             compiler = self._adopt(result_shapes(init_fn, rng))
             compiler.model.check_host_memory()
+            if self._placement.num_processes > 1:
+                check_same_values("their PRNG keys", jax.tree.leaves(rng))
             masters = masters_layer_by_layer(init_fn, rng, compiler.model.layers, self._placement)
             return compiler.model.new_state(masters, compiler.layers)
 

@@ -146,7 +146,15 @@ def test_what_fails_in_one_process_is_an_error_in_all(trained):
 
 
 @pytest.mark.parametrize(
-    ("what", "message"), [("shapes", "the shapes of their batches"), ("code", "their programs"), ("plan", "their pro")]
+    ("what", "message"),
+    [
+        ("shapes", "the shapes of their batches"),
+        ("code", "their programs"),
+        ("plan", "their pro"),
+        ("optimizer", "their optimizers"),
+        ("profile", "their profiles"),
+        ("parameters", "their parameters"),
+    ],
 )
 def test_processes_that_differ_say_so_and_do_not_hang(trained, what, message):
     for found in trained[0]:

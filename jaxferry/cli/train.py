@@ -88,8 +88,9 @@ def train(
         bool, typer.Option("--distributed", help="One of several processes, which share all their devices.")
     ] = False,
     join_timeout: Annotated[
-        int, typer.Option(min=1, help="With --distributed, seconds that processes wait for each other to start.")
-    ] = 300,
+        int | None,
+        typer.Option(min=1, help="With --distributed, seconds to wait for each other at the start. [default: 300]"),
+    ] = None,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Save the state here at the end.")] = None,
     save_every: Annotated[
@@ -124,7 +125,9 @@ def train(
         if resumed:
             console.print(f"as the saved run: {as_arguments(resumed)}", soft_wrap=True, markup=False)
         given |= resumed.keys()
-    mesh = _started(values["devices"], join_timeout) if distributed else mesh_of(values["devices"])
+    if join_timeout is not None and not distributed:
+        raise InputError("--join-timeout needs --distributed")
+    mesh = _started(values["devices"], join_timeout or 300) if distributed else mesh_of(values["devices"])
     console.quiet = not is_first()
     saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in given})
     _check_outputs(saves, trace, record)

@@ -112,6 +112,8 @@ class Compiler:
         _check_shared(cut.parts.graph)
         if self._shared.placement.num_processes > 1:
             check_same("the shapes of their batches", _shapes(cut.parts.graph))
+            check_same("their optimizers", self.model.update_text)
+            check_same("their profiles", self._profiler.source)
         variants, programs = self._variants(cut)
         transport = self._transport_of(variants.base.layers)
         profile = self._profiler.planned(

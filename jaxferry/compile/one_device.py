@@ -15,7 +15,7 @@ from jaxferry.measure.shares import Share
 from jaxferry.model import Model
 from jaxferry.options import Options
 from jaxferry.partition import Partition
-from jaxferry.partition.graph import Graph
+from jaxferry.partition.graph import Graph, is_raw_key
 from jaxferry.structure import split_flags
 
 
@@ -94,6 +94,6 @@ def _shape(graph: Graph, has_rows: Rule, value: int, leaf: Any) -> Any:
         return leaf
     aval = graph.avals[value]
     shape, axis = list(aval.shape), graph.split_axis(aval)
-    if axis is not None and has_rows(graph, aval):
+    if axis is not None and has_rows(graph, aval) and not is_raw_key(aval.shape, aval.dtype):
         shape[axis] //= graph.num_devices
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=aval.weak_type)

@@ -10,9 +10,8 @@ from typing import Any
 from jaxferry.choice import needs_times, planning_profile, with_updates_on_device
 from jaxferry.engine import Placement, Programs, RematVariants, Rules, summed_groups
 from jaxferry.engine.facts import with_sum_bytes
-from jaxferry.errors import InputError
 from jaxferry.measure.profile import measure_profile
-from jaxferry.measure.shares import Share, measure_shares
+from jaxferry.measure.shares import NotMeasurable, Share, measure_shares
 from jaxferry.model import Model
 from jaxferry.options import MEASURE, Options
 from jaxferry.partition import Partition
@@ -49,6 +48,12 @@ class Profiler:
         elif given is None and needs_times(options.policy):
             given = self._measured_if_possible(variants, programs, share)
         return self._planning_profile(variants, given if isinstance(given, Profile) else None, staging_bytes)
+
+    @property
+    def source(self) -> str:
+        """Where the profile comes from, in words."""
+        given = self._options.profile
+        return str(given) if given is None or isinstance(given, str) else "given"
 
     def planned_by_estimate(self, variants: RematVariants) -> Profile:
         """Likewise without measurements, whatever the user gives."""
@@ -101,7 +106,7 @@ class Profiler:
         """What the layers cost; None, with a warning, if that can only be estimated."""
         try:
             return self._measured(variants, programs, share)
-        except InputError as error:
+        except NotMeasurable as error:
             warnings.warn(f"planning with an estimated profile: {error}", stacklevel=8)
             return None
 
@@ -115,7 +120,7 @@ class Profiler:
         with progress_bar("measuring") as progress:
             if placement.num_devices > 1:
                 given = (variants.base, recomputing, programs, placement, transport)
-                profile = _measured_shares(share, *given, progress=progress, **more)
+                profile = measure_shares(share, *given, progress=progress, **more)
             else:
                 alone = (variants.base, programs, self._model.optimizer, placement, transport)
                 profile = measure_profile(*alone, recomputing=recomputing, progress=progress, **more)
@@ -127,21 +132,6 @@ class Profiler:
             updates_after_all=self._needs_all_gradients(variants.base),
             updates_together=self._model.optimizer.is_joint,
         )
-
-
-def _measured_shares(share: Callable[[], Share], *given: Any, **more: Any) -> Profile:
-    """The profile of several devices.
-
-    Raises:
-      InputError: if one of them cannot run alone, as where the loss function names the mesh.
-    """
-    try:
-        return measure_shares(share(), *given, **more)
-    except ValueError as error:  # JAX's own, too
-        raise InputError(
-            "the work of one device of the mesh cannot be measured alone, so give a profile, or "
-            f'profile="estimate": {str(error).splitlines()[0]}'
-        ) from error
 
 
 def rules_of(options: Options) -> Rules:

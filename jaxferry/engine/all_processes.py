@@ -9,13 +9,16 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
 
+from jaxferry.engine.global_arrays import is_key
 from jaxferry.errors import CheckpointError, InputError
 
 _MESSAGE_CHARACTERS = 2000
+_SAMPLES = 64
 _TIMEOUT_S = 6 * 3600
 """How long a process waits for a message: the others may be writing a checkpoint."""
 
@@ -38,6 +41,30 @@ def check_same(what: str, content: str) -> None:
             f"the processes differ in {what}: {', '.join(map(str, other))} from process 0. All must run the same code "
             "with the same options, packages and kinds of device, on batches of the same shapes"
         )
+
+
+def check_same_values(what: str, leaves: Sequence[Any]) -> None:
+    """Checks by a sample of each array that all processes have the same values; each must call this.
+
+    Arrays that a process has in part, and lazy ones, are left out.
+
+    Args:
+      what: names the arrays in the error.
+      leaves: the arrays.
+
+    Raises:
+      InputError: as for `check_same`.
+    """
+    local = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_fully_addressable]
+    arrays = [*_sample(local), *_sample([leaf for leaf in leaves if isinstance(leaf, np.ndarray)])]
+    check_same(what, " ".join(np.asarray(array).tobytes().hex() for array in arrays))
+
+
+def _sample(leaves: Sequence[Any]) -> list[Any]:
+    def few(array: Any) -> Any:
+        return array.reshape(-1)[:: max(array.size // _SAMPLES, 1)][:_SAMPLES]
+
+    return list(map(few, jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, list(leaves))))
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:

@@ -81,7 +81,7 @@ class Programs:
     def require(self, keys: Iterable[ProgramKey]) -> None:
         """Compiles the programs that are not compiled yet."""
         missing = {key: self._tracer.content(key) for key in keys if key not in self._compiled}
-        if missing and self._has_others:
+        if self._has_others:
             check_same("their programs", "".join(self.lowered(key).as_text() for key in missing))
         made = compile_shared(missing, self.lowered)
         self._compiled |= made

@@ -9,6 +9,7 @@ Each process measures on a device of its own, and all take the slowest one's tim
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jaxferry.engine.all_processes import check_same, slowest
@@ -47,8 +48,12 @@ class Share:
     placement: Placement
 
 
+class NotMeasurable(InputError):
+    """The work of one device cannot be measured alone; of several processes, all say so."""
+
+
 def measure_shares(
-    share: Share,
+    share: Callable[[], Share],
     partition: Partition,
     recomputing: Partition,
     programs: Programs,
@@ -62,7 +67,7 @@ def measure_shares(
     """Measures the profile of a partition on several devices; each process must call this.
 
     Args:
-      share: the work of one device.
+      share: makes the work of one device.
       partition: the segments of all devices.
       recomputing: the same, with rematerialized variants where eligible.
       programs: their programs, which are compiled for their temporaries.
@@ -73,13 +78,10 @@ def measure_shares(
       progress: likewise.
 
     Raises:
-      InputError: if the share of the batch is cut into other layers.
+      NotMeasurable: if one device cannot run alone, as where the loss function names the mesh, or its share of the
+        batch is cut into other layers.
     """
-    names = [use.name for use in partition.uses]
-    if names != [use.name for use in share.partition.uses]:
-        raise InputError("the share of the batch that one device has is cut into other layers than the whole batch")
-    given = (share.partition, share.programs, share.optimizer, share.placement)
-    layers = _alike(measure_share(*given, recomputing=share.recomputing, progress=progress), placement)
+    layers = _alike(_measured_alone(share, partition, placement, progress), placement)
     variants = program_variants(partition, recomputing, programs.derivatives)
     keys = list(dict.fromkeys(key for named in variants for key in named.values()))
     # Several processes compile together, so none may know more than the others.
@@ -97,6 +99,29 @@ def measure_shares(
     profile = Profile(facts, tuple(made), num_devices=placement.num_devices, num_processes=placement.num_processes)
     staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
     return with_program_facts(profile, partition, programs.derivatives, offload_activations, staging_bytes)
+
+
+def _measured_alone(
+    share: Callable[[], Share], partition: Partition, placement: Placement, progress: Report | None
+) -> tuple[LayerProfile, ...]:
+    """What this process's own device measures, if all processes can."""
+    layers, problem = tuple[LayerProfile, ...](), ""
+    try:
+        own = share()
+        if [use.name for use in partition.uses] != [use.name for use in own.partition.uses]:
+            raise InputError("the share of the batch that one device has is cut into other layers than the whole batch")
+        given = (own.partition, own.programs, own.optimizer, own.placement)
+        layers = measure_share(*given, recomputing=own.recomputing, progress=progress)
+    except ValueError as error:  # JAX's own, too
+        problem = str(error).splitlines()[0]
+    if placement.num_processes > 1:
+        check_same("whether the work of one device can be measured", str(not problem))
+    if problem:
+        raise NotMeasurable(
+            "the work of one device of the mesh cannot be measured alone, so give a profile, or "
+            f'profile="estimate": {problem}'
+        )
+    return layers
 
 
 def _alike(layers: tuple[LayerProfile, ...], placement: Placement) -> list[LayerProfile]:

@@ -187,6 +187,11 @@ class Member(Starts):
         is_other = self.number == 1
         found["errors"]["shapes"] = differing(rows=4 if is_other else 8)
         found["errors"]["code"] = differing(loss_fn=twice if is_other else None)
+        found["errors"]["optimizer"] = differing(clip_norm=0.5 if is_other else 1.0)
+        found["errors"]["profile"] = differing(profile="measure" if is_other else "estimate", policy="auto")
+        params = self.model.params()
+        params["first"]["b"] += float(is_other)
+        found["errors"]["parameters"] = _error(lambda: self.step().init(params))
         found["errors"]["plan"] = differing(remat="full" if is_other else "none")
         return found | {"measured": self.measures()}
 
