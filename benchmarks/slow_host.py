@@ -133,9 +133,10 @@ def expected_s(profile, plan, budget):
 class Trained:
     """One plan in training."""
 
-    def __init__(self, of, plan):
+    def __init__(self, of, plan, profile):
         self._of = of
-        self.step = jaxferry.train_step(of.loss_fn, jaxferry.adamw(1e-4), plan=plan)
+        # The profile's times decide which updates wait for state that is still on its way.
+        self.step = jaxferry.train_step(of.loss_fn, jaxferry.adamw(1e-4), plan=plan, profile=profile)
         self._state = self.step.init(of.params)
         self.losses = []
 
@@ -163,7 +164,7 @@ def main():
     profile, plain_s = of.profile(num_profiles=1)
     known = with_device_updates(profile, speeds)
     plans = plans_of(profile, known)
-    trained = {key: Trained(of, plan) for key, (plan, _) in plans.items()}
+    trained = {key: Trained(of, plan, known) for key, (plan, _) in plans.items()}
     rounds = []
     for number in range(arguments.rounds + 1):
         seconds, plain = {}, [of.plain_s()]

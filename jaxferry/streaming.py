@@ -98,7 +98,7 @@ class StateStreams:
     """
 
     def __init__(self, profile: Profile, tasks: StepTasks, load_s_a_byte: float, offload_s_a_byte: float):
-        self.profile, self.tasks = profile, tasks
+        self.profile, self.tasks, self._has_times = profile, tasks, profile.has_times
         self.load_s_a_byte, self.offload_s_a_byte = load_s_a_byte, offload_s_a_byte
         self.ends: dict[int, int] = {}
         self._waiting: collections.deque[_Subgroup] = collections.deque()
@@ -115,7 +115,14 @@ class StateStreams:
         self.fill_slots()
 
     def update_arrived(self, until_s: float = 0.0) -> None:
-        """Lists the updates whose state has arrived by the time at which the GPU is free, or by a later one."""
+        """Lists the updates whose state has arrived by the time at which the GPU is free, or by a later one.
+
+        Where no times are known, the state that went up last is taken to be on its way.
+        """
+        if not self._has_times:
+            while len(self._up) > 1:
+                self._update()
+            return
         while self._up and self.tasks.ends_s[self._up[0].up] <= max(self.tasks.free_s[Lane.GPU], until_s):
             self._update()
 

@@ -11,7 +11,7 @@ from jaxferry import streaming
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.records import LayerPlan, Plan, Updates
-from jaxferry.profiling.records import Profile
+from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
 from jaxferry.simulate.machine import run
 from jaxferry.simulate.report import simulate
@@ -176,3 +176,22 @@ def test_plans_and_profiles_keep_it_in_their_files():
     plan = plan_with(profile, [UpdatePlace.GPU, UpdatePlace.HOST], [Mode.GFGB] * 2)
     assert Profile.from_json(profile.to_json()) == profile and Plan.from_json(plan.to_json()) == plan
     assert plan.to_json()["layers"][0]["update"] == "gpu"
+
+
+def test_without_times_the_state_of_a_layer_goes_up_beside_the_next_backward():
+    layers = [
+        LayerProfile(
+            **{key: getattr(layer, key) for key in ("name", "parameters", "param_bytes", "grad_bytes")},
+            **dict.fromkeys(("load_s", "forward_s", "forward_dha_s", "backward_s", "backward_dha_s"), 0.0),
+            **dict.fromkeys(("backward_go_s", "offload_s", "update_s", "update_gpu_s"), 0.0),
+            activation_bytes=1,
+            state_bytes=50,
+        )
+        for layer in model(4).layers
+    ]
+    profile = Profile({}, tuple(layers))
+    assert not profile.has_times
+    plan = plan_with(profile, [UpdatePlace.GPU] * len(profile.groups), [Mode.GFGB] * len(layers))
+    kinds = [task.kind for task in schedule_step(profile, plan).tasks if task.lane is Lane.GPU]
+    backwards = [kind for kind in kinds if kind in (Kind.BACKWARD, Kind.UPDATE)][: 2 * len(layers)]
+    assert backwards[:4] == [Kind.BACKWARD, Kind.BACKWARD, Kind.UPDATE, Kind.BACKWARD]
