@@ -7,7 +7,7 @@ within the budget counts only in the plan found. `exact` leaves out a reserve fa
 bounds stay proven, so a plan still states how far from the optimum it may be.
 """
 
-FULL_LAYERS = 256
+FULL_LAYERS = 96
 MOST_SEARCHED = 512
 
 

@@ -11,7 +11,7 @@ from jaxferry.plan.records import Plan, UpdateOrder
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import schedule_step
 from jaxferry.simulate.machine import steady_step_s
-from jaxferry.tasks import Schedule
+from jaxferry.tasks import Lane, Schedule
 
 _ROUNDING = 1e-12
 _UNLIMITED_BYTES = 2**53
@@ -40,6 +40,8 @@ def best_order(profile: Profile, plan: Plan) -> tuple[Plan, float]:
         return dataclasses.replace(plan, update_order=order), 0.0
     best = dataclasses.replace(plan, update_order=UpdateOrder.BACKWARD)
     least_s = steady_step_s(dataclasses.replace(step, updates_by_need=False))
+    if sum(task.lane is Lane.HOST for task in step.tasks) < 2:
+        return best, least_s  # the host has no choice
     for by_need, tasks in _plans_by_need(profile, plan, step):
         found = steady_step_s(dataclasses.replace(tasks, updates_by_need=True))
         if found < least_s * (1 - _ROUNDING):
