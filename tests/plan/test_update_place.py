@@ -227,12 +227,17 @@ def random_plans(profile, generator, num_plans):
     return np.where(on_device, np.int8(RESIDENT), modes), on_host & ~on_device, again, on_device
 
 
+def drawn_plans(data, num_plans):
+    """A profile and random plans for it."""
+    profile = with_state(data.draw(profiles(max_layers=5)))
+    profile = dataclasses.replace(profile, updates_after_all=data.draw(st.booleans()))
+    return profile, random_plans(profile, np.random.default_rng(data.draw(st.integers(0, 99))), num_plans)
+
+
 @examples(20)
 @given(st.data())
 def test_the_bound_of_a_plan_holds_in_both_orders_of_updates(data):
-    profile = with_state(data.draw(profiles(max_layers=5)))
-    profile = dataclasses.replace(profile, updates_after_all=data.draw(st.booleans()))
-    plans = random_plans(profile, np.random.default_rng(data.draw(st.integers(0, 99))), 8)
+    profile, plans = drawn_plans(data, 8)
     evaluate = PlanEvaluator(profile)
     bound_s, needed = evaluate.bounds(*plans)
     for by_need in (False, True):
@@ -245,9 +250,7 @@ def test_the_bound_of_a_plan_holds_in_both_orders_of_updates(data):
 @examples(20)
 @given(st.data())
 def test_plans_with_different_places_are_evaluated_as_if_each_had_its_own_profile(data):
-    profile = with_state(data.draw(profiles(max_layers=5)))
-    profile = dataclasses.replace(profile, updates_after_all=data.draw(st.booleans()))
-    plans = random_plans(profile, np.random.default_rng(data.draw(st.integers(0, 99))), 6)
+    profile, plans = drawn_plans(data, 6)
     by_need, memory_bytes = data.draw(st.booleans()), data.draw(st.sampled_from([None, 1 << 16, UNLIMITED_BYTES]))
     together = PlanEvaluator(profile)(*plans, by_need=by_need, memory_bytes=memory_bytes)
     for number, (modes, on_host, again, on_device) in enumerate(zip(*plans, strict=True)):
