@@ -23,11 +23,11 @@ the bound: for any weights w of the times that add up to 1, and any prices p of 
 
 import collections
 import dataclasses
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import scipy  # loads its submodules when they are first used; they take longer than a short plan
 
 from jaxferry.plan.place_options import (
     BYTES,
@@ -160,6 +160,7 @@ class _Program:
 
     def _prices(self, limited: np.ndarray) -> np.ndarray:
         """The prices of the times, which add up to 1, and of the limits: good ones, if HiGHS succeeds."""
+        scipy: Any = importlib.import_module("scipy")  # here, since it takes longer than a short plan
         linprog: Any = scipy.optimize.linprog  # SciPy's stubs do not accept sparse matrices here
         size = self.table.shape[0]
         below = np.vstack([self.times, limited])

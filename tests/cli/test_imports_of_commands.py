@@ -47,7 +47,6 @@ def files(tmp_path):
         ("--help",),
         ("--version",),
         ("plan", "profile.json", "--policy", "auto"),
-        ("plan", "profile.json", "--compare"),
         ("simulate", "profile.json", "plan.json"),
         ("tune", "profile.json", "--policy", "memferry"),
         ("weights", "profile.json", "--memory-budget", "1GiB"),
@@ -56,6 +55,10 @@ def files(tmp_path):
 )
 def test_planning_imports_neither_jax_nor_scipy(files, arguments):
     assert imported(files, run(*arguments)) == []
+
+
+def test_a_comparison_imports_scipy_alone_for_its_bound(files):
+    assert imported(files, run("plan", "profile.json", "--compare")) == ["scipy"]
 
 
 def test_train_step_is_the_function_though_the_module_of_that_name_was_imported(tmp_path):
