@@ -25,13 +25,16 @@ from jaxferry.engine.progress import watch
 from jaxferry.errors import InputError
 from jaxferry.meshes import are_virtual
 
+JOIN_TIMEOUT_S = 300
+"""How long processes wait for each other at the start unless told otherwise."""
+
 _NUMBERS = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
 
 
 def start(
     num_cpu_devices: int | None = None,
     *,
-    join_timeout_s: int = 300,
+    join_timeout_s: int = JOIN_TIMEOUT_S,
     heartbeat_timeout_s: int = 100,
     hang_timeout_s: float = 1800.0,
 ) -> Mesh:

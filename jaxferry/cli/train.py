@@ -30,7 +30,7 @@ from jaxferry.cli.step_options import (
 )
 from jaxferry.cli.user_code import user_code
 from jaxferry.compare import plan_counts
-from jaxferry.distributed import is_first, own_rows, start
+from jaxferry.distributed import JOIN_TIMEOUT_S, is_first, own_rows, start
 from jaxferry.engine import TrainState
 from jaxferry.engine.host.checkpoint import Keep, check_target
 from jaxferry.engine.interrupts import Terminated, raising_terminated
@@ -127,7 +127,7 @@ def train(
         given |= resumed.keys()
     if join_timeout is not None and not distributed:
         raise InputError("--join-timeout needs --distributed")
-    mesh = _started(values["devices"], join_timeout or 300) if distributed else mesh_of(values["devices"])
+    mesh = _started(values["devices"], join_timeout or JOIN_TIMEOUT_S) if distributed else mesh_of(values["devices"])
     console.quiet = not is_first()
     saves = _Saves(save, save_every, keep_last, {name: values[name] for name in _KEPT if name in given})
     _check_outputs(saves, trace, record)

@@ -225,7 +225,7 @@ class StepRun:
 
         The caller has the lock, and calls `_leave` after a task of another run.
         """
-        while not self.is_stopped and self.failure is None:
+        while not self.has_broken_off:
             if self._successor is not None and (ahead := self._take_of(self._successor, lanes)) is not None:
                 return self._successor, ahead
             if self._previous is not None:

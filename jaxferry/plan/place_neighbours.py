@@ -8,6 +8,7 @@ neighbours differ too little for that.
 import numpy as np
 
 from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT
+from jaxferry.plan.neighbours import ALL_MODES
 from jaxferry.plan.search import Best, Pool
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import Profile
@@ -62,7 +63,7 @@ def _neighbours(profile: Profile, best: Best) -> list[np.ndarray]:
             add([layer], (2, not recomputes))
         if not there:
             add([layer], (1, not grad_on_host))
-            for mode in set(range(5)) - {int(own[0][layer])}:
+            for mode in set(ALL_MODES) - {int(own[0][layer])}:
                 add([layer], (0, mode))
     for group in updatable_groups(profile):
         members = list(profile.groups[group])
