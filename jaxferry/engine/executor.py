@@ -88,7 +88,7 @@ def backward(step: StepContext, call: Call) -> None:
     if key is None:
         return
     destinations = step.gradients.destinations(call, key)
-    others = [*_values_read(step, call), step.saved[call.segment], [step.cotangent(v) for v in call.outputs]]
+    others = [*_values_read(step, call), step.saved[call.segment], list(map(step.cotangent, call.outputs))]
     gradients, cotangents, norms = _run(step, call, key, destinations, others)
     del step.saved[call.segment]
     for value in call.outputs:
@@ -239,8 +239,8 @@ def _parameters(step: StepContext, use: CalledUse) -> Sequence[jax.Array]:
 
 def _values_read(step: StepContext, call: Call) -> list[list[jax.Array]]:
     """The values that a program is given, one list for each argument."""
-    values = step.values
-    return [[values[number] for number in numbers] for numbers in call.reads]
+    value = step.values.__getitem__
+    return [list(map(value, numbers)) for numbers in call.reads]
 
 
 def _keep_outputs(step: StepContext, call: Call, outputs: Any, nondiff_outputs: Any, finite: jax.Array) -> None:

@@ -225,9 +225,10 @@ class StepRun:
 
         The caller has the lock, and calls `_leave` after a task of another run.
         """
-        while not self.has_broken_off:
-            if self._successor is not None and (ahead := self._take_of(self._successor, lanes)) is not None:
-                return self._successor, ahead
+        while not (self.is_stopped or self.failure is not None):
+            later = self._successor
+            if later is not None and later._ready.has_prefetch and (ahead := self._take_of(later, lanes)) is not None:
+                return later, ahead
             if self._previous is not None:
                 found = self._next_of_two(self._previous, lanes)
                 has_late = self._previous is not None and self._previous._ready.has_late(lanes)

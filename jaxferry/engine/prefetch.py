@@ -78,7 +78,8 @@ class DeviceCopies:
         return held
 
     def _copy(self, index: int) -> DeviceLayer:
-        return self._held[index] if index in self._held else self._take(index)
+        held = self._held.get(index)
+        return self._take(index) if held is None else held
 
     def parameters(self, index: int) -> list[jax.Array]:
         """The parameters that the load with this index copied."""

@@ -105,17 +105,18 @@ class ReadyTasks:
         if not self._num_left[lane]:
             self.num_over += 1
             lanes.append(lane)
-        for later in tasks.waiting[index]:
-            lanes += self._fewer_missing(later, now_s)
-        if self._successor is not None:
-            for later in tasks.waiting_next[index]:
-                lanes += self._successor._fewer_missing(later, now_s)
+        self._end_for(tasks.waiting[index], now_s, lanes)
+        if self._successor is not None and (waiting := tasks.waiting_next[index]):
+            self._successor._end_for(waiting, now_s, lanes)
         return lanes
 
-    def _fewer_missing(self, index: int, now_s: float) -> Sequence[Lane]:
-        """Records that one dependency of a task has ended; returns the lanes that may continue."""
-        self._missing[index] -= 1
-        return () if self._missing[index] else self._offer(index, now_s)
+    def _end_for(self, waiting: Sequence[int], now_s: float, lanes: list[Lane]) -> None:
+        """Records that a dependency of these tasks has ended; adds the lanes that may continue."""
+        missing = self._missing
+        for index in waiting:
+            missing[index] -= 1
+            if not missing[index]:
+                lanes += self._offer(index, now_s)
 
     def _offer(self, index: int, now_s: float) -> Sequence[Lane]:
         """Offers a task that may start now to its lane, or ends it if it is trivial."""

@@ -123,8 +123,9 @@ class HeldBytes:
     def add(self, num_bytes: int) -> None:
         """Adds bytes; a negative number subtracts."""
         with self._lock:
-            self.now += num_bytes
-            self.peak = max(self.peak, self.now)
+            self.now = now = self.now + num_bytes
+            if now > self.peak:
+                self.peak = now
 
     def reset_peak(self, held: Iterable[DeviceLayer] | None = None) -> None:
         """Starts a new measurement of the peak.
