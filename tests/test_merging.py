@@ -104,7 +104,7 @@ def test_layers_that_several_segments_read_stay_alone():
 def test_the_table_of_segments_tells_what_was_merged_and_why():
     output = io.StringIO()
     print_table(parts_on(H200), rich.console.Console(file=output, width=200))
-    assert "are one layer: together they take no longer than the 450.00 us that issuing a segment" in output.getvalue()
+    assert "are one layer: together they take no longer than the 200.00 us that issuing a segment" in output.getvalue()
 
 
 @pytest.mark.parametrize("given", ["plan", "profile"])

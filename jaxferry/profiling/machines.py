@@ -33,7 +33,7 @@ MACHINE_FORMAT = "jaxferry.machine/1"
 _EFFICIENCY = 0.5
 _LAUNCH_S = 2.9e-6
 _LINK_LATENCY_S = 6e-6
-_ISSUE_S = 0.45e-3
+_ISSUE_S = 0.2e-3
 
 _COMMON_SOURCES = {
     "efficiency": "Narayanan et al., arXiv:2104.04473: 52 % of the A100's peak when training a GPT model; down to 44 % "
