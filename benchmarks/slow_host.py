@@ -46,6 +46,17 @@ HOST, LINK = 2.0, 0.1
 SPARE = {"little": 1.1, "more": 1.5}
 STATE_BYTES = 12  # a parameter, in fp32: master and two moments
 NUM_UPDATES = 5
+COLUMNS = {  # of the printed table: head and format, by key of a row
+    "plan": ("plan", ""),
+    "memory": ("memory", ""),
+    "step_s": ("step [s]", ".3f"),
+    "predicted_s": ("predicted [s]", ".3f"),
+    "host_over_this": ("host / this", ".3f"),
+    "measured_over_predicted": ("/ predicted", ".3f"),
+    "measured_over_bound": ("/ bound", ".3f"),
+    "layers_resident": ("resident", ""),
+    "layers_streamed": ("streamed", ""),
+}
 
 
 def set_speeds(of, link=LINK, host=HOST):
@@ -152,6 +163,62 @@ class Trained:
         self._state.block_until_ready()
         return (time.perf_counter() - start_s) / num_steps
 
+    def facts(self):
+        """The most device memory of a step in bytes, and the first losses."""
+        peak_bytes = self.step.prepare(self._of.batch).peak.total
+        return {"peak_device_bytes": peak_bytes, "losses": self.losses[:4]}
+
+
+def timed_rounds(of, trained, plain_s, num_steps, num_rounds):
+    """Rounds of steps by plan, and how much slower than `plain_s` a plain gradient beside each plan's steps was."""
+    rounds = []
+    for number in range(num_rounds + 1):
+        seconds, plain = {}, [of.plain_s()]
+        for key, each in trained.items():
+            seconds[key] = each.step_s(num_steps)
+            plain.append(of.plain_s())
+        slowness = [statistics.median(before + after) / plain_s for before, after in itertools.pairwise(plain)]
+        if number:  # the first one compiles
+            rounds.append({"slowness": dict(zip(trained, slowness, strict=True)), "step_s": seconds})
+    return rounds
+
+
+def ratios_of(key, plan, budget, known, rounds):
+    """Medians over the rounds of a plan's steps over its prediction and the bound, both as slow as the round was."""
+    slower_s = [expected_s(slowed(known, one["slowness"][key]), plan, budget) for one in rounds]
+    predicted, bound = (
+        statistics.median(one["step_s"][key] / seconds for one, seconds in zip(rounds, each, strict=True))
+        for each in zip(*slower_s, strict=True)
+    )
+    return {"measured_over_predicted": predicted, "measured_over_bound": bound}
+
+
+def row_of(key, plan, budget, known, rounds):
+    """What was measured of one plan, beside its prediction and the bound."""
+    name, memory = key
+    predicted_s, bound_s = expected_s(known, plan, budget)
+    host = ("host", "more" if budget is None else memory)
+    return {
+        "plan": name,
+        "memory": memory,
+        "budget_bytes": budget,
+        "step_s": statistics.median(one["step_s"][key] for one in rounds),
+        "predicted_s": predicted_s,
+        "bound_s": bound_s,
+        "host_over_this": statistics.median(one["step_s"][host] / one["step_s"][key] for one in rounds),
+        **ratios_of(key, plan, budget, known, rounds),
+        "predicted_over_bound": predicted_s / bound_s,
+        "layers_resident": sum(plan.updates_on_device),
+        "layers_streamed": sum(plan.updates_streamed),
+    }
+
+
+def print_rows(rows):
+    table = Table(*(head for head, _ in COLUMNS.values()))
+    for row in rows:
+        table.add_row(*(f"{row[key]:{form}}" for key, (_, form) in COLUMNS.items()))
+    Console().print(table)
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -165,78 +232,22 @@ def main():
     known = with_device_updates(profile, speeds)
     plans = plans_of(profile, known)
     trained = {key: Trained(of, plan, known) for key, (plan, _) in plans.items()}
-    rounds = []
-    for number in range(arguments.rounds + 1):
-        seconds, plain = {}, [of.plain_s()]
-        for key, each in trained.items():
-            seconds[key] = each.step_s(arguments.steps)
-            plain.append(of.plain_s())
-        slowness = [statistics.median(before + after) / plain_s for before, after in itertools.pairwise(plain)]
-        if number:  # the first one compiles
-            rounds.append({"slowness": dict(zip(trained, slowness, strict=True)), "step_s": seconds})
-    rows = []
-    for key, (plan, budget) in plans.items():
-        name, memory = key
-        predicted_s, least_s = expected_s(known, plan, budget)
-        slower_s = [expected_s(slowed(known, one["slowness"][key]), plan, budget) for one in rounds]
-        predicted, bound = (
-            statistics.median(one["step_s"][key] / seconds for one, seconds in zip(rounds, each, strict=True))
-            for each in zip(*slower_s, strict=True)
-        )
-        host = ("host", "more" if budget is None else memory)
-        rows.append(
-            {
-                "plan": name,
-                "memory": memory,
-                "budget_bytes": budget,
-                "step_s": statistics.median(one["step_s"][key] for one in rounds),
-                "predicted_s": predicted_s,
-                "bound_s": least_s,
-                "host_over_this": statistics.median(one["step_s"][host] / one["step_s"][key] for one in rounds),
-                "measured_over_predicted": predicted,
-                "measured_over_bound": bound,
-                "predicted_over_bound": predicted_s / least_s,
-                "peak_device_bytes": trained[key].step.prepare(of.batch).peak.total,
-                "layers_resident": sum(plan.updates_on_device),
-                "layers_streamed": sum(plan.updates_streamed),
-                "losses": trained[key].losses[:4],
-            }
-        )
-    heads = (
-        "plan",
-        "memory",
-        "step [s]",
-        "predicted [s]",
-        "host / this",
-        "/ predicted",
-        "/ bound",
-        "resident",
-        "streamed",
-    )
-    table = Table(*heads)
-    for row in rows:
-        times = (row["step_s"], row["predicted_s"], row["host_over_this"])
-        ratios = (row["measured_over_predicted"], row["measured_over_bound"])
-        counts = (row["layers_resident"], row["layers_streamed"])
-        table.add_row(row["plan"], row["memory"], *(f"{x:.3f}" for x in (*times, *ratios)), *map(str, counts))
-    Console().print(table)
+    rounds = timed_rounds(of, trained, plain_s, arguments.steps, arguments.rounds)
+    rows = [row_of(key, *plans[key], known, rounds) | each.facts() for key, each in trained.items()]
+    print_rows(rows)
     print({name: round(seconds, 3) for name, seconds in works_s(profile).items()})
-    measure.write(
-        "slow_host",
-        {
-            "benchmark": "slow_host",
-            "machine": measure.machine(),
-            "model": {"name": f"GPT-2 {overlap.CONFIG}", "batch": overlap.BATCH, "sequence": overlap.LENGTH},
-            "expected": {"host_over_anywhere": 1.4, "anywhere_over_bound": 1.1, "unlimited_over_compute": 1.1},
-            "emulated_bytes_per_s": speeds,
-            "host_over_compute": HOST,
-            "work_s": works_s(profile),
-            "rows": rows,
-            "rounds": [
-                {name: {" ".join(key): each for key, each in one[name].items()} for name in one} for one in rounds
-            ],
-        },
-    )
+    found = {
+        "benchmark": "slow_host",
+        "machine": measure.machine(),
+        "model": {"name": f"GPT-2 {overlap.CONFIG}", "batch": overlap.BATCH, "sequence": overlap.LENGTH},
+        "expected": {"host_over_anywhere": 1.4, "anywhere_over_bound": 1.1, "unlimited_over_compute": 1.1},
+        "emulated_bytes_per_s": speeds,
+        "host_over_compute": HOST,
+        "work_s": works_s(profile),
+        "rows": rows,
+        "rounds": [{name: {" ".join(key): each for key, each in one[name].items()} for name in one} for one in rounds],
+    }
+    measure.write("slow_host", found)
 
 
 if __name__ == "__main__":
