@@ -193,7 +193,7 @@ class ReadyTasks:
         return self._list.orders[lane][self._next[lane]] == _NONE
 
     def is_over(self, lanes: Sequence[Lane]) -> bool:
-        """Whether every task of these lanes has ended. Those that may outlast their step count if these are all lanes."""
+        """Whether every task of these lanes has ended. What may outlast its step counts if these are all lanes."""
         return not self._num_all or (len(lanes) < len(Lane) and not any(map(self._num_left.get, lanes)))
 
     def has_left(self, lanes: Sequence[Lane]) -> bool:
