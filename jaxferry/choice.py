@@ -83,7 +83,9 @@ def planning_profile(
     profile = with_program_facts(profile, parts, variants.derivatives, is_offloaded, staging_bytes)
     profile = with_sum_bytes(profile, parts, summed_groups(parts, variants.derivatives, options.accumulate))
     profile = dataclasses.replace(profile, updates_after_all=updates_after_all, updates_together=updates_together)
-    return with_updates_on_device(profile, parts, device_kind, state_bytes, has_own_memory)
+    # A given plan may update groups on any device, and its tasks follow each other by the given times.
+    may_update = has_own_memory or options.plan is not None
+    return with_updates_on_device(profile, parts, device_kind, state_bytes, may_update)
 
 
 def with_updates_on_device(

@@ -9,7 +9,7 @@ import collections
 import heapq
 from collections.abc import Collection, Sequence
 
-from jaxferry.schedule import Lane, Schedule
+from jaxferry.schedule import Kind, Lane, Schedule
 
 _NONE = -1
 """Follows the last task of a lane, and is never ready."""
@@ -57,8 +57,10 @@ class TaskList:
         for order in self.orders.values():
             order.append(_NONE)
         self.counts = dict.fromkeys(Lane, 0)
-        for task in self.tasks:
-            self.counts[task.lane] += task.before is None
+        # Those that may outlast their step: what it leaves to the next one, and transfers of updated state.
+        self.outlasts = [task.before is not None or task.kind is Kind.STATE_DOWN for task in self.tasks]
+        for task, outlasts in zip(self.tasks, self.outlasts, strict=True):
+            self.counts[task.lane] += not outlasts
         self.needs = [task.need if schedule.updates_by_need else (0, i) for i, task in enumerate(self.tasks)]
 
 
@@ -70,7 +72,7 @@ class ReadyTasks:
       previous: the progress of the run that `after_previous` refers to; None if it has ended.
 
     Attributes:
-      num_over: rises when the last task of a lane ends, and with each late task.
+      num_over: rises when the last task of a lane ends, and with each one that outlasts its step afterwards.
       starts_s: when each task started.
       ends_s: when each task ended.
     """
@@ -99,7 +101,7 @@ class ReadyTasks:
         """Records that a task has ended; returns the lanes that may continue, of this run or of the next one."""
         tasks, lane = self._list, self._list.lanes[index]
         self.ends_s[index], self._is_done[index] = now_s, True
-        self._num_left[lane] -= tasks.tasks[index].before is None
+        self._num_left[lane] -= not tasks.outlasts[index]
         self._num_all -= 1
         lanes = []
         if not self._num_left[lane]:
@@ -192,7 +194,7 @@ class ReadyTasks:
         return self._list.orders[lane][self._next[lane]] == _NONE
 
     def is_over(self, lanes: Sequence[Lane]) -> bool:
-        """Whether every task of these lanes has ended. Late tasks count if these are all lanes."""
+        """Whether every task of these lanes has ended. What may outlast its step counts if these are all lanes."""
         return not self._num_all or (len(lanes) < len(Lane) and not any(map(self._num_left.get, lanes)))
 
     def has_left(self, lanes: Sequence[Lane]) -> bool:

@@ -25,7 +25,7 @@ from jaxferry.errors import TaskError
 from jaxferry.schedule import Lane
 
 DEVICE_LANES = (Lane.GPU, Lane.D2H)
-"""A step returns when these have finished."""
+"""A step returns when these have finished, but for transfers down of state that was updated on the device."""
 
 
 class StepRunner:

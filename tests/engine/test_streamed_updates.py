@@ -1,5 +1,7 @@
 """Groups whose masters and optimizer state come to the device for the update only, in subgroups."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import scanned
 from accelerator import emulate
 from jaxferry import streaming as planned_streaming
 from jaxferry.engine import Operation
+from jaxferry.engine.facts import without_times
 from jaxferry.engine.host import pinned
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
@@ -388,3 +391,16 @@ def test_recorded_steps_hold_the_moves(options, monkeypatch):
     lanes = {Kind.STATE_UP: Lane.H2D, Kind.UPDATE: Lane.GPU, Kind.STATE_DOWN: Lane.D2H}
     for kind, lane in lanes.items():
         assert sum(task.kind is kind and task.lane is lane for task in run.schedule.tasks) == count
+
+
+def test_a_given_plan_keeps_the_times_that_its_profile_has_for_updates_on_the_device():
+    """Also where the device has no memory of its own, so that no policy would update there."""
+    times = {"update_gpu_s": 0.25, "state_up_s": 0.5, "state_down_s": 1.0}
+    sizes = without_times(partition(loss_fn, PARAMS, (batch(0),)))
+    layers = [dataclasses.replace(layer, forward_s=1.0, **times) for layer in sizes.layers]
+    profile = dataclasses.replace(sizes, layers=tuple(layers))
+    step = make([], streamed=["layer_1"], profile=profile)
+    step.init(PARAMS)
+    tasks = step.prepare(batch(0)).schedule.tasks
+    streams = {task.kind: task.duration_s for task in tasks if task.name.endswith("layer_1")}
+    assert [streams[kind] for kind in (Kind.UPDATE, Kind.STATE_UP, Kind.STATE_DOWN)] == [*times.values()]
