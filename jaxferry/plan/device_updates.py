@@ -7,7 +7,7 @@ budget, which only picks the fastest plan that fits; so more memory is never slo
 
 All choices are simulated together. Plans are left out whose lower bound is no better than the time of a known plan
 without such updates that needs no more memory. Updates by need are tried for those whose bound and memory few others
-beat. A local search follows (`plan/place_neighbours.py`).
+beat. A local search follows (`plan/neighbours.py`), but not for a long model, whose neighbours differ too little.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import numpy as np
 from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.base import Objective
 from jaxferry.plan.effort import fewer
-from jaxferry.plan.place_neighbours import refine
+from jaxferry.plan.neighbours import Neighbours, refine
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Best, Pool, on_fronts, plan_of
 from jaxferry.plan.update_groups import updatable_groups
@@ -32,6 +32,7 @@ _POINTS, _LEAST_POINTS = 12, 2
 _STARTS = 20
 _SHARES = 8
 _FRONTS = 24
+_MOST_REFINED = 80
 _ROUNDING = 1e-9
 
 
@@ -155,8 +156,21 @@ class DeviceUpdateSearch:
         _add(pool, plans, marked, marked=True)
         _add(pool, plans, useful & ~marked)
         pool.run()
-        refine(pool)
+        if len(self.profile.layers) <= _MOST_REFINED:
+            self._refine(pool)
+        pool.join()
         return pool
+
+    def _refine(self, pool: Pool) -> None:
+        """Adds neighbours of the best plans for their memory."""
+        can_recompute = np.array([layer.can_recompute for layer in self.profile.layers])
+        groups = [self.profile.groups[group] for group in updatable_groups(self.profile)]
+
+        def run(*plans: np.ndarray) -> None:
+            _add(pool, plans, np.ones(len(plans[0]), dtype=bool))
+            pool.run()
+
+        refine(pool.frontier, Neighbours(can_recompute, groups), run)
 
     def _plans(self, groups: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Modes and flags of gradients, recomputation and updates for one choice, (plans, layers) each."""
