@@ -13,6 +13,7 @@ import numpy as np
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.profiling.records import Profile
+from jaxferry.profiling.tables import flags_of, program_ends
 
 GFGB, DHA, DFGB, RELOAD, RESIDENT = range(5)
 CODES = {Mode.GFGB: GFGB, Mode.DHA: DHA, Mode.DFGB: DFGB, Mode.RELOAD: RELOAD, Mode.RESIDENT: RESIDENT}
@@ -31,14 +32,9 @@ def gradient_flags(plan: Plan) -> np.ndarray:
     return np.array([place is GradientPlace.HOST for place in plan.gradients])
 
 
-def flags_of(profile: Profile, key: str) -> np.ndarray:
-    """A field of all layers as flags, (layers, 1)."""
-    return np.array([bool(getattr(layer, key)) for layer in profile.layers])[:, None]
-
-
 def of_program(profile: Profile, recomputes: np.ndarray) -> np.ndarray:
     """Whether each layer's backward runs its forward again, (layers, ...): the first layer of a program decides."""
-    return recomputes[[first for first, _ in profile.program_ends]]
+    return recomputes if len(profile.programs) == len(recomputes) else recomputes[program_ends(profile)[0]]
 
 
 def reads_back(profile: Profile, recomputes: np.ndarray | None) -> np.ndarray:

@@ -30,13 +30,13 @@ So a chain of steps never exceeds the limit, for any duration of the transfers. 
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Self
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, flags_of, of_program
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, of_program
 from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.tables import column, flags_of, per_choice, program_ends
 
 CROSSING_SLOTS = 2
 """Number of programs whose values may be on the device on their way to host memory, or back for their backward."""
@@ -103,7 +103,7 @@ def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
       after_all: whether `updates` is "after-all".
     """
     size = held.num_layers
-    first, last = _program_ends(held.profile)
+    first, last = program_ends(held.profile)
     first_wait, second_wait = _slot_waits(held)
     order = load_order(held.profile, bulk)
     first_start = _in_link_order(np.where(held.loads_forward, first_wait, 0), order)
@@ -133,12 +133,6 @@ def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
     )
 
 
-def _program_ends(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
-    """The first and the last layer of each layer's program, (layers,) each."""
-    first, last = np.array(profile.program_ends).T
-    return first, last
-
-
 def load_order(profile: Profile, bulk: bool) -> np.ndarray:
     """Layers in the order of their loads for the forward: forward order, or with bulk loads the order of updates."""
     if not bulk:
@@ -155,7 +149,7 @@ def _in_link_order(waits: np.ndarray, order: np.ndarray) -> np.ndarray:
 
 def _update_places(held: Holdings, after_all: bool) -> np.ndarray:
     """For each group, the place that its update may precede, (groups, plans or 1); 0 without one on the host."""
-    profile, size, (first, _) = held.profile, held.num_layers, _program_ends(held.profile)
+    profile, size, (first, _) = held.profile, held.num_layers, program_ends(held.profile)
     places = np.array(
         [2 * size - first[members[0]] if profile.layers[members[0]].has_gradient else 0 for members in profile.groups]
     )[:, None]
@@ -194,21 +188,21 @@ def copy_bytes(held: Holdings, spans: Spans) -> tuple[np.ndarray, np.ndarray, np
     the third all copies of the next step.
     """
     size, plans = held.num_layers, held.num_plans
-    params = np.array([layer.param_bytes for layer in held.profile.layers], dtype=np.int64)[:, None]
-    column = np.broadcast_to(np.arange(plans), held.modes.shape)
+    params = column(held.profile, "param_bytes")
+    plan = np.broadcast_to(np.arange(plans), held.modes.shape)
 
     def zeros() -> np.ndarray:
         return np.zeros((2 * size + 2, plans), dtype=np.int64)
 
     changes, free, following = zeros(), zeros(), zeros()
     first, second = params * held.loads_forward, params * (held.loads_between | held.loads_backward)
-    np.add.at(changes, (spans.first_start, column), first)
-    np.subtract.at(changes, (spans.first_end + 1, column), first)
-    np.add.at(changes, (spans.second_start, column), second)
-    np.subtract.at(changes, (spans.second_end + 1, column), second)
+    np.add.at(changes, (spans.first_start, plan), first)
+    np.subtract.at(changes, (spans.first_end + 1, plan), first)
+    np.add.at(changes, (spans.second_start, plan), second)
+    np.subtract.at(changes, (spans.second_end + 1, plan), second)
     next_start = np.minimum(spans.next_start, 2 * size + 1)
-    np.add.at(following, (next_start, column), first)
-    np.add.at(free, (next_start, column), first * (spans.next_waits_for == size))
+    np.add.at(following, (next_start, plan), first)
+    np.add.at(free, (next_start, plan), first * (spans.next_waits_for == size))
     now, free, following = (np.cumsum(array, axis=0)[:-1] for array in (changes, free, following))
     return now, free, following
 
@@ -217,7 +211,7 @@ def resident_bytes(held: Holdings) -> np.ndarray:
     """Bytes that RESIDENT copies hold all the time, with optimizer state that stays on the device; (plans,)."""
 
     def params(profile: Profile) -> np.ndarray:
-        return np.array([profile.layers[members[0]].param_bytes for members in profile.groups], dtype=np.int64)[:, None]
+        return column(profile, "param_bytes")[[members[0] for members in profile.groups]]
 
     own = params(held.profile)
     if held.on_device is not None:
@@ -226,7 +220,7 @@ def resident_bytes(held: Holdings) -> np.ndarray:
 
 
 def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
-    """At each place: saved bytes that have certainly left, and fetched bytes that may be back; (2 * layers + 1,).
+    """At each place: saved bytes that have certainly left, and fetched bytes that may be back; (2 * layers + 1, 1).
 
     Kept activations include both. So fetched bytes still count here once their backward has freed them.
     """
@@ -246,7 +240,7 @@ def _crossing_bytes(profile: Profile) -> tuple[np.ndarray, np.ndarray]:
         if following is not None:
             fetched[last_place + 1] += profile.layers[following[0]].fetch_bytes
         last_place = places[0]
-    return left, np.cumsum(fetched)[:-1]
+    return left[:, None], np.cumsum(fetched)[:-1, None]
 
 
 def demand(
@@ -272,17 +266,17 @@ def demand(
         spans = dataclasses.replace(spans, next_waits_for=np.full_like(spans.next_waits_for, size))
     now, free, following = copy_bytes(held, spans)
     now = now + resident_bytes(held)
-    left, fetched = (array[:, None] for array in _crossing_bytes(profile))
+    left, fetched = profile.once(_crossing_bytes)
     again = np.zeros(held.modes.shape, dtype=bool) if recomputes is None else of_program(profile, recomputes)
     by_dha, by_dha_back = (held.modes == DHA) | (held.modes == DFGB), held.modes == DHA
-    forward_own = _bytes_of(profile, LayerProfile.forward_bytes, by_dha, again)
-    backward_own = _bytes_of(profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
+    forward_own = per_choice(profile, LayerProfile.forward_bytes, by_dha, again)
+    backward_own = per_choice(profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
     if held.on_device is not None:
-        there = _bytes_of(held.on_device.profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
+        there = per_choice(held.on_device.profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
         backward_own = np.where(held.on_device.groups[list(profile.group_of)], there, backward_own)
-    kept = np.cumsum(_bytes_of(profile, LayerProfile.kept_bytes, again), axis=0)
+    kept = np.cumsum(per_choice(profile, LayerProfile.kept_bytes, again), axis=0)
     kept_after = np.concatenate([np.zeros((1, held.num_plans), dtype=np.int64), kept[:-1]])
-    sizes = np.array([layer.device_gradient_bytes for layer in profile.layers], dtype=np.int64)[:, None]
+    sizes = column(profile, "device_gradient_bytes")
     gradient = sizes * held.offloads
     back = 2 * size - 1 - np.arange(size)
     early = now + following
@@ -310,17 +304,7 @@ def _of_program_so_far(profile: Profile, sizes: np.ndarray) -> np.ndarray:
     if len(profile.programs) == len(sizes):
         return sizes
     from_here = np.concatenate([np.cumsum(sizes[::-1], axis=0)[::-1], np.zeros((1, sizes.shape[1]), dtype=sizes.dtype)])
-    return from_here[:-1] - from_here[_program_ends(profile)[1] + 1]
-
-
-def _bytes_of(profile: Profile, count: Callable[..., int], *flags: np.ndarray) -> np.ndarray:
-    """What `count` gives for each layer and its (layers, plans) flags; (layers, plans)."""
-    choices = list(itertools.product((False, True), repeat=len(flags)))
-    table = np.array([[count(layer, *choice) for choice in choices] for layer in profile.layers], dtype=np.int64)
-    if (table == table[:, :1]).all():
-        return np.broadcast_to(table[:, :1], flags[0].shape)
-    row = sum(flag.astype(np.intp) << bit for bit, flag in enumerate(reversed(flags)))
-    return np.take_along_axis(table, row, axis=1)
+    return from_here[:-1] - from_here[program_ends(profile)[1] + 1]
 
 
 def _with_next_forwards(
@@ -342,12 +326,12 @@ def _with_next_forwards(
     lowest = np.where(held.offloads, layer, size).min(axis=0)
     ended = np.minimum.accumulate(_lowest_offloads(held, after_all)[list(profile.group_of)], axis=0)
     may_run, last = ended > lowest, layer == lowest
-    column = np.broadcast_to(np.arange(held.num_plans), held.modes.shape)
-    params = np.array([x.param_bytes for x in profile.layers], dtype=np.int64)[:, None]
+    plan = np.broadcast_to(np.arange(held.num_plans), held.modes.shape)
+    params = column(profile, "param_bytes")
     waiting = params * (held.loads_forward & (spans.next_waits_for < size))
     changes = np.zeros((2 * size + 2, held.num_plans), dtype=np.int64)
-    np.add.at(changes, (spans.first_start, column), waiting)
-    np.subtract.at(changes, (spans.first_end + 1, column), waiting)
+    np.add.at(changes, (spans.first_start, plan), waiting)
+    np.subtract.at(changes, (spans.first_end + 1, plan), waiting)
     absent = np.cumsum(changes, axis=0)
     absent = np.minimum(absent[:size], absent[1 : size + 1])
     all_beside = np.where(may_run, needs.forward - absent, 0).max(axis=0)
@@ -384,7 +368,7 @@ def waits(held: Holdings, needs: Demand | None, memory_bytes: int) -> np.ndarray
     columns, outstanding = np.arange(held.num_plans), np.zeros((size + 1, held.num_plans), dtype=np.int64)
     least = np.zeros(held.modes.shape, dtype=np.int64)
     if needs is not None and memory_bytes < UNLIMITED:
-        least = _least_to_end(needs, memory_bytes, outstanding, _program_ends(profile)[1])
+        least = _least_to_end(needs, memory_bytes, outstanding, program_ends(profile)[1])
     ended, ended_bytes = np.full(held.num_plans, size), np.zeros(held.num_plans, dtype=np.int64)
     found = np.full(held.modes.shape, NO_WAIT, dtype=np.int64)
     may_wait: np.ndarray = np.any(least > 0, axis=1)

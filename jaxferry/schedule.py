@@ -86,7 +86,7 @@ from jaxferry.late_updates import Forwards, LateUpdates
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.profiling.records import Profile, backward_variant
-from jaxferry.room import CROSSING_SLOTS, NO_WAIT, Demand, demand, load_order, waits
+from jaxferry.room import CROSSING_SLOTS, NO_WAIT, UNLIMITED, Demand, demand, load_order, waits
 from jaxferry.step_copies import Copies, Copy
 from jaxferry.step_tasks import StepTasks
 from jaxferry.streaming import StateStreams, as_kept, kept_gradients, slots_bytes
@@ -98,6 +98,7 @@ __all__ = [
     "Lane",
     "Run",
     "Schedule",
+    "StepSchedules",
     "Task",
     "dispatch_order",
     "leading_loads",
@@ -118,8 +119,46 @@ def schedule_step(profile: Profile, plan: Plan) -> Schedule:
     Raises:
       InputError: if the plan is for another profile.
     """
-    plan.check_profile(profile)
-    return _StepBuilder(profile, effective(profile, plan)).build()
+    return StepSchedules(profile, plan).within(plan.memory_bytes)
+
+
+class StepSchedules:
+    """The tasks of one step of a plan, for any `memory_bytes`. What does not depend on these is found once.
+
+    Args:
+      profile: the layers.
+      plan: their modes; its `memory_bytes` do not count.
+
+    Raises:
+      InputError: if the plan is for another profile.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan):
+        plan.check_profile(profile)
+        self.profile, self.plan = profile, effective(profile, plan)
+        self.held, self.needs = _demand(profile, self.plan)
+        self._known: dict[tuple[tuple[int, ...], int], Schedule] = {}
+
+    def within(self, memory_bytes: int | None) -> Schedule:
+        """The tasks if the plan has these `memory_bytes`."""
+        room = self._room(memory_bytes or 0)
+        limit = max(int(self.needs.natural[0]), memory_bytes or 0)
+        key = room, limit if any(self.plan.updates_streamed) else 0
+        if key not in self._known:
+            self._known[key] = _StepBuilder(self.profile, self.plan, room, limit - self.needs.forward[:, 0]).build()
+        return self._known[key]
+
+    def waits_for_room(self, memory_bytes: int) -> bool:
+        """Whether some backward, or streamed update, is not where it would be with unlimited memory."""
+        if self._room(memory_bytes) != self._room(UNLIMITED):
+            return True
+        if not any(self.plan.updates_streamed):
+            return False
+        return self.within(memory_bytes).tasks != self.within(UNLIMITED).tasks
+
+    def _room(self, memory_bytes: int) -> tuple[int, ...]:
+        """For each layer, the layer whose offload its backward waits for, or `NO_WAIT`."""
+        return tuple(waits(self.held, self.needs, memory_bytes)[:, 0].tolist())
 
 
 def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
@@ -129,7 +168,11 @@ def schedule_chain(profile: Profile, plan: Plan, steps: int) -> Schedule:
 
 def step_demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
     """The layers' copies, and each program's need on the device; arrays of one plan, see `jaxferry.room`."""
-    plan = effective(profile, plan)
+    return _demand(profile, effective(profile, plan))
+
+
+def _demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
+    """Likewise for an effective plan."""
     bulk, after_all, through_gpu = plan.loads is Loads.BULK, plan.updates is Updates.AFTER_ALL, streamed(profile, plan)
     kept = kept_gradients(profile, through_gpu, after_all)
     own_bytes = slots_bytes(profile, through_gpu) + sum(kept.values())
@@ -161,17 +204,23 @@ def fetch_seconds_a_byte(profile: Profile) -> float:
 
 
 class _StepBuilder:
-    """Emits the tasks of one step in dispatch order, from an effective plan."""
+    """Emits the tasks of one step in dispatch order, from an effective plan.
 
-    def __init__(self, profile: Profile, plan: Plan):
+    Args:
+      profile: the layers.
+      plan: the plan.
+      room: for each layer, the layer whose offload its backward waits for, or `NO_WAIT`.
+      left_bytes: by layer, what its forward leaves of device memory.
+    """
+
+    def __init__(self, profile: Profile, plan: Plan, room: Sequence[int], left_bytes: np.ndarray):
         self.profile, self.plan = profile, plan
         self.layers, self.modes, self.gradients = profile.layers, plan.modes, plan.gradients
         self.recomputes = [bool(again) for again in of_program(profile, np.array(plan.recomputes))]
         self.on_device, self.through_gpu = updated_on_device(profile, plan), streamed(profile, plan)
-        held, needs = step_demand(profile, plan)
-        self.room = [int(layer) for layer in waits(held, needs, plan.memory_bytes or 0)[:, 0]]
-        self.left_bytes = max(int(needs.natural[0]), plan.memory_bytes or 0) - needs.forward[:, 0]
-        self.save_s_a_byte, self.fetch_s_a_byte = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
+        self.room, self.left_bytes = room, left_bytes
+        self.save_s_a_byte = profile.once(save_seconds_a_byte)
+        self.fetch_s_a_byte = profile.once(fetch_seconds_a_byte)
         self.list = StepTasks(profile)
         self.copies = Copies(profile, plan, self.recomputes, self.list)
         self.saves_of_programs: list[tuple[int, ...]] = []

@@ -144,16 +144,15 @@ class DeviceUpdateSearch:
         if not parts:
             return None
         plans = tuple(np.concatenate(each) for each in zip(*parts, strict=True))
-        first, pool = Pool(self.profile), Pool(self.profile, by_need_on_frontier=True)
-        bound_s, num_bytes = pool.evaluate.bounds(*plans)
+        pool = Pool(self.profile, by_need_on_frontier=True)
+        bound_s, num_bytes = pool.evaluate.bounds(plans)
         useful = bound_s * (1 - _ROUNDING) < _least_s(self.known, num_bytes)
         marked = useful & on_fronts(bound_s, num_bytes, _FRONTS)
         if not marked.any():
             return None
-        _add(first, plans, marked)
-        first.run()
-        useful &= bound_s * (1 - _ROUNDING) < _least_s(first.frontier(), num_bytes)
         _add(pool, plans, marked, marked=True)
+        pool.run()
+        useful &= bound_s * (1 - _ROUNDING) < _least_s(pool.frontier(), num_bytes)
         _add(pool, plans, useful & ~marked)
         pool.run()
         if len(self.profile.layers) <= _MOST_REFINED:

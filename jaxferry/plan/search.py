@@ -9,6 +9,7 @@ without the budget's room for gradients, or without any waits if the budget ends
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,23 @@ class _Option:
     memory_bytes: int | None
 
 
+class _Lazily:
+    """Outcomes of plans without waits for room, each evaluated when it is asked for."""
+
+    def __init__(self, of: _Evaluated, evaluate: Callable[..., Outcomes], by_need: bool):
+        self.of, self.evaluate, self.by_need = of, evaluate, by_need
+        self.is_known, self.outcomes = np.zeros(len(of.plans), dtype=bool), of.outcomes
+
+    def __call__(self, rows: np.ndarray) -> Outcomes:
+        """The outcomes of some of the plans, in this order."""
+        new = rows[~self.is_known[rows]]
+        if len(new):
+            more = {"memory_bytes": UNLIMITED, "by_need": self.by_need}
+            self.outcomes = self.outcomes.replaced(new, self.evaluate(self.of.kind, self.of.plans[new], **more))
+            self.is_known[new] = True
+        return self.outcomes.some(rows)
+
+
 class Pool:
     """Plans for one profile; DFGB outside MemFerry's window is never picked.
 
@@ -88,8 +106,7 @@ class Pool:
         self.marked: dict[_Kind, set[bytes]] = {}
         self.evaluated: list[_Evaluated] = []
         self._by_need: dict[tuple[int, Objective], _Option] = {}
-        self._by_need_unlimited: dict[tuple[int, Objective], _Option] = {}
-        self._unlimited: dict[int, tuple[np.ndarray, Outcomes]] = {}
+        self._without_waits: dict[tuple[int, bool], _Lazily] = {}
 
     def add(
         self,
@@ -134,14 +151,13 @@ class Pool:
         for kind in kinds:
             parts = [each for each in self.evaluated if each.kind == kind]
             plans, rows = np.unique(np.concatenate([each.plans for each in parts]), axis=0, return_index=True)
-            fields = [field.name for field in dataclasses.fields(Outcomes)]
-            values = {name: np.concatenate([getattr(each.outcomes, name) for each in parts])[rows] for name in fields}
-            joined.append(_Evaluated(kind, plans, Outcomes(**values)))
+            outcomes = Outcomes.joined([each.outcomes for each in parts]).some(rows)
+            joined.append(_Evaluated(kind, plans, outcomes))
         self.evaluated = joined
 
     def _outcomes(self, kind: _Kind, plans: np.ndarray, **more: Any) -> Outcomes:
-        bulk, after_all = kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
-        return self.evaluate(plans[:, 0], *_flags(plans[:, 1]), bulk=bulk, after_all=after_all, **more)
+        bulk, after_all = _flags_of(kind)
+        return self.evaluate(*_columns(plans), bulk=bulk, after_all=after_all, **more)
 
     def best(self, objective: Objective, budget_bytes: int | None, leanest: bool = False) -> Best | None:
         """The plan with the least objective that fits into the budget; ties go to steady time, step, memory.
@@ -174,23 +190,16 @@ class Pool:
     def _with_room(self, number: int, objective: Objective, budget_bytes: int) -> Outcomes:
         """The outcomes with the budget's room, for the plans that this room can make the best."""
         each = self.evaluated[number]
-        if number not in self._unlimited:
-            rows = np.flatnonzero(each.outcomes.room_matters & each.outcomes.in_window)
-            self._unlimited[number] = (
-                rows,
-                self._outcomes(each.kind, each.plans[rows], memory_bytes=UNLIMITED, memory=False),
-            )
-        rows, unlimited = self._unlimited[number]
         fits = each.outcomes.in_window & (each.outcomes.needed_bytes <= budget_bytes)
         known_s = float(_keys(each.outcomes, objective)[0][fits].min(initial=np.inf))
-        rows = rows[fits[rows] & (_keys(unlimited, objective)[0] < known_s)]
+        rows = np.flatnonzero(each.outcomes.room_matters & fits)
+        if objective is Objective.STEADY:
+            rows = rows[self._bounds_s(each, rows) < known_s]
+        rows = rows[_keys(self._unlimited(number, rows, by_need=False), objective)[0] < known_s]
         if len(rows) == 0:
             return each.outcomes
         better = self._outcomes(each.kind, each.plans[rows], memory_bytes=budget_bytes)
-        fields = {field.name: getattr(each.outcomes, field.name).copy() for field in dataclasses.fields(Outcomes)}
-        for name, values in fields.items():
-            values[rows] = getattr(better, name)
-        return Outcomes(**fields)
+        return each.outcomes.replaced(rows, better)
 
     def _by_need_options(self, objective: Objective, budget_bytes: int | None) -> list[_Option]:
         options = []
@@ -201,19 +210,29 @@ class Pool:
                 self._by_need[key] = self._option_by_need(number, rows, None)
             options.append(self._by_need[key])
             rows = self._by_need[key].rows
-            waits = rows[each.outcomes.room_matters[rows]]
-            if budget_bytes is None or not self.is_searched or len(waits) == 0:
+            if budget_bytes is None or not self.is_searched:
                 continue
-            if key not in self._by_need_unlimited:
-                self._by_need_unlimited[key] = self._option_by_need(number, waits, UNLIMITED)
-            option = self._by_need_unlimited[key]
-            plans = each.plans[option.rows]
-            waits_still = self._outcomes(each.kind, plans, memory_bytes=budget_bytes, steady=False, memory=False)
-            never = dataclasses.replace(
-                option.outcomes, in_window=option.outcomes.in_window & ~waits_still.room_matters
-            )
-            options.append(dataclasses.replace(option, outcomes=never, memory_bytes=budget_bytes))
+            waits = each.outcomes.room_matters[rows] & (each.outcomes.needed_bytes[rows] <= budget_bytes)
+            rows = rows[waits]
+            if len(rows):
+                rows = rows[
+                    ~self.evaluate.waits_for_room(_columns(each.plans[rows]), *_flags_of(each.kind), budget_bytes)
+                ]
+            if len(rows):
+                outcomes = self._unlimited(number, rows, by_need=True)
+                options.append(_Option(number, rows, outcomes, UpdateOrder.NEED, budget_bytes))
         return options
+
+    def _unlimited(self, number: int, rows: np.ndarray, by_need: bool) -> Outcomes:
+        """The outcomes of some plans if no backward waits for room."""
+        key = number, by_need
+        if key not in self._without_waits:
+            self._without_waits[key] = _Lazily(self.evaluated[number], self._outcomes, by_need)
+        return self._without_waits[key](rows)
+
+    def _bounds_s(self, each: _Evaluated, rows: np.ndarray) -> np.ndarray:
+        """Lower bounds on the steady steps of some plans, (rows,)."""
+        return self.evaluate.bounds(_columns(each.plans[rows]))[0] if len(rows) else np.zeros(0)
 
     def _option_by_need(self, number: int, rows: np.ndarray, memory_bytes: int | None) -> _Option:
         each = self.evaluated[number]
@@ -237,7 +256,17 @@ class Pool:
             chosen += list(frontier[np.unique(np.linspace(0, len(frontier) - 1, number).astype(int))])
         marked = self.marked.get(each.kind, set())
         chosen += [row for row in candidates if each.plans[row].tobytes() in marked] if marked else []
-        return np.unique(np.array(chosen, dtype=np.int64))
+        return self._promising(each, np.unique(np.array(chosen, dtype=np.int64)), objective)
+
+    def _promising(self, each: _Evaluated, rows: np.ndarray, objective: Objective) -> np.ndarray:
+        """Of these plans, those that are not proven to be no faster by need than others with no more memory."""
+        if objective is not Objective.STEADY or len(rows) < _MANY_BY_NEED:
+            return rows
+        known = np.flatnonzero(each.outcomes.in_window)
+        known = known[np.argsort(each.outcomes.needed_bytes[known], kind="stable")]
+        least_s = np.minimum.accumulate([np.inf, *each.outcomes.steady_step_s[known]])
+        place = np.searchsorted(each.outcomes.needed_bytes[known], each.outcomes.needed_bytes[rows], side="right")
+        return rows[self._bounds_s(each, rows) < least_s[place]]
 
     def _pick(
         self, options: list[_Option], objective: Objective, budget_bytes: int | None, leanest: bool
@@ -295,6 +324,16 @@ class Pool:
         """The smallest budget within which a plan of the pool runs."""
         inside = [each.outcomes.needed_bytes[each.outcomes.in_window] for each in self.evaluated]
         return min(int(needed.min()) for needed in inside if len(needed))
+
+
+def _flags_of(kind: _Kind) -> tuple[bool, bool]:
+    """Whether loads are in bulk, and whether updates wait for all gradients."""
+    return kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
+
+
+def _columns(plans: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Modes and flags of gradients, of recomputation and of updates on the device, (plans, layers) each."""
+    return plans[:, 0], *_flags(plans[:, 1])
 
 
 def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -453,6 +492,7 @@ _ON_DEVICE = 4
 _ROUNDING = 1e-12
 _ALL_BY_NEED = 5000
 _FASTEST_BY_NEED = 16
+_MANY_BY_NEED = 64
 _FRONTIER_BY_NEED = 48
 _SWAP_DISTANCE = 4
 _MOST_TOGETHER = 24

@@ -80,10 +80,9 @@ class StreamedUpdateSearch:
         self.starts = [starts[number] for number in chosen] if starts else []
         self.starts += self._uniform()
         pairs = ((number, *groups) for number in range(len(self.starts)) for groups in self._choices(number))
-        candidates = [_Candidate(*each, room) for each in pairs for room in (_ROOMS if each[1] else _ROOMS[:1])]
         rows: dict[float, list[_Row]] = {}
-        for each in candidates:
-            rows.setdefault(each.room, []).append(self._row(each))
+        for row in itertools.chain.from_iterable(self._rows(*pair) for pair in pairs):
+            rows.setdefault(row.candidate.room, []).append(row)
         fronts = itertools.chain.from_iterable(_front(some) for some in rows.values())
         self.bounded = sorted(fronts, key=lambda row: (row.bound_s, row.estimated_bytes))
 
@@ -97,7 +96,7 @@ class StreamedUpdateSearch:
                 break
             if budget_bytes is not None and self._stays_bytes(each) > budget_bytes:
                 continue
-            num_bytes = self._plan(each)[1]
+            num_bytes = self._needed_bytes(each)
             fits = budget_bytes is None or num_bytes <= budget_bytes
             if not fits or bound_s > (1 - LEAST_GAIN) * self._known_s(num_bytes):
                 continue
@@ -117,12 +116,18 @@ class StreamedUpdateSearch:
             for mode, on_host, recomputes in whole
         ]
 
-    def _row(self, each: _Candidate) -> _Row:
-        """The estimated time is the bound and a small share of all work that does not take the busiest lane's time."""
-        costs, bound_s = self._costs, self._bound_s(each)
-        lanes_s = self._work_s(each.start, costs.members(each.through_gpu), costs.members(each.on_device)).sum(axis=0)
+    def _rows(self, start: int, through_gpu: frozenset[int], on_device: frozenset[int]) -> list[_Row]:
+        """The candidates with these groups.
+
+        The estimated time is the bound and a small share of all work that does not take the busiest lane's time.
+        """
+        streams, stays = self._costs.members(through_gpu), self._costs.members(on_device)
+        work_s = self._work_s(start, streams, stays)
+        bound_s, lanes_s = self._bound_s(work_s, streams, stays), work_s.sum(axis=0)
         estimated_s = bound_s + _OTHER_LANES * float(lanes_s.sum() - lanes_s.max())
-        return _Row(each, bound_s, estimated_s, self._estimated_bytes(each))
+        rooms = _ROOMS if through_gpu else _ROOMS[:1]
+        candidates = [_Candidate(start, through_gpu, on_device, room) for room in rooms]
+        return [_Row(each, bound_s, estimated_s, self._estimated_bytes(each)) for each in candidates]
 
     def _stays_bytes(self, each: _Candidate) -> int:
         """What stays on the device all the time."""
@@ -173,13 +178,10 @@ class StreamedUpdateSearch:
         """The least time of the known plans that need no more memory."""
         return min((best.objective_s for best in self.known if best.needed_bytes <= num_bytes), default=np.inf)
 
-    def _plan(self, each: _Candidate) -> tuple[Plan, int]:
-        """A candidate's plan and the least budget within which it runs."""
-        plan, least_bytes, most_bytes = self._without_room(dataclasses.replace(each, room=0.0))
-        if not each.room:
-            return plan, least_bytes
-        needed = least_bytes + int(each.room * (most_bytes - least_bytes))
-        return dataclasses.replace(plan, memory_bytes=needed), needed
+    def _needed_bytes(self, each: _Candidate) -> int:
+        """The least budget within which a candidate runs."""
+        _, least_bytes, most_bytes = self._without_room(dataclasses.replace(each, room=0.0))
+        return least_bytes + int(each.room * (most_bytes - least_bytes))
 
     @functools.cache  # noqa: B019 - as long as the search lives
     def _without_room(self, each: _Candidate) -> tuple[Plan, int, int]:
@@ -200,9 +202,15 @@ class StreamedUpdateSearch:
         more = np.maximum(needs.backward, needs.backward_after)[:-1, 0] + outstanding[1:]
         return plan, needed, max(needed, int(more.max(initial=0)))
 
-    @functools.cache  # noqa: B019 - as long as the search lives
     def _placed(self, each: _Candidate) -> Placed:
-        plan, num_bytes = self._plan(each)
+        return self._within(dataclasses.replace(each, room=0.0), self._needed_bytes(each))
+
+    @functools.cache  # noqa: B019 - as long as the search lives
+    def _within(self, without_room: _Candidate, num_bytes: int) -> Placed:
+        """The plan within so many bytes; room for gradients that needs none is no other plan."""
+        plan, least_bytes, _ = self._without_room(without_room)
+        if num_bytes > least_bytes:
+            plan = dataclasses.replace(plan, memory_bytes=num_bytes)
         return Placed(*best_order(self.profile, plan), num_bytes)
 
     def _work_s(self, start: int, streams: np.ndarray | np.bool, stays: np.ndarray | np.bool) -> np.ndarray:
@@ -215,21 +223,23 @@ class StreamedUpdateSearch:
         down_s = np.where(on_host | streams | stays, 0.0, costs.offload_s) + costs.down_s * streams
         return np.stack([gpu_s, up_s, down_s, costs.update_s * ~(streams | stays)], axis=1)
 
-    def _bound_s(self, each: _Candidate) -> float:
-        """The steady step is no less: the work of each lane, and two loops.
+    def _bound_s(self, work_s: np.ndarray, streams: np.ndarray, stays: np.ndarray) -> float:
+        """The steady step is no less: the work of each lane, and loops.
 
-        A group's next forward waits for its stream, and that for the backwards of all layers from the group on, which
-        wait for its forward; or of all layers if updates wait for all gradients. Likewise for the updates on the host:
-        those of the layers up to some one start after its backward, and the last of them belongs to one of these.
+        The streams of the groups up to some one start after its backward, and the last of their transfers up, or down,
+        belongs to one of these, whose next forward waits for it. Between them lie the forwards and backwards of all
+        layers from that group on. Likewise for the updates on the host.
         """
         costs = self._costs
-        streams, stays = costs.members(each.through_gpu), costs.members(each.on_device)
-        work_s = self._work_s(each.start, streams, stays)
         programs_s = work_s[:, 0] - costs.update_gpu_s * (streams | stays)
         loop_s = np.cumsum(programs_s[::-1])[::-1]
-        stream_s = np.where(streams, loop_s + costs.up_s + (costs.update_gpu_s + costs.down_s) / costs.num_subgroups, 0)
-        host_s = np.where(work_s[:, 3] > 0, loop_s + np.cumsum(work_s[:, 3]), 0.0)
-        return max(float(x) for x in (work_s.sum(axis=0).max(), (stream_s * costs.is_first).max(), host_s.max()))
+        of_streams = streams & costs.is_first
+        found = [work_s.sum(axis=0), loop_s + np.where(work_s[:, 3] > 0, np.cumsum(work_s[:, 3]), 0.0)]
+        for seconds, others_s in ((costs.up_s, costs.down_s), (costs.down_s, costs.up_s)):
+            alone_s = np.where(of_streams, (costs.update_gpu_s + others_s) / costs.num_subgroups, np.inf)
+            stream_s = np.cumsum(seconds * of_streams) + np.minimum.accumulate(alone_s)
+            found.append(np.where(of_streams, loop_s + stream_s, 0.0))
+        return max(float(each.max()) for each in found)
 
     @functools.cached_property
     def _costs(self) -> "_Costs":
@@ -254,7 +264,7 @@ class _Costs:
     """Seconds of each layer, (layers,) arrays; those of a group at its first layer."""
 
     def __init__(self, profile: Profile):
-        layers, self.group_of = profile.layers, np.array(profile.group_of)
+        layers, self.group_of, self.num_groups = profile.layers, np.array(profile.group_of), len(profile.groups)
         self.is_first = first = np.zeros(len(layers), dtype=bool)
         first[[members[0] for members in profile.groups]] = True
         self.num_subgroups = np.array([num_subgroups(layer) for layer in layers])
@@ -267,7 +277,9 @@ class _Costs:
 
     def members(self, groups: frozenset[int]) -> np.ndarray:
         """The layers of these groups as flags."""
-        return np.isin(self.group_of, list(groups))
+        found = np.zeros(self.num_groups, dtype=bool)
+        found[list(groups)] = True
+        return found[self.group_of]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,7 +239,7 @@ def drawn_plans(data, num_plans):
 def test_the_bound_of_a_plan_holds_in_both_orders_of_updates(data):
     profile, plans = drawn_plans(data, 8)
     evaluate = PlanEvaluator(profile)
-    bound_s, needed = evaluate.bounds(*plans)
+    bound_s, needed = evaluate.bounds(plans)
     for by_need in (False, True):
         found = evaluate(*plans, by_need=by_need)
         inside = found.in_window
