@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Plan, Updates
-from jaxferry.profiling.records import Profile
+from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.profiling.tables import flags_of, program_ends
 
 GFGB, DHA, DFGB, RELOAD, RESIDENT = range(5)
@@ -100,9 +100,20 @@ def as_updated(profile: Profile, groups: Collection[int], after_all: bool) -> Pr
       groups: the groups.
       after_all: whether updates wait for all gradients.
     """
+    if not groups:
+        return profile
+    updated, chosen = profile.once(_updated_layers, after_all), set(groups)
+    layers = (
+        own if group in chosen else layer
+        for layer, own, group in zip(profile.layers, updated, profile.group_of, strict=True)
+    )
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def _updated_layers(profile: Profile, after_all: bool) -> list[LayerProfile]:
+    """The layers of `as_updated` for all groups."""
     layers = list(profile.layers)
-    for group in groups:
-        members = profile.groups[group]
+    for members in profile.groups:
         sizes = [layers[member].device_gradient_bytes for member in members]
         stays = sum(sizes) if after_all else sum(sizes[1:])
         more_bytes = max(layers[member].state_bytes for member in members) + stays
@@ -115,7 +126,7 @@ def as_updated(profile: Profile, groups: Collection[int], after_all: bool) -> Pr
                 backward_s=layer.backward_s + (layer.update_gpu_s or 0.0) * is_last,
                 backward_workspace_bytes=layer.backward_workspace_bytes + sizes[0] * is_last,
             )
-    return dataclasses.replace(profile, layers=tuple(layers)) if groups else profile
+    return layers
 
 
 @dataclasses.dataclass(frozen=True)

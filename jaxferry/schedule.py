@@ -135,8 +135,8 @@ class StepSchedules:
 
     def __init__(self, profile: Profile, plan: Plan):
         plan.check_profile(profile)
-        self.profile, self.plan = profile, effective(profile, plan)
-        self.held, self.needs = _demand(profile, self.plan)
+        self.profile, self.plan, self.effective = profile, plan, effective(profile, plan)
+        self.held, self.needs = _demand(profile, self.effective)
         self._known: dict[tuple[tuple[int, ...], int], Schedule] = {}
 
     def within(self, memory_bytes: int | None) -> Schedule:
@@ -145,7 +145,9 @@ class StepSchedules:
         limit = max(int(self.needs.natural[0]), memory_bytes or 0)
         key = room, limit if any(self.plan.updates_streamed) else 0
         if key not in self._known:
-            self._known[key] = _StepBuilder(self.profile, self.plan, room, limit - self.needs.forward[:, 0]).build()
+            self._known[key] = _StepBuilder(
+                self.profile, self.effective, room, limit - self.needs.forward[:, 0]
+            ).build()
         return self._known[key]
 
     def waits_for_room(self, memory_bytes: int) -> bool:

@@ -28,12 +28,11 @@ def with_update_order(profile: Profile, plan: Plan) -> Plan:
     Raises:
       InputError: if the plan is for another profile.
     """
-    return best_order(profile, plan)[0]
+    return best_order(plan, StepSchedules(profile, plan))[0]
 
 
-def best_order(profile: Profile, plan: Plan) -> tuple[Plan, float]:
-    """Likewise, with the steady step's seconds; 0 if no times are known."""
-    schedules = StepSchedules(profile, plan)
+def best_order(plan: Plan, schedules: StepSchedules) -> tuple[Plan, float]:
+    """Likewise, with the steady step's seconds; 0 if no times are known. `schedules` are those of the plan."""
     step = schedules.within(plan.memory_bytes)
     if not any(task.duration_s > 0 for task in step.tasks):
         order = UpdateOrder.BACKWARD if Mode.RESIDENT in plan.modes else UpdateOrder.NEED

@@ -133,7 +133,8 @@ class Pool:
     def run(self) -> None:
         """Evaluates each added plan once, in backward order and without a budget."""
         for kind, parts in self.parts.items():
-            unique = np.unique(np.concatenate(parts), axis=0)
+            plans = np.concatenate(parts)
+            unique = plans[_different_rows(plans)]
             outcomes = self._outcomes(kind, unique)
             self.evaluated.append(_Evaluated(kind, unique, outcomes))
         self.parts = {}
@@ -150,9 +151,10 @@ class Pool:
         joined = []
         for kind in kinds:
             parts = [each for each in self.evaluated if each.kind == kind]
-            plans, rows = np.unique(np.concatenate([each.plans for each in parts]), axis=0, return_index=True)
+            plans = np.concatenate([each.plans for each in parts])
+            rows = _different_rows(plans)
             outcomes = Outcomes.joined([each.outcomes for each in parts]).some(rows)
-            joined.append(_Evaluated(kind, plans, outcomes))
+            joined.append(_Evaluated(kind, plans[rows], outcomes))
         self.evaluated = joined
 
     def _outcomes(self, kind: _Kind, plans: np.ndarray, **more: Any) -> Outcomes:
@@ -324,6 +326,14 @@ class Pool:
         """The smallest budget within which a plan of the pool runs."""
         inside = [each.outcomes.needed_bytes[each.outcomes.in_window] for each in self.evaluated]
         return min(int(needed.min()) for needed in inside if len(needed))
+
+
+def _different_rows(plans: np.ndarray) -> np.ndarray:
+    """The first of each group of equal plans, by index, in lexicographic order; `np.unique` compares far slower."""
+    first: dict[bytes, int] = {}
+    for row, plan in enumerate(plans):
+        first.setdefault(plan.tobytes(), row)
+    return np.array([first[key] for key in sorted(first)], dtype=np.int64)
 
 
 def _flags_of(kind: _Kind) -> tuple[bool, bool]:

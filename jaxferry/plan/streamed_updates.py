@@ -27,17 +27,18 @@ from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.device_updates import Placed
 from jaxferry.plan.effort import fewer
 from jaxferry.plan.order import best_order
-from jaxferry.plan.records import Loads, Plan, Updates
+from jaxferry.plan.records import Loads, Updates
 from jaxferry.plan.search import Best, plan_of
 from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
-from jaxferry.schedule import Lane, needed_bytes, step_demand
+from jaxferry.schedule import Lane, StepSchedules, needed_bytes
 from jaxferry.streaming import num_subgroups, slots_bytes
 
 LEAST_GAIN = 0.02
 """The least gain for which a plan with streamed updates is worth a simulation."""
 
 _POINTS, _LEAST_POINTS = 48, 2
+_SCHEDULES = 4
 _BESIDE = 1
 _STARTS = 4
 _OTHER_LANES = 0.02
@@ -180,27 +181,32 @@ class StreamedUpdateSearch:
 
     def _needed_bytes(self, each: _Candidate) -> int:
         """The least budget within which a candidate runs."""
-        _, least_bytes, most_bytes = self._without_room(dataclasses.replace(each, room=0.0))
+        least_bytes, most_bytes = self._range_bytes(dataclasses.replace(each, room=0.0))
         return least_bytes + int(each.room * (most_bytes - least_bytes))
 
     @functools.cache  # noqa: B019 - as long as the search lives
-    def _without_room(self, each: _Candidate) -> tuple[Plan, int, int]:
-        """A candidate's plan, the least budget within which it runs, and that in which no backward waits for room."""
+    def _range_bytes(self, each: _Candidate) -> tuple[int, int]:
+        """The least budget within which a candidate runs, and that in which no backward waits for room."""
+        needs = self._schedules(each).needs
+        needed, outstanding = int(needs.natural[0]), np.cumsum(needs.gradient[::-1, 0])[::-1]
+        more = np.maximum(needs.backward, needs.backward_after)[:-1, 0] + outstanding[1:]
+        return needed, max(needed, int(more.max(initial=0)))
+
+    @functools.lru_cache(maxsize=_SCHEDULES)  # noqa: B019 - as long as the search lives
+    def _schedules(self, each: _Candidate) -> StepSchedules:
         start, group_of = self.starts[each.start], self.profile.group_of
         plan = plan_of(self.policy, 1.0, self.profile, dataclasses.replace(start, memory_bytes=None))
         layers = list(plan.layers)
         for index, layer in enumerate(layers):
-            own = dataclasses.replace(layer, gradient=GradientPlace.DEVICE)
+            mode, update = layer.mode, UpdatePlace.HOST
             if group_of[index] in each.on_device:
-                layers[index] = dataclasses.replace(own, mode=Mode.RESIDENT, update=UpdatePlace.RESIDENT)
+                mode, update = Mode.RESIDENT, UpdatePlace.RESIDENT
             elif group_of[index] in each.through_gpu:
-                mode = Mode.GFGB if layer.mode is Mode.RESIDENT else layer.mode
-                layers[index] = dataclasses.replace(own, mode=mode, update=UpdatePlace.GPU)
-        plan = dataclasses.replace(plan, layers=tuple(layers))
-        needs = step_demand(self.profile, plan)[1]
-        needed, outstanding = int(needs.natural[0]), np.cumsum(needs.gradient[::-1, 0])[::-1]
-        more = np.maximum(needs.backward, needs.backward_after)[:-1, 0] + outstanding[1:]
-        return plan, needed, max(needed, int(more.max(initial=0)))
+                mode, update = Mode.GFGB if mode is Mode.RESIDENT else mode, UpdatePlace.GPU
+            if update is not UpdatePlace.HOST:
+                own = dataclasses.replace(layer, gradient=GradientPlace.DEVICE)
+                layers[index] = dataclasses.replace(own, mode=mode, update=update)
+        return StepSchedules(self.profile, dataclasses.replace(plan, layers=tuple(layers)))
 
     def _placed(self, each: _Candidate) -> Placed:
         return self._within(dataclasses.replace(each, room=0.0), self._needed_bytes(each))
@@ -208,10 +214,9 @@ class StreamedUpdateSearch:
     @functools.cache  # noqa: B019 - as long as the search lives
     def _within(self, without_room: _Candidate, num_bytes: int) -> Placed:
         """The plan within so many bytes; room for gradients that needs none is no other plan."""
-        plan, least_bytes, _ = self._without_room(without_room)
-        if num_bytes > least_bytes:
-            plan = dataclasses.replace(plan, memory_bytes=num_bytes)
-        return Placed(*best_order(self.profile, plan), num_bytes)
+        schedules, (least_bytes, _) = self._schedules(without_room), self._range_bytes(without_room)
+        plan = dataclasses.replace(schedules.plan, memory_bytes=num_bytes if num_bytes > least_bytes else None)
+        return Placed(*best_order(plan, schedules), num_bytes)
 
     def _work_s(self, start: int, streams: np.ndarray | np.bool, stays: np.ndarray | np.bool) -> np.ndarray:
         """Seconds of each layer on GPU, H2D, D2H and host, (layers, lanes), with flags of the layers' groups."""
