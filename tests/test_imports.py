@@ -31,6 +31,7 @@ LAYERS = (
     ("step_copies",),
     ("streaming",),
     ("late_updates",),
+    ("step_builder",),
     ("schedule",),
     ("simulate",),
     ("plan",),

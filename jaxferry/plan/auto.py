@@ -36,14 +36,16 @@ from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.modes import UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
+from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
+from jaxferry.plan.families import prefix_family
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gains_s, gradients_to_host
 from jaxferry.plan.neighbours import ALL_MODES, MOST_WORK, Neighbours, refine
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
+from jaxferry.plan.search import Pool
 from jaxferry.plan.streamed_updates import StreamedUpdateSearch
 from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
@@ -196,7 +198,8 @@ class AutoSearch:
         if not is_searched(size):
             self._explore_one(optimum, flags)
             return
-        for grad_on_host in np.unique([*explored, flags[-1]], axis=0):
+        choices = np.unique([*explored, flags[-1]], axis=0)
+        for grad_on_host in choices[: fewer(len(choices), size)]:
             pool = Pool(self.profile)
             self._explore(pool, grad_on_host, optimum)
             pool.run()
@@ -336,7 +339,7 @@ class AutoSearch:
 
         Those of a long model differ little, so fewer are tried.
         """
-        most_work = MOST_WORK if len(self.sizes) <= _FEW_LAYERS else MOST_WORK // 2
+        most_work = MOST_WORK if len(self.sizes) <= _FEW_LAYERS else MOST_WORK // 16
         pool = self.recomputing if self.recomputes else self.pool
 
         def run(modes: np.ndarray, grad_on_host: np.ndarray, again: np.ndarray, _: np.ndarray) -> None:
@@ -344,7 +347,7 @@ class AutoSearch:
             self._add(modes, grad_on_host, again)
             pool.run()
 
-        neighbours = Neighbours((self.saved_bytes > 0) & self.recomputes)
+        neighbours = Neighbours(self.profile, (self.saved_bytes > 0) & self.recomputes)
         refine(lambda: list(filter(_is_layerwise, self._frontier())), neighbours, run, most_work)
 
     def _used_reserve_factor(self, grad_on_host: np.ndarray) -> float:

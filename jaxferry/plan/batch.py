@@ -10,7 +10,7 @@ from jaxferry.plan.rows import LayerFlags, rows, some_of_rows
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.profiling.tables import column, flags_of, per_choice
 from jaxferry.room import NO_WAIT, UNLIMITED, Demand, demand, load_order, waits
-from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
+from jaxferry.step_builder import fetch_seconds_a_byte, save_seconds_a_byte
 
 
 class Batch:

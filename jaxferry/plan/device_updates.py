@@ -19,10 +19,11 @@ import numpy as np
 
 from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.base import Objective
+from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.effort import fewer
 from jaxferry.plan.neighbours import Neighbours, refine
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, Pool, on_fronts, plan_of
+from jaxferry.plan.search import Pool, on_fronts
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import needed_bytes
@@ -163,13 +164,12 @@ class DeviceUpdateSearch:
     def _refine(self, pool: Pool) -> None:
         """Adds neighbours of the best plans for their memory."""
         can_recompute = np.array([layer.can_recompute for layer in self.profile.layers])
-        groups = [self.profile.groups[group] for group in updatable_groups(self.profile)]
 
         def run(*plans: np.ndarray) -> None:
             _add(pool, plans, np.ones(len(plans[0]), dtype=bool))
             pool.run()
 
-        refine(pool.frontier, Neighbours(can_recompute, groups), run)
+        refine(pool.frontier, Neighbours(self.profile, can_recompute, updatable_groups(self.profile)), run)
 
     def _plans(self, groups: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Modes and flags of gradients, recomputation and updates for one choice, (plans, layers) each."""

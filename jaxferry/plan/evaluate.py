@@ -142,8 +142,8 @@ class PlanEvaluator:
     def _updated_everywhere(self, after_all: bool) -> Profile:
         return as_updated(self.profile, range(len(self.profile.groups)), after_all)
 
-    def bounds(self, columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Lower bounds on `steady_step_s`, and `needed_bytes`, without running a step.
+    def bounds_s(self, columns: Sequence[np.ndarray]) -> np.ndarray:
+        """Lower bounds on `steady_step_s`, (plans,), without running a step.
 
         Takes modes and flags of gradients, recomputation and updates on the device, (plans, layers) each.
 
@@ -152,10 +152,12 @@ class PlanEvaluator:
         the GPU's end in the step before the first, so the host's work counts one time less, and so do the links' and
         the loops.
         """
+        return _bounds_s(self._batch(columns, False, False, False, UNLIMITED))
+
+    def bounds(self, columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Likewise, and `needed_bytes`."""
         batch = self._batch(columns, False, False, False, UNLIMITED)
-        first, last = _steps_by_need(batch.num_layers)
-        others_s = np.max([host_s(batch), links_s(batch), loops_s(batch)], axis=0) * (1 - 1 / (last - first))
-        return np.maximum(gpu_s(batch), others_s), batch.needs.natural
+        return _bounds_s(batch), batch.needs.natural
 
     def waits_for_room(
         self, columns: Sequence[np.ndarray], bulk: bool, after_all: bool, memory_bytes: int
@@ -215,6 +217,7 @@ def _period_s(batch: Batch, chain: Chain, step: Step) -> np.ndarray:
             return chain.host - before_s
     most_steps = to_step if batch.by_need else most_steps
     period_s, rows, from_s = np.zeros(batch.num_plans), np.arange(batch.num_plans), step.last_program
+    ended = np.zeros(batch.num_plans, dtype=bool)
     while True:
         before = chain.boundary()
         step, num_steps = Step(chain), num_steps + 1
@@ -223,12 +226,20 @@ def _period_s(batch: Batch, chain: Chain, step: Step) -> np.ndarray:
         highest = growth.max(axis=0)
         is_same = (highest - growth.min(axis=0) <= _SAME * chain.host) & (num_steps > 2)
         highest = (step.last_program - from_s) / (to_step - from_step) if batch.by_need else highest
-        period_s[rows] = np.where(is_same, growth[0], highest)
-        if num_steps >= most_steps or is_same.all():
+        # By need, rounding may part times that have grown equally: as in the simulator, the first such growth counts.
+        period_s[rows] = np.where(ended, period_s[rows], np.where(is_same, growth[0], highest))
+        ended |= is_same
+        if num_steps >= most_steps or ended.all():
             return period_s
-        if len(rows) > _LEAST_IN_CHUNK and 2 * is_same.sum() > len(rows):
-            left = np.flatnonzero(~is_same)
-            rows, from_s, chain = rows[left], from_s[left], chain.some(left)
+        if len(rows) > _LEAST_IN_CHUNK and 2 * ended.sum() > len(rows):
+            left = np.flatnonzero(~ended)
+            rows, from_s, ended, chain = rows[left], from_s[left], ended[left], chain.some(left)
+
+
+def _bounds_s(batch: Batch) -> np.ndarray:
+    first, last = _steps_by_need(batch.num_layers)
+    others_s = np.max([host_s(batch), links_s(batch), loops_s(batch)], axis=0) * (1 - 1 / (last - first))
+    return np.maximum(gpu_s(batch), others_s)
 
 
 def _steps_by_need(num_layers: int) -> tuple[int, int]:

@@ -1,43 +1,47 @@
 """Local search over a whole pool: neighbours of the best plans for their memory.
 
-A neighbour changes the mode, gradient or recomputation of one layer, or where one group is updated. Plans spread over
-the frontier of time and memory are expanded, independently of any budget, within a limit on work.
+A neighbour changes the mode, gradient, recomputation or place of update of one layer (or group), or of several layers
+that are equal and treated equally so far: the first or the last two, four, ... of them. Plans spread over the frontier
+of time and memory are expanded, independently of any budget, within a limit on work. Layers of a long model change only
+together with such others.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
-from jaxferry.plan.search import Best
+from jaxferry.plan.best import Best
+from jaxferry.profiling.records import Profile
 
 ALL_MODES = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
-MOST_WORK = 420_000
+MOST_WORK = 840_000
 """The most layers of neighbours that a search tries."""
 
-_EXPANDED_AT_ONCE = 6
+_EXPANDED_AT_ONCE = 8
+_FEW_LAYERS = 80
+_KIND = ("param_bytes", "activation_bytes", "forward_s", "load_s")
 _MODE, _GRAD_ON_HOST, _RECOMPUTES, _ON_DEVICE = range(4)
 _Change = tuple[list[int], dict[int, int]]
 
 
-@dataclasses.dataclass(frozen=True)
 class Neighbours:
     """What may change in one plan.
 
-    Attributes:
+    Args:
+      profile: the layers.
       can_recompute: the layers whose recomputation may change, (layers,) flags.
-      groups: the layers of each group that may be updated on the device.
+      groups: the parameter groups whose place of update may change.
     """
 
-    can_recompute: np.ndarray
-    groups: Sequence[tuple[int, ...]] = ()
-
-    @property
-    def work(self) -> int:
-        """About how many layers all neighbours of one plan have."""
-        size = len(self.can_recompute)
-        return size * (len(ALL_MODES) * size + int(self.can_recompute.sum()) + len(self.groups))
+    def __init__(self, profile: Profile, can_recompute: np.ndarray, groups: Collection[int] = ()):
+        self.can_recompute = can_recompute
+        self.groups = [list(profile.groups[group]) for group in groups]
+        self.is_alone = np.zeros(len(profile.layers), dtype=bool)
+        self.is_alone[[members[0] for members in self.groups if len(members) == 1]] = True
+        own = [[getattr(layer, key) for key in _KIND] for layer in profile.layers]
+        self.kinds = [(*each, bool(can)) for each, can in zip(own, can_recompute, strict=True)]
+        self.one_by_one = len(self.kinds) <= _FEW_LAYERS
 
     def of(self, best: Best) -> list[np.ndarray]:
         """Modes and flags of gradients, recomputation and updates of all neighbours, (plans, layers) each."""
@@ -49,19 +53,35 @@ class Neighbours:
         return [found[:, _MODE], *(found[:, column].astype(bool) for column in range(1, len(own)))]
 
     def _of_layers(self, own: np.ndarray) -> Iterator[_Change]:
-        for layer, (mode, grad_on_host, recomputes, there) in enumerate(own.T.tolist()):
-            if self.can_recompute[layer]:
-                yield [layer], {_RECOMPUTES: not recomputes}
+        for layers in self._equal_layers(own):
+            mode, grad_on_host, recomputes, there = own[:, layers[0]].tolist()
+            if self.can_recompute[layers[0]]:
+                yield layers, {_RECOMPUTES: not recomputes}
             if not there:
-                yield [layer], {_GRAD_ON_HOST: not grad_on_host}
-                yield from (([layer], {_MODE: other}) for other in ALL_MODES if other != mode)
+                yield layers, {_GRAD_ON_HOST: not grad_on_host}
+                yield from ((layers, {_MODE: other}) for other in ALL_MODES if other != mode)
 
     def _of_groups(self, own: np.ndarray) -> Iterator[_Change]:
-        for members in map(list, self.groups):
-            if own[_ON_DEVICE, members[0]]:
-                yield from ((members, {_MODE: mode, _ON_DEVICE: 0}) for mode in (GFGB, DHA, RELOAD, RESIDENT))
+        together = (layers for layers in self._equal_layers(own) if len(layers) > 1 and self.is_alone[layers].all())
+        for layers in (*self.groups, *together):
+            if own[_ON_DEVICE, layers[0]]:
+                yield from ((layers, {_MODE: mode, _ON_DEVICE: 0}) for mode in (GFGB, DHA, RELOAD, RESIDENT))
             else:
-                yield members, {_MODE: RESIDENT, _GRAD_ON_HOST: 0, _ON_DEVICE: 1}
+                yield layers, {_MODE: RESIDENT, _GRAD_ON_HOST: 0, _ON_DEVICE: 1}
+
+    def _equal_layers(self, own: np.ndarray) -> Iterator[list[int]]:
+        """Layers that may change together."""
+        classes: dict[tuple[object, ...], list[int]] = {}
+        for layer, kind in enumerate(self.kinds):
+            classes.setdefault((kind, *own[:, layer].tolist()), []).append(layer)
+        if self.one_by_one:
+            yield from ([layer] for layer in range(len(self.kinds)))
+        for layers in classes.values():
+            counts = {*(1 << power for power in range(len(layers).bit_length())), len(layers)}
+            for count in sorted(counts - {1} if self.one_by_one else counts):
+                yield layers[:count]
+                if count < len(layers):
+                    yield layers[-count:]
 
 
 def refine(
@@ -78,16 +98,17 @@ def refine(
       run: evaluates plans, given like `Neighbours.of`.
       most_work: the limit, in layers of neighbours.
     """
-    expanded, left = set[bytes](), most_work // max(neighbours.work, 1)
-    while left > 0:
+    expanded, work = set[bytes](), 0
+    while work < most_work:
         fresh = [best for best in frontier() if _key(best) not in expanded]
         if not fresh:
             return
-        spread = np.unique(np.linspace(0, len(fresh) - 1, min(_EXPANDED_AT_ONCE, left)).astype(int))
+        spread = np.unique(np.linspace(0, len(fresh) - 1, _EXPANDED_AT_ONCE).astype(int))
         expanded |= {_key(fresh[number]) for number in spread}
-        left -= len(spread)
         parts = zip(*(neighbours.of(fresh[number]) for number in spread), strict=True)
-        run(*(np.concatenate(part) for part in parts))
+        plans = [np.concatenate(part) for part in parts]
+        work += plans[0].size
+        run(*plans)
 
 
 def _columns(best: Best) -> tuple[np.ndarray, ...]:

@@ -24,13 +24,14 @@ import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT, effective_codes
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.device_updates import Placed
 from jaxferry.plan.effort import fewer
 from jaxferry.plan.order import best_order
 from jaxferry.plan.records import Loads, Updates
-from jaxferry.plan.search import Best, plan_of
 from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
+from jaxferry.profiling.tables import column
 from jaxferry.schedule import Lane, StepSchedules, needed_bytes
 from jaxferry.streaming import num_subgroups, slots_bytes
 
@@ -126,25 +127,31 @@ class StreamedUpdateSearch:
         work_s = self._work_s(start, streams, stays)
         bound_s, lanes_s = self._bound_s(work_s, streams, stays), work_s.sum(axis=0)
         estimated_s = bound_s + _OTHER_LANES * float(lanes_s.sum() - lanes_s.max())
-        rooms = _ROOMS if through_gpu else _ROOMS[:1]
-        candidates = [_Candidate(start, through_gpu, on_device, room) for room in rooms]
-        return [_Row(each, bound_s, estimated_s, self._estimated_bytes(each)) for each in candidates]
+        num_bytes, gradients = self._estimated_bytes(start, through_gpu, stays), self._costs.gradient_bytes[streams]
+        one = int(gradients.max(initial=0))
+        more = int(gradients.sum()) - one
+        return [
+            _Row(
+                _Candidate(start, through_gpu, on_device, room),
+                bound_s,
+                estimated_s,
+                num_bytes + one + int(room * more),
+            )
+            for room in (_ROOMS if through_gpu else _ROOMS[:1])
+        ]
 
     def _stays_bytes(self, each: _Candidate) -> int:
         """What stays on the device all the time."""
         first = (self.profile.layers[self.profile.groups[group][0]] for group in each.on_device)
         return sum(layer.state_bytes + layer.param_bytes for layer in first)
 
-    def _estimated_bytes(self, each: _Candidate) -> int:
-        layers, groups = self.profile.layers, self.profile.groups
-        stays = [
-            (layers[groups[group][0]], self.starts[each.start].modes[groups[group][0]]) for group in each.on_device
-        ]
-        more = sum(x.state_bytes + x.param_bytes * (mode not in (GFGB, RESIDENT)) for x, mode in stays)
-        gradients = [layers[member].device_gradient_bytes for group in each.through_gpu for member in groups[group]]
-        one, all_bytes = max(gradients, default=0), sum(gradients)
-        more += one + int(each.room * (all_bytes - one))
-        return self._start_bytes[each.start] + more + slots_bytes(self.profile, each.through_gpu)
+    def _estimated_bytes(self, start: int, through_gpu: frozenset[int], stays: np.ndarray) -> int:
+        """About the bytes that a candidate needs besides gradients, given the layers whose groups stay."""
+        costs, modes = self._costs, self.starts[start].modes
+        first = stays & costs.is_first
+        copies = costs.param_bytes * ~np.isin(modes, (GFGB, RESIDENT))
+        more = int((costs.state_bytes + copies)[first].sum())
+        return self._start_bytes[start] + more + slots_bytes(self.profile, through_gpu)
 
     @functools.cached_property
     def _start_bytes(self) -> list[int]:
@@ -266,13 +273,15 @@ def _front(rows: list[_Row]) -> list[_Row]:
 
 
 class _Costs:
-    """Seconds of each layer, (layers,) arrays; those of a group at its first layer."""
+    """Seconds and bytes of each layer, (layers,) arrays; those of a group's update at its first layer."""
 
     def __init__(self, profile: Profile):
         layers, self.group_of, self.num_groups = profile.layers, np.array(profile.group_of), len(profile.groups)
         self.is_first = first = np.zeros(len(layers), dtype=bool)
         first[[members[0] for members in profile.groups]] = True
         self.num_subgroups = np.array([num_subgroups(layer) for layer in layers])
+        keys = ("param_bytes", "state_bytes", "device_gradient_bytes")
+        self.param_bytes, self.state_bytes, self.gradient_bytes = (column(profile, key)[:, 0] for key in keys)
         self.update_s = first * np.array([profile.group_update_s[group] for group in profile.group_of])
         self.forward_s = np.array([layer.forward_s + layer.inter_forward_s for layer in layers])
         self.offload_s = np.array([layer.offload_s for layer in layers])

@@ -13,11 +13,12 @@ from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import PLAIN_MARGIN, AutoSearch
 from jaxferry.plan.base import Objective, Request
+from jaxferry.plan.best import plan_of
 from jaxferry.plan.device_updates import DeviceUpdateSearch, plain_training
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.neighbours import Neighbours, refine
 from jaxferry.plan.records import LayerPlan, Plan, Updates
-from jaxferry.plan.search import Pool, plan_of
+from jaxferry.plan.search import Pool
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
@@ -299,13 +300,12 @@ def test_neighbours_are_plans_and_some_are_better_for_their_memory():
         pool.add(modes, np.zeros(size, dtype=bool), on_device=on_device)
     pool.run()
     before = pool.frontier()
-    groups = [profile.groups[group] for group in updatable_groups(profile)]
 
     def run(modes, grad_on_host, recomputes, on_device):
         pool.add(modes, grad_on_host, recomputes=recomputes, on_device=on_device)
         pool.run()
 
-    refine(pool.frontier, Neighbours(np.zeros(size, dtype=bool), groups), run)
+    refine(pool.frontier, Neighbours(profile, np.zeros(size, dtype=bool), updatable_groups(profile)), run)
     pool.join()
     (part,) = pool.evaluated
     found = [pool.best(Objective.STEADY, best.needed_bytes) for best in before]
