@@ -176,7 +176,7 @@ def test_updates_by_need_take_the_same_time_whatever_plans_are_evaluated_togethe
     forward_s, backward_s, load_s, offload_s = (seconds / 16 for seconds in (1 / 3, 2 / 3, 0.9, 0.7))
     times = {"forward_s": forward_s, "forward_dha_s": load_s, "load_s": load_s, "update_s": load_s}
     times |= {"backward_s": backward_s, "backward_dha_s": load_s, "backward_go_s": offload_s, "offload_s": offload_s}
-    layer = LayerProfile("layer", param_bytes=1000, grad_bytes=1000, **times)
+    layer = LayerProfile(name="layer", param_bytes=1000, grad_bytes=1000, **times)
     layers = (dataclasses.replace(layer, name=f"layer {index}", parameters=f"layer {index}") for index in range(16))
     evaluate = PlanEvaluator(Profile({}, tuple(layers)))
     modes = rng.integers(0, 5, (400, 16)).astype(np.int8)
