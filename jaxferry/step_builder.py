@@ -4,12 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from jaxferry.copy_spans import load_order
 from jaxferry.holdings import of_program, streamed, updated_on_device
 from jaxferry.late_updates import Forwards, LateUpdates
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.profiling.records import Profile, backward_variant
-from jaxferry.room import CROSSING_SLOTS, NO_WAIT, load_order
+from jaxferry.room import CROSSING_SLOTS, NO_WAIT
 from jaxferry.step_copies import Copies, Copy
 from jaxferry.step_tasks import StepTasks
 from jaxferry.streaming import StateStreams, kept_gradients

@@ -25,6 +25,7 @@ LAYERS = (
     ("merging",),
     ("plan.records",),
     ("holdings",),
+    ("copy_spans",),
     ("room",),
     ("tasks",),
     ("step_tasks",),

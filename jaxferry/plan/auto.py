@@ -335,10 +335,7 @@ class AutoSearch:
         return found
 
     def _refine(self) -> None:
-        """Adds neighbours of plans spread over the frontier of time and memory.
-
-        Those of a long model differ little, so fewer are tried.
-        """
+        """Adds neighbours of plans spread over the frontier of time and memory; of a long model fewer."""
         most_work = MOST_WORK if len(self.sizes) <= _FEW_LAYERS else MOST_WORK // 16
         pool = self.recomputing if self.recomputes else self.pool
 
