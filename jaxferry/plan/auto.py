@@ -38,7 +38,7 @@ from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
 from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed
-from jaxferry.plan.effort import fewer, is_searched
+from jaxferry.plan.effort import FEW_LAYERS, fewer, is_searched
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
 from jaxferry.plan.families import prefix_family
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
@@ -64,7 +64,6 @@ _LEAST_POINTS = 4
 _ORDERS = 4
 _LEAST_STARTS = 3
 _RECOMPUTING_STARTS = 6
-_FEW_LAYERS = 80
 _ROUNDING = 1e-12
 _UNLIMITED_BYTES = 2**53
 
@@ -336,7 +335,7 @@ class AutoSearch:
 
     def _refine(self) -> None:
         """Adds neighbours of plans spread over the frontier of time and memory; of a long model fewer."""
-        most_work = MOST_WORK if len(self.sizes) <= _FEW_LAYERS else MOST_WORK // 16
+        most_work = MOST_WORK if len(self.sizes) <= FEW_LAYERS else MOST_WORK // 16
         pool = self.recomputing if self.recomputes else self.pool
 
         def run(modes: np.ndarray, grad_on_host: np.ndarray, again: np.ndarray, _: np.ndarray) -> None:

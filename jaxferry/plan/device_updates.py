@@ -20,7 +20,7 @@ import numpy as np
 from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.base import Objective
 from jaxferry.plan.best import Best, plan_of
-from jaxferry.plan.effort import fewer
+from jaxferry.plan.effort import FEW_LAYERS, fewer
 from jaxferry.plan.neighbours import Neighbours, refine
 from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Pool, on_fronts
@@ -33,7 +33,6 @@ _POINTS, _LEAST_POINTS = 12, 2
 _STARTS = 20
 _SHARES = 8
 _FRONTS = 24
-_MOST_REFINED = 80
 _ROUNDING = 1e-9
 
 
@@ -156,7 +155,7 @@ class DeviceUpdateSearch:
         useful &= bound_s * (1 - _ROUNDING) < _least_s(pool.frontier(), num_bytes)
         _add(pool, plans, useful & ~marked)
         pool.run()
-        if len(self.profile.layers) <= _MOST_REFINED:
+        if len(self.profile.layers) <= FEW_LAYERS:
             self._refine(pool)
         pool.join()
         return pool

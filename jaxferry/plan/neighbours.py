@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.best import Best
+from jaxferry.plan.effort import FEW_LAYERS
 from jaxferry.profiling.records import Profile
 
 ALL_MODES = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
@@ -19,7 +20,6 @@ MOST_WORK = 840_000
 """The most layers of neighbours that a search tries."""
 
 _EXPANDED_AT_ONCE = 8
-_FEW_LAYERS = 80
 _KIND = ("param_bytes", "activation_bytes", "forward_s", "load_s")
 _MODE, _GRAD_ON_HOST, _RECOMPUTES, _ON_DEVICE = range(4)
 _Change = tuple[list[int], dict[int, int]]
@@ -41,7 +41,7 @@ class Neighbours:
         self.is_alone[[members[0] for members in self.groups if len(members) == 1]] = True
         own = [[getattr(layer, key) for key in _KIND] for layer in profile.layers]
         self.kinds = [(*each, bool(can)) for each, can in zip(own, can_recompute, strict=True)]
-        self.one_by_one = len(self.kinds) <= _FEW_LAYERS
+        self.one_by_one = len(self.kinds) <= FEW_LAYERS
 
     def of(self, best: Best) -> list[np.ndarray]:
         """Modes and flags of gradients, recomputation and updates of all neighbours, (plans, layers) each."""
