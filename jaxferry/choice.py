@@ -21,7 +21,7 @@ from jaxferry.profiling.estimate import estimate_profile, update_on_device_s
 from jaxferry.profiling.machines import MACHINES, Machine
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
-from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
+from jaxferry.step_builder import fetch_seconds_a_byte, save_seconds_a_byte
 
 DEFAULT_MACHINE = "h200-pcie5"
 """The machine that a profile is estimated for if the device is not a known GPU (a CPU, for example)."""

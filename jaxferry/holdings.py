@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Plan, Updates
-from jaxferry.profiling.records import Profile
+from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.tables import flags_of, program_ends
 
 GFGB, DHA, DFGB, RELOAD, RESIDENT = range(5)
 CODES = {Mode.GFGB: GFGB, Mode.DHA: DHA, Mode.DFGB: DFGB, Mode.RELOAD: RELOAD, Mode.RESIDENT: RESIDENT}
@@ -31,14 +32,9 @@ def gradient_flags(plan: Plan) -> np.ndarray:
     return np.array([place is GradientPlace.HOST for place in plan.gradients])
 
 
-def flags_of(profile: Profile, key: str) -> np.ndarray:
-    """A field of all layers as flags, (layers, 1)."""
-    return np.array([bool(getattr(layer, key)) for layer in profile.layers])[:, None]
-
-
 def of_program(profile: Profile, recomputes: np.ndarray) -> np.ndarray:
     """Whether each layer's backward runs its forward again, (layers, ...): the first layer of a program decides."""
-    return recomputes[[first for first, _ in profile.program_ends]]
+    return recomputes if len(profile.programs) == len(recomputes) else recomputes[program_ends(profile)[0]]
 
 
 def reads_back(profile: Profile, recomputes: np.ndarray | None) -> np.ndarray:
@@ -104,9 +100,20 @@ def as_updated(profile: Profile, groups: Collection[int], after_all: bool) -> Pr
       groups: the groups.
       after_all: whether updates wait for all gradients.
     """
+    if not groups:
+        return profile
+    updated, chosen = profile.once(_updated_layers, after_all), set(groups)
+    layers = (
+        own if group in chosen else layer
+        for layer, own, group in zip(profile.layers, updated, profile.group_of, strict=True)
+    )
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+def _updated_layers(profile: Profile, after_all: bool) -> list[LayerProfile]:
+    """The layers of `as_updated` for all groups."""
     layers = list(profile.layers)
-    for group in groups:
-        members = profile.groups[group]
+    for members in profile.groups:
         sizes = [layers[member].device_gradient_bytes for member in members]
         stays = sum(sizes) if after_all else sum(sizes[1:])
         more_bytes = max(layers[member].state_bytes for member in members) + stays
@@ -119,7 +126,7 @@ def as_updated(profile: Profile, groups: Collection[int], after_all: bool) -> Pr
                 backward_s=layer.backward_s + (layer.update_gpu_s or 0.0) * is_last,
                 backward_workspace_bytes=layer.backward_workspace_bytes + sizes[0] * is_last,
             )
-    return dataclasses.replace(profile, layers=tuple(layers)) if groups else profile
+    return layers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ from jaxferry.profiling.progress import Report
 from jaxferry.profiling.records import LayerProfile, Profile
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.profiling.timers import Effort
-from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
+from jaxferry.step_builder import fetch_seconds_a_byte, save_seconds_a_byte
 
 BUDGET_S = 20.0
 """Time for measurements, without compilation; three repetitions of everything may exceed it."""

@@ -36,14 +36,16 @@ from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.modes import UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
+from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed
-from jaxferry.plan.effort import fewer, is_searched
+from jaxferry.plan.effort import FEW_LAYERS, fewer, is_searched
 from jaxferry.plan.exact import explore, known_plans, reserve_factors
+from jaxferry.plan.families import prefix_family
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
 from jaxferry.plan.gradients import capacity_bytes, gains_s, gradients_to_host
-from jaxferry.plan.neighbours import ALL_MODES, neighbours
+from jaxferry.plan.neighbours import ALL_MODES, MOST_WORK, Neighbours, refine
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, Pool, plan_of, prefix_family
+from jaxferry.plan.search import Pool
 from jaxferry.plan.streamed_updates import StreamedUpdateSearch
 from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
@@ -61,9 +63,7 @@ _POINTS = 24
 _LEAST_POINTS = 4
 _ORDERS = 4
 _LEAST_STARTS = 3
-_WORK = 500_000
-_EXPANDED_AT_ONCE = 6
-_FEW_LAYERS = 80
+_RECOMPUTING_STARTS = 6
 _ROUNDING = 1e-12
 _UNLIMITED_BYTES = 2**53
 
@@ -197,7 +197,8 @@ class AutoSearch:
         if not is_searched(size):
             self._explore_one(optimum, flags)
             return
-        for grad_on_host in np.unique([*explored, flags[-1]], axis=0):
+        choices = np.unique([*explored, flags[-1]], axis=0)
+        for grad_on_host in choices[: fewer(len(choices), size)]:
             pool = Pool(self.profile)
             self._explore(pool, grad_on_host, optimum)
             pool.run()
@@ -232,7 +233,7 @@ class AutoSearch:
         if size <= MOST_ENUMERATED:
             self._enumerate(size, self.saved_bytes > 0)
         fronts = self.pool.frontier()
-        spread = np.unique(np.linspace(0, len(fronts) - 1, fewer(_EXPANDED_AT_ONCE, size, 2)).astype(int))
+        spread = np.unique(np.linspace(0, len(fronts) - 1, fewer(_RECOMPUTING_STARTS, size, 2)).astype(int))
         starts = [
             (best.modes, best.grad_on_host) for best in (fronts[number] for number in spread) if _is_layerwise(best)
         ]
@@ -243,7 +244,7 @@ class AutoSearch:
             self._add(np.repeat(modes[None], len(family), axis=0), np.broadcast_to(grad_on_host, family.shape), family)
         self.request.report("plans that recompute activations")
         self.recomputing.run()
-        self._refine(recomputes=True)
+        self._refine()
 
     def _recomputing_family(self) -> np.ndarray:
         """Flags of the first k layers of several orders, (plans, layers).
@@ -332,28 +333,18 @@ class AutoSearch:
                 found.append(best)
         return found
 
-    def _refine(self, recomputes: bool = False) -> None:
-        """Adds neighbours of plans spread over the frontier of time and memory, within the limit on work.
+    def _refine(self) -> None:
+        """Adds neighbours of plans spread over the frontier of time and memory; of a long model fewer."""
+        most_work = MOST_WORK if len(self.sizes) <= FEW_LAYERS else MOST_WORK // 16
+        pool = self.recomputing if self.recomputes else self.pool
 
-        Those of a long model differ little, so fewer are tried.
-        """
-        expanded: set[bytes] = set()
-        size = len(self.sizes)
-        once, most_work = (len(ALL_MODES) + 1 + recomputes) * size**2, _WORK if size <= _FEW_LAYERS else _WORK // 2
-        work = 0
-        while work + once <= most_work:
-            fresh = [best for best in self._frontier() if _key(best) not in expanded and _is_layerwise(best)]
-            if not fresh:
-                return
+        def run(modes: np.ndarray, grad_on_host: np.ndarray, again: np.ndarray, _: np.ndarray) -> None:
             self.request.report("neighbours of the best plans for their memory")
-            num_expanded = min(_EXPANDED_AT_ONCE, (most_work - work) // once)
-            spread = np.unique(np.linspace(0, len(fresh) - 1, num_expanded).astype(int))
-            for number in spread:
-                expanded.add(_key(fresh[number]))
-                modes, grad_on_host, again = neighbours(fresh[number], self.saved_bytes > 0 if recomputes else None)
-                self._add(modes, grad_on_host, again)
-                work += modes.size
-            (self.recomputing if self.recomputes else self.pool).run()
+            self._add(modes, grad_on_host, again)
+            pool.run()
+
+        neighbours = Neighbours(self.profile, (self.saved_bytes > 0) & self.recomputes)
+        refine(lambda: list(filter(_is_layerwise, self._frontier())), neighbours, run, most_work)
 
     def _used_reserve_factor(self, grad_on_host: np.ndarray) -> float:
         """The request's factor, or the smallest six-digit one that the plan satisfies."""
@@ -399,10 +390,6 @@ def _without_needless_memory(profile: Profile, plan: Plan) -> Plan:
         return plan
     without = dataclasses.replace(plan, memory_bytes=None)
     return without if schedule_step(profile, without) == schedule_step(profile, plan) else plan
-
-
-def _key(best: Best) -> bytes:
-    return best.modes.tobytes() + best.grad_on_host.tobytes() + best.recomputes.tobytes()
 
 
 def _is_layerwise(best: Best) -> bool:

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from jaxferry.errors import BudgetError
 from jaxferry.holdings import MODES
-from jaxferry.modes import GradientPlace, Remat
+from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.plan.gradients import gradients_to_host
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
@@ -146,10 +147,16 @@ def make_plan(
     places, remats = (GradientPlace.DEVICE, GradientPlace.HOST), (Remat.NONE, Remat.FULL)
     again = np.zeros(len(modes), dtype=bool) if recomputes is None else recomputes
     layers = tuple(
-        LayerPlan(layer.name, MODES[int(mode)], places[int(host)], remats[int(recompute)])
+        _layer_plan(layer.name, MODES[int(mode)], places[int(host)], remats[int(recompute)])
         for layer, mode, host, recompute in zip(profile.layers, modes, grad_on_host, again, strict=True)
     )
     return Plan(policy, reserve_factor, layers, loads, updates)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _layer_plan(name: str, mode: Mode, gradient: GradientPlace, remat: Remat) -> LayerPlan:
+    """One object for equal ones: a search makes many plans, which differ in few layers."""
+    return LayerPlan(name, mode, gradient, remat)
 
 
 def check_budget(policy: str, budget_bytes: int, smallest_bytes: int, num_recomputing: int = 0) -> None:

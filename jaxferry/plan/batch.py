@@ -1,16 +1,17 @@
 """Plans as `plan/recurrences.py` runs them: all that follows from modes and gradient places, for many plans at once."""
 
 import functools
-from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, OnDevice, effective_codes, flags_of, of_program
+from jaxferry.copy_spans import load_order
+from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, OnDevice, effective_codes, of_program
 from jaxferry.plan.rows import LayerFlags, rows, some_of_rows
 from jaxferry.profiling.records import LayerProfile, Profile
-from jaxferry.room import NO_WAIT, UNLIMITED, Demand, demand, load_order, waits
-from jaxferry.schedule import fetch_seconds_a_byte, save_seconds_a_byte
+from jaxferry.profiling.tables import column, flags_of, per_choice
+from jaxferry.room import NO_WAIT, UNLIMITED, Demand, demand, waits
+from jaxferry.step_builder import fetch_seconds_a_byte, save_seconds_a_byte
 
 
 class Batch:
@@ -54,7 +55,7 @@ class Batch:
         self.load_order = [int(layer) for layer in load_order(profile, bulk)]
         self._by_layer()
         self.has_crossings = any(layer.save_bytes or layer.fetch_bytes for layer in self.layers)
-        save_s, fetch_s = save_seconds_a_byte(profile), fetch_seconds_a_byte(profile)
+        save_s, fetch_s = profile.once(save_seconds_a_byte), profile.once(fetch_seconds_a_byte)
         self.save_s = [layer.save_bytes * save_s for layer in self.layers]
         self.fetch_s = [layer.fetch_bytes * fetch_s for layer in self.layers]
         self.memory_bytes = memory_bytes
@@ -146,18 +147,14 @@ class Batch:
 
     def column(self, key: str) -> np.ndarray:
         """A field of all layers, (layers, 1)."""
-        return np.array([getattr(layer, key) for layer in self.layers])[:, None]
+        return column(self.profile, key)
 
     def _backwards(self) -> np.ndarray:
-        def durations(layers: Sequence[LayerProfile], by_dha: bool, grad_on_host: bool) -> np.ndarray:
-            def each(recomputes: bool) -> np.ndarray:
-                return np.array([layer.backward_for(by_dha, grad_on_host, recomputes) for layer in layers])[:, None]
-
-            return each(False) if self.recomputes is None else np.where(self.recomputes, each(True), each(False))
-
-        by_dha = np.where(self.grad_on_host, durations(self.layers, True, True), durations(self.layers, True, False))
-        loaded = np.where(self.grad_on_host, durations(self.layers, False, True), durations(self.layers, False, False))
-        if self.on_device is not None:
-            there = self.on_device.groups[list(self.profile.group_of)]
-            loaded = np.where(there, durations(self.on_device.profile.layers, False, False), loaded)
-        return np.where(self.modes == DHA, by_dha, loaded)
+        by_dha, none = self.modes == DHA, np.zeros(self.modes.shape, dtype=bool)
+        again = none if self.recomputes is None else self.recomputes
+        found = per_choice(self.profile, LayerProfile.backward_for, by_dha, self.grad_on_host, again)
+        if self.on_device is None:
+            return found
+        there = self.on_device.groups[list(self.profile.group_of)] & ~by_dha
+        updated = per_choice(self.on_device.profile, LayerProfile.backward_for, none, none, again)
+        return np.where(there, updated, found)

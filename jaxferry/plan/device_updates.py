@@ -7,7 +7,7 @@ budget, which only picks the fastest plan that fits; so more memory is never slo
 
 All choices are simulated together. Plans are left out whose lower bound is no better than the time of a known plan
 without such updates that needs no more memory. Updates by need are tried for those whose bound and memory few others
-beat. A local search follows (`plan/place_neighbours.py`).
+beat. A local search follows (`plan/neighbours.py`), but not for a long model, whose neighbours differ too little.
 """
 
 import dataclasses
@@ -19,10 +19,11 @@ import numpy as np
 
 from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.base import Objective
-from jaxferry.plan.effort import fewer
-from jaxferry.plan.place_neighbours import refine
+from jaxferry.plan.best import Best, plan_of
+from jaxferry.plan.effort import FEW_LAYERS, fewer
+from jaxferry.plan.neighbours import Neighbours, refine
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, Pool, on_fronts, plan_of
+from jaxferry.plan.search import Pool, on_fronts
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import needed_bytes
@@ -143,20 +144,31 @@ class DeviceUpdateSearch:
         if not parts:
             return None
         plans = tuple(np.concatenate(each) for each in zip(*parts, strict=True))
-        first, pool = Pool(self.profile), Pool(self.profile, by_need_on_frontier=True)
-        bound_s, num_bytes = pool.evaluate.bounds(*plans)
+        pool = Pool(self.profile, by_need_on_frontier=True)
+        bound_s, num_bytes = pool.evaluate.bounds(plans)
         useful = bound_s * (1 - _ROUNDING) < _least_s(self.known, num_bytes)
         marked = useful & on_fronts(bound_s, num_bytes, _FRONTS)
         if not marked.any():
             return None
-        _add(first, plans, marked)
-        first.run()
-        useful &= bound_s * (1 - _ROUNDING) < _least_s(first.frontier(), num_bytes)
         _add(pool, plans, marked, marked=True)
+        pool.run()
+        useful &= bound_s * (1 - _ROUNDING) < _least_s(pool.frontier(), num_bytes)
         _add(pool, plans, useful & ~marked)
         pool.run()
-        refine(pool)
+        if len(self.profile.layers) <= FEW_LAYERS:
+            self._refine(pool)
+        pool.join()
         return pool
+
+    def _refine(self, pool: Pool) -> None:
+        """Adds neighbours of the best plans for their memory."""
+        can_recompute = np.array([layer.can_recompute for layer in self.profile.layers])
+
+        def run(*plans: np.ndarray) -> None:
+            _add(pool, plans, np.ones(len(plans[0]), dtype=bool))
+            pool.run()
+
+        refine(pool.frontier, Neighbours(self.profile, can_recompute, updatable_groups(self.profile)), run)
 
     def _plans(self, groups: frozenset[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Modes and flags of gradients, recomputation and updates for one choice, (plans, layers) each."""

@@ -2,16 +2,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, OnDevice, as_updated, flags_of, gradient_flags, mode_codes
+from jaxferry.holdings import DFGB, OnDevice, as_updated, gradient_flags, mode_codes
 from jaxferry.plan.batch import Batch
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.lane_work import gpu_s, host_s, late_updates_s, links_s, loops_s
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.plan.recurrences import Chain, Step
 from jaxferry.profiling.records import Profile
+from jaxferry.profiling.tables import flags_of
 from jaxferry.room import UNLIMITED
 from jaxferry.simulate.machine import STEPS_BY_NEED
 
@@ -48,6 +50,23 @@ class Outcomes:
     needed_bytes: np.ndarray
     in_window: np.ndarray
     room_matters: np.ndarray
+
+    @classmethod
+    def joined(cls, parts: Sequence["Outcomes"]) -> "Outcomes":
+        """The outcomes of all parts, one after another."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+    def some(self, rows: np.ndarray) -> "Outcomes":
+        """The outcomes of some of the plans."""
+        return Outcomes(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
+
+    def replaced(self, rows: np.ndarray, others: "Outcomes") -> "Outcomes":
+        """A copy with other outcomes in these rows."""
+        fields = {field.name: getattr(self, field.name).copy() for field in dataclasses.fields(self)}
+        for name, values in fields.items():
+            values[rows] = getattr(others, name)
+        return Outcomes(**fields)
 
 
 class PlanEvaluator:
@@ -86,54 +105,65 @@ class PlanEvaluator:
           memory: whether to compute `needed_bytes`.
         """
         modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
-        grad_on_host = np.broadcast_to(np.asarray(grad_on_host, dtype=bool), modes.shape)
-        again = np.broadcast_to(np.asarray(recomputes, dtype=bool), modes.shape) if np.any(recomputes) else None
-        updated = self._of_groups(modes, on_device)
-        after_all = after_all or self.profile.updates_after_all
+        flags = (np.asarray(each, dtype=bool) for each in (grad_on_host, recomputes, on_device))
+        columns = modes, *(np.broadcast_to(each, modes.shape) for each in flags)
         parts = []
         size = max(_LEAST_IN_CHUNK, _CHUNK_ELEMENTS // modes.shape[1])
         for first in range(0, max(len(modes), 1), size):  # one chunk even of no plans
-            chunk = slice(first, first + size)
-            flags = None if again is None else again[chunk].T.copy()
-            there = None
-            if updated is not None and updated[chunk].any():
-                there = OnDevice(updated[chunk].T.copy(), self._updated_everywhere(after_all))
-            kind = (bulk, after_all, flags, by_need, memory_bytes or 0, there)
-            batch = Batch(self.profile, modes[chunk].T.copy(), grad_on_host[chunk].T.copy(), *kind)
+            chunk = [each[first : first + size] for each in columns]
+            batch = self._batch(chunk, bulk, after_all, by_need, memory_bytes or 0)
             parts.append(_outcomes(batch, steady, memory))
-        fields = [field.name for field in dataclasses.fields(Outcomes)]
-        return Outcomes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields})
+        return Outcomes.joined(parts)
+
+    def _batch(
+        self, columns: Sequence[np.ndarray], bulk: bool, after_all: bool, by_need: bool, memory_bytes: int
+    ) -> Batch:
+        """The plans with these modes and flags of gradients, recomputation and updates, (plans, layers) each."""
+        modes, grad_on_host, recomputes, on_device = columns
+        after_all = after_all or self.profile.updates_after_all
+        again = recomputes.T.copy() if recomputes.any() else None
+        there = None
+        if on_device.any():
+            groups = on_device[:, [members[0] for members in self.profile.groups]]
+            there = OnDevice(groups.T.copy(), self._updated_everywhere(after_all))
+        return Batch(
+            self.profile,
+            modes.T.copy(),
+            grad_on_host.T.copy(),
+            bulk,
+            after_all,
+            again,
+            by_need,
+            memory_bytes,
+            there,
+        )
 
     @functools.cache  # noqa: B019 - as long as the evaluator lives
     def _updated_everywhere(self, after_all: bool) -> Profile:
         return as_updated(self.profile, range(len(self.profile.groups)), after_all)
 
-    def _of_groups(self, modes: np.ndarray, on_device: np.ndarray | bool) -> np.ndarray | None:
-        """Flags of the groups, (plans, groups), given those of layers; None if none is set."""
-        if not np.any(on_device):
-            return None
-        flags = np.broadcast_to(np.asarray(on_device, dtype=bool), modes.shape)
-        return flags[:, [members[0] for members in self.profile.groups]]
+    def bounds_s(self, columns: Sequence[np.ndarray]) -> np.ndarray:
+        """Lower bounds on `steady_step_s`, (plans,), without running a step.
 
-    def bounds(
-        self, modes: np.ndarray, grad_on_host: np.ndarray, recomputes: np.ndarray, on_device: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Lower bounds on `steady_step_s`, and `needed_bytes`, without running a step; arguments (plans, layers).
+        Takes modes and flags of gradients, recomputation and updates on the device, (plans, layers) each.
 
         A period is no shorter than the work of the GPU, of a link or of the host, or than the loops of a step. With
         updates by need `steady_step_s` is a mean over steps of the GPU. All updates of a step but the first start after
         the GPU's end in the step before the first, so the host's work counts one time less, and so do the links' and
         the loops.
         """
-        updated = self._of_groups(modes, on_device)
-        after_all = self.profile.updates_after_all
-        there = None if updated is None else OnDevice(updated.T.copy(), self._updated_everywhere(after_all))
-        modes, grad_on_host, again = (flags.T.copy() for flags in (modes, grad_on_host, recomputes))
-        kind = (False, after_all, again)
-        batch = Batch(self.profile, modes, grad_on_host, *kind, memory_bytes=UNLIMITED, on_device=there)
-        first, last = _steps_by_need(batch.num_layers)
-        others_s = np.max([host_s(batch), links_s(batch), loops_s(batch)], axis=0) * (1 - 1 / (last - first))
-        return np.maximum(gpu_s(batch), others_s), batch.needs.natural
+        return _bounds_s(self._batch(columns, False, False, False, UNLIMITED))
+
+    def bounds(self, columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Likewise, and `needed_bytes`."""
+        batch = self._batch(columns, False, False, False, UNLIMITED)
+        return _bounds_s(batch), batch.needs.natural
+
+    def waits_for_room(
+        self, columns: Sequence[np.ndarray], bulk: bool, after_all: bool, memory_bytes: int
+    ) -> np.ndarray:
+        """`Outcomes.room_matters` with so much memory, without running a step; see `bounds` for `columns`."""
+        return self._batch(columns, bulk, after_all, False, memory_bytes).room_matters
 
     def plan(self, plan: Plan) -> Outcomes:
         """Evaluates one plan; arrays of one element.
@@ -187,6 +217,7 @@ def _period_s(batch: Batch, chain: Chain, step: Step) -> np.ndarray:
             return chain.host - before_s
     most_steps = to_step if batch.by_need else most_steps
     period_s, rows, from_s = np.zeros(batch.num_plans), np.arange(batch.num_plans), step.last_program
+    ended = np.zeros(batch.num_plans, dtype=bool)
     while True:
         before = chain.boundary()
         step, num_steps = Step(chain), num_steps + 1
@@ -195,12 +226,20 @@ def _period_s(batch: Batch, chain: Chain, step: Step) -> np.ndarray:
         highest = growth.max(axis=0)
         is_same = (highest - growth.min(axis=0) <= _SAME * chain.host) & (num_steps > 2)
         highest = (step.last_program - from_s) / (to_step - from_step) if batch.by_need else highest
-        period_s[rows] = np.where(is_same, growth[0], highest)
-        if num_steps >= most_steps or is_same.all():
+        # By need, rounding may part times that have grown equally: as in the simulator, the first such growth counts.
+        period_s[rows] = np.where(ended, period_s[rows], np.where(is_same, growth[0], highest))
+        ended |= is_same
+        if num_steps >= most_steps or ended.all():
             return period_s
-        if len(rows) > _LEAST_IN_CHUNK and 2 * is_same.sum() > len(rows):
-            left = np.flatnonzero(~is_same)
-            rows, from_s, chain = rows[left], from_s[left], chain.some(left)
+        if len(rows) > _LEAST_IN_CHUNK and 2 * ended.sum() > len(rows):
+            left = np.flatnonzero(~ended)
+            rows, from_s, ended, chain = rows[left], from_s[left], ended[left], chain.some(left)
+
+
+def _bounds_s(batch: Batch) -> np.ndarray:
+    first, last = _steps_by_need(batch.num_layers)
+    others_s = np.max([host_s(batch), links_s(batch), loops_s(batch)], axis=0) * (1 - 1 / (last - first))
+    return np.maximum(gpu_s(batch), others_s)
 
 
 def _steps_by_need(num_layers: int) -> tuple[int, int]:

@@ -25,16 +25,19 @@ import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
+from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.bounds import steady_lower_bound_s, step_lower_bound_s
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.evaluate import PlanEvaluator
+from jaxferry.plan.families import prefix_family
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
 from jaxferry.plan.go_memferry import GOMemFerry
 from jaxferry.plan.gradients import gradients_to_host
+from jaxferry.plan.local_search import LocalSearch
 from jaxferry.plan.memferry import with_dfgb
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, LocalSearch, Pool, objective_values, plan_of, prefix_family
+from jaxferry.plan.search import Pool, objective_values
 from jaxferry.plan.whole_step import StepSearch
 from jaxferry.profiling.records import Profile
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from jaxferry.holdings import flags_of
 from jaxferry.plan.batch import Batch
+from jaxferry.profiling.tables import flags_of
 
 
 def late_updates_s(batch: Batch) -> np.ndarray | float:

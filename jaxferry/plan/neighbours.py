@@ -1,29 +1,121 @@
-"""Plans that differ from a known one in one layer."""
+"""Local search over a whole pool: neighbours of the best plans for their memory.
+
+A neighbour changes the mode, gradient, recomputation or place of update of one layer (or group), or of several layers
+that are equal and treated equally so far: the first or the last two, four, ... of them. Plans spread over the frontier
+of time and memory are expanded, independently of any budget, within a limit on work. Layers of a long model change only
+together with such others.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
-from jaxferry.plan.search import Best
+from jaxferry.plan.best import Best
+from jaxferry.plan.effort import FEW_LAYERS
+from jaxferry.profiling.records import Profile
 
 ALL_MODES = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
+MOST_WORK = 840_000
+"""The most layers of neighbours that a search tries."""
+
+_EXPANDED_AT_ONCE = 8
+_KIND = ("param_bytes", "activation_bytes", "forward_s", "load_s")
+_MODE, _GRAD_ON_HOST, _RECOMPUTES, _ON_DEVICE = range(4)
+_Change = tuple[list[int], dict[int, int]]
 
 
-def neighbours(best: Best, can_recompute: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Plans with one layer's mode, gradient place or recomputation changed: codes and flags, (plans, layers) each."""
-    size = len(best.modes)
-    one = np.eye(size, dtype=bool)
-    others = [np.where(one, np.int8(mode), best.modes) for mode in ALL_MODES]
-    modes, grad_on_host, recomputes = (
-        [*others, *(best.modes,) * 2],
-        [best.grad_on_host] * len(ALL_MODES),
-        [best.recomputes] * len(ALL_MODES),
-    )
-    grad_on_host += [best.grad_on_host ^ one, best.grad_on_host]
-    recomputes += [best.recomputes, best.recomputes ^ one]
-    if can_recompute is None:
-        modes, grad_on_host, recomputes = modes[:-1], grad_on_host[:-1], recomputes[:-1]
-    plans = [
-        np.concatenate([np.broadcast_to(x, one.shape) for x in parts]) for parts in (modes, grad_on_host, recomputes)
-    ]
-    allowed = np.ones(len(plans[0]), dtype=bool) if can_recompute is None else ~(plans[2] & ~can_recompute).any(axis=1)
-    return plans[0][allowed], plans[1][allowed], plans[2][allowed]
+class Neighbours:
+    """What may change in one plan.
+
+    Args:
+      profile: the layers.
+      can_recompute: the layers whose recomputation may change, (layers,) flags.
+      groups: the parameter groups whose place of update may change.
+    """
+
+    def __init__(self, profile: Profile, can_recompute: np.ndarray, groups: Collection[int] = ()):
+        self.can_recompute = can_recompute
+        self.groups = [list(profile.groups[group]) for group in groups]
+        self.is_alone = np.zeros(len(profile.layers), dtype=bool)
+        self.is_alone[[members[0] for members in self.groups if len(members) == 1]] = True
+        own = [[getattr(layer, key) for key in _KIND] for layer in profile.layers]
+        self.kinds = [(*each, bool(can)) for each, can in zip(own, can_recompute, strict=True)]
+        self.one_by_one = len(self.kinds) <= FEW_LAYERS
+
+    def of(self, best: Best) -> list[np.ndarray]:
+        """Modes and flags of gradients, recomputation and updates of all neighbours, (plans, layers) each."""
+        own = np.stack(_columns(best))
+        changes = [*self._of_layers(own), *self._of_groups(own)]
+        found = np.repeat(own[None], len(changes), axis=0)
+        for plan, (layers, values) in zip(found, changes, strict=True):
+            plan[np.ix_(list(values), layers)] = np.array(list(values.values()))[:, None]
+        return [found[:, _MODE], *(found[:, column].astype(bool) for column in range(1, len(own)))]
+
+    def _of_layers(self, own: np.ndarray) -> Iterator[_Change]:
+        for layers in self._equal_layers(own):
+            mode, grad_on_host, recomputes, there = own[:, layers[0]].tolist()
+            if self.can_recompute[layers[0]]:
+                yield layers, {_RECOMPUTES: not recomputes}
+            if not there:
+                yield layers, {_GRAD_ON_HOST: not grad_on_host}
+                yield from ((layers, {_MODE: other}) for other in ALL_MODES if other != mode)
+
+    def _of_groups(self, own: np.ndarray) -> Iterator[_Change]:
+        together = (layers for layers in self._equal_layers(own) if len(layers) > 1 and self.is_alone[layers].all())
+        for layers in (*self.groups, *together):
+            if own[_ON_DEVICE, layers[0]]:
+                yield from ((layers, {_MODE: mode, _ON_DEVICE: 0}) for mode in (GFGB, DHA, RELOAD, RESIDENT))
+            else:
+                yield layers, {_MODE: RESIDENT, _GRAD_ON_HOST: 0, _ON_DEVICE: 1}
+
+    def _equal_layers(self, own: np.ndarray) -> Iterator[list[int]]:
+        """Layers that may change together."""
+        classes: dict[tuple[object, ...], list[int]] = {}
+        for layer, kind in enumerate(self.kinds):
+            classes.setdefault((kind, *own[:, layer].tolist()), []).append(layer)
+        if self.one_by_one:
+            yield from ([layer] for layer in range(len(self.kinds)))
+        for layers in classes.values():
+            counts = {*(1 << power for power in range(len(layers).bit_length())), len(layers)}
+            for count in sorted(counts - {1} if self.one_by_one else counts):
+                yield layers[:count]
+                if count < len(layers):
+                    yield layers[-count:]
+
+
+def refine(
+    frontier: Callable[[], Sequence[Best]],
+    neighbours: Neighbours,
+    run: Callable[..., None],
+    most_work: int = MOST_WORK,
+) -> None:
+    """Tries neighbours until all plans on the frontier are expanded, or the limit on work is reached.
+
+    Args:
+      frontier: gives the plans known by now that no other beats in time and memory, fastest first.
+      neighbours: what may change.
+      run: evaluates plans, given like `Neighbours.of`.
+      most_work: the limit, in layers of neighbours.
+    """
+    expanded, work = set[bytes](), 0
+    while work < most_work:
+        fresh = [best for best in frontier() if _key(best) not in expanded]
+        if not fresh:
+            return
+        spread = np.unique(np.linspace(0, len(fresh) - 1, _EXPANDED_AT_ONCE).astype(int))
+        expanded |= {_key(fresh[number]) for number in spread}
+        parts = zip(*(neighbours.of(fresh[number]) for number in spread), strict=True)
+        plans = [np.concatenate(part) for part in parts]
+        work += plans[0].size
+        run(*plans)
+
+
+def _columns(best: Best) -> tuple[np.ndarray, ...]:
+    """Modes and flags of gradients, recomputation and updates, (layers,) codes each."""
+    there = np.zeros(len(best.modes), dtype=bool) if best.on_device is None else best.on_device
+    return tuple(each.astype(np.int8) for each in (best.modes, best.grad_on_host, best.recomputes, there))
+
+
+def _key(best: Best) -> bytes:
+    return b"".join(each.tobytes() for each in _columns(best))

@@ -125,7 +125,7 @@ class Step:
             start = self._when_readable(layer, start)
         start = self._after_saves(start)
         for layer in members:
-            if batch.shares_links:
+            if batch.shares_links and batch.forward_reads_s[layer] is not None:
                 chain.link = plus(chain.link, batch.forward_reads_s[layer])
             end = start + batch.forwards_s[layer]
             inter_s = batch.layers[layer].inter_forward_s
@@ -133,7 +133,8 @@ class Step:
         chain.gpu, self.last_program = start, end
         for layer in members:
             self.forward_ends[layer] = end
-        self._use_slot(members[0], batch.slots_forward, end)
+        if batch.slots_forward.any[members[0]]:
+            self._use_slot(members[0], batch.slots_forward, end)
         self.saves_of_programs.append(self._save(members[0], end))
 
     def _when_readable(self, layer: int, start: np.ndarray) -> np.ndarray:
@@ -142,8 +143,11 @@ class Step:
         group = batch.profile.group_of[layer]
         if batch.loads_forward.any[layer] and not batch.bulk:
             start = batch.loads_forward.latest(layer, start, self._load_for_forward(layer))
-        start = batch.reads_host.latest(layer, start, chain.updated[group])
-        return batch.reads_resident.latest(layer, start, chain.refreshed[group])
+        if batch.reads_host.any[layer]:
+            start = batch.reads_host.latest(layer, start, chain.updated[group])
+        if batch.reads_resident.any[layer]:
+            start = batch.reads_resident.latest(layer, start, chain.refreshed[group])
+        return start
 
     def _after_saves(self, start: np.ndarray) -> np.ndarray:
         """The start of a program once it has waited for the save of the second program before it."""
@@ -200,7 +204,8 @@ class Step:
         self.last_program = chain.gpu = end
         for layer in members:
             self.backward_ends[layer] = end
-        self._use_slot(members[0], batch.slots_backward, end)
+        if batch.slots_backward.any[members[0]]:
+            self._use_slot(members[0], batch.slots_backward, end)
         if batch.layers[members[0]].fused_backward:
             self.slot_use = batch.slots_forward.latest(members[0], self.slot_use, end)
         for layer in members:

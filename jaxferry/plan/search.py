@@ -1,4 +1,4 @@
-"""Tools of the searching policies: pools of plans, families of plans with less and less memory, local search.
+"""Pools of plans, from which a budget picks.
 
 A pool depends only on the profile and the gradients; a budget only picks from it. So a larger budget never gives a
 slower plan: a plan that fits still fits, and waits for fewer gradient transfers. Nothing reads a clock.
@@ -9,44 +9,18 @@ without the budget's room for gradients, or without any waits if the budget ends
 """
 
 import dataclasses
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
-from jaxferry.holdings import DHA
-from jaxferry.modes import UpdatePlace
-from jaxferry.plan.base import Objective, make_plan
-from jaxferry.plan.effort import FULL_LAYERS, fewer, is_searched
+from jaxferry.plan.base import Objective
+from jaxferry.plan.best import Best
+from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.evaluate import Outcomes, PlanEvaluator
-from jaxferry.plan.order import with_update_order
-from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
+from jaxferry.plan.records import Loads, UpdateOrder, Updates
 from jaxferry.profiling.records import Profile
 from jaxferry.room import UNLIMITED
-
-
-@dataclasses.dataclass(frozen=True)
-class Best:
-    """A plan picked from a pool.
-
-    Attributes:
-      modes, grad_on_host, recomputes: mode codes, gradient flags and recomputation flags, (layers,).
-      loads, updates, update_order, memory_bytes: as in `Plan`.
-      on_device: whether each layer is updated on the device, (layers,); None for none.
-      objective_s: the objective in seconds.
-      needed_bytes: the least budget within which it runs.
-    """
-
-    modes: np.ndarray
-    grad_on_host: np.ndarray
-    recomputes: np.ndarray
-    loads: Loads
-    updates: Updates
-    objective_s: float
-    needed_bytes: int
-    update_order: UpdateOrder = UpdateOrder.BACKWARD
-    memory_bytes: int | None = None
-    on_device: np.ndarray | None = None
-
 
 _Kind = tuple[Loads, Updates]
 
@@ -71,6 +45,23 @@ class _Option:
     memory_bytes: int | None
 
 
+class _Lazily:
+    """Outcomes of plans without waits for room, each evaluated when it is asked for."""
+
+    def __init__(self, of: _Evaluated, evaluate: Callable[..., Outcomes], by_need: bool):
+        self.of, self.evaluate, self.by_need = of, evaluate, by_need
+        self.is_known, self.outcomes = np.zeros(len(of.plans), dtype=bool), of.outcomes
+
+    def __call__(self, rows: np.ndarray) -> Outcomes:
+        """The outcomes of some of the plans, in this order."""
+        new = rows[~self.is_known[rows]]
+        if len(new):
+            more = {"memory_bytes": UNLIMITED, "by_need": self.by_need}
+            self.outcomes = self.outcomes.replaced(new, self.evaluate(self.of.kind, self.of.plans[new], **more))
+            self.is_known[new] = True
+        return self.outcomes.some(rows)
+
+
 class Pool:
     """Plans for one profile; DFGB outside MemFerry's window is never picked.
 
@@ -86,10 +77,10 @@ class Pool:
         self.by_need_on_frontier = by_need_on_frontier
         self.parts: dict[_Kind, list[np.ndarray]] = {}
         self.marked: dict[_Kind, set[bytes]] = {}
+        self.known: dict[_Kind, set[bytes]] = {}
         self.evaluated: list[_Evaluated] = []
         self._by_need: dict[tuple[int, Objective], _Option] = {}
-        self._by_need_unlimited: dict[tuple[int, Objective], _Option] = {}
-        self._unlimited: dict[int, tuple[np.ndarray, Outcomes]] = {}
+        self._without_waits: dict[tuple[int, bool], _Lazily] = {}
 
     def add(
         self,
@@ -116,14 +107,18 @@ class Pool:
     def run(self) -> None:
         """Evaluates each added plan once, in backward order and without a budget."""
         for kind, parts in self.parts.items():
-            unique = np.unique(np.concatenate(parts), axis=0)
-            outcomes = self._outcomes(kind, unique)
-            self.evaluated.append(_Evaluated(kind, unique, outcomes))
+            plans, known = np.concatenate(parts), self.known.setdefault(kind, set())
+            new = plans[_different_rows(plans, known)]
+            if len(new):
+                known.update(plan.tobytes() for plan in new)
+                self.evaluated.append(_Evaluated(kind, new, self._outcomes(kind, new)))
         self.parts = {}
 
     def take(self, other: "Pool") -> None:
         """Takes over the plans that another pool of the profile has evaluated; each part keeps its own by need."""
         self.evaluated += other.evaluated
+        for kind, plans in other.known.items():
+            self.known.setdefault(kind, set()).update(plans)
         for kind, plans in other.marked.items():
             self.marked.setdefault(kind, set()).update(plans)
 
@@ -133,15 +128,15 @@ class Pool:
         joined = []
         for kind in kinds:
             parts = [each for each in self.evaluated if each.kind == kind]
-            plans, rows = np.unique(np.concatenate([each.plans for each in parts]), axis=0, return_index=True)
-            fields = [field.name for field in dataclasses.fields(Outcomes)]
-            values = {name: np.concatenate([getattr(each.outcomes, name) for each in parts])[rows] for name in fields}
-            joined.append(_Evaluated(kind, plans, Outcomes(**values)))
+            plans = np.concatenate([each.plans for each in parts])
+            rows = _different_rows(plans)
+            outcomes = Outcomes.joined([each.outcomes for each in parts]).some(rows)
+            joined.append(_Evaluated(kind, plans[rows], outcomes))
         self.evaluated = joined
 
     def _outcomes(self, kind: _Kind, plans: np.ndarray, **more: Any) -> Outcomes:
-        bulk, after_all = kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
-        return self.evaluate(plans[:, 0], *_flags(plans[:, 1]), bulk=bulk, after_all=after_all, **more)
+        bulk, after_all = _flags_of(kind)
+        return self.evaluate(*_columns(plans), bulk=bulk, after_all=after_all, **more)
 
     def best(self, objective: Objective, budget_bytes: int | None, leanest: bool = False) -> Best | None:
         """The plan with the least objective that fits into the budget; ties go to steady time, step, memory.
@@ -174,23 +169,16 @@ class Pool:
     def _with_room(self, number: int, objective: Objective, budget_bytes: int) -> Outcomes:
         """The outcomes with the budget's room, for the plans that this room can make the best."""
         each = self.evaluated[number]
-        if number not in self._unlimited:
-            rows = np.flatnonzero(each.outcomes.room_matters & each.outcomes.in_window)
-            self._unlimited[number] = (
-                rows,
-                self._outcomes(each.kind, each.plans[rows], memory_bytes=UNLIMITED, memory=False),
-            )
-        rows, unlimited = self._unlimited[number]
         fits = each.outcomes.in_window & (each.outcomes.needed_bytes <= budget_bytes)
         known_s = float(_keys(each.outcomes, objective)[0][fits].min(initial=np.inf))
-        rows = rows[fits[rows] & (_keys(unlimited, objective)[0] < known_s)]
+        rows = np.flatnonzero(each.outcomes.room_matters & fits)
+        if objective is Objective.STEADY:
+            rows = rows[self._bounds_s(each, rows) < known_s]
+        rows = rows[_keys(self._unlimited(number, rows, by_need=False), objective)[0] < known_s]
         if len(rows) == 0:
             return each.outcomes
         better = self._outcomes(each.kind, each.plans[rows], memory_bytes=budget_bytes)
-        fields = {field.name: getattr(each.outcomes, field.name).copy() for field in dataclasses.fields(Outcomes)}
-        for name, values in fields.items():
-            values[rows] = getattr(better, name)
-        return Outcomes(**fields)
+        return each.outcomes.replaced(rows, better)
 
     def _by_need_options(self, objective: Objective, budget_bytes: int | None) -> list[_Option]:
         options = []
@@ -201,19 +189,29 @@ class Pool:
                 self._by_need[key] = self._option_by_need(number, rows, None)
             options.append(self._by_need[key])
             rows = self._by_need[key].rows
-            waits = rows[each.outcomes.room_matters[rows]]
-            if budget_bytes is None or not self.is_searched or len(waits) == 0:
+            if budget_bytes is None or not self.is_searched:
                 continue
-            if key not in self._by_need_unlimited:
-                self._by_need_unlimited[key] = self._option_by_need(number, waits, UNLIMITED)
-            option = self._by_need_unlimited[key]
-            plans = each.plans[option.rows]
-            waits_still = self._outcomes(each.kind, plans, memory_bytes=budget_bytes, steady=False, memory=False)
-            never = dataclasses.replace(
-                option.outcomes, in_window=option.outcomes.in_window & ~waits_still.room_matters
-            )
-            options.append(dataclasses.replace(option, outcomes=never, memory_bytes=budget_bytes))
+            waits = each.outcomes.room_matters[rows] & (each.outcomes.needed_bytes[rows] <= budget_bytes)
+            rows = rows[waits]
+            if len(rows):
+                rows = rows[
+                    ~self.evaluate.waits_for_room(_columns(each.plans[rows]), *_flags_of(each.kind), budget_bytes)
+                ]
+            if len(rows):
+                outcomes = self._unlimited(number, rows, by_need=True)
+                options.append(_Option(number, rows, outcomes, UpdateOrder.NEED, budget_bytes))
         return options
+
+    def _unlimited(self, number: int, rows: np.ndarray, by_need: bool) -> Outcomes:
+        """The outcomes of some plans if no backward waits for room."""
+        key = number, by_need
+        if key not in self._without_waits:
+            self._without_waits[key] = _Lazily(self.evaluated[number], self._outcomes, by_need)
+        return self._without_waits[key](rows)
+
+    def _bounds_s(self, each: _Evaluated, rows: np.ndarray) -> np.ndarray:
+        """Lower bounds on the steady steps of some plans, (rows,)."""
+        return self.evaluate.bounds_s(_columns(each.plans[rows])) if len(rows) else np.zeros(0)
 
     def _option_by_need(self, number: int, rows: np.ndarray, memory_bytes: int | None) -> _Option:
         each = self.evaluated[number]
@@ -235,9 +233,22 @@ class Pool:
             frontier = order[needed < smallest_before]
             number = fewer(_FRONTIER_BY_NEED, num_layers)
             chosen += list(frontier[np.unique(np.linspace(0, len(frontier) - 1, number).astype(int))])
+            bounds_s, sizes = self._bounds_s(each, candidates), each.outcomes.needed_bytes[candidates]
+            could_be = candidates[on_fronts(bounds_s, sizes, 1)]
+            chosen += list(could_be[np.unique(np.linspace(0, len(could_be) - 1, number).astype(int))])
         marked = self.marked.get(each.kind, set())
         chosen += [row for row in candidates if each.plans[row].tobytes() in marked] if marked else []
-        return np.unique(np.array(chosen, dtype=np.int64))
+        return self._promising(each, np.unique(np.array(chosen, dtype=np.int64)), objective)
+
+    def _promising(self, each: _Evaluated, rows: np.ndarray, objective: Objective) -> np.ndarray:
+        """Of these plans, those that are not proven to be no faster by need than others with no more memory."""
+        if objective is not Objective.STEADY or len(rows) < _MANY_BY_NEED:
+            return rows
+        known = np.flatnonzero(each.outcomes.in_window)
+        known = known[np.argsort(each.outcomes.needed_bytes[known], kind="stable")]
+        least_s = np.minimum.accumulate([np.inf, *each.outcomes.steady_step_s[known]])
+        place = np.searchsorted(each.outcomes.needed_bytes[known], each.outcomes.needed_bytes[rows], side="right")
+        return rows[self._bounds_s(each, rows) < least_s[place]]
 
     def _pick(
         self, options: list[_Option], objective: Objective, budget_bytes: int | None, leanest: bool
@@ -297,6 +308,29 @@ class Pool:
         return min(int(needed.min()) for needed in inside if len(needed))
 
 
+def _different_rows(plans: np.ndarray, known: Collection[bytes] = ()) -> np.ndarray:
+    """The first of each group of equal plans that are not known, by index; `np.unique` compares far slower.
+
+    In lexicographic order.
+    """
+    first: dict[bytes, int] = {}
+    for row, plan in enumerate(plans):
+        key = plan.tobytes()
+        if key not in known:
+            first.setdefault(key, row)
+    return np.array([first[key] for key in sorted(first)], dtype=np.int64)
+
+
+def _flags_of(kind: _Kind) -> tuple[bool, bool]:
+    """Whether loads are in bulk, and whether updates wait for all gradients."""
+    return kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
+
+
+def _columns(plans: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Modes and flags of gradients, of recomputation and of updates on the device, (plans, layers) each."""
+    return plans[:, 0], *_flags(plans[:, 1])
+
+
 def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Flags of gradients, of recomputation and of updates on the device."""
     return codes % _RECOMPUTES == 1, codes % _ON_DEVICE >= _RECOMPUTES, codes >= _ON_DEVICE
@@ -322,50 +356,6 @@ def objective_values(outcomes: Outcomes, objective: Objective) -> np.ndarray:
     return np.where(outcomes.in_window, _keys(outcomes, objective)[0], np.inf)
 
 
-def prefix_family(
-    profile: Profile, modes: np.ndarray, mode: int = DHA, points: int | None = None, num_orders: int = 4
-) -> np.ndarray:
-    """Plans with the first k layers of several orders in the given mode: (plans, layers) codes.
-
-    The orders: least slowdown by DHA per byte first, largest first, forward order, backward order; the first
-    `num_orders` of these count. Each order gives one plan per change, or about `points` plans.
-    """
-    layers = profile.layers
-    slowdown = [x.forward_dha_s - x.forward_s + x.backward_dha_s - x.backward_s for x in layers]
-    orders = [
-        sorted(range(len(layers)), key=lambda i: (slowdown[i] / max(layers[i].param_bytes, 1), i)),
-        sorted(range(len(layers)), key=lambda i: (-layers[i].param_bytes, i)),
-        list(range(len(layers))),
-        list(reversed(range(len(layers)))),
-    ]
-    family = []
-    for order in orders[:num_orders]:
-        changes = [index for index in order if modes[index] != mode]
-        stride = 1 if points is None else max(1, len(changes) // points)
-        current = np.array(modes, dtype=np.int8)
-        for number, index in enumerate(changes, start=1):
-            current[index] = mode
-            if number % stride == 0 or number == len(changes):
-                family.append(current.copy())
-    return np.array(family, dtype=np.int8).reshape(len(family), len(layers))
-
-
-def plan_of(policy: str, reserve_factor: float, profile: Profile, best: Best) -> Plan:
-    """The plan picked from a pool."""
-    kind = (best.loads, best.updates)
-    plan = make_plan(policy, reserve_factor, profile, best.modes, best.grad_on_host, *kind, recomputes=best.recomputes)
-    plan = dataclasses.replace(plan, update_order=best.update_order, memory_bytes=best.memory_bytes)
-    if best.on_device is not None:
-        layers = (
-            dataclasses.replace(layer, update=UpdatePlace.RESIDENT) if there else layer
-            for layer, there in zip(plan.layers, best.on_device, strict=True)
-        )
-        plan = dataclasses.replace(plan, layers=tuple(layers))
-    if not is_searched(len(profile.layers)):
-        return with_update_order(profile, plan)
-    return plan if best.objective_s > 0 else with_update_order(profile, plan)
-
-
 def on_fronts(times: np.ndarray, sizes: np.ndarray, number: int) -> np.ndarray:
     """Which pairs no other one beats in both, and likewise of the rest, so many times over; flags, (pairs,)."""
     found = np.zeros(len(times), dtype=bool)
@@ -378,81 +368,10 @@ def on_fronts(times: np.ndarray, sizes: np.ndarray, number: int) -> np.ndarray:
     return found
 
 
-class LocalSearch:
-    """Improves a plan by changing one layer's mode or swapping nearby layers' modes; combines the best changes."""
-
-    def __init__(
-        self, evaluate: PlanEvaluator, grad_on_host: np.ndarray, objective: Objective, allowed: tuple[int, ...]
-    ):
-        self.evaluate, self.grad_on_host, self.objective, self.allowed = evaluate, grad_on_host, objective, allowed
-
-    def values(self, modes: np.ndarray) -> np.ndarray:
-        """Seconds of each of (plans, layers) modes without waits for room; infinite outside the window."""
-        steady = self.objective is Objective.STEADY
-        options: dict[str, Any] = {"steady": steady, "memory": False, "memory_bytes": UNLIMITED}
-        return objective_values(self.evaluate(modes, self.grad_on_host, **options), self.objective)
-
-    def improve(self, modes: np.ndarray, most_work: int) -> np.ndarray:
-        """A local optimum, or the best plan after `most_work` evaluations of a layer."""
-        return self.improve_all(modes[None], most_work)[0]
-
-    def improve_all(self, starts: np.ndarray, most_work: int) -> np.ndarray:
-        """Likewise from each of several plans, (plans, layers), all at once."""
-        found, best, work = starts.copy(), self.values(starts), np.zeros(len(starts), dtype=int)
-        active = list(range(len(starts)))
-        while active:
-            changed = [self.neighbours(found[number]) for number in active]
-            work[active] += [each.size for each in changed]
-            steps = []
-            for number, each, values in zip(active, changed, self._values_of(changed), strict=True):
-                helps = np.flatnonzero(values < best[number])
-                ranked = helps[np.argsort(values[helps], kind="stable")][:_MOST_TOGETHER]
-                if len(helps):
-                    steps.append((number, self.together(found[number], each[ranked])))
-            for (number, plans), values in zip(steps, self._values_of([plans for _, plans in steps]), strict=True):
-                found[number], best[number] = plans[int(np.argmin(values))], float(values.min())
-            active = [number for number, _ in steps if work[number] < most_work]
-        return found
-
-    def _values_of(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        """`values` of several arrays of plans."""
-        if not parts:
-            return []
-        return np.split(self.values(np.concatenate(parts)), np.cumsum([len(part) for part in parts])[:-1])
-
-    def together(self, modes: np.ndarray, changed: np.ndarray) -> np.ndarray:
-        """The first change alone, the first two, ...: (plans, layers)."""
-        current, plans = modes, []
-        for change in changed:
-            current = np.where(change != modes, change, current)
-            plans.append(current)
-        return np.array(plans, dtype=np.int8)
-
-    def neighbours(self, modes: np.ndarray) -> np.ndarray:
-        """All plans one change away, (plans, layers); of a long model, some spread over all."""
-        size = len(modes)
-        plans = []
-        for mode in self.allowed:
-            layers = np.flatnonzero(modes != mode)
-            single = np.repeat(modes[None], len(layers), axis=0)
-            single[np.arange(len(layers)), layers] = mode
-            plans.append(single)
-        for distance in range(1, min(_SWAP_DISTANCE, size - 1) + 1):
-            low = np.flatnonzero(modes[:-distance] != modes[distance:])
-            swap = np.repeat(modes[None], len(low), axis=0)
-            rows = np.arange(len(low))
-            swap[rows, low], swap[rows, low + distance] = modes[low + distance], modes[low]
-            plans.append(swap)
-        found = np.concatenate(plans)
-        most = len(found) if size <= FULL_LAYERS else max(1, 4 * FULL_LAYERS**2 // size)
-        return found[np.unique(np.linspace(0, len(found) - 1, most).astype(int))]
-
-
 _RECOMPUTES = 2
 _ON_DEVICE = 4
 _ROUNDING = 1e-12
 _ALL_BY_NEED = 5000
 _FASTEST_BY_NEED = 16
+_MANY_BY_NEED = 64
 _FRONTIER_BY_NEED = 48
-_SWAP_DISTANCE = 4
-_MOST_TOGETHER = 24

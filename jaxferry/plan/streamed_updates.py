@@ -24,20 +24,22 @@ import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT, effective_codes
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.device_updates import Placed
 from jaxferry.plan.effort import fewer
 from jaxferry.plan.order import best_order
-from jaxferry.plan.records import Loads, Plan, Updates
-from jaxferry.plan.search import Best, plan_of
+from jaxferry.plan.records import Loads, Updates
 from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
-from jaxferry.schedule import Lane, needed_bytes, step_demand
+from jaxferry.profiling.tables import column
+from jaxferry.schedule import Lane, StepSchedules, needed_bytes
 from jaxferry.streaming import num_subgroups, slots_bytes
 
 LEAST_GAIN = 0.02
 """The least gain for which a plan with streamed updates is worth a simulation."""
 
 _POINTS, _LEAST_POINTS = 48, 2
+_SCHEDULES = 4
 _BESIDE = 1
 _STARTS = 4
 _OTHER_LANES = 0.02
@@ -80,10 +82,9 @@ class StreamedUpdateSearch:
         self.starts = [starts[number] for number in chosen] if starts else []
         self.starts += self._uniform()
         pairs = ((number, *groups) for number in range(len(self.starts)) for groups in self._choices(number))
-        candidates = [_Candidate(*each, room) for each in pairs for room in (_ROOMS if each[1] else _ROOMS[:1])]
         rows: dict[float, list[_Row]] = {}
-        for each in candidates:
-            rows.setdefault(each.room, []).append(self._row(each))
+        for row in itertools.chain.from_iterable(self._rows(*pair) for pair in pairs):
+            rows.setdefault(row.candidate.room, []).append(row)
         fronts = itertools.chain.from_iterable(_front(some) for some in rows.values())
         self.bounded = sorted(fronts, key=lambda row: (row.bound_s, row.estimated_bytes))
 
@@ -97,7 +98,7 @@ class StreamedUpdateSearch:
                 break
             if budget_bytes is not None and self._stays_bytes(each) > budget_bytes:
                 continue
-            num_bytes = self._plan(each)[1]
+            num_bytes = self._needed_bytes(each)
             fits = budget_bytes is None or num_bytes <= budget_bytes
             if not fits or bound_s > (1 - LEAST_GAIN) * self._known_s(num_bytes):
                 continue
@@ -117,28 +118,40 @@ class StreamedUpdateSearch:
             for mode, on_host, recomputes in whole
         ]
 
-    def _row(self, each: _Candidate) -> _Row:
-        """The estimated time is the bound and a small share of all work that does not take the busiest lane's time."""
-        costs, bound_s = self._costs, self._bound_s(each)
-        lanes_s = self._work_s(each.start, costs.members(each.through_gpu), costs.members(each.on_device)).sum(axis=0)
+    def _rows(self, start: int, through_gpu: frozenset[int], on_device: frozenset[int]) -> list[_Row]:
+        """The candidates with these groups.
+
+        The estimated time is the bound and a small share of all work that does not take the busiest lane's time.
+        """
+        streams, stays = self._costs.members(through_gpu), self._costs.members(on_device)
+        work_s = self._work_s(start, streams, stays)
+        bound_s, lanes_s = self._bound_s(work_s, streams, stays), work_s.sum(axis=0)
         estimated_s = bound_s + _OTHER_LANES * float(lanes_s.sum() - lanes_s.max())
-        return _Row(each, bound_s, estimated_s, self._estimated_bytes(each))
+        num_bytes, gradients = self._estimated_bytes(start, through_gpu, stays), self._costs.gradient_bytes[streams]
+        one = int(gradients.max(initial=0))
+        more = int(gradients.sum()) - one
+        return [
+            _Row(
+                _Candidate(start, through_gpu, on_device, room),
+                bound_s,
+                estimated_s,
+                num_bytes + one + int(room * more),
+            )
+            for room in (_ROOMS if through_gpu else _ROOMS[:1])
+        ]
 
     def _stays_bytes(self, each: _Candidate) -> int:
         """What stays on the device all the time."""
         first = (self.profile.layers[self.profile.groups[group][0]] for group in each.on_device)
         return sum(layer.state_bytes + layer.param_bytes for layer in first)
 
-    def _estimated_bytes(self, each: _Candidate) -> int:
-        layers, groups = self.profile.layers, self.profile.groups
-        stays = [
-            (layers[groups[group][0]], self.starts[each.start].modes[groups[group][0]]) for group in each.on_device
-        ]
-        more = sum(x.state_bytes + x.param_bytes * (mode not in (GFGB, RESIDENT)) for x, mode in stays)
-        gradients = [layers[member].device_gradient_bytes for group in each.through_gpu for member in groups[group]]
-        one, all_bytes = max(gradients, default=0), sum(gradients)
-        more += one + int(each.room * (all_bytes - one))
-        return self._start_bytes[each.start] + more + slots_bytes(self.profile, each.through_gpu)
+    def _estimated_bytes(self, start: int, through_gpu: frozenset[int], stays: np.ndarray) -> int:
+        """About the bytes that a candidate needs besides gradients, given the layers whose groups stay."""
+        costs, modes = self._costs, self.starts[start].modes
+        first = stays & costs.is_first
+        copies = costs.param_bytes * ~np.isin(modes, (GFGB, RESIDENT))
+        more = int((costs.state_bytes + copies)[first].sum())
+        return self._start_bytes[start] + more + slots_bytes(self.profile, through_gpu)
 
     @functools.cached_property
     def _start_bytes(self) -> list[int]:
@@ -173,37 +186,44 @@ class StreamedUpdateSearch:
         """The least time of the known plans that need no more memory."""
         return min((best.objective_s for best in self.known if best.needed_bytes <= num_bytes), default=np.inf)
 
-    def _plan(self, each: _Candidate) -> tuple[Plan, int]:
-        """A candidate's plan and the least budget within which it runs."""
-        plan, least_bytes, most_bytes = self._without_room(dataclasses.replace(each, room=0.0))
-        if not each.room:
-            return plan, least_bytes
-        needed = least_bytes + int(each.room * (most_bytes - least_bytes))
-        return dataclasses.replace(plan, memory_bytes=needed), needed
+    def _needed_bytes(self, each: _Candidate) -> int:
+        """The least budget within which a candidate runs."""
+        least_bytes, most_bytes = self._range_bytes(dataclasses.replace(each, room=0.0))
+        return least_bytes + int(each.room * (most_bytes - least_bytes))
 
     @functools.cache  # noqa: B019 - as long as the search lives
-    def _without_room(self, each: _Candidate) -> tuple[Plan, int, int]:
-        """A candidate's plan, the least budget within which it runs, and that in which no backward waits for room."""
+    def _range_bytes(self, each: _Candidate) -> tuple[int, int]:
+        """The least budget within which a candidate runs, and that in which no backward waits for room."""
+        needs = self._schedules(each).needs
+        needed, outstanding = int(needs.natural[0]), np.cumsum(needs.gradient[::-1, 0])[::-1]
+        more = np.maximum(needs.backward, needs.backward_after)[:-1, 0] + outstanding[1:]
+        return needed, max(needed, int(more.max(initial=0)))
+
+    @functools.lru_cache(maxsize=_SCHEDULES)  # noqa: B019 - as long as the search lives
+    def _schedules(self, each: _Candidate) -> StepSchedules:
         start, group_of = self.starts[each.start], self.profile.group_of
         plan = plan_of(self.policy, 1.0, self.profile, dataclasses.replace(start, memory_bytes=None))
         layers = list(plan.layers)
         for index, layer in enumerate(layers):
-            own = dataclasses.replace(layer, gradient=GradientPlace.DEVICE)
+            mode, update = layer.mode, UpdatePlace.HOST
             if group_of[index] in each.on_device:
-                layers[index] = dataclasses.replace(own, mode=Mode.RESIDENT, update=UpdatePlace.RESIDENT)
+                mode, update = Mode.RESIDENT, UpdatePlace.RESIDENT
             elif group_of[index] in each.through_gpu:
-                mode = Mode.GFGB if layer.mode is Mode.RESIDENT else layer.mode
-                layers[index] = dataclasses.replace(own, mode=mode, update=UpdatePlace.GPU)
-        plan = dataclasses.replace(plan, layers=tuple(layers))
-        needs = step_demand(self.profile, plan)[1]
-        needed, outstanding = int(needs.natural[0]), np.cumsum(needs.gradient[::-1, 0])[::-1]
-        more = np.maximum(needs.backward, needs.backward_after)[:-1, 0] + outstanding[1:]
-        return plan, needed, max(needed, int(more.max(initial=0)))
+                mode, update = Mode.GFGB if mode is Mode.RESIDENT else mode, UpdatePlace.GPU
+            if update is not UpdatePlace.HOST:
+                own = dataclasses.replace(layer, gradient=GradientPlace.DEVICE)
+                layers[index] = dataclasses.replace(own, mode=mode, update=update)
+        return StepSchedules(self.profile, dataclasses.replace(plan, layers=tuple(layers)))
+
+    def _placed(self, each: _Candidate) -> Placed:
+        return self._within(dataclasses.replace(each, room=0.0), self._needed_bytes(each))
 
     @functools.cache  # noqa: B019 - as long as the search lives
-    def _placed(self, each: _Candidate) -> Placed:
-        plan, num_bytes = self._plan(each)
-        return Placed(*best_order(self.profile, plan), num_bytes)
+    def _within(self, without_room: _Candidate, num_bytes: int) -> Placed:
+        """The plan within so many bytes; room for gradients that needs none is no other plan."""
+        schedules, (least_bytes, _) = self._schedules(without_room), self._range_bytes(without_room)
+        plan = dataclasses.replace(schedules.plan, memory_bytes=num_bytes if num_bytes > least_bytes else None)
+        return Placed(*best_order(plan, schedules), num_bytes)
 
     def _work_s(self, start: int, streams: np.ndarray | np.bool, stays: np.ndarray | np.bool) -> np.ndarray:
         """Seconds of each layer on GPU, H2D, D2H and host, (layers, lanes), with flags of the layers' groups."""
@@ -215,21 +235,23 @@ class StreamedUpdateSearch:
         down_s = np.where(on_host | streams | stays, 0.0, costs.offload_s) + costs.down_s * streams
         return np.stack([gpu_s, up_s, down_s, costs.update_s * ~(streams | stays)], axis=1)
 
-    def _bound_s(self, each: _Candidate) -> float:
-        """The steady step is no less: the work of each lane, and two loops.
+    def _bound_s(self, work_s: np.ndarray, streams: np.ndarray, stays: np.ndarray) -> float:
+        """The steady step is no less: the work of each lane, and loops.
 
-        A group's next forward waits for its stream, and that for the backwards of all layers from the group on, which
-        wait for its forward; or of all layers if updates wait for all gradients. Likewise for the updates on the host:
-        those of the layers up to some one start after its backward, and the last of them belongs to one of these.
+        The streams of the groups up to some one start after its backward, and the last of their transfers up, or down,
+        belongs to one of these, whose next forward waits for it. Between them lie the forwards and backwards of all
+        layers from that group on. Likewise for the updates on the host.
         """
         costs = self._costs
-        streams, stays = costs.members(each.through_gpu), costs.members(each.on_device)
-        work_s = self._work_s(each.start, streams, stays)
         programs_s = work_s[:, 0] - costs.update_gpu_s * (streams | stays)
         loop_s = np.cumsum(programs_s[::-1])[::-1]
-        stream_s = np.where(streams, loop_s + costs.up_s + (costs.update_gpu_s + costs.down_s) / costs.num_subgroups, 0)
-        host_s = np.where(work_s[:, 3] > 0, loop_s + np.cumsum(work_s[:, 3]), 0.0)
-        return max(float(x) for x in (work_s.sum(axis=0).max(), (stream_s * costs.is_first).max(), host_s.max()))
+        of_streams = streams & costs.is_first
+        found = [work_s.sum(axis=0), loop_s + np.where(work_s[:, 3] > 0, np.cumsum(work_s[:, 3]), 0.0)]
+        for seconds, others_s in ((costs.up_s, costs.down_s), (costs.down_s, costs.up_s)):
+            alone_s = np.where(of_streams, (costs.update_gpu_s + others_s) / costs.num_subgroups, np.inf)
+            stream_s = np.cumsum(seconds * of_streams) + np.minimum.accumulate(alone_s)
+            found.append(np.where(of_streams, loop_s + stream_s, 0.0))
+        return max(float(each.max()) for each in found)
 
     @functools.cached_property
     def _costs(self) -> "_Costs":
@@ -251,13 +273,15 @@ def _front(rows: list[_Row]) -> list[_Row]:
 
 
 class _Costs:
-    """Seconds of each layer, (layers,) arrays; those of a group at its first layer."""
+    """Seconds and bytes of each layer, (layers,) arrays; those of a group's update at its first layer."""
 
     def __init__(self, profile: Profile):
-        layers, self.group_of = profile.layers, np.array(profile.group_of)
+        layers, self.group_of, self.num_groups = profile.layers, np.array(profile.group_of), len(profile.groups)
         self.is_first = first = np.zeros(len(layers), dtype=bool)
         first[[members[0] for members in profile.groups]] = True
         self.num_subgroups = np.array([num_subgroups(layer) for layer in layers])
+        keys = ("param_bytes", "state_bytes", "device_gradient_bytes")
+        self.param_bytes, self.state_bytes, self.gradient_bytes = (column(profile, key)[:, 0] for key in keys)
         self.update_s = first * np.array([profile.group_update_s[group] for group in profile.group_of])
         self.forward_s = np.array([layer.forward_s + layer.inter_forward_s for layer in layers])
         self.offload_s = np.array([layer.offload_s for layer in layers])
@@ -267,7 +291,9 @@ class _Costs:
 
     def members(self, groups: frozenset[int]) -> np.ndarray:
         """The layers of these groups as flags."""
-        return np.isin(self.group_of, list(groups))
+        found = np.zeros(self.num_groups, dtype=bool)
+        found[list(groups)] = True
+        return found[self.group_of]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.records import check_share
-from jaxferry.schedule import needed_bytes
+from jaxferry.schedule import StepSchedules, needed_bytes
 
 RATIOS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """The shares of parameter bytes to try."""
@@ -56,7 +56,7 @@ class TwinFlow(Policy):
             check_budget(self.name, budget_bytes, min(needed))
             pairs = zip(plans, needed, strict=True)
             plans = [dataclasses.replace(x, memory_bytes=budget_bytes) for x, most in pairs if most <= budget_bytes]
-        return min((best_order(profile, plan) for plan in plans), key=lambda found: found[1])[0]
+        return min((best_order(plan, StepSchedules(profile, plan)) for plan in plans), key=lambda found: found[1])[0]
 
     def _plan_of(self, profile: Profile, reserve_factor: float, ratio: float) -> Plan:
         kind = (Loads.BULK, Updates.AFTER_ALL)

@@ -19,8 +19,8 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar, TypeVarTuple, Unpack
 
 from jaxferry.errors import InputError
 from jaxferry.records import (
@@ -38,6 +38,9 @@ from jaxferry.records import (
     required,
     write_json,
 )
+
+_Made = TypeVar("_Made")
+_Arguments = TypeVarTuple("_Arguments")
 
 PROFILE_FORMAT = "jaxferry.profile/1"
 
@@ -477,6 +480,17 @@ class Profile:
     def has_times(self) -> bool:
         """Whether any time is above 0; a profile of sizes only has none."""
         return any(getattr(layer, key) > 0 for layer in self.layers for key in _SECONDS)
+
+    def once(self, of: Callable[["Profile", Unpack[_Arguments]], _Made], *arguments: *_Arguments) -> _Made:
+        """`of(self, *arguments)`, made at the first call; nobody may change it."""
+        key = of, arguments
+        if key not in self._made:
+            self._made[key] = of(self, *arguments)
+        return self._made[key]
+
+    @functools.cached_property
+    def _made(self) -> dict[Any, Any]:
+        return {}
 
     def only_recomputing(self, allowed: Sequence[bool]) -> Self:
         """The profile for plans that may recompute only these layers, (layers,) flags."""

@@ -10,11 +10,12 @@ import numpy as np
 
 from jaxferry.simulate.chain import Chain
 from jaxferry.simulate.shared_links import with_link_work
-from jaxferry.simulate.steady import STEPS_BY_NEED, steady_step_s
+from jaxferry.simulate.steady import STEPS_BY_NEED, SteadyStep, steady_step_s
 from jaxferry.tasks import Kind, Lane, Run, Schedule
 
 __all__ = [
     "STEPS_BY_NEED",
+    "SteadyStep",
     "critical_path",
     "device_bytes",
     "device_bytes_of_steps",

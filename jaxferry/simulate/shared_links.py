@@ -18,7 +18,7 @@ than without sharing: a bound that is proven without it holds with it.
 
 import dataclasses
 
-from jaxferry.tasks import Kind, Lane, Schedule, Task
+from jaxferry.tasks import Kind, Lane, Schedule, Task, changed
 
 
 def with_link_work(step: Schedule) -> Schedule:
@@ -39,17 +39,17 @@ def with_link_work(step: Schedule) -> Schedule:
             tasks.append(_link_task(task, Kind.READ, Lane.H2D, ("read_s", task.read_s), ()))
         new_index.append(len(tasks))
         copy = None if task.copy is None else new_index[task.copy]
-        tasks.append(dataclasses.replace(task, after=moved(task.after), copy=copy, read_s=0.0, write_s=0.0))
+        tasks.append(changed(task, after=moved(task.after), copy=copy, read_s=0.0, write_s=0.0))
         if task.write_s:
             waits = moved(tuple(dict.fromkeys((*task.after, *on_gpu))))
             tasks.append(_link_task(task, Kind.WRITE, Lane.D2H, ("write_s", task.write_s), waits))
         on_gpu = (index,) if task.lane is Lane.GPU else on_gpu
     for index, task in enumerate(tasks):  # tasks of other steps have their new indices only now
         if task.after_previous:
-            tasks[index] = dataclasses.replace(task, after_previous=moved(task.after_previous))
+            tasks[index] = changed(task, after_previous=moved(task.after_previous))
         if task.before is not None:
             steps, place = divmod(task.before, len(places))
-            tasks[index] = dataclasses.replace(tasks[index], before=steps * len(tasks) + places[place])
+            tasks[index] = changed(tasks[index], before=steps * len(tasks) + places[place])
     return dataclasses.replace(step, tasks=tuple(tasks))
 
 

@@ -12,6 +12,7 @@ cycle with a larger one.
 With updates by need the map is not linear. The period is then measured, see `STEPS_BY_NEED`.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 from jaxferry.simulate.chain import Chain
@@ -27,8 +28,20 @@ _ROUNDING = 1e-14
 
 def steady_step_s(step: Schedule) -> float:
     """Seconds a step in an endless chain of this step; exact for any transient, without updates by need."""
-    step = in_one_period(with_link_work(step))
-    return _measured_s(step) if step.updates_by_need else _Search(step).largest_mean_s()
+    return SteadyStep(step).seconds(step.updates_by_need)
+
+
+class SteadyStep:
+    """An endless chain of one step, with either order of updates."""
+
+    def __init__(self, step: Schedule):
+        self.step = in_one_period(with_link_work(step))
+
+    def seconds(self, by_need: bool) -> float:
+        """`steady_step_s` if the host's updates are by need, or not."""
+        if by_need:
+            return _measured_s(dataclasses.replace(self.step, updates_by_need=True))
+        return _Search(self.step).largest_mean_s()
 
 
 def _boundary(step: Schedule) -> list[int]:

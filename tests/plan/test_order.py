@@ -8,7 +8,7 @@ from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import UpdateOrder, Updates
 from jaxferry.profiling.records import LayerProfile, Profile
-from jaxferry.schedule import needed_bytes, schedule_step, step_demand
+from jaxferry.schedule import StepSchedules, needed_bytes, schedule_step, step_demand
 from jaxferry.simulate.report import simulate
 from profiles import UNLIMITED_BYTES, drawn, transformer, with_modes
 
@@ -83,3 +83,13 @@ def test_by_need_no_backward_waits_for_room_that_a_budget_gives(seed):
         if found.update_order is UpdateOrder.NEED and found.memory_bytes is not None:
             unlimited = dataclasses.replace(found, memory_bytes=UNLIMITED_BYTES)
             assert schedule_step(profile, found).tasks == schedule_step(profile, unlimited).tasks
+
+
+def test_one_plan_has_the_tasks_of_each_room_for_gradients():
+    for profile, plan in drawn(12, seed=5, programs=False):
+        schedules, least = StepSchedules(profile, plan), needed_bytes(profile, plan)
+        for memory_bytes in (None, least, least + profile.layers[0].grad_bytes, UNLIMITED_BYTES):
+            alone = schedule_step(profile, dataclasses.replace(plan, memory_bytes=memory_bytes))
+            assert schedules.within(memory_bytes) == alone
+            unlimited = schedule_step(profile, dataclasses.replace(plan, memory_bytes=UNLIMITED_BYTES))
+            assert schedules.waits_for_room(memory_bytes or 0) == (alone.tasks != unlimited.tasks)

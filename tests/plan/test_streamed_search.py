@@ -79,6 +79,13 @@ def test_auto_may_stream_and_is_never_slower_than_without_or_with_less_memory(af
     assert streams or after_all
 
 
+@pytest.mark.parametrize(("factor", "link"), [(3.0, 8.0), (3.0, 1.0), (20.0, 2.0)])
+def test_no_candidate_is_faster_than_its_bound(factor, link):
+    search = StreamedUpdateSearch("test", with_slow_host(transformer(6), factor, link), [])
+    for row in search.bounded:
+        assert row.bound_s <= search._placed(row.candidate).objective_s * NEARLY
+
+
 def test_room_for_some_gradients_lies_between_none_and_all_in_memory_and_time():
     profile = with_slow_host(transformer(8), link=8.0)
     search = StreamedUpdateSearch("test", profile, [])

@@ -13,11 +13,12 @@ from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import PLAIN_MARGIN, AutoSearch
 from jaxferry.plan.base import Objective, Request
+from jaxferry.plan.best import plan_of
 from jaxferry.plan.device_updates import DeviceUpdateSearch, plain_training
 from jaxferry.plan.evaluate import PlanEvaluator
-from jaxferry.plan.place_neighbours import refine
+from jaxferry.plan.neighbours import Neighbours, refine
 from jaxferry.plan.records import LayerPlan, Plan, Updates
-from jaxferry.plan.search import Pool, plan_of
+from jaxferry.plan.search import Pool
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.planning import make_plan
 from jaxferry.profiling.records import Profile
@@ -239,7 +240,7 @@ def drawn_plans(data, num_plans):
 def test_the_bound_of_a_plan_holds_in_both_orders_of_updates(data):
     profile, plans = drawn_plans(data, 8)
     evaluate = PlanEvaluator(profile)
-    bound_s, needed = evaluate.bounds(*plans)
+    bound_s, needed = evaluate.bounds(plans)
     for by_need in (False, True):
         found = evaluate(*plans, by_need=by_need)
         inside = found.in_window
@@ -299,7 +300,13 @@ def test_neighbours_are_plans_and_some_are_better_for_their_memory():
         pool.add(modes, np.zeros(size, dtype=bool), on_device=on_device)
     pool.run()
     before = pool.frontier()
-    refine(pool)
+
+    def run(modes, grad_on_host, recomputes, on_device):
+        pool.add(modes, grad_on_host, recomputes=recomputes, on_device=on_device)
+        pool.run()
+
+    refine(pool.frontier, Neighbours(profile, np.zeros(size, dtype=bool), updatable_groups(profile)), run)
+    pool.join()
     (part,) = pool.evaluated
     found = [pool.best(Objective.STEADY, best.needed_bytes) for best in before]
     assert all(new.objective_s <= old.objective_s for new, old in zip(found, before, strict=True))
