@@ -233,7 +233,7 @@ def main():
     measure.keep_freed_memory()
     of = overlap.Model()
     speeds = set_speeds(of)
-    profile, plain_s = of.profile(num_profiles=1)
+    profile, plain_s = of.profile()
     known = with_device_updates(profile, speeds, of.measuring.compiler)
     plans = plans_of(profile, known)
     trained = {key: Trained(of, plan, known) for key, (plan, _) in plans.items()}
