@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import signal
 import subprocess
 import sys
 import tarfile
@@ -133,16 +134,33 @@ def test_a_stage_that_hangs_is_ended_with_its_stack_and_the_next_one_runs(tmp_pa
     assert "Fatal Python error: Aborted" in log and "waits_for_ever" in log
 
 
-def test_what_a_stage_has_started_ends_with_it(tmp_path, short):
-    child = tmp_path / "child"
-    code = f"import subprocess; p = subprocess.Popen(['sleep', '3600']); open({str(child)!r}, 'w').write(str(p.pid))"
-    stages.Check(tmp_path, 60, {}).run(stub("parent", code))
-    number = int(child.read_text())
+def wait_for_the_end_of(number):
     while pathlib.Path(f"/proc/{number}").exists():
         state = pathlib.Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0]
         if state == "Z":
             break
         time.sleep(0.01)
+
+
+def test_what_a_stage_has_started_ends_with_it(tmp_path, short):
+    child = tmp_path / "child"
+    code = f"import subprocess; p = subprocess.Popen(['sleep', '3600']); open({str(child)!r}, 'w').write(str(p.pid))"
+    stages.Check(tmp_path, 60, {}).run(stub("parent", code))
+    wait_for_the_end_of(int(child.read_text()))
+
+
+def test_so_does_a_contender_that_steps_have_started(tmp_path, short):
+    child = tmp_path / "child"
+    code = f"""
+import os, sys
+from benchmarks.gpu import steps
+sleeper = "import os, time; open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
+steps.run_contender("sleeper", [sys.executable, "-c", sleeper], dict(os.environ), 3600)
+"""
+    made = stages.Check(tmp_path, 60, {})
+    made.run(stub("steps", code, 10.0, env=ROOT_PATH))
+    assert made.outcomes == {"steps": "timed out"}
+    wait_for_the_end_of(int(child.read_text()))
 
 
 def test_without_time_left_stages_are_left_out(tmp_path):
@@ -164,6 +182,16 @@ def test_the_archive_is_limited_and_keeps_both_ends_of_long_logs(tmp_path):
     assert kept["logs/long.log"].startswith("begin ") and kept["logs/long.log"].endswith(" end")
 
 
+def test_in_the_archive_json_stays_whole(tmp_path):
+    (tmp_path / "logs").mkdir()
+    noise = random.Random(0).randbytes(100_000).hex()
+    (tmp_path / "logs" / "long.log").write_text(noise)
+    (tmp_path / "rates.json").write_text(json.dumps({"noise": noise[:50_000]}))
+    stages.write_archive(tmp_path, 60_000)
+    assert (tmp_path / "check.tar.gz").stat().st_size <= 60_000
+    assert json.loads(archived(tmp_path)["rates.json"]) == {"noise": noise[:50_000]}
+
+
 def test_a_resumed_check_leaves_out_what_has_passed_and_only_chooses(tmp_path, short):
     first = stages.Check(tmp_path, 60, {})
     first.run(stub("one", "pass"), stub("two", "raise SystemExit(3)"))
@@ -174,6 +202,26 @@ def test_a_resumed_check_leaves_out_what_has_passed_and_only_chooses(tmp_path, s
     some = stages.Check(tmp_path, 60, {}, only=["t"])
     some.run(stub("one", "pass"), stub("two", "pass"), stub("three", "pass"))
     assert some.outcomes == {"two": "passed", "three": "passed"}
+    # What the earlier check found stays.
+    [earlier] = tmp_path.glob("check-*.jsonl")
+    assert '"stage": "one"' in earlier.read_text()
+
+
+def test_what_chosen_stages_need_runs_too(tmp_path, short):
+    made = stages.Check(tmp_path, 60, {}, only=["steps_b"])
+    assert made.prepare([stub("build", "pass")], ["steps_"]) == ("build",)
+    assert made.prepare([stub("reference", "pass")], ["smoke_"]) == ("reference",)
+    made.run(stub("steps_a", "pass", needs=("build",)), stub("steps_b", "pass", needs=("build",)))
+    assert made.outcomes == {"build": "passed", "steps_b": "passed"}
+
+
+def test_another_try_is_forgotten_once_its_stage_has_passed(tmp_path, short):
+    first = stages.Check(tmp_path, 60, {})
+    first.run(stub("a", "raise SystemExit(3)", again={}))
+    first.run_failed_again()
+    assert first.outcomes == {"a": "failed", "a_again": "failed"}
+    stages.Check(tmp_path, 60, {}, resume=True).run(stub("a", "pass"))
+    assert stages.Check(tmp_path, 60, {}, resume=True).has_passed
 
 
 def test_failed_stages_run_again_with_the_environment_that_they_state(tmp_path, short):
@@ -184,7 +232,30 @@ def test_failed_stages_run_again_with_the_environment_that_they_state(tmp_path, 
     assert made.outcomes == {"a": "failed", "b": "failed", "c": "passed", "a_again": "passed"}
 
 
-def test_a_check_that_is_ended_loses_nothing(tmp_path):
+def test_a_check_whose_output_nobody_reads_goes_on(tmp_path):
+    program = f"""
+import pathlib, sys
+from benchmarks.gpu import stages
+stages.LEAST_S = 0.01
+made = stages.Check(pathlib.Path({str(tmp_path)!r}), 60, {{}})
+def run(check):
+    for name in "abc":
+        check.run(stages.Stage(name, (sys.executable, "-c", "pass"), 60))
+status = stages.main_with(made, run)
+sys.stdout = None
+sys.exit(status)
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        finished = subprocess.run([sys.executable, "-c", program], env=os.environ | ROOT_PATH, stdout=closed)
+    assert finished.returncode == 0
+    assert outcomes_of(tmp_path) == dict.fromkeys("abc", "passed")
+    assert '"stage": "c"' in archived(tmp_path)["check.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_check_that_is_ended_loses_nothing(tmp_path, number):
     program = f"""
 import pathlib, sys
 from benchmarks.gpu import stages
@@ -200,8 +271,8 @@ sys.exit(stages.main_with(made, run))
     log = tmp_path / "logs" / "second.log"
     while not (log.exists() and "begun" in log.read_text()):
         time.sleep(0.05)
-    process.terminate()
-    assert process.wait() == 128 + 15
+    process.send_signal(number)
+    assert process.wait() == 128 + number
     assert outcomes_of(tmp_path)["first"] == "passed" and outcomes_of(tmp_path)["second"] == "cut off"
     kept = archived(tmp_path)
     assert "begun" in kept["logs/second.log"] and '"cut off"' in kept["check.jsonl"]
@@ -297,6 +368,13 @@ def test_a_contender_without_time_is_ended_and_the_rest_left_out(tmp_path):
     row = steps.run_contender("slow", ["sleep", "3600"], dict(os.environ), limit_s=0.2)
     assert row.outcome.startswith("timed out")
     assert steps.status_of([row]) == steps.TIMED_OUT
+
+
+def test_a_contender_that_hangs_leaves_its_stack(capfd):
+    code = f"import sys; print('XLA waits', file=sys.stderr)\n{HANGS}"
+    steps.run_contender("hangs", [sys.executable, "-c", code], dict(os.environ), limit_s=3.0)
+    told = capfd.readouterr().err
+    assert "XLA waits" in told and "waits_for_ever" in told
 
 
 @pytest.mark.parametrize(

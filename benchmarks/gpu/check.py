@@ -15,8 +15,9 @@ in OUT/steps/rivals_SIZE.json. A call of their own has time for both: --only ste
 
 XLA's autotuning is off, since it takes minutes; a second call with --tuned has it on.
 
-    --only smoke steps_124m      the stages whose names begin so
-    --resume                     leaves out what has passed in OUT before
+    --only smoke steps_124m      the stages whose names begin so, and what they need
+    --resume                     leaves out what has passed in OUT before; without it, the journal of an earlier check
+                                 in OUT stays as check-TIME.jsonl
     --device cpu                 tries the script itself on a machine without a GPU, with small sizes
 """
 
@@ -49,6 +50,8 @@ MACHINE = (
 ORDER = ("native-overlapped", "exact", "zero-offload", "auto", "l2l", "memferry", "go-memferry", PLAIN, RECIPE)
 SIZES = {"gpu": {"124m": 110, "medium": 150, "xl": 240}, "cpu": {"tiny": 120}}
 """Sizes of the timed models, with the most seconds for each."""
+NEED_LIBRARIES = ("smoke_", "test_", "steps_", "link_rates", "overlap", "criteria")
+"""Beginnings of the names of stages that run the native libraries."""
 UPDATE_PLACES = ("gpu", "resident")
 FEW = ("native-overlapped", "exact", "zero-offload", PLAIN)
 
@@ -80,17 +83,15 @@ def run(check, device, out, library_folder, rivals):
     check.run(Stage("facts", python(HERE / "facts.py", 1 if device == "cpu" else 512), 60, env=env))
     built = ()
     if device == "gpu" and "JAXFERRY_NATIVE_DIR" not in os.environ:
-        check.run(
+        builds = (
             Stage("build_cuda", python(HERE / "build.py", library_folder), 150),
             Stage("build_cpu", python("-m", "jaxferry", "build-native", "--platform", "cpu"), 90, env=env),
-            workers=2,
         )
-        built = ("build_cuda", "build_cpu")
+        built = check.prepare(builds, NEED_LIBRARIES, workers=2)
     expected = out / "smoke_reference.json"
-    check.run(
-        Stage("smoke_reference", python(HERE / "smoke.py", "reference", expected), 60, env={"JAX_PLATFORMS": "cpu"})
-    )
-    needed = (*built, "smoke_reference")
+    command = python(HERE / "smoke.py", "reference", expected)
+    reference = Stage("smoke_reference", command, 60, env={"JAX_PLATFORMS": "cpu"})
+    needed = (*built, *check.prepare([reference], ["smoke_"]))
     smoke = [
         Stage(f"smoke_{'_'.join(case)}", python(HERE / "smoke.py", *case, expected), 75, needed, env, AGAIN)
         for case in smoke_cases()
@@ -103,11 +104,12 @@ def run(check, device, out, library_folder, rivals):
                 command = python("-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests)
                 check.run(Stage(f"{pathlib.Path(file).stem}_{name}", command, 60, built, library, AGAIN))
     for size, limit_s in SIZES[device].items():
-        check.run(steps(out, size, device, limit_s, ORDER, built, env))
+        # Within the time that is left, so that the end of the whole check cuts off no measurement.
+        check.run(steps(out, size, device, min(limit_s, check.left_s), ORDER, built, env))
         if size == "124m":
-            flags = f"{check_flags()} {WITHOUT_COMMAND_BUFFERS}".strip()
-            without = steps(out, size, device, 50, FEW, built, {**env, "XLA_FLAGS": flags}, "_no_command_buffers")
-            check.run(without)
+            without = {**env, "XLA_FLAGS": f"{check_flags()} {WITHOUT_COMMAND_BUFFERS}".strip()}
+            limit_s = min(50, check.left_s)
+            check.run(steps(out, size, device, limit_s, FEW, built, without, "_no_command_buffers"))
     if device == "gpu":
         path = library_folder / "libjaxferry_cuda.so"
         check.run(
@@ -124,7 +126,7 @@ def steps(out, size, device, limit_s, contenders, needs, env, suffix=""):
     """Times training steps of one size."""
     folder = out / f"steps{suffix}"
     command = python(HERE / "steps.py", folder, "--size", size, "--device", device, "--only", PROFILE, *contenders)
-    command += ("--limit", str(limit_s - 10), "--each", str(limit_s / 3), "--least", "15")
+    command += ("--limit", str(max(limit_s - 10, 1)), "--each", str(limit_s / 3), "--least", "15")
     if device == "cpu":
         command += ("--batch", "1", "--seq", "8", "--steps", "3")
     return Stage(f"steps_{size}{suffix}", command, limit_s, needs, env)

@@ -1,5 +1,6 @@
 """Prints what the machine is: versions, memories, pinned addresses, and rates of copies. A stage of check.py."""
 
+import ctypes
 import os
 import sys
 import time
@@ -13,6 +14,33 @@ from jaxferry.engine.host import pinned
 from jaxferry.engine.placement import make_placement
 
 MIB = (1, 64, 512)
+
+
+class PointerAttributes(ctypes.Structure):
+    """`cudaPointerAttributes` of the CUDA runtime; the type is 0 unregistered, 1 host, 2 device, 3 managed."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("device_address", ctypes.c_void_p),
+        ("host_address", ctypes.c_void_p),
+        ("reserved", ctypes.c_long * 8),
+    )
+
+
+def attributes_of(addresses):
+    """The attributes of addresses by name, from the CUDA runtime that JAX has loaded; None without one."""
+    with open("/proc/self/maps") as maps:
+        paths = sorted({line.split()[-1] for line in maps if "libcudart" in line})
+    if not paths:
+        return None
+    runtime, found = ctypes.CDLL(paths[0]), {}
+    for name, address in addresses.items():
+        attributes = PointerAttributes()
+        status = runtime.cudaPointerGetAttributes(ctypes.byref(attributes), ctypes.c_void_p(address))
+        keys = ("type", "device", "device_address", "host_address")
+        found[name] = {"status": status, "address": address} | {key: getattr(attributes, key) for key in keys}
+    return found
 
 
 def best_bytes_per_s(num_bytes, put):
@@ -69,6 +97,10 @@ def main():
         is_the_same_memory=view.unsafe_buffer_pointer() == vector.unsafe_buffer_pointer(),
         alignment=(vector.unsafe_buffer_pointer() & -vector.unsafe_buffer_pointer()),
     )
+    plain = np.ones(1 << 20, np.float32)
+    on_device = jax.block_until_ready(jax.device_put(plain, placement.device))
+    addresses = {"pinned": vector.unsafe_buffer_pointer(), "numpy": plain.ctypes.data}
+    emit(pointer_attributes=attributes_of(addresses | {"device": on_device.unsafe_buffer_pointer()}))
     for mib in MIB:
         if mib <= most_mib:
             emit(mib=mib, bytes_per_s=rates(placement, mib))

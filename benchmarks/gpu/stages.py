@@ -6,7 +6,8 @@ A stage prints results as lines `RESULT {...}`. After each stage the output fold
 - `check.tar.gz`: this file, the folder's other JSON and all logs, at most `ARCHIVE_BYTES`.
 
 A stage that runs out of time gets SIGABRT, upon which Python prints the stacks of all its threads (`faulthandler`), and
-then SIGKILL. If this process gets SIGTERM, the stages under way count as cut off, and nothing else is lost.
+then SIGKILL. If this process gets SIGTERM, SIGINT or SIGHUP, the stages under way count as cut off, and nothing else is
+lost.
 """
 
 import contextlib
@@ -38,6 +39,8 @@ PASSED, FAILED, TIMED_OUT, CRASHED = "passed", "failed", "timed out", "crashed"
 LEFT_OUT, CUT_OFF = "left out", "cut off"
 
 _MARK = "RESULT "
+AGAIN = "_again"
+"""Ends the name of another try."""
 
 
 def emit(**result: Any) -> None:
@@ -73,7 +76,7 @@ class Check:
       out: the output folder.
       seconds: the time for all stages.
       env: the environment of all stages.
-      only: names of stages, or beginnings of names; others are not run. Empty for all.
+      only: names of stages, or beginnings of names; others are not run, but for what these need. Empty for all.
       resume: whether stages that have passed in this folder before are not run again.
     """
 
@@ -86,17 +89,19 @@ class Check:
         resume: bool = False,
     ) -> None:
         self.out, self._env, self._only = out, dict(env), tuple(only)
+        self._needed: set[str] = set()
         self._end_s = time.monotonic() + seconds
         self._logs = out / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._journal = out / "check.jsonl"
-        if not resume:
-            self._journal.unlink(missing_ok=True)
+        if not resume and self._journal.exists():
+            # Another check of this folder may have taken a machine's time: it stays, beside its logs' last version.
+            self._journal.rename(out / f"check-{self._journal.stat().st_mtime_ns}.jsonl")
         self.outcomes: dict[str, str] = _outcomes_in(self._journal)
         self._known = {name for name, outcome in self.outcomes.items() if outcome == PASSED}
         self._failed: list[Stage] = []
         self._running: set[subprocess.Popen[bytes]] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come while this thread has it
         self._is_cut_off = False
 
     @property
@@ -118,12 +123,27 @@ class Check:
         """Runs the stages that failed and state how to try again."""
         for stage in self._failed:
             if stage.again is not None:
-                name = f"{stage.name}_again"
+                name = f"{stage.name}{AGAIN}"
                 self.run(dataclasses.replace(stage, name=name, env={**stage.env, **stage.again}, again=None, needs=()))
 
     def wants(self, name: str) -> bool:
         """Whether a stage of this name is to be run: it is among those chosen, and has not passed before."""
-        return name not in self._known and (not self._only or name.startswith(self._only))
+        is_chosen = not self._only or name.startswith(self._only) or name in self._needed
+        return name not in self._known and is_chosen
+
+    def prepare(self, stages: Sequence[Stage], later: Iterable[str], workers: int = 1) -> tuple[str, ...]:
+        """Runs stages that later ones need, if any of these is to be run; returns the names of the former.
+
+        Args:
+          stages: the stages.
+          later: names of those that need them, or their beginnings.
+          workers: as for `run`.
+        """
+        names = tuple(stage.name for stage in stages)
+        if any(name.startswith(chosen) or chosen.startswith(name) for name in later for chosen in self._only):
+            self._needed.update(names)
+        self.run(*stages, workers=workers)
+        return names
 
     def leave_out(self, name: str, why: str) -> None:
         """Reports that a stage which is wanted is not run, and why; this is no failure."""
@@ -192,7 +212,8 @@ class Check:
             else:
                 outcome = CRASHED if process.returncode < 0 else FAILED
             _signal(process, signal.SIGKILL)  # what it has started must not hold the device
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver
+                process.wait(GRACE_S)
             return outcome, most
         finally:
             with self._lock:
@@ -209,9 +230,10 @@ class Check:
                 file.write(json.dumps({"stage": stage.name, **summary}) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            last = f": {summary['last'][-1][:160]}" if summary["last"] else ""
-            print(f"{stage.name:28} {summary['outcome']:10} {summary['seconds']:6.1f} s{last}", flush=True)
             write_archive(self.out)
+            last = f": {summary['last'][-1][:160]}" if summary["last"] else ""
+            with contextlib.suppress(OSError):  # nobody reads any more
+                print(f"{stage.name:28} {summary['outcome']:10} {summary['seconds']:6.1f} s{last}", flush=True)
 
 
 def device_bytes_in_use() -> int | None:
@@ -225,34 +247,40 @@ def device_bytes_in_use() -> int | None:
 
 
 def write_archive(out: pathlib.Path, most_bytes: int = ARCHIVE_BYTES) -> None:
-    """Writes `check.tar.gz` anew; logs that are too long lose their middle."""
+    """Writes `check.tar.gz` anew; logs that are too long lose their middle, JSON stays whole."""
     paths = sorted([*out.glob("*.json*"), *out.glob("steps*/*.json"), *(out / "logs").glob("*.log")])
     kept_bytes = most_bytes
     while True:
         made = io.BytesIO()
         with tarfile.open(fileobj=made, mode="w:gz") as archive:
             for path in paths:
-                data = _shortened(path.read_bytes(), kept_bytes)
+                data = _shortened(path, kept_bytes) if path.suffix == ".log" else path.read_bytes()
                 entry = tarfile.TarInfo(str(path.relative_to(out)))
                 entry.size, entry.mtime = len(data), path.stat().st_mtime
                 archive.addfile(entry, io.BytesIO(data))
         if made.tell() <= most_bytes or kept_bytes < 1024:
             break
-        kept_bytes //= 4
+        kept_bytes //= 2
     whole = out / "check.tar.gz.new"
     whole.write_bytes(made.getvalue())
     os.replace(whole, out / "check.tar.gz")
 
 
-def _shortened(data: bytes, most_bytes: int) -> bytes:
-    if len(data) <= most_bytes:
-        return data
-    return data[: most_bytes // 4] + b"\n[...]\n" + data[len(data) - 3 * (most_bytes // 4) :]
+def _shortened(path: pathlib.Path, most_bytes: int) -> bytes:
+    """A file, or its beginning and its end: it may be far larger than memory."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        if size <= most_bytes:
+            return file.read(size)
+        begin = file.read(most_bytes // 4)
+        file.seek(size - 3 * (most_bytes // 4))
+        return begin + b"\n[...]\n" + file.read(3 * (most_bytes // 4))
 
 
 def _read(log: pathlib.Path) -> tuple[list[Any], list[str]]:
     """The results in a log, and its last other lines."""
-    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    text = _shortened(log, ARCHIVE_BYTES).decode(errors="replace")
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     results = []
     for line in lines:
         if line.startswith(_MARK):
@@ -268,7 +296,9 @@ def _outcomes_in(journal: pathlib.Path) -> dict[str, str]:
             row = json.loads(line)
             if "outcome" in row:
                 found[row["stage"]] = row["outcome"]
-    return found
+    # Tries of stages that had failed say nothing once those have passed.
+    passed = {f"{name}{AGAIN}" for name, outcome in found.items() if outcome == PASSED}
+    return {name: outcome for name, outcome in found.items() if name not in passed}
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -277,13 +307,19 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 
 def main_with(check: Check, run: Any) -> int:
-    """Runs `run(check)`; ends it at SIGTERM. Returns the exit status: 0 if everything that had time has passed."""
+    """Runs `run(check)`; a signal that ends a process ends its stages. Returns the exit status.
+
+    That is 0 if everything that had time has passed.
+    """
 
     def end(number: int, _: Any) -> None:
         check.cut_off()
         sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, end)
     run(check)
-    print("all that had time passed" if check.has_passed else "NOT all passed", f"- results in {check.out}", flush=True)
+    with contextlib.suppress(OSError):
+        passed = "all that had time passed" if check.has_passed else "NOT all passed"
+        print(passed, f"- results in {check.out}", flush=True)
     return 0 if check.has_passed else 1

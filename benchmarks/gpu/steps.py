@@ -30,6 +30,7 @@ the planned mean for each kind of task.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import os
@@ -49,6 +50,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONTENDER = ROOT / "benchmarks" / "gpu" / "contenders.py"
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}
 TIMED_OUT = 124
+STACKS_S = 4.0
+"""Time to print stacks after SIGABRT."""
+MOST_TOLD = 8000
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +105,18 @@ def run_contender(name, command, env, limit_s):
     """Runs a process for at most `limit_s` seconds; its last line of output is its result."""
     start_s = time.monotonic()
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=env | {"PYTHONFAULTHANDLER": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
     )
     try:
         output, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        tell(name, stacks_of(process))
         return Row(name, f"timed out after {limit_s:.0f} s", time.monotonic() - start_s, {})
     except BaseException:
         # When this process ends, the device must be free.
@@ -113,8 +124,30 @@ def run_contender(name, command, env, limit_s):
         raise
     seconds = time.monotonic() - start_s
     if process.returncode != 0:
+        tell(name, errors)
         return Row(name, reason_of(process.returncode, errors), seconds, {})
     return Row(name, "measured", seconds, json.loads(output.splitlines()[-1]))
+
+
+def end_with_parent():
+    """Makes this process end when its parent does, however that ends: the device must be free then."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def stacks_of(process):
+    """Ends a process that hangs; returns what it has said, with the stacks of its threads."""
+    os.killpg(process.pid, signal.SIGABRT)
+    try:
+        _, errors = process.communicate(timeout=STACKS_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        _, errors = process.communicate()
+    return errors
+
+
+def tell(name, errors):
+    """Prints the end of what a contender has said, for the log of this stage."""
+    print(f"{name} said at its end:\n{errors[-MOST_TOLD:]}", file=sys.stderr, flush=True)
 
 
 def same_losses(rows):

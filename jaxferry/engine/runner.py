@@ -189,7 +189,10 @@ class StepRunner:
         if recorder is None or placement.is_cpu:
             return None
         if runnable.is_first not in self._marks:
-            self._marks[runnable.is_first] = Marks(placement, recorder.num_steps, self._resources.transport.library)
+            marks = Marks(placement, recorder.num_steps, self._resources.transport.library)
+            lanes, trivial = runnable.tasks.lanes, runnable.tasks.trivial
+            marks.prepare(i for i, lane in enumerate(lanes) if lane is not Lane.HOST and i not in trivial)
+            self._marks[runnable.is_first] = marks
         return self._marks[runnable.is_first]
 
     def _finished(self, step: StepContext) -> StepResult | None:

@@ -69,7 +69,8 @@ class Bench:
 
     def on_device(self, values: np.ndarray) -> jax.Array:
         """Returns values in device memory that may be donated: a CPU's array could share NumPy's memory otherwise."""
-        return jax.block_until_ready(jax.device_put(jax.device_put(values, self.pinned), self.device, may_alias=False))
+        pinned = jax.device_put(values, self.pinned)  # must outlive the copy
+        return jax.block_until_ready(jax.device_put(pinned, self.device, may_alias=False))
 
     def on_host(self, values: np.ndarray) -> jax.Array:
         """Returns values in pinned host memory that may be donated."""

@@ -12,6 +12,7 @@ import pytest
 import jaxferry
 import models
 from accelerator import CLIENT_BYTES_PER_S, Misuse, emulate
+from jaxferry.engine import executor
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.native.library import library
 from jaxferry.partition import partition
@@ -132,6 +133,32 @@ def test_the_issuing_thread_never_waits(accelerator, gpt, transport, modes, grad
         state, _ = step(state, gpt.batch)
     state.block_until_ready()
     assert not accelerator.waits, accelerator.waits[0]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(jax.block_until_ready, id="block_until_ready"),
+        pytest.param(lambda array: np.asarray(array), id="asarray"),
+        pytest.param(lambda array: jax.device_get(array), id="device_get"),
+        pytest.param(lambda array: array.unsafe_buffer_pointer(), id="unsafe_buffer_pointer"),
+        pytest.param(bool, id="bool"),
+    ],
+)
+def test_a_wait_of_the_issuing_thread_is_noted(accelerator, gpt, monkeypatch, wait):
+    keep = executor._keep_outputs
+
+    def waits(step, call, outputs, nondiff_outputs, finite):
+        wait(finite)
+        keep(step, call, outputs, nondiff_outputs, finite)
+
+    monkeypatch.setattr(executor, "_keep_outputs", waits)
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), plan=plan_of(gpt, [Mode.GFGB]), transport="ferry")
+    state = step.init(gpt.params)
+    for _ in range(3):
+        state, _ = step(state, gpt.batch)
+    state.block_until_ready()
+    assert any("in waits" in stack for stack in accelerator.waits)
 
 
 def dense_chain(depth):

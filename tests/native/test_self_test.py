@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import jaxferry
+from accelerator import emulate
 from broken_library import FAULTS, break_operations
 from jaxferry.errors import InputError, NativeError
 from jaxferry.modes import GradientPlace, Mode
@@ -51,6 +52,13 @@ def first_use(monkeypatch, cpu):
     monkeypatch.setattr(self_test, "_PLATFORMS", ("cpu",))
     monkeypatch.setattr(self_test, "_failures", {})
     monkeypatch.setattr(self_test, "_warned", set())
+
+
+def test_pinned_memory_outlives_the_copies_of_the_self_test(monkeypatch):
+    accelerator = emulate(monkeypatch)
+    for _ in range(5):
+        assert all(result.passed for result in run_self_test(accelerator.device))
+    accelerator.check()
 
 
 @pytest.fixture

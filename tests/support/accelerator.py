@@ -24,6 +24,7 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.array import ArrayImpl
 
 from jaxferry.engine.placement import Placement, make_placement
@@ -188,7 +189,23 @@ def emulate(monkeypatch):
         (NativeLibrary, "synchronize", _SYNCHRONIZE),
     ):
         monkeypatch.setattr(owner, name, _noted(accelerator, name, function))
+    for owner, name in ((np, "asarray"), (np, "array"), (jax, "device_get"), (ArrayImpl, "unsafe_buffer_pointer")):
+        monkeypatch.setattr(owner, name, _noted_if_pending(accelerator, name, getattr(owner, name)))
+    value = ArrayImpl._value.fget
+    monkeypatch.setattr(ArrayImpl, "_value", property(_noted_if_pending(accelerator, "its value", value)))
     return accelerator
+
+
+def _noted_if_pending(accelerator, name, function):
+    """A function of arrays as the first argument, which waits for those that are not ready."""
+
+    def waits(given, *args, **options):
+        arrays = [given] if isinstance(given, ArrayImpl) else jax.tree.leaves(given) if name == "device_get" else ()
+        if any(_is_concrete(each) and not each.is_deleted() and not each.is_ready() for each in arrays):
+            accelerator.note_wait(name)
+        return function(given, *args, **options)
+
+    return waits
 
 
 def _noted(accelerator, name, function):

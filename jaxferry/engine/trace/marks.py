@@ -19,7 +19,7 @@ import dataclasses
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -71,6 +71,12 @@ class Marks:
     def begin(self) -> StepMarks:
         """Returns the marks of a new step."""
         return StepMarks(self)
+
+    def prepare(self, tasks: Iterable[int]) -> None:
+        """Makes the tokens of tasks, by index, which waits for the device; the thread that issues then does not."""
+        if self._library is not None:
+            for index in tasks:
+                self.token(index)
 
     def token(self, index: int) -> jax.Array:
         """Returns the token that identifies a task's marks."""
