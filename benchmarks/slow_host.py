@@ -18,8 +18,10 @@ updates of the last one are left out, as those before the first are counted in.
 Expected: `anywhere` at least 1.4 times as fast as `host`, and within 1.1 of the proven bound on any plan in that
 budget; `unlimited` within 1.1 of the compute time.
 
-Found, on a busy machine: 2.0 times as fast; step over bound, not scaled, 1.23 in both budgets, 1.14 without one. The
-plain gradient beside the profile was disturbed (`slowness` 0.54), so ratios scaled by it are not usable.
+Found: 2.0 and 2.1 times as fast; 1.19 and 1.18 of the bound, 1.19 of the compute time without a budget. By plan these
+are 1.03, 1.00 and 1.02. So the plans that stream take 1.04 and 1.03 times as long as plain training in the same rounds
+(medians; steps of one plan differ by up to a quarter between rounds), and the rest is between the profile and any step:
+programs and updates take longer in a step than alone on these two cores.
 
     python benchmarks/slow_host.py [--steps 4] [--rounds 4]
 """
