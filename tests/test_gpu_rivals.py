@@ -130,8 +130,14 @@ def test_the_rivals_come_last(tmp_path):
     done = []
 
     class Recorded:
+        left_s = 570.0
+
         def run(self, *made, workers=1):
             done.extend(stage.name for stage in made)
+
+        def prepare(self, made, later, workers=1):
+            self.run(*made)
+            return tuple(stage.name for stage in made)
 
         def run_failed_again(self):
             done.append("again")

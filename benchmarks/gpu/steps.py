@@ -30,7 +30,6 @@ the planned mean for each kind of task.
 """
 
 import argparse
-import ctypes
 import dataclasses
 import json
 import os
@@ -53,8 +52,10 @@ TIMED_OUT = 124
 STACKS_S = 4.0
 """Time to print stacks after SIGABRT."""
 MOST_TOLD = 8000
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+# PR_SET_PDEATHSIG: the device must be free when the parent has ended, however it ends.
+_PRCTL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
+ENDS_WITH_PARENT = (sys.executable, "-S", "-c", _PRCTL)
+"""Before a command, makes its process end with SIGKILL when this one ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +106,12 @@ def run_contender(name, command, env, limit_s):
     """Runs a process for at most `limit_s` seconds; its last line of output is its result."""
     start_s = time.monotonic()
     process = subprocess.Popen(
-        command,
+        [*ENDS_WITH_PARENT, *command],
         env=env | {"PYTHONFAULTHANDLER": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=end_with_parent,
     )
     try:
         output, errors = process.communicate(timeout=limit_s)
@@ -127,11 +127,6 @@ def run_contender(name, command, env, limit_s):
         tell(name, errors)
         return Row(name, reason_of(process.returncode, errors), seconds, {})
     return Row(name, "measured", seconds, json.loads(output.splitlines()[-1]))
-
-
-def end_with_parent():
-    """Makes this process end when its parent does, however that ends: the device must be free then."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def stacks_of(process):

@@ -102,7 +102,8 @@ def test_the_way_of_accelerators_computes_the_same(transport, reach, options, mo
             assert streaming(state).keys() == set(streamed) and on_device(state) == set(groups)
     finally:
         pinned.can_view.cache_clear()
-    assert not accelerator.waits
+    # Only where the CPU cannot reach pinned memory, pieces pass through NumPy, which waits for them.
+    assert not [stack for stack in accelerator.waits if reach or "_put_into" not in stack]
     accelerator.check()
 
 

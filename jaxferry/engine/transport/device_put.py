@@ -73,7 +73,7 @@ class DevicePut(Transport):
         return stored
 
     def _put_into(self, layer: int, pieces: Vectors, into: Vectors) -> HostGradient:
-        """Copies pieces in pinned memory into parts of vectors there."""
+        """Copies pieces in pinned memory into parts of vectors there; waits for them if the CPU cannot reach these."""
         if can_view(self._placement):
             copy = _PartCopy(self._layers[layer], pieces, into)
             return HostGradient(into, False, copy, is_reusable=False)
