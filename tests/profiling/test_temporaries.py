@@ -89,5 +89,5 @@ def test_estimates_are_near_what_xla_needs_on_a_gpu(name, module):
         name_of += "_recompute" * program["recomputes"]
         if program["temporary_bytes"] > 128 * MIB:
             ratios.append(costs[segment][name_of] / program["temporary_bytes"])
-    assert len(ratios) > 10
+    assert len(ratios) > 8
     assert min(ratios) > 0.7 and max(ratios) < 1.2
