@@ -210,7 +210,7 @@ def test_running_statistics_as_long_as_the_batch_are_whole_on_each_device(monkey
         step = jaxferry.train_step(with_averages, optax.sgd(0.1), mesh=mesh, transport="device_put")
         found.append(step.measure(params, given[0][:rows], given[1][:rows], given[2]))
     several, alone = found
-    # The same programs, from the cache. The last one's forward is at most its shortest variant, which the clock decides.
+    # The same programs, from the cache. The last one's forward is at most its shortest variant, as the clock decides.
     assert [layer.forward_s for layer in several.layers[:-1]] == [layer.forward_s for layer in alone.layers[:-1]]
 
 
