@@ -69,11 +69,6 @@ def make_model(num_layers):
     return {f"layer_{index}": layer for index, layer in enumerate(layers)}, loss_fn
 
 
-def cpu_s(threads):
-    """CPU seconds so far of some threads."""
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threads)
-
-
 @jax.jit
 def _two_sums(a, b, c, d):
     return a + b, c + d
@@ -157,7 +152,9 @@ class Case:
 
     def _now_s(self):
         """CPU seconds so far of the engine's threads and of this one."""
-        return {name: cpu_s(threads) for name, threads in self._threads.items()} | {"caller": time.thread_time()}
+        return {name: measure.cpu_s(threads) for name, threads in self._threads.items()} | {
+            "caller": time.thread_time()
+        }
 
     def points(self):
         """What was found on one core and on all, as JSON."""

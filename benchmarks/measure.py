@@ -34,7 +34,11 @@ def keep_freed_memory():
 
 def thread_cpu_s(prefix):
     """CPU seconds so far of this process's threads whose names begin so."""
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
+    return cpu_s(thread for thread in threading.enumerate() if thread.name.startswith(prefix))
+
+
+def cpu_s(threads):
+    """CPU seconds so far of some threads."""
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident)) for thread in threads)
 
 

@@ -43,14 +43,13 @@ import time
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.settings import BATCHES, CONTENDERS, PLAIN, RECIPE
+from benchmarks.gpu.stages import GRACE_S
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # A separate program, because JAX reads the environment set here when it is imported.
 CONTENDER = ROOT / "benchmarks" / "gpu" / "contenders.py"
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}
 TIMED_OUT = 124
-STACKS_S = 4.0
-"""Time to print stacks after SIGABRT."""
 MOST_TOLD = 8000
 # PR_SET_PDEATHSIG: the device must be free when the parent has ended, however it ends.
 _PRCTL = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
@@ -133,7 +132,7 @@ def stacks_of(process):
     """Ends a process that hangs; returns what it has said, with the stacks of its threads."""
     os.killpg(process.pid, signal.SIGABRT)
     try:
-        _, errors = process.communicate(timeout=STACKS_S)
+        _, errors = process.communicate(timeout=GRACE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         _, errors = process.communicate()
