@@ -4,7 +4,7 @@ Arguments are made from shapes. Floating-point numbers have random signs and mag
 on which a GPU draws less power and runs faster than in training, and no denormals, which are slow on a CPU. Integers
 are zero, so that lookups stay within their tables. The time of a dense program does not otherwise depend on values.
 Loops with data-dependent ends are the exception; they are measured on these values. An optimizer starts from its own
-initial state. Only one subject's arguments exist at a time.
+initial state. Only one subject's arguments exist at a time; caches are emptied before each call (`cold_caches.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Vectors
 from jaxferry.engine.transport.choice import make_transport
+from jaxferry.measure.cold_caches import cold_caches
 from jaxferry.partition import Derivative, Layer, Leaf, Partition, RowGradient
 from jaxferry.profiling.timers import Effort, median_s
 
@@ -76,7 +77,8 @@ def program_subject(programs: Programs, key: ProgramKey, placement: Placement, l
     def time(effort: Effort) -> float:
         make = ProgramArguments(programs, key, placement)
         program = programs[key]
-        return median_s(lambda arguments: program(*arguments), make, effort, make.max_calls)
+        cold = cold_caches(placement.device)
+        return median_s(lambda arguments: program(*arguments), make, effort, make.max_calls, empty_caches=cold)
 
     return Subject(label, f"program\n{programs.lowered(key).as_text()}", time, key)
 
@@ -149,7 +151,7 @@ def load_subject(kind: str, placement: Placement, layer: Layer) -> Subject:
             return held[-1].parameters()
 
         try:
-            return median_s(load, drop, effort)
+            return median_s(load, drop, effort, empty_caches=cold_caches(placement.host_compute))
         finally:
             drop(0)
 
@@ -183,7 +185,7 @@ def offload_subject(kind: str, placement: Placement, layer: Layer, gradients: Se
                 transport.recycle(0, stored)
             return vectors
 
-        return median_s(store, prepare, effort)
+        return median_s(store, prepare, effort, empty_caches=cold_caches(placement.host_compute))
 
     content = f"offload by {kind}, sum {is_sum}\n{layer.layout}\n{gradients_text(gradients)}"
     return Subject(f"offload {layer.name}", content, time)
@@ -243,7 +245,8 @@ def update_subject(
             current[:] = [masters, state, updated_vectors(vectors, packed, placement, parts)]
             return current
 
-        return median_s(update, lambda num_calls: [tuple(current)], effort)
+        cold = cold_caches(placement.host_compute)
+        return median_s(update, lambda num_calls: [tuple(current)], effort, empty_caches=cold)
 
     text = optimizer.updates.text(unit, layers, is_read)
     return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{text}", time)
@@ -266,7 +269,8 @@ def device_update_subject(
             current[:] = program(*held, *others)
             return current
 
-        return median_s(update, lambda num_calls: [tuple(current)], effort)
+        cold = cold_caches(placement.device)
+        return median_s(update, lambda num_calls: [tuple(current)], effort, empty_caches=cold)
 
     return Subject(f"update of {layer.name} on the device", f"device update\n{lowered.as_text()}", time)
 

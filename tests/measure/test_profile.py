@@ -17,6 +17,7 @@ import models
 from accelerator import emulate
 from jaxferry.engine import ProgramKey, ProgramKind, Programs, Source, Target, derivatives_of, make_placement
 from jaxferry.engine.host.optimizer import HostOptimizer
+from jaxferry.measure.cold_caches import cold_caches
 from jaxferry.measure.profile import measure_profile
 from jaxferry.native import library
 from jaxferry.partition import partition
@@ -295,10 +296,16 @@ def test_nothing_is_left_between_two_measurements():
 
     try:
         setting.measure(progress=look, budget_s=0)
+        look("the end", 1, 1)
     finally:
         gc.enable()
-    assert len(left) > 10
-    assert max(left) < layer_bytes
+    *between, after = left
+    assert len(between) > 10
+    emptying = cold_caches(setting.placement.device)().nbytes  # shared by all measurements
+    assert {num_bytes // emptying for num_bytes in between} == {0, 1}
+    assert max(num_bytes % emptying for num_bytes in between) < layer_bytes
+    assert after < layer_bytes
+    cold_caches.cache_clear()
 
 
 def test_progress_tells_how_much_there_is_and_never_goes_back():

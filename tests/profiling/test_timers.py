@@ -11,9 +11,9 @@ from jaxferry.profiling.timers import Effort, median_s
 class Bench:
     """A clock, and calls that take the given seconds, the last of them for ever."""
 
-    def __init__(self, *durations, preparing=0.0):
-        self.now, self.durations, self.preparing = 0.0, list(durations), preparing
-        self.prepared, self.num_calls = [], 0
+    def __init__(self, *durations, preparing=0.0, emptying=0.0):
+        self.now, self.durations, self.preparing, self.emptying = 0.0, list(durations), preparing, emptying
+        self.prepared, self.num_calls, self.emptied_before = [], 0, set()
 
     def prepare(self, count):
         self.prepared.append(count)
@@ -24,8 +24,12 @@ class Bench:
         self.now += self.durations[min(self.num_calls, len(self.durations) - 1)]
         self.num_calls += 1
 
+    def empty_caches(self):
+        self.now += self.emptying
+        self.emptied_before.add(self.num_calls)
+
     def median_s(self, max_calls=1, **effort):
-        return median_s(self.run, self.prepare, Effort(**effort), max_calls, lambda: self.now)
+        return median_s(self.run, self.prepare, Effort(**effort), max_calls, lambda: self.now, self.empty_caches)
 
 
 def test_the_first_call_does_not_count():
@@ -71,6 +75,20 @@ def test_only_short_calls_are_timed_in_a_row_and_the_time_is_that_of_one(seconds
     bench = Bench(seconds)
     assert bench.median_s(max_calls=8, max_repetitions=4) == pytest.approx(seconds)
     assert bench.prepared == [1] + 4 * [calls]
+
+
+@pytest.mark.parametrize(("seconds", "emptying"), [(1e-6, 1e-4), (2e-4, 1e-3), (2e-3, 5.0)])
+def test_caches_are_emptied_before_every_call_and_that_is_not_timed(seconds, emptying):
+    bench = Bench(seconds, emptying=emptying)
+    assert bench.median_s(max_calls=8, max_repetitions=4) == pytest.approx(seconds)
+    assert bench.emptied_before >= set(range(bench.num_calls))
+
+
+def test_no_time_is_negative():
+    bench = Bench(1e-6, emptying=1e-3)
+    original, count = bench.empty_caches, iter(range(100))
+    bench.empty_caches = lambda: original() if next(count) < 50 else None
+    assert bench.median_s(max_calls=8, max_repetitions=4) == 0.0
 
 
 def test_every_call_has_arguments_of_its_own_which_it_may_destroy():
