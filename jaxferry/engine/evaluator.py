@@ -17,7 +17,8 @@ from jaxferry.engine.program_keys import Source
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.state import TrainState
 from jaxferry.engine.stream import fit_stream, last_readers
-from jaxferry.engine.transport.base import DeviceLayer, Transport
+from jaxferry.engine.transport.base import Transport
+from jaxferry.engine.transport.held import DeviceLayer
 from jaxferry.errors import BudgetError
 from jaxferry.partition import ForwardPartition
 from jaxferry.units import format_bytes

@@ -20,14 +20,14 @@ from jax.profiler import TraceAnnotation
 
 from jaxferry.engine.calls import Call, CalledUse
 from jaxferry.engine.global_arrays import moved
-from jaxferry.engine.host.pinned import update_targets, updated_vectors
+from jaxferry.engine.host.pinned import Vectors, update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import Operation
 from jaxferry.engine.lanes import Wait
 from jaxferry.engine.prefetch import wait_for_copy
 from jaxferry.engine.program_keys import ProgramKey
 from jaxferry.engine.step import StepContext
-from jaxferry.engine.transport.base import Vectors, delete_all
+from jaxferry.engine.transport.base import delete_all
 
 _add = jax.jit(jnp.add)
 

@@ -20,12 +20,14 @@ import jax
 
 from jaxferry.engine.calls import Call, CalledUse
 from jaxferry.engine.device_updates import DeviceUpdates
+from jaxferry.engine.host.pinned import Vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import StepProgram
 from jaxferry.engine.norms import GradientNorms, Norms
 from jaxferry.engine.pending import Accumulated, LateFailure
 from jaxferry.engine.program_keys import ProgramKey, Target
-from jaxferry.engine.transport.base import CopyInFlight, HostGradient, Transport, Vectors, added
+from jaxferry.engine.transport.base import Transport, added
+from jaxferry.engine.transport.held import CopyInFlight, HostGradient
 from jaxferry.partition import wide_dtype
 
 _add_onto = jax.jit(lambda known, more: list(map(added, known, more)), donate_argnums=0)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxferry.engine.host.pinned import Vectors
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import squared_norm
-from jaxferry.engine.transport.base import Vectors
 from jaxferry.partition import Layer
 
 SquaredNorm = Future[jax.Array] | jax.Array

@@ -12,7 +12,8 @@ import numpy as np
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.loss_scale import LossScale
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.transport.base import HostGradient, Transport
+from jaxferry.engine.transport.base import Transport
+from jaxferry.engine.transport.held import HostGradient
 from jaxferry.errors import TaskError
 from jaxferry.partition import Layer
 from jaxferry.schedule import Kind

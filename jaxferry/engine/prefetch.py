@@ -12,11 +12,13 @@ from typing import Protocol
 
 import jax
 
+from jaxferry.engine.host.pinned import Vectors
 from jaxferry.engine.instruction import StepProgram
 from jaxferry.engine.lanes import StepRun
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import StepMarks, TaskMark
-from jaxferry.engine.transport.base import DeviceLayer, Transport, Vectors
+from jaxferry.engine.transport.base import Transport
+from jaxferry.engine.transport.held import DeviceLayer
 
 
 class DeviceCopies:

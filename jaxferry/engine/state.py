@@ -28,7 +28,8 @@ from jaxferry.engine.pending import (
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.prefetch import Prefetch
 from jaxferry.engine.process import Process
-from jaxferry.engine.transport.base import DeviceLayer, Transport
+from jaxferry.engine.transport.base import Transport
+from jaxferry.engine.transport.held import DeviceLayer
 from jaxferry.errors import StateError
 from jaxferry.meshes import outside_mesh
 from jaxferry.partition import Layer, Span

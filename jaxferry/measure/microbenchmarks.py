@@ -20,14 +20,14 @@ import numpy as np
 
 from jaxferry.engine.device_updates import DeviceUpdateCompiler
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pinned import update_targets, updated_vectors
+from jaxferry.engine.host.pinned import Vectors, update_targets, updated_vectors
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_functions import joined
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.programs import Programs
-from jaxferry.engine.transport.base import DeviceLayer, HostGradient, Vectors
 from jaxferry.engine.transport.choice import make_transport
+from jaxferry.engine.transport.held import DeviceLayer, HostGradient
 from jaxferry.measure.cold_caches import cold_caches
 from jaxferry.partition import Derivative, Layer, Leaf, Partition, RowGradient
 from jaxferry.profiling.timers import Effort, median_s

@@ -13,7 +13,7 @@ import optax
 import jaxferry
 from jaxferry.engine.gradients import StepGradients
 from jaxferry.engine.streamed_updates import StreamingStep
-from jaxferry.engine.transport.base import DeviceLayer
+from jaxferry.engine.transport.held import DeviceLayer
 from steps import transport_of
 
 SCALARS_BYTES = 256

@@ -10,12 +10,11 @@ import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.pieces import Key, Parts, Pieces, cut, on_host
-from jaxferry.engine.host.pinned import from_shares, on_cpu, to_pinned
+from jaxferry.engine.host.pinned import Vectors, from_shares, on_cpu, to_pinned
 from jaxferry.engine.host.streamed import masters_of, replace_state, state_of, stream, subgroups_of
 from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.host.whole_copies import WholeCopies
 from jaxferry.engine.placement import Placement
-from jaxferry.engine.transport.base import Vectors
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
 from jaxferry.partition import Layer, Leaf
 

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxferry.engine.host.pinned import Vectors
 from jaxferry.engine.placement import DATA, Placement
-from jaxferry.engine.transport.base import Vectors
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES
 from jaxferry.partition import Layer
 

@@ -9,11 +9,9 @@ native library's own queues).
 from __future__ import annotations
 
 import collections
-import dataclasses
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,119 +23,12 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
+from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HeldBytes, HostGradient
 from jaxferry.native import NativeLibrary
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 _OF_LOADS = frozenset({"unpack", "load", "load onto", "arrived"})
 """Programs that move parameters; all others move gradients."""
-
-
-@dataclasses.dataclass
-class DeviceLayer:
-    """The device copy of a layer.
-
-    Attributes:
-      layer: the layer's index.
-      num_bytes: its size.
-      arrays: the arrays that hold it now.
-      arrive: converts `arrays` to the parameters when the first program needs them; None afterwards.
-      forget: notes that a program waits for the load in place of `arrive`.
-      is_dropped: whether it has been freed.
-    """
-
-    layer: int
-    num_bytes: int
-    arrays: Sequence[jax.Array]
-    arrive: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
-    forget: Callable[[], object] | None = None
-    is_dropped: bool = False
-
-    def parameters(self) -> list[jax.Array]:
-        """Returns the parameters in the order of the layer's leaves."""
-        if self.arrive is not None:
-            arrive, self.arrive = self.arrive, None
-            self.arrays = arrive(self.arrays)
-        return list(self.arrays)
-
-    def arrived_in(self, arrays: Sequence[jax.Array]) -> None:
-        """Notes that a program waits for the load, and has returned these parameters in place of `arrays`.
-
-        Such a program has `ProgramKey.arrives`.
-        """
-        self.arrive, self.arrays = None, arrays
-        if self.forget is not None:
-            self.forget()
-
-
-class CopyInFlight(Protocol):
-    """A copy of a gradient to host memory."""
-
-    def wait(self) -> None:
-        """Waits on the host until the copy has ended."""
-
-    def hold(self) -> None:
-        """Makes the device wait for the copy before its next program."""
-
-    def forget(self) -> None:
-        """Gives up what is kept for the copy; only after `hold`, once a program replaces the vectors."""
-
-    def settle(self) -> None:
-        """As `wait`, once a later copy of the transport has ended; another copy may have taken over the vectors."""
-
-
-@dataclasses.dataclass
-class HostGradient:
-    """A layer's gradient in host memory, or on its way there.
-
-    Attributes:
-      vectors: the vectors that hold it, or will.
-      is_gathered: whether the optimizer can read them; otherwise they are in memory that the device can write.
-      copy: the copy in flight; None if JAX itself knows when `vectors` are ready.
-      written: the vectors that the device wrote, if the optimizer reads others: views or copies of them.
-      is_reusable: whether `written` may be written again by a later step.
-      finish: waits for the vectors that the optimizer reads, which another thread makes; None for a copy of `vectors`.
-      lock: held while the gradient changes its place: several threads may ask for it.
-    """
-
-    vectors: Vectors
-    is_gathered: bool
-    copy: CopyInFlight | None = None
-    written: Vectors = ()
-    is_reusable: bool = True
-    finish: Callable[[], Vectors] | None = None
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-
-class HeldBytes:
-    """Counts bytes on the device; several threads may add.
-
-    Attributes:
-      now: the bytes now.
-      peak: the maximum of `now` since `reset_peak`.
-    """
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-        self._lock = threading.Lock()
-
-    def add(self, num_bytes: int) -> None:
-        """Adds bytes; a negative number subtracts."""
-        with self._lock:
-            self.now = now = self.now + num_bytes
-            if now > self.peak:
-                self.peak = now
-
-    def reset_peak(self, held: Iterable[DeviceLayer] | None = None) -> None:
-        """Starts a new measurement of the peak.
-
-        Args:
-          held: live copies; resets the count. Needed if copies of other states, or of another transport, were counted.
-            None if the count is right.
-        """
-        with self._lock:
-            if held is not None:
-                self.now = sum(layer.num_bytes for layer in held)
-            self.peak = self.now
 
 
 class Transport:

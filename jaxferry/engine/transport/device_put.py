@@ -8,18 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.engine.host.pinned import as_numpy, can_view
+from jaxferry.engine.host.pinned import Vectors, as_numpy, can_view
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.base import (
-    DeviceLayer,
-    HostGradient,
-    Transport,
-    Vectors,
-    computable,
-    delete_all,
-    split,
-)
+from jaxferry.engine.transport.base import Transport, computable, delete_all, split
+from jaxferry.engine.transport.held import DeviceLayer, HostGradient
 from jaxferry.partition import Gradient, Layer, RowGradient
 
 

@@ -17,12 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxferry.engine.host.pinned import Vectors
 from jaxferry.engine.interrupts import deferred_interrupts
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import NO_JOINS, Joins
 from jaxferry.engine.shared_programs import shared_function
 from jaxferry.engine.trace.marks import TaskMark
-from jaxferry.engine.transport.base import CopyInFlight, DeviceLayer, HostGradient, Transport, Vectors, delete_all
+from jaxferry.engine.transport.base import Transport, delete_all
+from jaxferry.engine.transport.held import CopyInFlight, DeviceLayer, HostGradient
 from jaxferry.engine.transport.orphaned_copies import ORPHANED_COPIES, InFlight
 from jaxferry.engine.transport.queued import queue_stores
 from jaxferry.engine.transport.stored_copies import StoredCopy, hold_together
