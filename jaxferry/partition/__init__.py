@@ -5,7 +5,7 @@ loss_fn --trace--> graph --analyse--> dataflow --cuts--> stretches --> segments 
 `partition_forward` cuts any function of parameters for a run without derivatives.
 """
 
-from jaxferry.partition.build import layers_by_path, partition, partition_forward, traced_jaxpr
+from jaxferry.partition.build import layers_by_path, partition, partition_forward
 from jaxferry.partition.byte_order import check_byte_order
 from jaxferry.partition.cuts import Merge
 from jaxferry.partition.derivative import AUTO, REMAT, Derivative, differentiate
@@ -20,6 +20,7 @@ from jaxferry.partition.rows import Gradient, RowGradient
 from jaxferry.partition.segments import ForwardPartition, Partition, Segment, Use
 from jaxferry.partition.shared_layout import SharedLayer, shared
 from jaxferry.partition.table import print_table, table
+from jaxferry.partition.tracing import traced_jaxpr
 
 __all__ = [
     "AUTO",
