@@ -13,6 +13,7 @@ from jaxferry.plan.effort import FULL_LAYERS
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.plan.registry import make_policy, policies
+from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import needed_bytes
 from jaxferry.simulate.report import predict, simulate
@@ -64,20 +65,25 @@ def make_plan(
 
 def plan_for(profile: Profile, policy: str, request: Request) -> Plan:
     """Like `make_plan`, for a request."""
-    return _with_gap(profile, predict(profile, _plan_of(policy, profile, request)))
+    plan = predict(profile, _plan_of(policy, profile, request))
+    return _with_gap(profile, plan, request.memory_budget_bytes) if _states_gap(profile, plan) else plan
 
 
 def _plan_of(policy: str, profile: Profile, request: Request) -> Plan:
     return as_run(profile, make_policy(policy).plan(profile, request))
 
 
-def _with_gap(profile: Profile, plan: Plan) -> Plan:
-    """The plan; if its model is too long for a search of all plans, with its gap to a proven bound as details."""
-    if len(profile.layers) <= FULL_LAYERS or plan.predicted is None:
-        return plan
+def _states_gap(profile: Profile, plan: Plan) -> bool:
+    """Whether no search of all plans was possible: many layers, or a choice of where each group is updated."""
+    return len(profile.layers) > FULL_LAYERS or (plan.policy == Auto.name and bool(updatable_groups(profile)))
+
+
+def _with_gap(profile: Profile, plan: Plan, budget_bytes: int | None) -> Plan:
+    """The plan with its gap to a proven bound on all plans within the budget, or to the policy's own bound."""
+    assert plan.predicted is not None
     objective = Objective(plan.details.get("objective", Objective.STEADY))
     value_s = getattr(plan.predicted, _SECONDS_OF[objective])
-    bound_s = min(plan.details.get("lower_bound_s") or any_plan_lower_bound_s(profile), value_s)
+    bound_s = min(plan.details.get("lower_bound_s") or any_plan_lower_bound_s(profile, budget_bytes), value_s)
     gap = value_s / bound_s - 1 if bound_s > 0 else 0.0
     details = {**plan.details, "objective": objective.value, "lower_bound_s": bound_s, "gap": gap}
     return dataclasses.replace(plan, details=details)

@@ -17,8 +17,8 @@ stay on the device. To plan for a device, pass its memory.
 Where a profile states `update_gpu_s`, groups may also be updated on the device, where their optimizer state then stays
 (`plan/device_updates.py`). If everything fits, the step is plain training, unless another plan is faster by more than
 `PLAIN_MARGIN`; to that extent a plan for less memory, or of another policy, may be faster. Where it also states
-`state_up_s` and `state_down_s`, updates may stream through the GPU (`plan/streamed_updates.py`); such a plan states its
-gap to a bound.
+`state_up_s` and `state_down_s`, updates may stream through the GPU (`plan/streamed_updates.py`). A plan for such a
+profile states its gap to a bound (`planning.py`).
 
 A given reserve factor below 1 is an upper bound: fewer gradients may stay if that saves memory or time. With 1 no
 gradient is GO.
@@ -34,7 +34,6 @@ import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.modes import UpdatePlace
-from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
 from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed
@@ -168,9 +167,6 @@ class AutoSearch:
         simulated = simulate(self.profile, placed.plan)
         busiest = max(Lane, key=lambda lane: simulated.lanes[lane].busy_s).value
         details = _details(placed.objective_s, busiest, unlimited, budget_bytes)
-        if any(placed.plan.updates_streamed):
-            bound_s = min(any_plan_lower_bound_s(self.profile, budget_bytes), simulated.steady_step_s)
-            details |= {"lower_bound_s": bound_s, "gap": simulated.steady_step_s / bound_s - 1 if bound_s else 0.0}
         plan = dataclasses.replace(placed.plan, details=details)
         return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
 

@@ -143,7 +143,10 @@ def test_auto_is_one_knob_from_everything_offloaded_to_plain_training(after_all)
         host_s = make_plan(without_state(profile), "auto", memory_budget_bytes=budget).predicted.steady_step_s
         step_s = plan.predicted.steady_step_s
         assert plan.predicted.peak_device_bytes <= needed_bytes(profile, plan) <= budget
-        assert any_plan_lower_bound_s(profile, budget) * (1 - 1e-9) <= step_s
+        bound_s = any_plan_lower_bound_s(profile, budget)
+        assert plan.details["lower_bound_s"] == min(bound_s, step_s)
+        assert plan.details["gap"] == pytest.approx(step_s / min(bound_s, step_s) - 1)
+        assert bound_s * (1 - 1e-9) <= step_s
         assert step_s <= host_s * (1 + 1e-9) and step_s <= before_s * (1 + 1e-9)
         before_s = step_s
         seen.add(sum(plan.updates_on_device))
