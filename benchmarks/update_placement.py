@@ -7,7 +7,8 @@ that updates take longest on all machines.
 
 Nodes of 8 A100 or H100 train data-parallel with the state of the optimizer split over the devices (ZeRO): each loads,
 updates and sends an eighth of every layer over its own link, and gathers layers and scatters gradients over NVLink. The
-host's bandwidth, twice that of one socket, is shared by all. Direct Host Access and GO are left out there.
+host's bandwidth, twice that of one socket, is shared by all. Direct Host Access and GO are left out there. These rows
+show what such updates would gain: with a mesh, the engine updates on the host alone.
 
 The sweep gives the 7B model on the H100 budgets from the smallest to that of the fastest plan. Step time must never
 increase with the budget.
