@@ -27,7 +27,8 @@ from benchmarks.papers.memferry_printed import MemFerryPrinted
 from jaxferry.plan.base import Objective, Policy, Request
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.planning import make_plan
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.records import write_json
 from jaxferry.simulate.report import simulate
 

@@ -21,8 +21,9 @@ from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan
 from jaxferry.planning import as_run, plan_for
+from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.machines import Machine
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, needed_bytes, schedule_step
 from jaxferry.simulate.report import predict
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Plan, Updates
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.profiling.tables import flags_of, program_ends
 
 GFGB, DHA, DFGB, RELOAD, RESIDENT = range(5)

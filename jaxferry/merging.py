@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxferry.partition import Layer, Merge, Partition, Segment
 from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.machines import Machine
-from jaxferry.profiling.records import LayerProfile
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.units import format_seconds
 

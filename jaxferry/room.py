@@ -36,7 +36,8 @@ import numpy as np
 
 from jaxferry.copy_spans import Spans, copy_bytes, copy_spans, lowest_offloads
 from jaxferry.holdings import DFGB, DHA, Holdings, of_program
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.profiling.tables import column, flags_of, per_choice, program_ends
 
 CROSSING_SLOTS = 2

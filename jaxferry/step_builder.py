@@ -9,7 +9,8 @@ from jaxferry.holdings import of_program, streamed, updated_on_device
 from jaxferry.late_updates import Forwards, LateUpdates
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
-from jaxferry.profiling.records import Profile, backward_variant
+from jaxferry.profiling.layer_records import backward_variant
+from jaxferry.profiling.records import Profile
 from jaxferry.room import CROSSING_SLOTS, NO_WAIT
 from jaxferry.step_copies import Copies, Copy
 from jaxferry.step_tasks import StepTasks

@@ -19,7 +19,8 @@ import collections
 import dataclasses
 from collections.abc import Callable, Collection
 
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.step_tasks import StepTasks
 from jaxferry.tasks import Kind, Lane
 

@@ -18,8 +18,9 @@ from jaxferry.options import Options
 from jaxferry.partition import partition
 from jaxferry.planning import make_plan, with_update_order
 from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.machines import MACHINES
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.schedule import schedule_step
 from jaxferry.simulate.machine import steady_step_s

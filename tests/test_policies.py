@@ -8,7 +8,8 @@ import jaxferry
 import models
 from jaxferry.modes import Mode
 from jaxferry.plan.registry import policies
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from planned import assert_same_bits, step_of, train, trained
 from tolerances import LOSS_RTOL
 

@@ -12,8 +12,8 @@ from figures import Row, arguments, legend, new_figure, save, write
 from paper_models import ITEM, known_models, product
 
 from jaxferry.profiling.estimate import LayerCosts, estimate_profile
+from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.machines import find_machine
-from jaxferry.profiling.records import LayerProfile
 
 MACHINE = "a100-pcie3"
 LAYERS = {

@@ -13,7 +13,8 @@ from jaxferry.engine.lower import last_readers, offloaded_values
 from jaxferry.engine.memory import LiveValues
 from jaxferry.engine.program_keys import ProgramKind, places
 from jaxferry.partition import Derivative, Partition
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 
 
 def with_program_facts(

@@ -18,8 +18,9 @@ from jaxferry.partition import AUTO, partition
 from jaxferry.plan.base import make_plan
 from jaxferry.plan.records import Plan
 from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.layer_records import backward_variant, forward_variant
 from jaxferry.profiling.machines import Machine
-from jaxferry.profiling.records import Profile, backward_variant, forward_variant
+from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.schedule import needed_bytes
 

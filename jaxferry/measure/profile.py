@@ -38,8 +38,9 @@ from jaxferry.measure.microbenchmarks import (
 from jaxferry.partition import Partition
 from jaxferry.profiling.cache import MeasurementCache, cache_directory, surroundings
 from jaxferry.profiling.estimate import LayerCosts
+from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.progress import Report
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.profiling.timers import Effort
 from jaxferry.step_builder import fetch_seconds_a_byte, save_seconds_a_byte

@@ -24,8 +24,9 @@ from jaxferry.measure.microbenchmarks import program_variants
 from jaxferry.measure.profile import default_cache, facts_of, measure_share, silent, temporary_bytes_of
 from jaxferry.partition import Partition
 from jaxferry.profiling.cache import MeasurementCache
+from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.progress import Report
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.records import Profile
 from jaxferry.profiling.sharing import Devices
 
 

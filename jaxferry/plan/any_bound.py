@@ -27,7 +27,8 @@ from jaxferry.plan.place_bound import place_lower_bound_s
 from jaxferry.plan.relaxation import Penalty, least_time
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.plan.whole_step import StepCosts, first_trained
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 
 
 def any_plan_lower_bound_s(profile: Profile, budget_bytes: int | None = None) -> float:

@@ -8,7 +8,8 @@ import numpy as np
 from jaxferry.copy_spans import load_order
 from jaxferry.holdings import DFGB, DHA, RELOAD, Holdings, OnDevice, effective_codes, of_program
 from jaxferry.plan.rows import LayerFlags, rows, some_of_rows
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.profiling.tables import column, flags_of, per_choice
 from jaxferry.room import NO_WAIT, UNLIMITED, Demand, demand, waits
 from jaxferry.step_builder import fetch_seconds_a_byte, save_seconds_a_byte

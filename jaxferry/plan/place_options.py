@@ -13,7 +13,8 @@ import itertools
 import numpy as np
 
 from jaxferry.plan.update_groups import updatable_groups
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.streaming import SLOTS, num_subgroups
 
 GPU, H2D, D2H, HOST, PROGRAMS, UP, DOWN, OWN, STREAMS, BYTES = range(10)

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxferry.errors import InputError
+from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.machines import Machine
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.records import Profile
 from jaxferry.profiling.sharing import Devices, Links
 
 UPDATE_BYTES_PER_PARAMETER = 30

@@ -16,7 +16,7 @@ from jaxferry.partition.derivative import once_for_graph
 from jaxferry.partition.graph import Graph
 from jaxferry.profiling.costs import Costs, jaxpr_costs, touched_bytes
 from jaxferry.profiling.estimate import LayerCosts, Recomputation
-from jaxferry.profiling.records import backward_variant, forward_variant
+from jaxferry.profiling.layer_records import backward_variant, forward_variant
 from jaxferry.profiling.temporaries import temporary_bytes
 
 

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
+from jaxferry.profiling.layer_records import LayerProfile, backward_variant, forward_variant
 from jaxferry.profiling.machines import Machine
-from jaxferry.profiling.records import LayerProfile, Profile, backward_variant, forward_variant
+from jaxferry.profiling.records import Profile
 
 ALL, WITHIN, ACROSS = EXCHANGES = ("all", "within", "across")
 """The devices of an exchange: all of them; those of each process; those of one number in each of the processes."""

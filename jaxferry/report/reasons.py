@@ -15,7 +15,8 @@ from jaxferry.holdings import as_updated, gradient_flags, mode_codes, updated_on
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.units import format_bytes, format_seconds
 
 _MOST_LAYERS = 200

@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from jaxferry.plan.records import Plan, Predicted
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, Schedule, Task, schedule_step
 from jaxferry.simulate import machine
 from jaxferry.simulate.chain import Chain

@@ -12,7 +12,8 @@ from jaxferry.compare import Comparison, PolicyRun
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.recording import RecordedTask, Recording
 from jaxferry.report.page import bench_page, report_page
 from jaxferry.report.sections import bottleneck_sentence

@@ -12,7 +12,8 @@ from jaxferry.cli import main, weights
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode
 from jaxferry.plan.records import Plan
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.weights.instance import Instance
 from jaxferry.weights.policies import POLICIES
 from jaxferry.weights.records import Event, Schedule

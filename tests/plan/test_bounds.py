@@ -10,7 +10,8 @@ from jaxferry.plan.bounds import steady_lower_bound_s, step_lower_bound_s
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.frontier import optimal_forward
 from jaxferry.plan.whole_step import gradient_tails
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.room import UNLIMITED
 from jaxferry.simulate.report import simulate
 from profiles import drawn

@@ -12,7 +12,8 @@ from jaxferry.holdings import CODES, gradient_flags, mode_codes
 from jaxferry.modes import Mode
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.records import Loads, Updates
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.schedule import needed_bytes
 from jaxferry.simulate.report import simulate
 from oracle import Oracle

@@ -14,7 +14,8 @@ from jaxferry.plan.copies import SharedCopies, holds_as_much
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.frontier import forward_s, optimal_forward
 from jaxferry.planning import make_plan
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from profiles import examples, profiles
 
 some = examples(40)

@@ -17,8 +17,9 @@ from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.memferry import MemFerry, with_dfgb
 from jaxferry.planning import make_plan
 from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.machines import MACHINES
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.records import Profile
 from jaxferry.simulate.report import simulate
 from oracle import Oracle
 from profiles import deterministic, profiles, with_modes

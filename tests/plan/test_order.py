@@ -7,7 +7,8 @@ import pytest
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import UpdateOrder, Updates
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.schedule import StepSchedules, needed_bytes, schedule_step, step_demand
 from jaxferry.simulate.report import simulate
 from profiles import UNLIMITED_BYTES, drawn, transformer, with_modes

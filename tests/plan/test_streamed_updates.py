@@ -11,7 +11,8 @@ from jaxferry import streaming
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.records import LayerPlan, Plan, Updates
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
 from jaxferry.simulate.machine import run
 from jaxferry.simulate.report import simulate

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 
 from jaxferry.errors import InputError
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from profiles import deterministic, profiles, recomputing, transformer
 
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 from hypothesis import given
 
-from jaxferry.profiling.records import LayerProfile
+from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.tables import column, flags_of, per_choice, program_ends
 from profiles import examples, profiles
 

@@ -11,7 +11,7 @@ import pytest
 import model as gpt2
 from examples.llama import model as llama
 from jaxferry.partition import partition
-from jaxferry.profiling.records import backward_variant, forward_variant
+from jaxferry.profiling.layer_records import backward_variant, forward_variant
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.profiling.temporaries import temporary_bytes
 

@@ -8,7 +8,8 @@ import hypothesis.strategies as st
 
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.plan.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.schedule import schedule_step
 
 

@@ -7,7 +7,8 @@ import pytest
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode
 from jaxferry.plan.records import Plan
-from jaxferry.profiling.records import LayerProfile, Profile
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.simulate.report import simulate
 from jaxferry.weights.export import export_plan, instance_from_profile
 from jaxferry.weights.greedy import greedy
