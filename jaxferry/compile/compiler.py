@@ -43,7 +43,8 @@ class Compiler:
 
     Attributes:
       model: as given.
-      layers: the parameter groups. The first batch decides them; until then they are the model's.
+      layers: the parameter groups. The first step, or measurement, decides them; before, they are the model's, or those
+        of an evaluation.
     """
 
     def __init__(self, model: Model, loss_fn: Callable[..., Any], options: Options, shared: Shared) -> None:
@@ -52,7 +53,7 @@ class Compiler:
         self._profiler = Profiler(model, options, shared.placement)
         self._prepared: Recent[tuple[Prepared, Cut]] = Recent(options.cached_shapes, self._drop)
         self._evaluators: Recent[tuple[Evaluator, Cut | None]] = Recent(options.cached_shapes, self._drop)
-        self._has_dropped = False
+        self._has_dropped = self._has_decided = False
         self._transports: dict[tuple[Layer, ...], Transport] = {}
 
     @property
@@ -70,20 +71,21 @@ class Compiler:
 
         def make() -> tuple[Prepared, Cut]:
             self._shared.prefetch.take(None)  # copies in flight would disturb the measurement
-            is_first = self._cutter.known_layers is None
             try:
                 return self._compiled(self._cut(args, kwargs), args, kwargs)
             except BudgetError as error:
-                if not is_first:
+                if self._has_decided:
                     raise
                 return self._compiled_finer(args, kwargs, error)
 
         self._decide_granularity(args, kwargs)
-        return self._prepared.get(structure_of(args, kwargs), make)[0]
+        prepared, _ = self._prepared.get(structure_of(args, kwargs), make)
+        self._has_decided = True
+        return prepared
 
     def _decide_granularity(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Lets the first batch decide how fine layers are, if that is left open."""
-        if self._options.granularity != FASTER or self._cutter.known_layers is not None:
+        """Lets the first batch of a step decide how fine layers are, if that is left open."""
+        if self._options.granularity != FASTER or self._has_decided:
             return
         self._cutter.restart(MODULE)
         variants = RematVariants(self._cutter.cut(args, kwargs).parts, self._options.remat)
@@ -95,6 +97,7 @@ class Compiler:
         self._decide_granularity(args, kwargs)
         self._shared.prefetch.clear()
         variants, programs = self._variants(self._cut(args, kwargs))
+        self._has_decided = True
         return self._profiler.measured(variants, programs, self._share(variants.base, args, kwargs))
 
     def evaluator(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Evaluator:

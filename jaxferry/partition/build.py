@@ -166,9 +166,14 @@ def _cut_into_segments(
     order = _order_of_use(stretches, group_of_leaf)
     blocks = {group: _block(group, group_of_leaf, names) for group in order}
     looked_up = _tables(graph) if granularity == MODULE else frozenset[int]()
+    taken = {block.name for block in blocks.values()}
     finer = {
         group: _as_given(block, layers)
-        or ((block,) if granularity == BLOCK or not looked_up.isdisjoint(block.leaves) else _modules(block, traced))
+        or (
+            (block,)
+            if granularity == BLOCK or not looked_up.isdisjoint(block.leaves)
+            else _modules(block, traced, taken - {block.name})
+        )
         for group, block in blocks.items()
     }
     made = tuple(_layer(blocks[group], each, traced) for group in order for each in finer[group])
@@ -292,10 +297,10 @@ def _as_given(block: Group, layers: Sequence[Layer] | None) -> tuple[Group, ...]
     return tuple(found) if is_whole else ()
 
 
-def _modules(block: Group, traced: Traced) -> tuple[Group, ...]:
-    """The layers of the modules of a block."""
+def _modules(block: Group, traced: Traced, taken: Collection[str]) -> tuple[Group, ...]:
+    """The layers of the modules of a block; `taken` holds the names of the other blocks."""
     ranks = [len(traced.graph.avals[value].shape) for value in traced.graph.parameters]
-    return modules_of(block, [leaf.keys for leaf in traced.stored], ranks)
+    return modules_of(block, [leaf.keys for leaf in traced.stored], ranks, taken)
 
 
 def _layer(block: Group, group: Group, traced: Traced) -> Layer:

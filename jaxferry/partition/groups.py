@@ -73,7 +73,9 @@ def group_leaves(paths: Sequence[Path], tables: Collection[int] = ()) -> tuple[G
     return tuple(sorted(groups, key=lambda group: group.leaves))
 
 
-def modules_of(group: Group, paths: Sequence[Path], ranks: Sequence[int]) -> tuple[Group, ...]:
+def modules_of(
+    group: Group, paths: Sequence[Path], ranks: Sequence[int], taken: Collection[str] = ()
+) -> tuple[Group, ...]:
     """Splits a group as finely as MemFerry plans layers: the matrices of each module, and all vectors together.
 
     Vectors, such as scales of norms and biases, are so small that a transfer for each would be mostly latency.
@@ -82,12 +84,19 @@ def modules_of(group: Group, paths: Sequence[Path], ranks: Sequence[int]) -> tup
       group: the group.
       paths: the path of each leaf of the tree.
       ranks: the number of axes of each leaf.
+      taken: the names of other groups; a module of that name, such as one that also holds a lookup table, gets that of
+        its first leaf.
     """
     common, found = common_modules(paths), dict[str, list[int]]()
     for index in group.leaves:
         module = "/".join(key for key in paths[index][common:-1] if key != ITERATION) or group.name
         found.setdefault(module if ranks[index] > 1 else f"{group.name}/vectors", []).append(index)
-    return (group,) if len(found) == 1 else tuple(Group(name, tuple(leaves)) for name, leaves in found.items())
+    if len(found) == 1:
+        return (group,)
+    return tuple(
+        Group("/".join(paths[leaves[0]][common:]) if name in taken else name, tuple(leaves))
+        for name, leaves in found.items()
+    )
 
 
 def common_modules(paths: Sequence[Path]) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -196,3 +197,59 @@ def test_evaluation_reads_the_same_layers(task, loaded):
     step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity=MODULE)
     state, _ = step(step.init(task.params), task.batch)
     assert float(step.evaluate(state, task.batch)) == pytest.approx(loaded[0][1], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", ["a plan of modules", "a budget that blocks exceed"])
+def test_an_evaluation_before_the_first_step_does_not_decide_how_fine_layers_are(task, options):
+    parts = parts_of(task)
+    if options == "a plan of modules":
+        options = {"plan": Plan("any", 1.0, tuple(LayerPlan(use.name, Mode.GFGB) for use in parts.uses))}
+    else:
+        step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity="auto", memory_budget=1)
+        step.declare(task.params)
+        with pytest.raises(jaxferry.BudgetError) as error:
+            step.prepare(task.batch)
+        options = {"memory_budget": error.value.smallest_bytes}
+    losses = []
+    for evaluates in (False, True):
+        step = jaxferry.train_step(task.loss_fn, optax.adamw(1e-3), granularity="auto", **options)
+        state = step.init(task.params)
+        before = float(step.evaluate(state, task.batch)) if evaluates else None
+        state, metrics = step(state, task.batch)
+        assert [layer.name for layer in step.prepare(task.batch).plan.layers] == [use.name for use in parts.uses]
+        losses.append((float(metrics["loss"]), float(step(state, task.batch)[1]["loss"])))
+    assert losses[0] == losses[1]
+    assert before == pytest.approx(losses[0][0], rel=1e-6)
+
+
+def test_a_module_with_a_lookup_table_beside_a_matrix_has_layers_of_different_names():
+    draw = np.random.default_rng(0)
+
+    def block():
+        shapes = {"embed": {"table": (11, 8), "project": (8, 8)}, "dense": {"kernel": (8, 8), "bias": (8,)}}
+        return {
+            module: {name: draw.normal(scale=0.3, size=shape).astype(np.float32) for name, shape in leaves.items()}
+            for module, leaves in shapes.items()
+        }
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for part in (params["h_0"], params["h_1"]):
+            x = x + part["embed"]["table"][batch["words"]] @ part["embed"]["project"]
+            x = x + jnp.tanh(x @ part["dense"]["kernel"] + part["dense"]["bias"])
+        return jnp.mean(x**2)
+
+    batch = {"x": draw.normal(size=(4, 8)).astype(np.float32), "words": np.array([1, 2, 3, 1])}
+    losses, params = {}, {"h_0": block(), "h_1": block()}
+    for granularity in (BLOCK, MODULE, "auto"):
+        step = jaxferry.train_step(
+            loss_fn, optax.adamw(1e-2), granularity=granularity, policy="auto", profile="estimate"
+        )
+        state, losses[granularity] = step.init(params), []
+        for _ in range(STEPS):
+            state, metrics = step(state, batch)
+            losses[granularity].append(float(metrics["loss"]))
+        names = [layer.name for layer in step.prepare(batch).plan.layers]
+        assert len(set(names)) == len(names)
+        assert ("h_0/embed/project" in names) == (granularity == MODULE)
+    np.testing.assert_allclose(losses[MODULE], losses[BLOCK], rtol=1e-6)
