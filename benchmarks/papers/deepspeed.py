@@ -1,8 +1,9 @@
 """Device memory of DeepSpeed's ZeRO-Offload, counted from its source: `runtime/zero/stage_1_and_2.py`, February 2025.
 
 Besides activations, the GPU holds all parameters all the time; a contiguous buffer of `reduce_bucket_size` elements, in
-which gradients wait for their transfer; and a gradient of the largest parameter, for accumulation. MemFerry compares
-with DeepSpeed without saying which bucket it uses; 5e8 elements are the default.
+which gradients wait for their transfer; and a gradient of the largest parameter, for accumulation. Not counted: the
+second bucket that `overlap_comm` needs, and the fp32 masters of a group, which are there during the update. MemFerry
+compares with DeepSpeed without saying which bucket it uses; 5e8 elements are the default.
 """
 
 from jaxferry.profiling.records import Profile
