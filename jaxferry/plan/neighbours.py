@@ -46,14 +46,20 @@ class Neighbours:
     def of(self, best: Best) -> list[np.ndarray]:
         """Modes and flags of gradients, recomputation and updates of all neighbours, (plans, layers) each."""
         own = np.stack(_columns(best))
-        changes = [*self._of_layers(own), *self._of_groups(own)]
+        together = list(self._equal_layers(own))
+        changes = [*self._of_layers(own, together), *self._of_groups(own, together)]
         found = np.repeat(own[None], len(changes), axis=0)
-        for plan, (layers, values) in zip(found, changes, strict=True):
-            plan[np.ix_(list(values), layers)] = np.array(list(values.values()))[:, None]
+        cells, layers, counts = list[tuple[int, int, int]](), list[int](), list[int]()
+        for number, (chosen, values) in enumerate(changes):
+            cells += [(number, column, value) for column, value in values.items()]
+            layers += chosen * len(values)
+            counts += [len(chosen)] * len(values)
+        plan, column, value = np.repeat(np.array(cells, dtype=np.int64).reshape(-1, 3), counts, axis=0).T
+        found[plan, column, layers] = value
         return [found[:, _MODE], *(found[:, column].astype(bool) for column in range(1, len(own)))]
 
-    def _of_layers(self, own: np.ndarray) -> Iterator[_Change]:
-        for layers in self._equal_layers(own):
+    def _of_layers(self, own: np.ndarray, together: list[list[int]]) -> Iterator[_Change]:
+        for layers in together:
             mode, grad_on_host, recomputes, there = own[:, layers[0]].tolist()
             if self.can_recompute[layers[0]]:
                 yield layers, {_RECOMPUTES: not recomputes}
@@ -61,9 +67,9 @@ class Neighbours:
                 yield layers, {_GRAD_ON_HOST: not grad_on_host}
                 yield from ((layers, {_MODE: other}) for other in ALL_MODES if other != mode)
 
-    def _of_groups(self, own: np.ndarray) -> Iterator[_Change]:
-        together = (layers for layers in self._equal_layers(own) if len(layers) > 1 and self.is_alone[layers].all())
-        for layers in (*self.groups, *together):
+    def _of_groups(self, own: np.ndarray, together: list[list[int]]) -> Iterator[_Change]:
+        alone = (layers for layers in together if len(layers) > 1 and self.is_alone[layers].all())
+        for layers in (*self.groups, *alone):
             if own[_ON_DEVICE, layers[0]]:
                 yield from ((layers, {_MODE: mode, _ON_DEVICE: 0}) for mode in (GFGB, DHA, RELOAD, RESIDENT))
             else:
@@ -72,8 +78,8 @@ class Neighbours:
     def _equal_layers(self, own: np.ndarray) -> Iterator[list[int]]:
         """Layers that may change together."""
         classes: dict[tuple[object, ...], list[int]] = {}
-        for layer, kind in enumerate(self.kinds):
-            classes.setdefault((kind, *own[:, layer].tolist()), []).append(layer)
+        for layer, key in enumerate(zip(self.kinds, *own.tolist(), strict=True)):
+            classes.setdefault(key, []).append(layer)
         if self.one_by_one:
             yield from ([layer] for layer in range(len(self.kinds)))
         for layers in classes.values():

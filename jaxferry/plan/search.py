@@ -102,7 +102,7 @@ class Pool:
         plans = np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1)
         self.parts.setdefault((loads, updates), []).append(plans)
         if marked:
-            self.marked.setdefault((loads, updates), set()).update(plan.tobytes() for plan in plans)
+            self.marked.setdefault((loads, updates), set()).update(_row_bytes(plans))
 
     def run(self) -> None:
         """Evaluates each added plan once, in backward order and without a budget."""
@@ -110,7 +110,7 @@ class Pool:
             plans, known = np.concatenate(parts), self.known.setdefault(kind, set())
             new = plans[_different_rows(plans, known)]
             if len(new):
-                known.update(plan.tobytes() for plan in new)
+                known.update(_row_bytes(new))
                 self.evaluated.append(_Evaluated(kind, new, self._outcomes(kind, new)))
         self.parts = {}
 
@@ -237,7 +237,10 @@ class Pool:
             could_be = candidates[on_fronts(bounds_s, sizes, 1)]
             chosen += list(could_be[np.unique(np.linspace(0, len(could_be) - 1, number).astype(int))])
         marked = self.marked.get(each.kind, set())
-        chosen += [row for row in candidates if each.plans[row].tobytes() in marked] if marked else []
+        if marked:
+            chosen += [
+                row for row, key in zip(candidates, _row_bytes(each.plans[candidates]), strict=True) if key in marked
+            ]
         return self._promising(each, np.unique(np.array(chosen, dtype=np.int64)), objective)
 
     def _promising(self, each: _Evaluated, rows: np.ndarray, objective: Objective) -> np.ndarray:
@@ -278,14 +281,17 @@ class Pool:
         """The plans that no other plan of the pool beats in both steady time and needed memory, fastest first."""
         options = self._in_backward_order(Objective.STEADY, None)
         rows = [np.flatnonzero(option.outcomes.in_window) for option in options]
-        source = [(number, int(row)) for number, found in enumerate(rows) for row in found]
+        number = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
+        row = np.concatenate(rows)
         pairs = list(zip(options, rows, strict=True))
         steady_s = np.concatenate([option.outcomes.steady_step_s[found] for option, found in pairs])
         needed = np.concatenate([option.outcomes.needed_bytes[found] for option, found in pairs])
         order = np.lexsort((needed, steady_s))
         smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], needed[order]]))[:-1]
-        picks = [(source[index], float(steady_s[index])) for index in order[needed[order] < smallest_before]]
-        return [self._picked(options[number], row, objective_s, None) for (number, row), objective_s in picks]
+        return [
+            self._picked(options[number[index]], int(row[index]), float(steady_s[index]), None)
+            for index in order[needed[order] < smallest_before]
+        ]
 
     def _picked(self, option: _Option, index: int, objective_s: float, budget_bytes: int | None) -> Best:
         each, row = self.evaluated[option.number], int(option.rows[index])
@@ -314,11 +320,17 @@ def _different_rows(plans: np.ndarray, known: Collection[bytes] = ()) -> np.ndar
     In lexicographic order.
     """
     first: dict[bytes, int] = {}
-    for row, plan in enumerate(plans):
-        key = plan.tobytes()
+    for row, key in enumerate(_row_bytes(plans)):
         if key not in known:
             first.setdefault(key, row)
     return np.array([first[key] for key in sorted(first)], dtype=np.int64)
+
+
+def _row_bytes(plans: np.ndarray) -> list[bytes]:
+    """The bytes of each plan."""
+    size = plans[0].nbytes if len(plans) else 1
+    joined = plans.tobytes()
+    return [joined[first : first + size] for first in range(0, len(joined), size)]
 
 
 def _flags_of(kind: _Kind) -> tuple[bool, bool]:
