@@ -2,6 +2,7 @@
 
     python benchmarks/planner_scale.py [--layers 1000 20000] [--policies exact auto]
     python benchmarks/planner_scale.py --blocks 16 32 64 128 256 [--granularities block module] [--machines h100-pcie5]
+        [--jitters 0 0.05 0.1]
 
 Prints tables and writes `benchmarks/results/planner_scale.json` after each plan; plans that are not made again stay in
 it. Each plan is made in a process of its own, whose largest memory is that of the policy, the profile and the
@@ -10,20 +11,24 @@ quarters of the memory that `native-overlapped` needs.
 
 With `--blocks`, `auto` plans for GPT-2's blocks at 4096 channels, 8 samples of 1024 tokens, on estimated machines
 within the memory that JAX takes of them: with one layer a block, and with one a module. All ways of updating compete.
-Their gaps are to the bound within the budget.
+Their gaps are to the bound within the budget. `--jitters` multiplies each time of each layer by a factor that is drawn
+from 1 - J to 1 + J, as in a profile whose layers were measured one by one.
 
 Goals: 2 s for 128 layers of blocks, 10 s for the modules of 128 blocks.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
+import random
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -44,6 +49,7 @@ RESULTS = Path(__file__).parent / "results" / "planner_scale.json"
 WITH_BUDGET = "auto, budget"
 SHARE_OF_MEMORY = 0.75
 MACHINES_PLANNED = ("h100-pcie5", "rtx4090-pcie4")
+MODEL_KEYS = ("blocks", "granularity", "machine", "jitter")
 GOALS_S = {("block", 128): 2.0, ("module", 128): 10.0}
 """By granularity and blocks."""
 
@@ -64,6 +70,19 @@ def measured(name: str, num_layers: int) -> dict[str, float | str | int]:
         "lower_bound_s": plan.details["lower_bound_s"],
         "gap": plan.details["gap"],
     }
+
+
+def jittered(profile: Profile, share: float) -> Profile:
+    """The profile with each time multiplied by a factor of its own, up to `share` from 1."""
+    generator, layers = random.Random(0), []
+    for layer in profile.layers:
+        times = {key: getattr(layer, key) for key in vars(layer) if key.endswith("_s")}
+        times = {key: value * generator.uniform(1 - share, 1 + share) for key, value in times.items() if value}
+        for way in ("forward", "backward"):  # what a program takes of a link is no more than the program takes
+            longest_s = times[f"{way}_dha_s"]
+            times[f"{way}_read_s"] = min(times.get(f"{way}_read_s", 0.0), longest_s)
+        layers.append(dataclasses.replace(layer, **times))
+    return dataclasses.replace(profile, layers=tuple(layers))
 
 
 def gpt_like(num_blocks: int, granularity: str, machine: str) -> Profile:
@@ -90,9 +109,9 @@ def gpt_like(num_blocks: int, granularity: str, machine: str) -> Profile:
     return with_program_facts(profile, variants.base, variants.derivatives)
 
 
-def measured_model(num_blocks: int, granularity: str, machine: str) -> dict[str, float | str | int | None]:
+def measured_model(num_blocks: int, granularity: str, machine: str, jitter: float) -> dict[str, Any]:
     """Plans with `auto` here: processor seconds and gap."""
-    profile = gpt_like(num_blocks, granularity, machine)
+    profile = jittered(gpt_like(num_blocks, granularity, machine), jitter)
     budget = default_budget_bytes(MACHINES[machine].to_json())
     start = time.process_time()
     plan = make_plan(profile, "auto", memory_budget_bytes=budget)
@@ -103,6 +122,7 @@ def measured_model(num_blocks: int, granularity: str, machine: str) -> dict[str,
         "blocks": num_blocks,
         "granularity": granularity,
         "machine": machine,
+        "jitter": jitter,
         "layers": len(profile.layers),
         "processor_s": round(seconds, 2),
         "goal_s": GOALS_S.get((granularity, num_blocks)),
@@ -112,7 +132,7 @@ def measured_model(num_blocks: int, granularity: str, machine: str) -> dict[str,
     }
 
 
-def in_own_process(*arguments: str | int) -> dict[str, float | str | int]:
+def in_own_process(*arguments: str | float) -> dict[str, float | str | int]:
     """`measured` or `measured_model` in a process of its own."""
     command = [sys.executable, __file__, "--one", *map(str, arguments)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -126,18 +146,27 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="+", help="plan for GPT-like models of so many blocks instead")
     parser.add_argument("--granularities", nargs="+", default=["block", "module"], help="how fine their layers are")
     parser.add_argument("--machines", nargs="+", default=MACHINES_PLANNED, help="the machines that they train on")
+    parser.add_argument(
+        "--jitters", type=float, nargs="+", default=[0.0], help="how much the times of equal layers differ"
+    )
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         name, *others = arguments.one
-        is_model = len(others) == 2
-        print(json.dumps(measured_model(int(name), *others) if is_model else measured(name, int(others[0]))))
+        print(
+            json.dumps(
+                measured_model(int(name), *others[:2], float(others[2]))
+                if others[1:]
+                else measured(name, int(others[0]))
+            )
+        )
         return
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     plans = {(row["policy"], row["layers"]): row for row in known.get("plans", ())}
-    models = {(row["blocks"], row["granularity"], row["machine"]): row for row in known.get("models", ())}
+    models = {tuple(row[key] for key in MODEL_KEYS): row for row in known.get("models", ())}
     if arguments.blocks:
-        rows, cases = models, [*itertools.product(arguments.blocks, arguments.granularities, arguments.machines)]
+        asked = (arguments.blocks, arguments.granularities, arguments.machines, arguments.jitters)
+        rows, cases = models, [*itertools.product(*asked)]
     else:
         rows, cases = plans, [(name, layers) for layers in arguments.layers for name in arguments.policies]
     for case in track(cases, description="plans", console=Console(stderr=True)):
@@ -162,11 +191,11 @@ def print_plans(rows: list[dict]) -> None:
 def print_models(rows: list[dict]) -> None:
     """Prints `auto` on GPT-like models."""
     table = Table("granularity", "machine", title="auto on GPT-like models")
-    for head in ("blocks", "layers", "processor s", "goal s", "gap"):
+    for head in ("jitter", "blocks", "layers", "processor s", "goal s", "gap"):
         table.add_column(head, justify="right")
-    for row in sorted(rows, key=lambda row: (row["granularity"], row["machine"], row["blocks"])):
+    for row in sorted(rows, key=lambda row: (row["granularity"], row["machine"], row["jitter"], row["blocks"])):
         goal, seconds = f"{row['goal_s'] or ''}", f"{row['processor_s']:.1f}"
-        about = (row["granularity"], row["machine"], str(row["blocks"]), str(row["layers"]))
+        about = (row["granularity"], row["machine"], f"{row['jitter']:g}", str(row["blocks"]), str(row["layers"]))
         table.add_row(*about, seconds, goal, f"{row['gap']:.2%}")
     Console(width=100).print(table)
 

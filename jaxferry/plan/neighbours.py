@@ -3,7 +3,8 @@
 A neighbour changes the mode, gradient, recomputation or place of update of one layer (or group), or of several layers
 that are equal and treated equally so far: the first or the last two, four, ... of them. Plans spread over the frontier
 of time and memory are expanded, independently of any budget, within a limit on work. Layers of a long model change only
-together with such others.
+together with such others; there layers of equal bytes and about equal times count as equal, as those that were measured
+one by one.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.best import Best
 from jaxferry.plan.effort import FEW_LAYERS
+from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.records import Profile
 
 ALL_MODES = (GFGB, DHA, DFGB, RELOAD, RESIDENT)
@@ -20,7 +22,9 @@ MOST_WORK = 840_000
 """The most layers of neighbours that a search tries."""
 
 _EXPANDED_AT_ONCE = 8
-_KIND = ("param_bytes", "activation_bytes", "forward_s", "load_s")
+_BYTES, _SECONDS = ("param_bytes", "activation_bytes"), ("forward_s", "load_s")
+_ABOUT = 1.25
+"""The ratio of times that are about equal."""
 _MODE, _GRAD_ON_HOST, _RECOMPUTES, _ON_DEVICE = range(4)
 _Change = tuple[list[int], dict[int, int]]
 
@@ -39,9 +43,8 @@ class Neighbours:
         self.groups = [list(profile.groups[group]) for group in groups]
         self.is_alone = np.zeros(len(profile.layers), dtype=bool)
         self.is_alone[[members[0] for members in self.groups if len(members) == 1]] = True
-        own = [[getattr(layer, key) for key in _KIND] for layer in profile.layers]
-        self.kinds = [(*each, bool(can)) for each, can in zip(own, can_recompute, strict=True)]
-        self.one_by_one = len(self.kinds) <= FEW_LAYERS
+        self.one_by_one = len(profile.layers) <= FEW_LAYERS
+        self.kinds = _kinds(profile, can_recompute, 1.0 if self.one_by_one else _ABOUT)
 
     def of(self, best: Best) -> list[np.ndarray]:
         """Modes and flags of gradients, recomputation and updates of all neighbours, (plans, layers) each."""
@@ -88,6 +91,24 @@ class Neighbours:
                 yield layers[:count]
                 if count < len(layers):
                     yield layers[-count:]
+
+
+def _kinds(profile: Profile, can_recompute: np.ndarray, most: float) -> list[int]:
+    """The first layer of each layer's kind: of equal bytes, and times whose ratio is at most `most`."""
+    found: list[int] = []
+    firsts: dict[tuple[object, ...], list[int]] = {}
+    for index, (layer, can) in enumerate(zip(profile.layers, can_recompute, strict=True)):
+        of_bytes = firsts.setdefault((*(getattr(layer, key) for key in _BYTES), bool(can)), [])
+        kind = next((first for first in of_bytes if _is_about(layer, profile.layers[first], most)), index)
+        of_bytes += [index] if kind == index else []
+        found.append(kind)
+    return found
+
+
+def _is_about(layer: LayerProfile, other: LayerProfile, most: float) -> bool:
+    """Whether no time of one layer is more than so many times that of the other."""
+    times = (sorted((getattr(layer, key), getattr(other, key))) for key in _SECONDS)
+    return all(high <= low * most for low, high in times)
 
 
 def refine(

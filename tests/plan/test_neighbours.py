@@ -7,6 +7,7 @@ import pytest
 
 from jaxferry.holdings import DHA, GFGB, RESIDENT
 from jaxferry.plan.best import Best
+from jaxferry.plan.effort import FEW_LAYERS
 from jaxferry.plan.neighbours import Neighbours, refine
 from jaxferry.plan.records import Loads, Updates
 from jaxferry.profiling.records import Profile
@@ -44,6 +45,22 @@ def test_layers_of_a_long_model_change_only_with_equal_ones():
     counts = {len(changed) for changed in changed_layers(best, modes)}
     assert counts == {0, 1, 2, 4, 8, 16, 32, 64, 128, size}
     assert len(modes) < size
+
+
+@pytest.mark.parametrize(("factor", "is_alike"), [(1.2, True), (1.3, False)])
+def test_in_a_long_model_times_that_differ_a_little_count_as_equal(factor, is_alike):
+    size = FEW_LAYERS + 2
+    profile = equal_layers(size)
+    half = [
+        dataclasses.replace(layer, forward_s=layer.forward_s * factor ** (index % 2))
+        for index, layer in enumerate(profile.layers)
+    ]
+    best = best_of([GFGB] * size)
+    own, mixed = (
+        changed_layers(best, Neighbours(x, np.zeros(size, dtype=bool)).of(best)[0])
+        for x in (profile, dataclasses.replace(profile, layers=tuple(half)))
+    )
+    assert (own == mixed) == is_alike
 
 
 def test_updates_move_to_the_device_and_back_with_modes_that_they_allow():
