@@ -211,8 +211,8 @@ class AutoSearch:
 
     def _explore(self, pool: Pool, grad_on_host: np.ndarray, optimum: ForwardOptimum) -> None:
         """Adds the plans of `exact` with these gradients to a pool."""
-        known = known_plans(self.profile, grad_on_host, optimum)
-        explore(pool, grad_on_host, self.request, known, optimum.modes)
+        known = known_plans(self.profile, grad_on_host, optimum, fewer)
+        explore(pool, grad_on_host, self.request, known, optimum.modes, fewer)
 
     def _explore_one(self, optimum: ForwardOptimum, flags: list[np.ndarray]) -> None:
         """Likewise for a long model: the plans of `exact` with one choice of gradients, and all families at once."""

@@ -20,6 +20,7 @@ gradients, at the price of their memory.
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from jaxferry.holdings import DFGB, DHA, GFGB
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
 from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.bounds import steady_lower_bound_s, step_lower_bound_s
-from jaxferry.plan.effort import fewer, is_searched
+from jaxferry.plan.effort import fewer_of_exact, is_searched
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.families import prefix_family
 from jaxferry.plan.frontier import ForwardOptimum, optimal_forward
@@ -40,6 +41,9 @@ from jaxferry.plan.records import Loads, Plan, Updates
 from jaxferry.plan.search import Pool, objective_values
 from jaxferry.plan.whole_step import StepSearch
 from jaxferry.profiling.records import Profile
+
+Fewer = Callable[..., int]
+"""`fewer` or `fewer_of_exact` of `plan/effort.py`."""
 
 MOST_ENUMERATED = 10
 """The most layers for which all plans of GFGB, DHA and DFGB are tried."""
@@ -121,7 +125,7 @@ class _Search:
         """
         flags = [(factor, gradients_to_host(self.profile, factor)) for factor in reserve_factors(self.request)]
         choices = [
-            _Choice(factor, rank, grad_on_host, known_plans(self.profile, grad_on_host, self.optimum))
+            _Choice(factor, rank, grad_on_host, known_plans(self.profile, grad_on_host, self.optimum, fewer_of_exact))
             for rank, (factor, grad_on_host) in enumerate(flags)
         ]
         limited = self.request.memory_budget_bytes is not None
@@ -138,7 +142,7 @@ class _Search:
 
     def _explore(self, choice: _Choice) -> None:
         request, pool = self.request, Pool(self.profile)
-        explore(pool, choice.grad_on_host, request, choice.known, self.optimum.modes)
+        explore(pool, choice.grad_on_host, request, choice.known, self.optimum.modes, fewer_of_exact)
         pool.run()
         self.smallest_bytes = min(self.smallest_bytes, pool.smallest_needed_bytes())
         found = pool.best(request.objective, request.memory_budget_bytes)
@@ -181,7 +185,9 @@ def _gap(objective: Objective, value_s: float, bound_s: float) -> dict[str, obje
     return {"objective": objective.value, "lower_bound_s": bound_s, "gap": gap}
 
 
-def explore(pool: Pool, grad_on_host: np.ndarray, request: Request, known: np.ndarray, optimum: np.ndarray) -> None:
+def explore(
+    pool: Pool, grad_on_host: np.ndarray, request: Request, known: np.ndarray, optimum: np.ndarray, fewer: Fewer
+) -> None:
     """Adds all promising plans of GFGB, DHA and DFGB; of a long model fewer, see `plan/effort.py`.
 
     Args:
@@ -190,6 +196,7 @@ def explore(pool: Pool, grad_on_host: np.ndarray, request: Request, known: np.nd
       request: its objective and progress.
       known: `known_plans`, (plans, layers) mode codes.
       optimum: the optimal forward's modes, (layers,) codes.
+      fewer: how many of so many plans to try; of `plan/effort.py`.
     """
     profile = pool.profile
     request.report("plans of all policies")
@@ -205,19 +212,19 @@ def explore(pool: Pool, grad_on_host: np.ndarray, request: Request, known: np.nd
     objective = Objective.STEP if request.objective is Objective.FORWARD else request.objective
     search = LocalSearch(pool.evaluate, grad_on_host, objective, _ALLOWED)
     request.report("whole steps by dynamic programming")
-    found = np.concatenate([known, _whole_steps(profile, grad_on_host, search, known)])
+    found = np.concatenate([known, _whole_steps(search, known, fewer)])
     pool.add(found, grad_on_host)
     starts = [gfgb, optimum]
     if is_searched(size):
         request.report("local search")
-        starts.insert(0, _improve(pool, search, found))
+        starts.insert(0, _improve(pool, search, found, fewer))
     points, orders = fewer(_POINTS, size, _LEAST_POINTS), fewer(_ORDERS, size, _LEAST_ORDERS)
     for start in starts:
         family = prefix_family(profile, start, points=points, num_orders=orders)
         pool.add(_within_window(pool, family, grad_on_host), grad_on_host)
 
 
-def _improve(pool: Pool, search: LocalSearch, found: np.ndarray) -> np.ndarray:
+def _improve(pool: Pool, search: LocalSearch, found: np.ndarray, fewer: Fewer) -> np.ndarray:
     """Adds local optima near the best plans found; returns the best one."""
     starts = _different(found, search.values(found))[: fewer(_STARTS, found.shape[1])]
     improved = search.improve_all(starts, _WORK_A_START)
@@ -235,7 +242,7 @@ def _different(modes: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.array(list(starts.values())[:_STARTS])
 
 
-def known_plans(profile: Profile, grad_on_host: np.ndarray, optimum: ForwardOptimum) -> np.ndarray:
+def known_plans(profile: Profile, grad_on_host: np.ndarray, optimum: ForwardOptimum, fewer: Fewer) -> np.ndarray:
     """Other policies' plans, and the optimal forward with DFGB added: (plans, layers) mode codes."""
     size = len(profile.layers)
     assert optimum.memferry is not None
@@ -243,11 +250,11 @@ def known_plans(profile: Profile, grad_on_host: np.ndarray, optimum: ForwardOpti
     plans.append(with_dfgb(profile, optimum.memferry, grad_on_host))
     if not is_searched(size):
         return np.array(plans, dtype=np.int8)
-    best_dfgb = StepSearch(profile, grad_on_host, _beam(size)).best(np.inf, fixed=optimum.modes)
+    best_dfgb = StepSearch(profile, grad_on_host, _beam(size, fewer)).best(np.inf, fixed=optimum.modes)
     return np.concatenate([np.array(plans, dtype=np.int8), best_dfgb[: fewer(len(best_dfgb), size)]])
 
 
-def _beam(num_layers: int) -> int:
+def _beam(num_layers: int, fewer: Fewer) -> int:
     return fewer(_BEAM, num_layers, _LEAST_BEAM)
 
 
@@ -256,19 +263,21 @@ def _all_modes(size: int) -> np.ndarray:
     return codes[codes[:, -1] != DFGB]
 
 
-def _whole_steps(profile: Profile, grad_on_host: np.ndarray, search: LocalSearch, known: np.ndarray) -> np.ndarray:
+def _whole_steps(search: LocalSearch, known: np.ndarray, fewer: Fewer) -> np.ndarray:
     """Whole steps with a beam; for chains also with loads that lead by the time of the first updates."""
+    profile, grad_on_host = search.evaluate.profile, search.grad_on_host
     size = len(profile.layers)
+    beam = _beam(size, fewer)
     if not is_searched(size):
-        return StepSearch(profile, grad_on_host, _beam(size)).best(np.inf)[:1]
+        return StepSearch(profile, grad_on_host, beam).best(np.inf)[:1]
     step_s = search.evaluate(known, grad_on_host, steady=False, memory=False)
     limit_s = float(objective_values(step_s, Objective.STEP).min())
-    found = [StepSearch(profile, grad_on_host, _beam(size)).best(limit_s)]
+    found = [StepSearch(profile, grad_on_host, beam).best(limit_s)]
     if search.objective is Objective.STEADY:
         limit_s = float(search.values(known).min())
         for head in (head for head in _HEADS[: fewer(len(_HEADS), size)] if head < size):
             lead_s = sum(profile.group_update_s[profile.group_of[index]] for index in range(head))
-            found.append(StepSearch(profile, grad_on_host, _beam(size) // 2).best(limit_s, head=head, lead_s=lead_s))
+            found.append(StepSearch(profile, grad_on_host, beam // 2).best(limit_s, head=head, lead_s=lead_s))
     return np.concatenate(found)
 
 

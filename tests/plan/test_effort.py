@@ -18,6 +18,7 @@ from profiles import recomputing, transformer, with_modes
 def short_is_long(monkeypatch):
     """Models count as long from few layers on."""
     monkeypatch.setattr(effort, "FULL_LAYERS", 12)
+    monkeypatch.setattr(effort, "FULL_EXACT_LAYERS", 12)
     monkeypatch.setattr(effort, "MOST_SEARCHED", 20)
     monkeypatch.setattr(planning, "FULL_LAYERS", 12)
 
