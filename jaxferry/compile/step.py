@@ -47,6 +47,9 @@ from jaxferry.planning import with_update_order
 from jaxferry.profiling.records import Profile
 from jaxferry.simulate.report import simulate_schedule
 
+_MOST_PLANS = 4
+"""How often a policy plans again for less memory."""
+
 
 class StepCompiler:
     """Fits, lowers and compiles plans for the segments of one structure."""
@@ -78,7 +81,7 @@ class StepCompiler:
         Raises:
           BudgetError: if neither fits; it names the smaller of both needs.
         """
-        plan = choose_plan(self._variants, self._options, self._given)
+        plan = self._chosen()
         try:
             return self.compile(plan)
         except BudgetError as error:
@@ -89,6 +92,29 @@ class StepCompiler:
                 return self.compile(leanest)
             except BudgetError as other:
                 raise min((error, other), key=lambda each: each.smallest_bytes) from None
+
+    def _chosen(self) -> Plan:
+        """The given plan, or the policy's.
+
+        A plan that updates groups on the device may need more than its profile says: what the programs of these updates
+        need besides is known once they are compiled. The policy then plans again, for a budget that is smaller by the
+        excess, since moving these updates to the host would make the step slower.
+        """
+        options, budget = self._options, self._options.memory_budget_bytes
+        chosen = plan = choose_plan(self._variants, options, self._given)
+        if options.plan is not None or budget is None:
+            return plan
+        left = budget
+        for _ in range(_MOST_PLANS):
+            if all(layer.update is UpdatePlace.HOST for layer in plan.layers):
+                break
+            excess = self._peak(self._lower(plan)).total - budget
+            if excess <= 0:
+                return plan
+            left = max(left - excess, 1)
+            smaller = dataclasses.replace(options, memory_budget_bytes=left)
+            plan = choose_plan(self._variants, smaller, self._given)
+        return plan if self._peak(self._lower(plan)).total <= budget else chosen
 
     def compile(self, plan: Plan) -> Prepared:
         """Prepares the plan that fits into the memory budget."""

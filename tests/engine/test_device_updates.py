@@ -17,7 +17,7 @@ from jaxferry.planning import make_plan
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.segment_costs import partition_costs
-from jaxferry.schedule import Kind, Lane
+from jaxferry.schedule import Kind, Lane, needed_bytes
 from recorded import check_times
 from updated import (
     OPTIONS,
@@ -311,6 +311,53 @@ def test_a_measured_profile_says_what_the_step_plans_with(monkeypatch):
     step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), policy="auto", profile=profile)
     step.init(PARAMS)
     assert step.prepare(batch(0)).plan.predicted == make_plan(profile, "auto").predicted
+
+
+def test_more_memory_is_never_slower_although_updates_need_more_than_the_profile_says(monkeypatch):
+    """Programs of updates need temporaries, which are known once they are compiled. The host is slow."""
+    emulate(monkeypatch)
+    width, draw = 256, np.random.default_rng(0)
+    params = {f"layer_{i}": draw.normal(scale=1 / 16, size=(width, width)).astype(np.float32) for i in range(5)}
+
+    def loss_fn(params, x):
+        for kernel in params.values():
+            x = x + jnp.tanh(x @ kernel)
+        return jnp.mean(x**2)
+
+    x = jnp.ones((4, width))
+    known = jaxferry.train_step(loss_fn, optax.adamw(1e-2)).measure(params, x)
+    seconds = {
+        "update_s": 0.02,
+        "update_gpu_s": 1e-4,
+        "state_up_s": 2e-4,
+        "state_down_s": 2e-4,
+        "load_s": 1e-4,
+        "offload_s": 1e-4,
+    }
+    seconds |= {
+        "forward_s": 2e-3,
+        "forward_dha_s": 2e-3,
+        "backward_s": 4e-3,
+        "backward_dha_s": 4e-3,
+        "backward_go_s": 4e-3,
+    }
+    profile = dataclasses.replace(known, layers=tuple(dataclasses.replace(x, **seconds) for x in known.layers))
+
+    def prepared(**options):
+        step = jaxferry.train_step(loss_fn, optax.adamw(1e-2), profile=profile, **options)
+        step.init(params)
+        return step.prepare(x)
+
+    most = needed_bytes(profile, make_plan(profile, "auto"))
+    before_s, num_over = np.inf, 0
+    for share in (0.4, 0.55, 0.7, 0.85, 1.0):
+        plan = make_plan(profile, "auto", memory_budget_bytes=int(share * most))
+        num_over += prepared(plan=plan, memory_budget="none").peak.total > share * most
+        found = prepared(policy="auto", memory_budget=int(share * most))
+        assert found.peak.total <= share * most
+        assert found.plan.predicted.steady_step_s <= before_s * (1 + 1e-9)
+        before_s = found.plan.predicted.steady_step_s
+    assert num_over
 
 
 def test_the_default_budget_is_what_the_device_has(monkeypatch):
