@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxferry.errors import BudgetError
+from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto, AutoSearch
@@ -23,6 +23,7 @@ __all__ = [
     "Comparison",
     "SweepPoint",
     "as_run",
+    "check_updates",
     "compare",
     "copies_bytes",
     "knee",
@@ -100,6 +101,17 @@ def updated_on_host(plan: Plan) -> Plan:
     """The plan with all updates on the host."""
     layers = tuple(dataclasses.replace(layer, update=UpdatePlace.HOST) for layer in plan.layers)
     return plan if layers == plan.layers else dataclasses.replace(plan, layers=layers, predicted=None)
+
+
+def check_updates(profile: Profile, plan: Plan) -> None:
+    """Raises InputError if the plan updates a layer on the device, and the profile does not state what that costs."""
+    for layer, planned in zip(profile.layers, plan.layers, strict=True):
+        missing = [key for key in ("update_gpu_s", "state_bytes") if not getattr(layer, key)]
+        if planned.update is not UpdatePlace.HOST and layer.has_gradient and missing:
+            raise InputError(
+                f"layer {layer.name!r} has the update {planned.update.value!r}, but the profile does not state its "
+                f"{missing[0]!r}: estimated profiles do, and so do those measured on an accelerator"
+            )
 
 
 def copies_bytes(profile: Profile, plan: Plan) -> int:

@@ -8,6 +8,7 @@ import typer
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress
 from jaxferry.plan.records import Plan
+from jaxferry.planning import check_updates
 from jaxferry.profiling.records import Profile
 from jaxferry.records import write_json
 from jaxferry.report.simulation import simulation_lines, simulation_table
@@ -36,6 +37,7 @@ def simulate(
     given = Plan.load(plan)
     with naming(plan, profile):
         given.check_profile(known)
+        check_updates(known, given)
     with progress("simulating"):
         simulation = simulate_plan(known, given)
         if trace is not None:

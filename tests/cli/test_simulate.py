@@ -64,3 +64,20 @@ def test_bad_input_is_one_line_and_status_2(refused, profile, plan, tmp_path):
     broken["layers"][3]["mode"] = "FAST"
     plan.write_text(json.dumps(broken))
     assert f'layer "{broken["layers"][3]["name"]}": mode must be one of' in refused("simulate", profile, plan)
+
+
+@pytest.mark.parametrize(("update", "mode"), [("gpu", "GFGB"), ("resident", "RESIDENT")])
+@pytest.mark.parametrize("missing", ["update_gpu_s", "state_bytes"])
+def test_updates_on_the_device_are_not_free_where_the_profile_does_not_state_their_cost(
+    jaxferry, refused, profile, plan, update, mode, missing
+):
+    stated = {"update_gpu_s": 0.001, "state_bytes": 4096}
+    for path, changed in ((profile, stated), (plan, {"update": update, "mode": mode, "gradient": "device"})):
+        document = json.loads(path.read_text())
+        document["layers"][1] |= changed
+        path.write_text(json.dumps(document))
+    assert jaxferry("simulate", profile, plan).status == 0
+    document = json.loads(profile.read_text())
+    del document["layers"][1][missing]
+    profile.write_text(json.dumps(document))
+    assert f"the profile does not state its {missing!r}" in refused("simulate", profile, plan)
