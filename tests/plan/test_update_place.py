@@ -20,7 +20,7 @@ from jaxferry.plan.neighbours import Neighbours, refine
 from jaxferry.plan.records import LayerPlan, Plan, Updates
 from jaxferry.plan.search import Pool
 from jaxferry.plan.update_groups import updatable_groups
-from jaxferry.planning import make_plan
+from jaxferry.planning import as_run, make_plan
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
 from jaxferry.simulate.report import simulate
@@ -155,6 +155,31 @@ def test_auto_is_one_knob_from_everything_offloaded_to_plain_training(after_all)
     plain = plan_with(profile, range(len(profile.groups)))
     assert plan.details["binding"] == "GPU" and before_s <= simulate(profile, plain).steady_step_s * (1 + 1e-9)
     assert make_plan(profile, "auto").layers == plan.layers
+
+
+def test_more_memory_is_never_slower_if_updates_wait_for_all_gradients():
+    """An update on the host waits for gradients that stay on the device, too."""
+    times = {"load_s": 0.0, "inter_forward_s": 0.0, "inter_backward_s": 0.0, "offload_s": 0.1}
+    times |= {f"{way}_dha_s": 3.0 for way in ("forward", "backward")} | {"backward_go_s": 3.0}
+    own = [
+        {"forward_s": 0.0, "backward_s": 0.8, "update_s": 0.0, "update_gpu_s": 0.0, "state_bytes": 6000},
+        {"forward_s": 0.0, "backward_s": 1.2, "update_s": 0.6, "update_gpu_s": 0.15, "state_bytes": 100},
+        {"forward_s": 0.2, "backward_s": 0.7, "update_s": 1.5, "update_gpu_s": 0.01, "state_bytes": 60},
+    ]
+    known = transformer(4).layers[:3]
+    layers = tuple(
+        dataclasses.replace(layer, param_bytes=size, grad_bytes=size, activation_bytes=10, **times, **more)
+        for layer, size, more in zip(known, (1000, 100, 10), own, strict=True)
+    )
+    profile = Profile({}, layers, updates_after_all=True)
+    plain = plain_training("auto", profile)
+    search, before_s = AutoSearch(profile, Request()), np.inf
+    smallest = search.pool.smallest_needed_bytes()
+    for budget in [*np.linspace(smallest, 1.2 * plain.needed_bytes, 24).astype(int).tolist(), None]:
+        step_s = simulate(profile, as_run(profile, search.plan(budget))).steady_step_s
+        assert step_s <= before_s * (1 + PLAIN_MARGIN)
+        before_s = step_s
+    assert before_s <= plain.objective_s
 
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
