@@ -52,6 +52,7 @@ def test_the_check_itself_runs_without_a_gpu(tmp_path):
         "smoke_native-overlapped_device_put",
         "smoke_gpu",
         "smoke_resident",
+        "smoke_mixed",
     )
     some = ("--only", *some)
     finished = run_check(tmp_path, "--device", "cpu", *some)
@@ -64,8 +65,10 @@ def test_the_check_itself_runs_without_a_gpu(tmp_path):
         "native-overlapped/device_put/float32",
         "gpu/ferry/float32",
         "resident/ferry/float32",
+        "mixed/ferry/float32",
     }
     assert all(row["off"] < 1e-4 for row in smoke)
+    assert {row["case"] for row in smoke if row["subgroups"] > 1} == {"gpu/ferry/float32", "mixed/ferry/float32"}
     assert any("bytes_per_s" in row.get("result", ()) for row in rows)
 
 

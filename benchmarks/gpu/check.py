@@ -52,7 +52,7 @@ SIZES = {"gpu": {"124m": 110, "medium": 150, "xl": 240}, "cpu": {"tiny": 120}}
 """Sizes of the timed models, with the most seconds for each."""
 NEED_LIBRARIES = ("smoke_", "test_", "steps_", "link_rates", "overlap", "criteria")
 """Beginnings of the names of stages that run the native libraries."""
-UPDATE_PLACES = ("gpu", "resident")
+UPDATE_PLACES = ("gpu", "resident", "mixed")
 FEW = ("native-overlapped", "exact", "zero-offload", PLAIN)
 
 

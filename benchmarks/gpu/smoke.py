@@ -3,9 +3,11 @@
 smoke.py reference FILE.json                          plain JAX; run it on a CPU
 smoke.py POLICY TRANSPORT DTYPE FILE.json             one case, on JAX's first device
 
-POLICY may also be the place of all updates: those of `PLACES`.
+POLICY may also be the places of the updates: those of `PLACES`. Masters and state that stream are cut into subgroups
+that are small enough for several of each layer.
 """
 
+import itertools
 import json
 import pathlib
 import sys
@@ -22,12 +24,20 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples" 
 import jaxferry
 import model
 from benchmarks.gpu.stages import emit
+from jaxferry import streaming
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
 
-PLACES = {"gpu": Mode.GFGB, "resident": Mode.RESIDENT}
-"""Updates that stream through the GPU, and such that stay there, each with the mode of its layers."""
+MODES = {UpdatePlace.HOST: Mode.GFGB, UpdatePlace.GPU: Mode.GFGB, UpdatePlace.RESIDENT: Mode.RESIDENT}
+"""The mode of the layers that are updated at a place."""
+PLACES = {
+    "gpu": (UpdatePlace.GPU,),
+    "resident": (UpdatePlace.RESIDENT,),
+    "mixed": (UpdatePlace.HOST, UpdatePlace.RESIDENT, UpdatePlace.GPU),
+}
+"""The places of updates, layer by layer in turns."""
+SUBGROUP_BYTES = 2**18
 CONFIG = model.Config(num_layers=2, num_heads=4, channels=128, max_length=64, vocab_size=512)
 BATCH, LENGTH, NUM_STEPS, LEARNING_RATE = 4, 64, 3, 1e-3
 MOST_OFF = {"float32": 1e-3, "bfloat16": 2e-2}
@@ -69,12 +79,14 @@ def reference(dtype):
     return losses
 
 
-def plan_of(place, dtype):
-    """A plan that updates all parameters at one place."""
+def plan_of(name, dtype):
+    """A plan that updates parameters at these places; the uses of one group agree."""
     loss_fn, params, batch = make()
-    segments = partition(loss_fn, params, (batch,), compute_dtype=dtype).segments
-    layers = (LayerPlan(segment.name, PLACES[place], update=UpdatePlace(place)) for segment in segments)
-    return Plan(place, 1.0, tuple(layers))
+    parts = partition(loss_fn, params, (batch,), compute_dtype=dtype)
+    places = itertools.cycle(PLACES[name])
+    of_group = {use.group: next(places) for use in {use.group: use for use in parts.uses}.values()}
+    layers = (LayerPlan(u.name, MODES[of_group[u.group]], update=of_group[u.group]) for u in parts.uses)
+    return Plan(name, 1.0, tuple(layers))
 
 
 def smoke(policy, transport, dtype, expected):
@@ -83,6 +95,7 @@ def smoke(policy, transport, dtype, expected):
     begin_s = time.perf_counter()
     chosen = {"policy": policy, "profile": "estimate"}
     if policy in PLACES:
+        streaming.SUBGROUP_BYTES = SUBGROUP_BYTES
         chosen = {"plan": plan_of(policy, jnp.dtype(dtype))}
     step = jaxferry.train_step(
         loss_fn,
@@ -106,6 +119,8 @@ def smoke(policy, transport, dtype, expected):
         off=off,
         seconds=time.perf_counter() - begin_s,
         modes=[mode.value for mode in prepared.modes],
+        updates=[layer.update.value for layer in prepared.plan.layers],
+        subgroups=max(prepared.program.streamed.values(), default=0),
         counted_bytes=prepared.peak.total,
         device=jax.devices()[0].device_kind,
     )
