@@ -42,12 +42,26 @@ _WORTH = 0.99
 def coarser(profile: Profile) -> Profile:
     """The profile with one layer for each program, which has all of its parameters.
 
-    Programs that share only some of their parameters with others keep their layers.
+    Programs that share only some of their parameters, or of their block's, with others keep their layers.
     """
     latency_s, launch_s = _figure(profile, "link_latency_s"), _figure(profile, "launch_s")
     blocks = ([profile.layers[layer] for layer in members] for members in _blocks(profile))
-    layers = tuple(own[0] if len(own) == 1 else _joined(own, latency_s, launch_s) for own in blocks)
+    readers = _readers_of_blocks(profile)
+    layers = tuple(
+        own[0] if len(own) == 1 and len(readers.get(own[0].block, ())) != 1 else _joined(own, latency_s, launch_s)
+        for own in blocks
+    )
     return dataclasses.replace(profile, layers=layers)
+
+
+def _readers_of_blocks(profile: Profile) -> dict[str, set[tuple[str, ...]]]:
+    """For each stated block, the parameter groups of its programs: one set of them if all read the same."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for members in profile.programs:
+        layers = [profile.layers[layer] for layer in members]
+        for block in {layer.block for layer in layers if layer.block}:
+            found.setdefault(block, set()).add(tuple(layer.parameters for layer in layers))
+    return found
 
 
 def _blocks(profile: Profile) -> list[tuple[int, ...]]:
@@ -57,9 +71,11 @@ def _blocks(profile: Profile) -> list[tuple[int, ...]]:
     for of_program in groups:
         for group in of_program:
             sharing.setdefault(group, set()).add(of_program)
-    found: list[tuple[int, ...]] = []
+    found, readers = list[tuple[int, ...]](), _readers_of_blocks(profile)
     for members, of_program in zip(profile.programs, groups, strict=True):
+        blocks = {profile.layers[member].block for member in members}
         is_alone = all(len(sharing[group]) == 1 for group in of_program)
+        is_alone &= all(len(readers.get(block, ())) < 2 for block in blocks)
         found += [members] if is_alone else [(member,) for member in members]
     return found
 
@@ -173,7 +189,7 @@ def _joined(layers: Sequence[LayerProfile], latency_s: float, launch_s: float) -
     # A kernel that takes as long as the shortest one has next to nothing to do.
     longer_s = sum(seconds for seconds in known if seconds > launch_s)
     made["update_gpu_s"] = max(longer_s, *known) if known and len(known) == len(updates) else None
-    made |= {key: _block_of([getattr(layer, key) for layer in layers]) for key in ("name", "parameters")}
+    made |= _names_of_block(layers)
     made |= {key: any(getattr(layer, key) for layer in layers) for key in ("backward_reads", "has_gradient")}
     if any(layer.sum_bytes for layer in layers):
         made["sum_bytes"] = sum(layer.offload_bytes for layer in layers)
@@ -184,6 +200,16 @@ def _of_one_copy(seconds: Sequence[float], latency_s: float) -> float:
     """Seconds of one copy in place of several. Those of no bytes take no time, and have no latency."""
     own = [each for each in seconds if each]
     return max(sum(own) - latency_s * (len(own) - 1), *own) if own else 0.0
+
+
+def _names_of_block(layers: Sequence[LayerProfile]) -> dict[str, str]:
+    """The name and the parameter group of the block of these layers: the stated one, or by the layers' own names."""
+    first, blocks = layers[0], {layer.block for layer in layers}
+    if len(blocks) == 1 and first.block:
+        number = first.name.removeprefix(first.parameters)
+        is_numbered = first.name.startswith(first.parameters) and (not number or number.startswith("#"))
+        return {"name": first.block + number * is_numbered, "parameters": first.block, "block": ""}
+    return {key: _block_of([getattr(layer, key) for layer in layers]) for key in ("name", "parameters")} | {"block": ""}
 
 
 def _block_of(names: Sequence[str]) -> str:

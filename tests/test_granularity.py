@@ -3,8 +3,12 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import linen
 
 import jaxferry
 import models
@@ -170,3 +174,93 @@ def test_modules_are_taken_where_blocks_do_not_fit_also_without_a_policy():
     assert least[FASTER] == min(least.values()) <= least[MODULE] < least[BLOCK]
     found = prepared(least[MODULE], FASTER)
     assert found.peak.total <= least[MODULE] and len(found.plan.layers) > len(prepared(None, FASTER).plan.layers)
+
+
+class Nested(linen.Module):
+    """Blocks whose only submodule has all the matrices: without biases, their layers share a longer prefix."""
+
+    @linen.compact
+    def __call__(self, x):
+        for number in range(2):
+            x = x + Feed(name=f"h_{number}")(x)
+        return linen.Dense(4, use_bias=False, name="head")(x)
+
+
+class Feed(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return Inner(name="mlp")(x)
+
+
+class Inner(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(8, use_bias=False, name="down")(linen.gelu(linen.Dense(16, use_bias=False, name="up")(x)))
+
+
+class Twice(linen.Module):
+    """Runs such a block twice."""
+
+    @linen.compact
+    def __call__(self, x):
+        first, second = Feed(name="h_0"), Feed(name="h_1")
+        for block in (first, second, first):
+            x = x + block(x)
+        return linen.Dense(4, use_bias=False, name="head")(x)
+
+
+@pytest.mark.parametrize("module", [Nested(), Twice()], ids=["nested", "twice"])
+def test_a_plan_for_the_blocks_of_a_profile_of_modules_names_the_blocks_of_the_model(module, tmp_path, capsys):
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    params = module.init(jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        return jnp.mean(module.apply(params, x) ** 2)
+
+    def profile_at(granularity):
+        return estimate_profile(partition_costs(partition(loss_fn, params, (x,), granularity=granularity)), MACHINE)
+
+    profile_at(MODULE).save(tmp_path / "profile.json")
+    modules = Profile.load(tmp_path / "profile.json")
+    assert modules == profile_at(MODULE) and any(layer.block for layer in modules.layers)
+    found, expected = coarser(modules), profile_at(BLOCK)
+    for key in ("name", "parameters", "block"):
+        assert [getattr(layer, key) for layer in found.layers] == [getattr(layer, key) for layer in expected.layers]
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", str(tmp_path / "profile.json"), "--granularity", BLOCK, "-o", str(tmp_path / "plan.json")])
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=tmp_path / "plan.json", granularity=BLOCK)
+    step.declare(params)
+    assert len(step.prepare(x).plan.layers) == len(expected.layers)
+
+
+def test_a_profile_of_modules_that_states_no_blocks_is_read_as_before(modules):
+    document = modules.to_json()
+    for layer in document["layers"]:
+        layer.pop("block", None)
+    found = coarser(Profile.from_json(document))
+    assert [layer.name for layer in found.layers] == [layer.name for layer in coarser(modules).layers]
+
+
+@pytest.mark.parametrize("in_turn", [(("up",),), (("up", "down"), ("left", "right"))], ids=["unread", "apart"])
+def test_blocks_of_unread_parameters_keep_their_names_and_those_in_several_parts_their_layers(in_turn):
+    """The programs of a block may read some of its parameters only, or others each."""
+    draw = np.random.default_rng(0)
+    names = ("up", "down", "left", "right")
+    params = {
+        block: {"mlp": {name: {"w": draw.normal(size=(8, 8)).astype(np.float32)} for name in names}}
+        for block in ("h_0", "h_1")
+    }
+
+    def loss_fn(params, x):
+        for part in in_turn:
+            for block in params.values():
+                for name in part:
+                    x = jnp.tanh(x @ block["mlp"][name]["w"])
+        return jnp.mean(x**2)
+
+    x = np.ones((4, 8), np.float32)
+    parts = partition(loss_fn, params, (x,), granularity=MODULE)
+    found = coarser(estimate_profile(partition_costs(parts), MACHINE))
+    assert [layer.name for layer in found.layers] == (
+        ["h_0", "h_1"] if len(in_turn) == 1 else [use.name for use in parts.uses]
+    )
