@@ -17,10 +17,20 @@ from typing import Any
 
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import BLOCK, FASTER, GRANULARITIES, MODULE, Remat
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.planning import as_run, plan_for
+from jaxferry.planning import (
+    Compared,
+    Planner,
+    SweepPoint,
+    as_run,
+    compare_plans,
+    planner_of,
+    sweep,
+    with_gap,
+)
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.records import Profile
@@ -95,16 +105,6 @@ def check_granularity(granularity: str) -> None:
         raise InputError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
 
 
-def at_granularity(
-    profile: Profile, policy: str, request: Request, granularity: str, is_planned: bool = True
-) -> tuple[Profile, Plan | None]:
-    """Like `plan_finest`; without a plan if that is not wanted and not needed to choose."""
-    check_granularity(granularity)
-    if is_planned or granularity == FASTER:
-        return plan_finest(profile, policy, request, granularity)
-    return (coarser(profile) if granularity == BLOCK else profile), None
-
-
 def plan_finest(profile: Profile, policy: str, request: Request, granularity: str) -> tuple[Profile, Plan]:
     """The plan of a policy for the layers of a profile, for its blocks, or for whichever is faster.
 
@@ -122,32 +122,83 @@ def plan_finest(profile: Profile, policy: str, request: Request, granularity: st
     Raises:
       BudgetError: if neither fits; it names the smaller of both needs.
     """
+    budget_bytes = request.memory_budget_bytes
+    chosen, plan = FinestPlanner(profile, policy, request, granularity).plan(budget_bytes)
+    return chosen, with_gap(chosen, plan, budget_bytes)
+
+
+def compare_finest(profile: Profile, request: Request, granularity: str) -> Compared:
+    """Every policy's answer to the same request, each with what `plan_finest` plans.
+
+    Raises:
+      BudgetError: as for `jaxferry.planning.compare_plans`.
+    """
+    budget_bytes = request.memory_budget_bytes
+    planned = _candidates(profile, granularity).values()
+    bound_s = min(any_plan_lower_bound_s(each, budget_bytes) for each in planned)
+
+    def plan(policy: str) -> tuple[Profile, Plan]:
+        return FinestPlanner(profile, policy, request, granularity).plan(budget_bytes)
+
+    return compare_plans(plan, bound_s, request)
+
+
+def sweep_finest(
+    profile: Profile,
+    policy: str,
+    reserve_factors: list[float],
+    budgets_bytes: list[int] | None,
+    request: Request,
+    granularity: str,
+) -> list[SweepPoint]:
+    """Like `jaxferry.planning.sweep`, with what `plan_finest` plans."""
+
+    def planner_at(profile: Profile, policy: str, request: Request) -> Planner:
+        found = FinestPlanner(profile, policy, request, granularity)
+        return lambda budget_bytes: found.plan(budget_bytes)[1]
+
+    return sweep(profile, policy, reserve_factors, budgets_bytes, request, planner_at)
+
+
+def _candidates(profile: Profile, granularity: str) -> dict[str, Profile]:
+    """The profiles of the granularities among which a plan is chosen."""
     check_granularity(granularity)
     blocks = coarser(profile)
-    if blocks.layers == profile.layers:
-        return profile, plan_for(profile, policy, request)
-    if granularity == BLOCK:
-        return blocks, plan_for(blocks, policy, request)
-    if granularity == MODULE and policy != Auto.name:
-        return profile, plan_for(profile, policy, request)
-    found, errors = dict[str, tuple[Profile, Plan]](), list[BudgetError]()
-    for name, each in ((BLOCK, blocks), (MODULE, profile)):
-        try:
-            found[name] = each, plan_for(each, policy, request)
-        except BudgetError as error:
-            errors.append(error)
-    if not found:
-        raise min(errors, key=lambda error: error.smallest_bytes)
-    if policy == Auto.name and BLOCK in found:
-        _add_finer(found, profile, request.memory_budget_bytes)
-    if MODULE not in found:
-        if granularity == MODULE:
+    if granularity == MODULE or blocks.layers == profile.layers:
+        return {MODULE: profile}
+    return {BLOCK: blocks} if granularity == BLOCK else {BLOCK: blocks, MODULE: profile}
+
+
+class FinestPlanner:
+    """Answers any number of budgets as `plan_finest` does, with plans that state no gap; arguments as there."""
+
+    def __init__(self, profile: Profile, policy: str, request: Request, granularity: str) -> None:
+        self._profile, self._policy, self._granularity = profile, policy, granularity
+        # Policy auto also takes a plan for blocks as one for layers as they are.
+        wanted = FASTER if granularity == MODULE and policy == Auto.name else granularity
+        self._candidates = _candidates(profile, wanted)
+        self._planners = {name: planner_of(each, policy, request) for name, each in self._candidates.items()}
+
+    def plan(self, budget_bytes: int | None) -> tuple[Profile, Plan]:
+        """The profile that was planned for, and the plan within a budget."""
+        found, errors = dict[str, tuple[Profile, Plan]](), list[BudgetError]()
+        for name, planner in self._planners.items():
+            try:
+                found[name] = self._candidates[name], planner(budget_bytes)
+            except BudgetError as error:
+                errors.append(error)
+        if not found:
+            raise min(errors, key=lambda error: error.smallest_bytes)
+        if self._policy == Auto.name and BLOCK in found and MODULE in self._candidates:
+            _add_finer(found, self._profile, budget_bytes)
+        if self._granularity == MODULE and MODULE not in found:
             raise errors[-1]
-        return found[BLOCK]
-    if granularity == MODULE or BLOCK not in found:
-        return found[MODULE]
-    is_worth_it = step_s(*found[MODULE]) < _WORTH * step_s(*found[BLOCK])
-    return found[MODULE if is_worth_it else BLOCK]
+        if self._granularity == MODULE or BLOCK not in found:
+            return found[MODULE]
+        if MODULE not in found:
+            return found[BLOCK]
+        is_worth_it = step_s(*found[MODULE]) < _WORTH * step_s(*found[BLOCK])
+        return found[MODULE if is_worth_it else BLOCK]
 
 
 def _add_finer(found: dict[str, tuple[Profile, Plan]], profile: Profile, budget_bytes: int | None) -> None:

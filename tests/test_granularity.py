@@ -19,6 +19,7 @@ from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.partition import partition
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.planning import plan_for
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.records import Profile
@@ -28,8 +29,8 @@ from profiles import transformer, unit_layer
 MACHINE = MACHINES["a100-pcie3"]
 
 
-def profile_of(granularity, machine=MACHINE):
-    task = models.gpt(depth=4)
+def profile_of(granularity, machine=MACHINE, depth=4):
+    task = models.gpt(depth=depth)
     parts = partition(task.loss_fn, task.params, (task.batch,), granularity=granularity)
     return estimate_profile(partition_costs(parts), machine)
 
@@ -264,3 +265,22 @@ def test_blocks_of_unread_parameters_keep_their_names_and_those_in_several_parts
     assert [layer.name for layer in found.layers] == (
         ["h_0", "h_1"] if len(in_turn) == 1 else [use.name for use in parts.uses]
     )
+
+
+def test_all_commands_plan_a_profile_of_modules_alike(tmp_path, capsys):
+    """So many modules that the search of their own plans misses one of their blocks' plans."""
+    modules = profile_of(MODULE, MACHINES["v100-pcie3"], depth=24)
+    path, budget = tmp_path / "profile.json", sum(layer.param_bytes for layer in modules.layers)
+    modules.save(path)
+
+    def answer(command, *options):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, str(path), "--memory-budget", str(budget), *options, "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    planned = answer("plan", "--policy", "auto", "--reserve-factor", "1")["predicted"]["steady_step_s"]
+    compared = {row["policy"]: row for row in answer("plan", "--compare", "--reserve-factor", "1")["policies"]}
+    assert compared["auto"]["steady_step_s"] == planned
+    assert answer("tune", "--policy", "auto", "--reserve-factor", "1")["knee"]["steady_step_s"] == planned
+    alone = plan_for(modules, "auto", Request(1.0, budget))
+    assert planned < alone.predicted.steady_step_s

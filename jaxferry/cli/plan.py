@@ -9,12 +9,12 @@ import typer
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget_on
 from jaxferry.errors import InputError
-from jaxferry.granularity import at_granularity, check_granularity
+from jaxferry.granularity import check_granularity, compare_finest, plan_finest
 from jaxferry.modes import MODULE
 from jaxferry.plan.base import Request, read_objective
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
-from jaxferry.planning import Compared, compare, copies_bytes
+from jaxferry.planning import Compared, copies_bytes
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.sharing import shared_by
 from jaxferry.report.tables import (
@@ -77,10 +77,11 @@ def plan(
     request = Request(reserve_factor, budget.num_bytes, read_objective(objective))
     with progress("planning") as report, naming(profile):
         request = dataclasses.replace(request, progress=report)
-        known, made = at_granularity(known, policy, request, granularity, is_planned=not compare_all)
         if compare_all:
-            compared = compare(known, request)
+            compared = compare_finest(known, request, granularity)
             made = None if output is None else compared.plan_of(policy)
+        else:
+            known, made = plan_finest(known, policy, request, granularity)
     if made is not None and output is not None:
         made.save(output)
     budget.tell(as_json)

@@ -10,10 +10,12 @@ import typer
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget_on
 from jaxferry.errors import InputError
+from jaxferry.granularity import sweep_finest
+from jaxferry.modes import MODULE
 from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
 from jaxferry.plan.registry import make_policy
-from jaxferry.planning import knee, sweep
+from jaxferry.planning import knee
 from jaxferry.profiling.records import Profile
 from jaxferry.records import check_share
 from jaxferry.report.plots import plot_format, plot_sweep
@@ -65,7 +67,7 @@ def tune(
     if default.num_bytes is not None:
         budgets = [default.num_bytes]
     with progress("tuning") as report, naming(profile):
-        points = sweep(known, chosen, factors, budgets, Request(progress=report))
+        points = sweep_finest(known, chosen, factors, budgets, Request(progress=report), MODULE)
     best = knee(points)
     if plot is not None:
         plot_sweep(points, best, plot)
