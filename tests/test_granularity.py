@@ -284,3 +284,22 @@ def test_all_commands_plan_a_profile_of_modules_alike(tmp_path, capsys):
     assert answer("tune", "--policy", "auto", "--reserve-factor", "1")["knee"]["steady_step_s"] == planned
     alone = plan_for(modules, "auto", Request(1.0, budget))
     assert planned < alone.predicted.steady_step_s
+
+
+def test_tune_sweeps_a_profile_of_modules_at_any_granularity(modules, tmp_path, capsys):
+    path, output = tmp_path / "profile.json", tmp_path / "plan.json"
+    modules.save(path)
+    layers = {BLOCK: [coarser(modules)], MODULE: [modules], FASTER: [coarser(modules), modules]}
+    for granularity, profiles in layers.items():
+        options = ["--granularity", granularity, "--policy", "memferry", "--reserve-factor", "1", "--json"]
+        found = {}
+        for command, more in (("tune", ["-o", str(output)]), ("plan", [])):
+            with pytest.raises(SystemExit, match="0"):
+                main([command, str(path), *options, *more])
+            found[command] = json.loads(capsys.readouterr().out)
+        names = [layer.name for layer in Plan.load(output).layers]
+        assert names in [[layer.name for layer in each.layers] for each in profiles]
+        assert found["tune"]["knee"]["steady_step_s"] == found["plan"]["predicted"]["steady_step_s"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", str(path), "--granularity", "tensor"])
+    assert "granularity must be one of block, module, auto" in capsys.readouterr().err

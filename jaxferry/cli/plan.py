@@ -7,7 +7,16 @@ from typing import Annotated
 import typer
 
 from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget_on
+from jaxferry.cli.common import (
+    AsJson,
+    Granularity,
+    ProfilePath,
+    naming,
+    print_json,
+    print_report,
+    progress,
+    read_budget_on,
+)
 from jaxferry.errors import InputError
 from jaxferry.granularity import check_granularity, compare_finest, plan_finest
 from jaxferry.modes import MODULE
@@ -54,13 +63,7 @@ def plan(
         typer.Option(min=1, help="Devices that share each batch, of the profile of one. [default: the profile's]"),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes, a machine each, that these devices belong to.")] = 1,
-    granularity: Annotated[
-        str,
-        typer.Option(
-            help="Layers of the plan, for a profile of modules: module as the profile has them, block for one layer a "
-            "program, auto for the faster of both, with the time that issuing takes."
-        ),
-    ] = MODULE,
+    granularity: Granularity = MODULE,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan.")] = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="Print all policies side by side.")] = False,
     as_json: AsJson = False,
