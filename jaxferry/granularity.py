@@ -17,10 +17,20 @@ from typing import Any
 
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import BLOCK, FASTER, GRANULARITIES, MODULE, Remat
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan
-from jaxferry.planning import as_run, plan_for
+from jaxferry.planning import (
+    Compared,
+    Planner,
+    SweepPoint,
+    as_run,
+    compare_plans,
+    planner_of,
+    sweep,
+    with_gap,
+)
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.records import Profile
@@ -42,12 +52,26 @@ _WORTH = 0.99
 def coarser(profile: Profile) -> Profile:
     """The profile with one layer for each program, which has all of its parameters.
 
-    Programs that share only some of their parameters with others keep their layers.
+    Programs that share only some of their parameters, or of their block's, with others keep their layers.
     """
     latency_s, launch_s = _figure(profile, "link_latency_s"), _figure(profile, "launch_s")
     blocks = ([profile.layers[layer] for layer in members] for members in _blocks(profile))
-    layers = tuple(own[0] if len(own) == 1 else _joined(own, latency_s, launch_s) for own in blocks)
+    readers = _readers_of_blocks(profile)
+    layers = tuple(
+        own[0] if len(own) == 1 and len(readers.get(own[0].block, ())) != 1 else _joined(own, latency_s, launch_s)
+        for own in blocks
+    )
     return dataclasses.replace(profile, layers=layers)
+
+
+def _readers_of_blocks(profile: Profile) -> dict[str, set[tuple[str, ...]]]:
+    """For each stated block, the parameter groups of its programs: one set of them if all read the same."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for members in profile.programs:
+        layers = [profile.layers[layer] for layer in members]
+        for block in {layer.block for layer in layers if layer.block}:
+            found.setdefault(block, set()).add(tuple(layer.parameters for layer in layers))
+    return found
 
 
 def _blocks(profile: Profile) -> list[tuple[int, ...]]:
@@ -57,9 +81,11 @@ def _blocks(profile: Profile) -> list[tuple[int, ...]]:
     for of_program in groups:
         for group in of_program:
             sharing.setdefault(group, set()).add(of_program)
-    found: list[tuple[int, ...]] = []
+    found, readers = list[tuple[int, ...]](), _readers_of_blocks(profile)
     for members, of_program in zip(profile.programs, groups, strict=True):
+        blocks = {profile.layers[member].block for member in members}
         is_alone = all(len(sharing[group]) == 1 for group in of_program)
+        is_alone &= all(len(readers.get(block, ())) < 2 for block in blocks)
         found += [members] if is_alone else [(member,) for member in members]
     return found
 
@@ -79,16 +105,6 @@ def check_granularity(granularity: str) -> None:
         raise InputError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {granularity!r}")
 
 
-def at_granularity(
-    profile: Profile, policy: str, request: Request, granularity: str, is_planned: bool = True
-) -> tuple[Profile, Plan | None]:
-    """Like `plan_finest`; without a plan if that is not wanted and not needed to choose."""
-    check_granularity(granularity)
-    if is_planned or granularity == FASTER:
-        return plan_finest(profile, policy, request, granularity)
-    return (coarser(profile) if granularity == BLOCK else profile), None
-
-
 def plan_finest(profile: Profile, policy: str, request: Request, granularity: str) -> tuple[Profile, Plan]:
     """The plan of a policy for the layers of a profile, for its blocks, or for whichever is faster.
 
@@ -106,32 +122,83 @@ def plan_finest(profile: Profile, policy: str, request: Request, granularity: st
     Raises:
       BudgetError: if neither fits; it names the smaller of both needs.
     """
+    budget_bytes = request.memory_budget_bytes
+    chosen, plan = FinestPlanner(profile, policy, request, granularity).plan(budget_bytes)
+    return chosen, with_gap(chosen, plan, budget_bytes)
+
+
+def compare_finest(profile: Profile, request: Request, granularity: str) -> Compared:
+    """Every policy's answer to the same request, each with what `plan_finest` plans.
+
+    Raises:
+      BudgetError: as for `jaxferry.planning.compare_plans`.
+    """
+    budget_bytes = request.memory_budget_bytes
+    planned = _candidates(profile, granularity).values()
+    bound_s = min(any_plan_lower_bound_s(each, budget_bytes) for each in planned)
+
+    def plan(policy: str) -> tuple[Profile, Plan]:
+        return FinestPlanner(profile, policy, request, granularity).plan(budget_bytes)
+
+    return compare_plans(plan, bound_s, request)
+
+
+def sweep_finest(
+    profile: Profile,
+    policy: str,
+    reserve_factors: list[float],
+    budgets_bytes: list[int] | None,
+    request: Request,
+    granularity: str,
+) -> list[SweepPoint]:
+    """Like `jaxferry.planning.sweep`, with what `plan_finest` plans."""
+
+    def planner_at(profile: Profile, policy: str, request: Request) -> Planner:
+        found = FinestPlanner(profile, policy, request, granularity)
+        return lambda budget_bytes: found.plan(budget_bytes)[1]
+
+    return sweep(profile, policy, reserve_factors, budgets_bytes, request, planner_at)
+
+
+def _candidates(profile: Profile, granularity: str) -> dict[str, Profile]:
+    """The profiles of the granularities among which a plan is chosen."""
     check_granularity(granularity)
     blocks = coarser(profile)
-    if blocks.layers == profile.layers:
-        return profile, plan_for(profile, policy, request)
-    if granularity == BLOCK:
-        return blocks, plan_for(blocks, policy, request)
-    if granularity == MODULE and policy != Auto.name:
-        return profile, plan_for(profile, policy, request)
-    found, errors = dict[str, tuple[Profile, Plan]](), list[BudgetError]()
-    for name, each in ((BLOCK, blocks), (MODULE, profile)):
-        try:
-            found[name] = each, plan_for(each, policy, request)
-        except BudgetError as error:
-            errors.append(error)
-    if not found:
-        raise min(errors, key=lambda error: error.smallest_bytes)
-    if policy == Auto.name and BLOCK in found:
-        _add_finer(found, profile, request.memory_budget_bytes)
-    if MODULE not in found:
-        if granularity == MODULE:
+    if granularity == MODULE or blocks.layers == profile.layers:
+        return {MODULE: profile}
+    return {BLOCK: blocks} if granularity == BLOCK else {BLOCK: blocks, MODULE: profile}
+
+
+class FinestPlanner:
+    """Answers any number of budgets as `plan_finest` does, with plans that state no gap; arguments as there."""
+
+    def __init__(self, profile: Profile, policy: str, request: Request, granularity: str) -> None:
+        self._profile, self._policy, self._granularity = profile, policy, granularity
+        # Policy auto also takes a plan for blocks as one for layers as they are.
+        wanted = FASTER if granularity == MODULE and policy == Auto.name else granularity
+        self._candidates = _candidates(profile, wanted)
+        self._planners = {name: planner_of(each, policy, request) for name, each in self._candidates.items()}
+
+    def plan(self, budget_bytes: int | None) -> tuple[Profile, Plan]:
+        """The profile that was planned for, and the plan within a budget."""
+        found, errors = dict[str, tuple[Profile, Plan]](), list[BudgetError]()
+        for name, planner in self._planners.items():
+            try:
+                found[name] = self._candidates[name], planner(budget_bytes)
+            except BudgetError as error:
+                errors.append(error)
+        if not found:
+            raise min(errors, key=lambda error: error.smallest_bytes)
+        if self._policy == Auto.name and BLOCK in found and MODULE in self._candidates:
+            _add_finer(found, self._profile, budget_bytes)
+        if self._granularity == MODULE and MODULE not in found:
             raise errors[-1]
-        return found[BLOCK]
-    if granularity == MODULE or BLOCK not in found:
-        return found[MODULE]
-    is_worth_it = step_s(*found[MODULE]) < _WORTH * step_s(*found[BLOCK])
-    return found[MODULE if is_worth_it else BLOCK]
+        if self._granularity == MODULE or BLOCK not in found:
+            return found[MODULE]
+        if MODULE not in found:
+            return found[BLOCK]
+        is_worth_it = step_s(*found[MODULE]) < _WORTH * step_s(*found[BLOCK])
+        return found[MODULE if is_worth_it else BLOCK]
 
 
 def _add_finer(found: dict[str, tuple[Profile, Plan]], profile: Profile, budget_bytes: int | None) -> None:
@@ -173,7 +240,7 @@ def _joined(layers: Sequence[LayerProfile], latency_s: float, launch_s: float) -
     # A kernel that takes as long as the shortest one has next to nothing to do.
     longer_s = sum(seconds for seconds in known if seconds > launch_s)
     made["update_gpu_s"] = max(longer_s, *known) if known and len(known) == len(updates) else None
-    made |= {key: _block_of([getattr(layer, key) for layer in layers]) for key in ("name", "parameters")}
+    made |= _names_of_block(layers)
     made |= {key: any(getattr(layer, key) for layer in layers) for key in ("backward_reads", "has_gradient")}
     if any(layer.sum_bytes for layer in layers):
         made["sum_bytes"] = sum(layer.offload_bytes for layer in layers)
@@ -184,6 +251,16 @@ def _of_one_copy(seconds: Sequence[float], latency_s: float) -> float:
     """Seconds of one copy in place of several. Those of no bytes take no time, and have no latency."""
     own = [each for each in seconds if each]
     return max(sum(own) - latency_s * (len(own) - 1), *own) if own else 0.0
+
+
+def _names_of_block(layers: Sequence[LayerProfile]) -> dict[str, str]:
+    """The name and the parameter group of the block of these layers: the stated one, or by the layers' own names."""
+    first, blocks = layers[0], {layer.block for layer in layers}
+    if len(blocks) == 1 and first.block:
+        number = first.name.removeprefix(first.parameters)
+        is_numbered = first.name.startswith(first.parameters) and (not number or number.startswith("#"))
+        return {"name": first.block + number * is_numbered, "parameters": first.block, "block": ""}
+    return {key: _block_of([getattr(layer, key) for layer in layers]) for key in ("name", "parameters")} | {"block": ""}
 
 
 def _block_of(names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Plans and predictions: one policy's plan, all policies side by side, sweeps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,18 +19,24 @@ from jaxferry.profiling.records import Profile
 from jaxferry.schedule import needed_bytes
 from jaxferry.simulate.report import predict, simulate
 
+Planner = Callable[[int | None], Plan]
+"""The plan for a memory budget in bytes, or for none."""
+
 __all__ = [
     "Compared",
     "Comparison",
+    "Planner",
     "SweepPoint",
     "as_run",
     "check_updates",
-    "compare",
+    "compare_plans",
     "copies_bytes",
     "knee",
     "make_plan",
     "plan_for",
+    "planner_of",
     "sweep",
+    "with_gap",
     "with_update_order",
 ]
 
@@ -66,22 +73,30 @@ def make_plan(
 
 def plan_for(profile: Profile, policy: str, request: Request) -> Plan:
     """Like `make_plan`, for a request."""
-    plan = predict(profile, _plan_of(policy, profile, request))
-    return _with_gap(profile, plan, request.memory_budget_bytes) if _states_gap(profile, plan) else plan
+    budget_bytes = request.memory_budget_bytes
+    return with_gap(profile, planner_of(profile, policy, request)(budget_bytes), budget_bytes)
 
 
-def _plan_of(policy: str, profile: Profile, request: Request) -> Plan:
-    return as_run(profile, make_policy(policy).plan(profile, request))
+def planner_of(profile: Profile, policy: str, request: Request) -> Planner:
+    """A function that plans for any budget, without the gap of `plan_for`; `auto` searches once for all budgets."""
+    plan: Planner = functools.partial(_plan_within, profile, policy, request)
+    if policy == Auto.name:
+        plan = AutoSearch(profile, dataclasses.replace(request, objective=Objective.STEADY)).plan
+    return lambda budget_bytes: predict(profile, as_run(profile, plan(budget_bytes)))
 
 
-def _states_gap(profile: Profile, plan: Plan) -> bool:
-    """Whether no search of all plans was possible: many layers, or a choice of where each group is updated."""
-    return len(profile.layers) > FULL_LAYERS or (plan.policy == Auto.name and bool(updatable_groups(profile)))
+def _plan_within(profile: Profile, policy: str, request: Request, budget_bytes: int | None) -> Plan:
+    return make_policy(policy).plan(profile, dataclasses.replace(request, memory_budget_bytes=budget_bytes))
 
 
-def _with_gap(profile: Profile, plan: Plan, budget_bytes: int | None) -> Plan:
-    """The plan with its gap to a proven bound on all plans within the budget, or to the policy's own bound."""
-    assert plan.predicted is not None
+def with_gap(profile: Profile, plan: Plan, budget_bytes: int | None) -> Plan:
+    """The plan with its gap to a proven bound on all plans within the budget, or to the policy's own bound.
+
+    Unless a search of all plans was possible: with few layers, and no choice of where each group is updated.
+    """
+    is_searched = plan.policy != Auto.name or not updatable_groups(profile)
+    if plan.predicted is None or (is_searched and len(profile.layers) <= FULL_LAYERS):
+        return plan
     objective = Objective(plan.details.get("objective", Objective.STEADY))
     value_s = getattr(plan.predicted, _SECONDS_OF[objective])
     bound_s = min(plan.details.get("lower_bound_s") or any_plan_lower_bound_s(profile, budget_bytes), value_s)
@@ -188,31 +203,35 @@ class Compared:
         return {"lower_bound_s": self.lower_bound_s, "policies": [row.to_json() for row in self.rows]}
 
 
-def compare(profile: Profile, request: Request) -> Compared:
+def compare_plans(plan: Callable[[str], tuple[Profile, Plan]], bound_s: float, request: Request) -> Compared:
     """Every policy's answer to the same request.
+
+    Args:
+      plan: plans by the policy of this name; returns the profile that the plan is for too.
+      bound_s: no plan has a smaller steady step.
+      request: its progress is told of each policy.
 
     Raises:
       BudgetError: if no policy has a plan that fits; it names the smallest feasible budget of all.
     """
-    bound_s = any_plan_lower_bound_s(profile, request.memory_budget_bytes)
-    rows = tuple(_compared(profile, request, name, bound_s) for name in policies())
+    rows = tuple(_compared(plan, request, name, bound_s) for name in policies())
     if all(row.plan is None for row in rows):
         leanest = min(rows, key=lambda row: row.smallest_bytes)
         raise BudgetError(leanest.problem, leanest.smallest_bytes)
     return Compared(rows, bound_s)
 
 
-def _compared(profile: Profile, request: Request, name: str, bound_s: float) -> Comparison:
+def _compared(plan: Callable[[str], tuple[Profile, Plan]], request: Request, name: str, bound_s: float) -> Comparison:
     request.report(name)
     try:
-        plan = _plan_of(name, profile, request)
+        profile, made = plan(name)
     except BudgetError as error:
         return Comparison(name, None, smallest_bytes=error.smallest_bytes, problem=str(error))
-    simulation = simulate(profile, plan)
+    simulation = simulate(profile, made)
     gap = simulation.steady_step_s / bound_s - 1 if bound_s > 0 else 0.0
     gap = 0.0 if abs(gap) < _ROUNDING else gap
-    predicted = dataclasses.replace(plan, predicted=simulation.predicted)
-    return Comparison(name, predicted, simulation.link_bytes, gap, needed_bytes(profile, plan))
+    predicted = dataclasses.replace(made, predicted=simulation.predicted)
+    return Comparison(name, predicted, simulation.link_bytes, gap, needed_bytes(profile, made))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,11 +258,20 @@ def sweep(
     reserve_factors: list[float],
     budgets_bytes: list[int] | None,
     request: Request,
+    planner_of: Callable[[Profile, str, Request], Planner] = planner_of,
 ) -> list[SweepPoint]:
     """A policy's plan for each reserve factor and each budget; without budgets, one for each reserve factor.
 
     A plan whose gradients satisfy a smaller factor also satisfies a larger one below 1, so a smaller factor's plan
     stands for a larger one's that is slower. With 1 no gradient is GO.
+
+    Args:
+      profile: the profile.
+      policy: name of the policy.
+      reserve_factors: the factors.
+      budgets_bytes: the budgets.
+      request: the other requirements.
+      planner_of: makes the function that plans for any budget.
 
     Raises:
       BudgetError: if no plan fits at any setting; it names the smallest feasible budget.
@@ -252,9 +280,9 @@ def sweep(
     for factor in reserve_factors:
         asked = dataclasses.replace(request, reserve_factor=factor, memory_budget_bytes=None)
         asked.report(f"reserve factor {factor:g}")
-        planner = _planner(profile, policy, asked)
+        planner = planner_of(profile, policy, asked)
         for budget in budgets_bytes if budgets_bytes is not None else [None]:
-            found = _sweep_point(profile, planner, factor, budget)
+            found = _sweep_point(planner, factor, budget)
             points.append(min([found, *_allowed(points, factor, budget)], key=_steady_s))
     if all(point.plan is None for point in points):
         leanest = min(points, key=lambda point: (point.smallest_bytes, -(point.memory_budget_bytes or 0)))
@@ -276,18 +304,9 @@ def _steady_s(point: SweepPoint) -> float:
     return _memory_and_time(point)[1] if has_plan else float("inf")
 
 
-def _planner(profile: Profile, policy: str, request: Request) -> Callable[[int | None], Plan]:
-    """A function that plans for a budget; `auto` searches once for all budgets."""
-    if policy == Auto.name:
-        return AutoSearch(profile, request).plan
-    return lambda budget: make_policy(policy).plan(profile, dataclasses.replace(request, memory_budget_bytes=budget))
-
-
-def _sweep_point(
-    profile: Profile, planner: Callable[[int | None], Plan], factor: float, budget: int | None
-) -> SweepPoint:
+def _sweep_point(planner: Planner, factor: float, budget: int | None) -> SweepPoint:
     try:
-        return SweepPoint(factor, budget, predict(profile, as_run(profile, planner(budget))))
+        return SweepPoint(factor, budget, planner(budget))
     except BudgetError as error:
         return SweepPoint(factor, budget, None, error.smallest_bytes, str(error))
 

@@ -3,8 +3,12 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import linen
 
 import jaxferry
 import models
@@ -15,6 +19,7 @@ from jaxferry.modes import BLOCK, FASTER, MODULE, Mode
 from jaxferry.partition import partition
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.planning import plan_for
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.records import Profile
@@ -24,8 +29,8 @@ from profiles import transformer, unit_layer
 MACHINE = MACHINES["a100-pcie3"]
 
 
-def profile_of(granularity, machine=MACHINE):
-    task = models.gpt(depth=4)
+def profile_of(granularity, machine=MACHINE, depth=4):
+    task = models.gpt(depth=depth)
     parts = partition(task.loss_fn, task.params, (task.batch,), granularity=granularity)
     return estimate_profile(partition_costs(parts), machine)
 
@@ -170,3 +175,131 @@ def test_modules_are_taken_where_blocks_do_not_fit_also_without_a_policy():
     assert least[FASTER] == min(least.values()) <= least[MODULE] < least[BLOCK]
     found = prepared(least[MODULE], FASTER)
     assert found.peak.total <= least[MODULE] and len(found.plan.layers) > len(prepared(None, FASTER).plan.layers)
+
+
+class Nested(linen.Module):
+    """Blocks whose only submodule has all the matrices: without biases, their layers share a longer prefix."""
+
+    @linen.compact
+    def __call__(self, x):
+        for number in range(2):
+            x = x + Feed(name=f"h_{number}")(x)
+        return linen.Dense(4, use_bias=False, name="head")(x)
+
+
+class Feed(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return Inner(name="mlp")(x)
+
+
+class Inner(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(8, use_bias=False, name="down")(linen.gelu(linen.Dense(16, use_bias=False, name="up")(x)))
+
+
+class Twice(linen.Module):
+    """Runs such a block twice."""
+
+    @linen.compact
+    def __call__(self, x):
+        first, second = Feed(name="h_0"), Feed(name="h_1")
+        for block in (first, second, first):
+            x = x + block(x)
+        return linen.Dense(4, use_bias=False, name="head")(x)
+
+
+@pytest.mark.parametrize("module", [Nested(), Twice()], ids=["nested", "twice"])
+def test_a_plan_for_the_blocks_of_a_profile_of_modules_names_the_blocks_of_the_model(module, tmp_path, capsys):
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    params = module.init(jax.random.key(0), x)
+
+    def loss_fn(params, x):
+        return jnp.mean(module.apply(params, x) ** 2)
+
+    def profile_at(granularity):
+        return estimate_profile(partition_costs(partition(loss_fn, params, (x,), granularity=granularity)), MACHINE)
+
+    profile_at(MODULE).save(tmp_path / "profile.json")
+    modules = Profile.load(tmp_path / "profile.json")
+    assert modules == profile_at(MODULE) and any(layer.block for layer in modules.layers)
+    found, expected = coarser(modules), profile_at(BLOCK)
+    for key in ("name", "parameters", "block"):
+        assert [getattr(layer, key) for layer in found.layers] == [getattr(layer, key) for layer in expected.layers]
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", str(tmp_path / "profile.json"), "--granularity", BLOCK, "-o", str(tmp_path / "plan.json")])
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), plan=tmp_path / "plan.json", granularity=BLOCK)
+    step.declare(params)
+    assert len(step.prepare(x).plan.layers) == len(expected.layers)
+
+
+def test_a_profile_of_modules_that_states_no_blocks_is_read_as_before(modules):
+    document = modules.to_json()
+    for layer in document["layers"]:
+        layer.pop("block", None)
+    found = coarser(Profile.from_json(document))
+    assert [layer.name for layer in found.layers] == [layer.name for layer in coarser(modules).layers]
+
+
+@pytest.mark.parametrize("in_turn", [(("up",),), (("up", "down"), ("left", "right"))], ids=["unread", "apart"])
+def test_blocks_of_unread_parameters_keep_their_names_and_those_in_several_parts_their_layers(in_turn):
+    """The programs of a block may read some of its parameters only, or others each."""
+    draw = np.random.default_rng(0)
+    names = ("up", "down", "left", "right")
+    params = {
+        block: {"mlp": {name: {"w": draw.normal(size=(8, 8)).astype(np.float32)} for name in names}}
+        for block in ("h_0", "h_1")
+    }
+
+    def loss_fn(params, x):
+        for part in in_turn:
+            for block in params.values():
+                for name in part:
+                    x = jnp.tanh(x @ block["mlp"][name]["w"])
+        return jnp.mean(x**2)
+
+    x = np.ones((4, 8), np.float32)
+    parts = partition(loss_fn, params, (x,), granularity=MODULE)
+    found = coarser(estimate_profile(partition_costs(parts), MACHINE))
+    assert [layer.name for layer in found.layers] == (
+        ["h_0", "h_1"] if len(in_turn) == 1 else [use.name for use in parts.uses]
+    )
+
+
+def test_all_commands_plan_a_profile_of_modules_alike(tmp_path, capsys):
+    """So many modules that the search of their own plans misses one of their blocks' plans."""
+    modules = profile_of(MODULE, MACHINES["v100-pcie3"], depth=24)
+    path, budget = tmp_path / "profile.json", sum(layer.param_bytes for layer in modules.layers)
+    modules.save(path)
+
+    def answer(command, *options):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, str(path), "--memory-budget", str(budget), *options, "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    planned = answer("plan", "--policy", "auto", "--reserve-factor", "1")["predicted"]["steady_step_s"]
+    compared = {row["policy"]: row for row in answer("plan", "--compare", "--reserve-factor", "1")["policies"]}
+    assert compared["auto"]["steady_step_s"] == planned
+    assert answer("tune", "--policy", "auto", "--reserve-factor", "1")["knee"]["steady_step_s"] == planned
+    alone = plan_for(modules, "auto", Request(1.0, budget))
+    assert planned < alone.predicted.steady_step_s
+
+
+def test_tune_sweeps_a_profile_of_modules_at_any_granularity(modules, tmp_path, capsys):
+    path, output = tmp_path / "profile.json", tmp_path / "plan.json"
+    modules.save(path)
+    layers = {BLOCK: [coarser(modules)], MODULE: [modules], FASTER: [coarser(modules), modules]}
+    for granularity, profiles in layers.items():
+        options = ["--granularity", granularity, "--policy", "memferry", "--reserve-factor", "1", "--json"]
+        found = {}
+        for command, more in (("tune", ["-o", str(output)]), ("plan", [])):
+            with pytest.raises(SystemExit, match="0"):
+                main([command, str(path), *options, *more])
+            found[command] = json.loads(capsys.readouterr().out)
+        names = [layer.name for layer in Plan.load(output).layers]
+        assert names in [[layer.name for layer in each.layers] for each in profiles]
+        assert found["tune"]["knee"]["steady_step_s"] == found["plan"]["predicted"]["steady_step_s"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["tune", str(path), "--granularity", "tensor"])
+    assert "granularity must be one of block, module, auto" in capsys.readouterr().err

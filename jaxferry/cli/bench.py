@@ -14,17 +14,20 @@ from jaxferry.cli.common import AsJson, naming, print_json, print_report, read_b
 from jaxferry.cli.model import ModelName, UserModel, call_model, make_optimizer, read_dtype
 from jaxferry.cli.step_options import (
     ComputeDtype,
+    FixedGranularity,
     MemoryBudget,
     OffloadActivations,
     Optimizer,
     Remat,
     ReserveFactor,
     Seed,
+    check_fixed_granularity,
 )
 from jaxferry.cli.user_code import user_code
 from jaxferry.compare import Comparison, compare_policies
 from jaxferry.dry_run import DryRun, dry_run
 from jaxferry.errors import InputError
+from jaxferry.modes import BLOCK
 from jaxferry.plan.registry import make_policy, policies
 from jaxferry.profiling.progress import progress_bar
 from jaxferry.profiling.records import Profile
@@ -65,6 +68,7 @@ def bench(
     compute_dtype: ComputeDtype = None,
     remat: Remat = "none",
     offload_activations: OffloadActivations = False,
+    granularity: FixedGranularity = BLOCK,
     seed: Seed = 0,
     plot: Annotated[
         Path | None, typer.Option(metavar="P.png", help="Draw the lanes over time: PNG, PDF or SVG.")
@@ -76,10 +80,8 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Trains the model on its first batch. With --dry, parameters and batch may be shapes."""
-    if plot is not None and dry:
-        raise InputError("--plot draws measured steps, and --dry measures none: give one of them")
-    if plot is not None:
-        plot_format(plot)
+    _check_plot(plot, dry)
+    check_fixed_granularity(granularity)
     names = policy or _DEFAULT_POLICIES
     for name in names:
         make_policy(name)  # rejects unknown policies before anything is measured
@@ -89,11 +91,10 @@ def bench(
         "compute_dtype": read_dtype(compute_dtype),
         "remat": remat,
         "offload_activations": offload_activations,
+        "granularity": granularity,
         "record_steps": steps,
     }
-    given = None if profile is None else Profile.load(profile)
-    if given is not None and (known := given.machine.get("remat", remat)) != remat:
-        typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
+    given = None if profile is None else _load(profile, remat)
     with user_code(model):
         subject = _Subject(make_optimizer(optimizer), call_model(model), options)
         if not dry:
@@ -108,6 +109,22 @@ def bench(
     if plot is not None and isinstance(result, Comparison):
         plot_timelines(result, plot)
     _tell(result, {**result.to_json(), "model": model, "optimizer": optimizer}, output, as_json)
+
+
+def _check_plot(plot: Path | None, dry: bool) -> None:
+    """Refuses plots of no measured steps and of unknown formats, before anything is measured."""
+    if plot is not None and dry:
+        raise InputError("--plot draws measured steps, and --dry measures none: give one of them")
+    if plot is not None:
+        plot_format(plot)
+
+
+def _load(profile: Path, remat: str) -> Profile:
+    """The given profile; says if it is for another rematerialization."""
+    given = Profile.load(profile)
+    if (known := given.machine.get("remat", remat)) != remat:
+        typer.echo(f"{profile} is for --remat {known}, and this bench has --remat {remat}: plans may differ", err=True)
+    return given
 
 
 def _tell(result: Comparison | DryRun, document: dict[str, Any], output: Path | None, as_json: bool) -> None:

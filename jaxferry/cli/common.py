@@ -17,6 +17,13 @@ from jaxferry.profiling.progress import Lines, shown
 from jaxferry.units import format_bytes, parse_bytes
 
 ProfilePath = Annotated[Path, typer.Argument(metavar="PROFILE.json", help="The profile of the model on the machine.")]
+Granularity = Annotated[
+    str,
+    typer.Option(
+        help="Layers of the plan, for a profile of modules: module as the profile has them, block for one layer a "
+        "program, auto for the faster of both, with the time that issuing takes."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 _WIDTH_IN_FILES = 140

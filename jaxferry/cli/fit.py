@@ -13,14 +13,21 @@ import typer
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report, progress, read_budget_on
 from jaxferry.cli.model import UserModel, make_optimizer, read_dtype, read_workload
-from jaxferry.cli.step_options import ComputeDtype, MemoryBudget, Optimizer
+from jaxferry.cli.step_options import (
+    ComputeDtype,
+    FixedGranularity,
+    MemoryBudget,
+    Optimizer,
+    check_fixed_granularity,
+)
 from jaxferry.cli.user_code import FORMS, find_function, user_code
 from jaxferry.errors import InputError
 from jaxferry.fitting.records import Fit
 from jaxferry.fitting.search import find_fit
 from jaxferry.fitting.traced import Traced, trace
 from jaxferry.model import host_bytes
-from jaxferry.profiling.machines import MACHINES, find_machine
+from jaxferry.modes import BLOCK
+from jaxferry.profiling.machines import MACHINES, Machine, find_machine
 from jaxferry.records import write_json
 from jaxferry.report.fit import fit_lines, fit_table, reason_lines
 from jaxferry.report.tables import plan_table
@@ -54,20 +61,18 @@ def fit(
     memory_budget: MemoryBudget = None,
     optimizer: Optimizer = "adamw",
     compute_dtype: ComputeDtype = None,
+    granularity: FixedGranularity = BLOCK,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PLAN.json", help="Write the plan for the largest batch.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predicts by a roofline model; runs nothing on a device. Parameters and batch may be shapes."""
+    check_fixed_granularity(granularity)
     figures = find_machine(machine)
     budget = read_budget_on(figures.to_json(), memory_budget)
     if budget.num_bytes is None:
         raise InputError("--memory-budget must be a size such as 8GiB, got 'none': fit answers for a size of memory")
-    known = figures.host_memory_bytes
-    host_memory_bytes = None if known is None else int(known)
-    if host_memory is not None:
-        host_memory_bytes = parse_bytes(host_memory, "--host-memory")
     update, dtype = make_optimizer(optimizer), read_dtype(compute_dtype)
     with user_code(workload, _WORKLOAD), progress("fit") as report:
         sizes = _Sizes(workload, batch_size, length)
@@ -76,7 +81,7 @@ def fit(
 
         def traced(size: int) -> Traced:
             user, batch = sizes.of(size)
-            return trace(size, user.loss_fn, params, batch, figures, dtype)
+            return trace(size, user.loss_fn, params, batch, figures, dtype, granularity)
 
         report("optimizer")
         found = find_fit(
@@ -86,13 +91,20 @@ def fit(
             machine=figures.name,
             budget_bytes=budget.num_bytes,
             host_bytes=host_bytes(params, update, dtype),
-            host_memory_bytes=host_memory_bytes,
+            host_memory_bytes=_host_memory_bytes(figures, host_memory),
             report=report,
         )
     if output is not None:
         _write_plan(found, output)
     budget.tell(as_json)
     _tell(found, as_json)
+
+
+def _host_memory_bytes(machine: Machine, given: str | None) -> int | None:
+    """The given host memory, or the machine's; None if neither is known."""
+    if given is not None:
+        return parse_bytes(given, "--host-memory")
+    return None if machine.host_memory_bytes is None else int(machine.host_memory_bytes)
 
 
 def _write_plan(found: Fit, output: Path) -> None:

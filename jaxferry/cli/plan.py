@@ -7,14 +7,23 @@ from typing import Annotated
 import typer
 
 from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget_on
+from jaxferry.cli.common import (
+    AsJson,
+    Granularity,
+    ProfilePath,
+    naming,
+    print_json,
+    print_report,
+    progress,
+    read_budget_on,
+)
 from jaxferry.errors import InputError
-from jaxferry.granularity import at_granularity, check_granularity
+from jaxferry.granularity import check_granularity, compare_finest, plan_finest
 from jaxferry.modes import MODULE
 from jaxferry.plan.base import Request, read_objective
 from jaxferry.plan.records import Plan
 from jaxferry.plan.registry import make_policy, policies
-from jaxferry.planning import Compared, compare, copies_bytes
+from jaxferry.planning import Compared, copies_bytes
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.sharing import shared_by
 from jaxferry.report.tables import (
@@ -54,13 +63,7 @@ def plan(
         typer.Option(min=1, help="Devices that share each batch, of the profile of one. [default: the profile's]"),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes, a machine each, that these devices belong to.")] = 1,
-    granularity: Annotated[
-        str,
-        typer.Option(
-            help="Layers of the plan, for a profile of modules: module as the profile has them, block for one layer a "
-            "program, auto for the faster of both, with the time that issuing takes."
-        ),
-    ] = MODULE,
+    granularity: Granularity = MODULE,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="PLAN.json", help="Write the plan.")] = None,
     compare_all: Annotated[bool, typer.Option("--compare", help="Print all policies side by side.")] = False,
     as_json: AsJson = False,
@@ -77,10 +80,11 @@ def plan(
     request = Request(reserve_factor, budget.num_bytes, read_objective(objective))
     with progress("planning") as report, naming(profile):
         request = dataclasses.replace(request, progress=report)
-        known, made = at_granularity(known, policy, request, granularity, is_planned=not compare_all)
         if compare_all:
-            compared = compare(known, request)
+            compared = compare_finest(known, request, granularity)
             made = None if output is None else compared.plan_of(policy)
+        else:
+            known, made = plan_finest(known, policy, request, granularity)
     if made is not None and output is not None:
         made.save(output)
     budget.tell(as_json)

@@ -12,7 +12,7 @@ import typer
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, print_json, print_report
 from jaxferry.cli.model import OPTIMIZERS, ModelName, call_model, make_optimizer, read_dtype
-from jaxferry.cli.step_options import ComputeDtype
+from jaxferry.cli.step_options import ComputeDtype, check_fixed_granularity
 from jaxferry.cli.user_code import user_code
 from jaxferry.engine import TRANSPORTS, derivatives_of, make_placement
 from jaxferry.engine.facts import with_program_facts
@@ -20,7 +20,7 @@ from jaxferry.errors import InputError
 from jaxferry.merging import merges_of_small
 from jaxferry.meshes import mesh_of
 from jaxferry.model import Model
-from jaxferry.modes import BLOCK, MODULE
+from jaxferry.modes import BLOCK
 from jaxferry.options import Options
 from jaxferry.partition import AUTO, REMAT, Partition, partition
 from jaxferry.profiling.estimate import estimate_profile
@@ -87,8 +87,7 @@ def profile(
         raise InputError("--processes needs --machine: several measure with `jaxferry train --profile measure`")
     if devices % processes:
         raise InputError(f"--devices must be a multiple of --processes, got {devices} and {processes}")
-    if granularity not in (BLOCK, MODULE):
-        raise InputError(f"--granularity must be {BLOCK} or {MODULE}, got {granularity!r}")
+    check_fixed_granularity(granularity)
     if remat not in (*REMAT, AUTO):
         raise InputError(f"--remat must be one of {', '.join((*REMAT, AUTO))}, got {remat!r}")
     if machine is not None:

@@ -8,12 +8,23 @@ from typing import Annotated, TypeVar
 import typer
 
 from jaxferry.cli import COMMANDS
-from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress, read_budget_on
+from jaxferry.cli.common import (
+    AsJson,
+    Granularity,
+    ProfilePath,
+    naming,
+    print_json,
+    print_report,
+    progress,
+    read_budget_on,
+)
 from jaxferry.errors import InputError
+from jaxferry.granularity import check_granularity, sweep_finest
+from jaxferry.modes import MODULE
 from jaxferry.plan.auto import Auto
 from jaxferry.plan.base import Request
 from jaxferry.plan.registry import make_policy
-from jaxferry.planning import knee, sweep
+from jaxferry.planning import knee
 from jaxferry.profiling.records import Profile
 from jaxferry.records import check_share
 from jaxferry.report.plots import plot_format, plot_sweep
@@ -45,6 +56,7 @@ def tune(
     policy: Annotated[
         str | None, typer.Option(help="The policy; default: auto with given budgets, else exact.")
     ] = None,
+    granularity: Granularity = MODULE,
     plot: Annotated[
         Path | None, typer.Option(metavar="P.png", help="Write a plot: PNG, PDF or SVG, by the file's extension.")
     ] = None,
@@ -60,12 +72,13 @@ def tune(
         plot_format(plot)
     chosen = policy or ("exact" if budgets is None else Auto.name)
     make_policy(chosen)
+    check_granularity(granularity)
     known = Profile.load(profile)
     default = read_budget_on(known.machine, memory_budget if budgets is None else "none")
     if default.num_bytes is not None:
         budgets = [default.num_bytes]
     with progress("tuning") as report, naming(profile):
-        points = sweep(known, chosen, factors, budgets, Request(progress=report))
+        points = sweep_finest(known, chosen, factors, budgets, Request(progress=report), granularity)
     best = knee(points)
     if plot is not None:
         plot_sweep(points, best, plot)

@@ -25,14 +25,14 @@ from jaxferry.engine import (
     StepProgram,
     StepRunner,
     TaskList,
-    beside_rows,
     fit,
+    groups_summed_on_host,
     groups_to_keep,
     loads_ahead,
     lower,
     peak_bytes,
     summed_groups,
-    with_sums,
+    variants_of,
 )
 from jaxferry.engine.all_processes import check_same
 from jaxferry.engine.facts import with_sum_bytes
@@ -220,12 +220,11 @@ class StepCompiler:
         return lowered.with_sums_of(summed)
 
     def _keys(self, program: StepProgram) -> list[Any]:
-        keys: Sequence[Any] = program.keys
-        if self._options.accumulate > 1:
-            keys = with_sums(program.partition, keys, self._resources.transport.is_widened)
-        if self._resources.placement.is_cpu:
-            return list(keys)
-        return [*keys, *beside_rows(program.partition, program.derivatives, program.keys)]
+        """The programs that a step may run."""
+        parts, transport, on_host = program.partition, self._resources.transport, set[int]()
+        if not self._resources.placement.is_cpu:
+            on_host = groups_summed_on_host(parts, program.derivatives, program.plan, transport.adds_on_host)
+        return variants_of(parts, program.keys, transport.is_widened, self._options.accumulate > 1, on_host)
 
     def _peak(self, program: StepProgram, ahead: Sequence[int] = ()) -> Peak:
         """The most device memory that a step needs."""

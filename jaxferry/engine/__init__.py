@@ -28,9 +28,9 @@ from jaxferry.engine.program_keys import (
     ProgramKind,
     Source,
     Target,
-    beside_rows,
+    groups_summed_on_host,
     program_keys,
-    with_sums,
+    variants_of,
 )
 from jaxferry.engine.programs import Programs, derivatives_of, lower_traced
 from jaxferry.engine.ready_tasks import TaskList
@@ -74,12 +74,12 @@ __all__ = [
     "TaskList",
     "TrainState",
     "Transport",
-    "beside_rows",
     "checkpoint",
     "choose_transport",
     "derivatives_of",
     "fit",
     "footprints",
+    "groups_summed_on_host",
     "groups_to_keep",
     "loads_ahead",
     "lower",
@@ -93,5 +93,5 @@ __all__ = [
     "program_keys",
     "summed_groups",
     "trace_program",
-    "with_sums",
+    "variants_of",
 ]

@@ -70,7 +70,7 @@ def without_times(partition: Partition) -> Profile:
     for use in partition.uses:
         layer = partition.layers[use.group]
         grad_bytes = -(-layer.trained.num_bytes // partition.graph.num_shares(layer.is_whole))
-        facts |= {"param_bytes": layer.num_bytes, "grad_bytes": grad_bytes}
+        facts |= {"param_bytes": layer.num_bytes, "grad_bytes": grad_bytes, "block": layer.block}
         made = LayerProfile(name=use.name, parameters=layer.name, shares_program=use.place > 0, **facts)
         layers.append(made if use.place == 0 else made.without_recomputation())
     graph = partition.graph

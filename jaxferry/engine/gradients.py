@@ -25,7 +25,7 @@ from jaxferry.engine.host.update_group import UpdateGroup
 from jaxferry.engine.instruction import StepProgram
 from jaxferry.engine.norms import GradientNorms, Norms
 from jaxferry.engine.pending import Accumulated, LateFailure
-from jaxferry.engine.program_keys import ProgramKey, Target
+from jaxferry.engine.program_keys import ProgramKey, Target, variant_of
 from jaxferry.engine.transport.base import Transport, added
 from jaxferry.engine.transport.held import CopyInFlight, HostGradient
 from jaxferry.partition import wide_dtype
@@ -114,7 +114,7 @@ class StepGradients:
         self.has_added = False
 
     def key(self, call: Call, commit: Callable[[], bool]) -> ProgramKey | None:
-        """The program to run. It adds to host memory if an earlier micro-batch has written there.
+        """The program to run. It adds to host memory if an earlier program has written there.
 
         Returns None if the step was stopped before any sum changed.
         """
@@ -122,16 +122,16 @@ class StepGradients:
         assert key is not None
         if not call.writes_host:
             return key
-        alone, onto = set[int](), set[int]()
+        widened, added = set[int](), set[int]()
         for use in call.written:
             if not self._may_add(use.group, commit):
                 return None
             known = self.on_host.get(use.group)
-            if self._transport.is_summed_on_host(use.group, known):
-                alone.add(use.place)
-            elif known is not None:
-                onto.add(use.place)
-        return key.alone_in(alone).onto_sums_in(onto)
+            if self._transport.is_widened(use.group):
+                widened.add(use.place)
+            elif known is not None and not self._transport.is_summed_on_host(use.group, known):
+                added.add(use.place)
+        return variant_of(key, widened, added)
 
     def destinations(self, call: Call, key: ProgramKey) -> Sequence[list[list[jax.Array]]]:
         """The vectors of each group that a program writes gradients into, as one argument or none."""
@@ -183,7 +183,7 @@ class StepGradients:
             return
         if use.writes_host:
             stored, known = self._transport.written(gradients), self.on_host.get(group)
-            if target is not Target.HOST_SUM and self._transport.is_summed_on_host(group, known):
+            if target is not Target.HOST_SUM and (known is not None or self._transport.is_widened(group)):
                 stored = self._transport.add_on_host(group, known, stored)
             self.on_host[group] = stored
             return

@@ -141,42 +141,65 @@ def program_keys(partition: Partition, derivatives: Mapping[int, Derivative], pl
     return keys
 
 
-def beside_rows(
-    partition: Partition, derivatives: Mapping[int, Derivative], keys: Sequence[ProgramKey]
-) -> list[ProgramKey]:
-    """The programs of places that add to a group's gradient in host memory, as such that write it.
+def variant_of(key: ProgramKey, widened: Collection[int], added: Collection[int]) -> ProgramKey:
+    """The program to run in place of a planned one, given what is in host memory already.
 
-    An accelerator needs them where an earlier gradient of the group is rows of a lookup: these are summed on the host.
+    A planned program has up to three variants: that of the first micro-batch, that of later ones, which adds to all
+    gradients in host memory, and the one that writes all of them there, which the host then adds. The last one stands
+    for all others, as where rows of a lookup are summed on the host and another group's gradient is not.
+
+    Args:
+      key: the planned program.
+      widened: the places among its segment's groups whose gradients the host always adds; see `Transport.is_widened`.
+      added: those with a gradient in host memory to which the device can add.
     """
-    of_rows = {
-        group for segment in partition.segments if derivatives[segment.program].has_rows for group in segment.groups
-    }
-    found = (key.alone_in(in_rows) for key, in_rows in _with_places(partition, keys, of_rows.__contains__) if in_rows)
-    return [key for key in dict.fromkeys(found) if Target.HOST in key.writes]
+    exact = key.alone.onto_sums_in(added)
+    is_compiled = exact == key.alone_in(widened) or exact == _of_later_micro_batches(key, widened)
+    return exact if is_compiled else key.alone
 
 
-def with_sums(partition: Partition, keys: Sequence[ProgramKey], is_widened: Callable[[int], bool]) -> list[ProgramKey]:
-    """The programs of all micro-batches of an update.
-
-    After the first, they add to host memory instead of writing it, unless the host adds.
+def variants_of(
+    partition: Partition,
+    keys: Sequence[ProgramKey],
+    is_widened: Callable[[int], bool],
+    accumulates: bool,
+    summed_on_host: Collection[int],
+) -> list[ProgramKey]:
+    """All programs that `variant_of` chooses for the places of a step.
 
     Args:
       partition: the segments.
-      keys: the programs of all places.
+      keys: the planned programs of all places.
       is_widened: whether the host adds all gradients of a group; see `Transport.is_widened`.
+      accumulates: whether there are several micro-batches, which may have other plans.
+      summed_on_host: the groups whose gradients of one micro-batch may be summed on the host.
     """
-    pairs = _with_places(partition, keys, is_widened)
-    first = [key.alone_in(widened) for key, widened in pairs]
-    later = [
-        key.onto_sums_in({*range(len(key.writes))} - widened) for key, (_, widened) in zip(first, pairs, strict=True)
-    ]
-    return list(dict.fromkeys([*first, *later]))
+    found: list[ProgramKey] = []
+    for key, (_, number) in zip(keys, places(partition), strict=True):
+        groups = partition.segments[number].groups
+        widened = {place for place, group in enumerate(groups) if is_widened(group)}
+        found.append(key.alone_in(widened))
+        if accumulates:
+            found += [_of_later_micro_batches(key, widened), key.alone]
+        elif any(w is Target.HOST_SUM and g in summed_on_host for w, g in zip(key.writes, groups, strict=True)):
+            found.append(key.alone)
+    return list(dict.fromkeys(found))
 
 
-def _with_places(
-    partition: Partition, keys: Sequence[ProgramKey], is_chosen: Callable[[int], bool]
-) -> list[tuple[ProgramKey, set[int]]]:
-    """The program of each place of a step, with the places of the chosen ones among its segment's groups."""
-    groups = [partition.segments[number].groups for _, number in places(partition)]
-    chosen = [{place for place, group in enumerate(each) if is_chosen(group)} for each in groups]
-    return list(zip(keys, chosen, strict=True))
+def groups_summed_on_host(
+    partition: Partition, derivatives: Mapping[int, Derivative], plan: Plan, adds_on_host: bool
+) -> set[int]:
+    """The groups whose gradients of one micro-batch an accelerator's host may sum.
+
+    It sums the rows of lookups, and some transports let it sum all that they store (`Transport.adds_on_host`).
+    """
+    return {
+        use.group
+        for use, layer in zip(partition.uses, plan.layers, strict=True)
+        if derivatives[partition.segments[use.segment].program].has_rows
+        or (adds_on_host and layer.gradient is GradientPlace.DEVICE)
+    }
+
+
+def _of_later_micro_batches(key: ProgramKey, widened: Collection[int]) -> ProgramKey:
+    return key.alone_in(widened).onto_sums_in({*range(len(key.writes))}.difference(widened))

@@ -20,8 +20,9 @@ import numpy as np
 from jaxferry.bottleneck import find_bottleneck
 from jaxferry.fitting.records import BatchForecast, Fit
 from jaxferry.fitting.traced import Traced
+from jaxferry.granularity import plan_finest
+from jaxferry.modes import MODULE
 from jaxferry.plan.base import Request
-from jaxferry.planning import plan_for
 from jaxferry.simulate.report import simulate
 from jaxferry.units import format_bytes
 
@@ -148,7 +149,7 @@ def forecast(traced: Traced, budget_bytes: int) -> BatchForecast:
     Raises:
       BudgetError: if no plan fits.
     """
-    plan = plan_for(traced.profile, "auto", Request(None, budget_bytes))
+    _, plan = plan_finest(traced.profile, "auto", Request(None, budget_bytes), MODULE)
     simulation = simulate(traced.profile, plan)
     step_s = simulation.steady_step_s
     busy = {lane: use.busy_s / step_s if step_s > 0 else 0.0 for lane, use in simulation.lanes.items()}

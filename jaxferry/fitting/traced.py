@@ -14,6 +14,7 @@ from jaxferry.engine.facts import with_program_facts
 from jaxferry.engine.memory import footprints, peak_bytes
 from jaxferry.holdings import DHA, RELOAD, updated_on_device
 from jaxferry.merging import merges_of_small
+from jaxferry.modes import BLOCK
 from jaxferry.partition import AUTO, partition
 from jaxferry.plan.base import make_plan
 from jaxferry.plan.records import Plan
@@ -112,7 +113,13 @@ class Traced:
 
 
 def trace(
-    batch_size: int, loss_fn: Callable[..., Any], params: Any, batch: Any, machine: Machine, compute_dtype: Any
+    batch_size: int,
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    machine: Machine,
+    compute_dtype: Any,
+    granularity: str = BLOCK,
 ) -> Traced:
     """Traces a loss function and estimates its profile.
 
@@ -123,9 +130,10 @@ def trace(
       batch: shapes of the batch.
       machine: the machine.
       compute_dtype: dtype of the parameters on the device; None for their own.
+      granularity: how fine layers are: `"block"` or `"module"`.
     """
-    merge = functools.partial(merges_of_small, machine=machine)
-    parts = partition(loss_fn, params, (batch,), compute_dtype=compute_dtype, merge=merge)
+    merge = functools.partial(merges_of_small, machine=machine) if granularity == BLOCK else None
+    parts = partition(loss_fn, params, (batch,), compute_dtype=compute_dtype, merge=merge, granularity=granularity)
     variants = RematVariants(parts, AUTO)
     profile = estimate_profile(partition_costs(parts, AUTO, temporaries=True), machine)
     profile = with_program_facts(profile, variants.base, variants.derivatives)

@@ -326,6 +326,7 @@ class _Measured:
         return LayerProfile(
             name=costs.name,
             parameters=costs.parameters,
+            block=costs.block,
             param_bytes=costs.param_bytes,
             grad_bytes=costs.grad_bytes,
             # The last segment has one program, so what it would keep is among that program's temporaries.

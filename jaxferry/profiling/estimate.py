@@ -59,6 +59,7 @@ class LayerCosts:
       temporary_bytes: as in a profile.
       is_whole: whether each of several processes holds the layer whole.
       shares_program: as in a profile.
+      block: as in a profile.
     """
 
     name: str
@@ -84,6 +85,7 @@ class LayerCosts:
     temporary_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     is_whole: bool = False
     shares_program: bool = False
+    block: str = ""
 
 
 def estimate_profile(
@@ -155,6 +157,7 @@ def _estimate_layer(layer: LayerCosts, machine: Machine) -> LayerProfile:
     return LayerProfile(
         name=layer.name,
         parameters=layer.parameters,
+        block=layer.block,
         param_bytes=layer.param_bytes,
         grad_bytes=layer.grad_bytes,
         activation_bytes=layer.activation_bytes,

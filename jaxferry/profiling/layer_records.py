@@ -49,7 +49,15 @@ LINK_SHARES = ("forward_read_s", "backward_read_s", "backward_write_s")
 _FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0), **dict.fromkeys(LINK_SHARES, 0.0)}
 _UPDATES_ON_DEVICE = ("update_gpu_s", "state_up_s", "state_down_s")
 _ON_DEVICE = (*_UPDATES_ON_DEVICE, "state_bytes")
-_OPTIONAL = ("activation_bytes", "inter_forward_s", "inter_backward_s", "temporary_bytes", *_ON_DEVICE, *_FACTS)
+_OPTIONAL = (
+    "block",
+    "activation_bytes",
+    "inter_forward_s",
+    "inter_backward_s",
+    "temporary_bytes",
+    *_ON_DEVICE,
+    *_FACTS,
+)
 _RECOMPUTATION = ("recompute_s", "recompute_activation_bytes")
 _OF_GRADIENT = {
     **dict.fromkeys(("grad_bytes", "row_gradient_bytes", "sum_bytes", "state_bytes"), 0),
@@ -98,6 +106,7 @@ class LayerProfile:
       inter_forward_s: T_FP(A), parameterless compute right after this layer's forward.
       inter_backward_s: T_BP(A), parameterless compute right before this layer's backward.
       parameters: the parameter group; entries with the same group share one host vector. Default: `name`.
+      block: the parameter group of blocks that this one is a part of, for layers of modules; "" if it is no such part.
       recompute_s: extra time of a backward that runs the forward again; None if no plan may choose that.
       recompute_activation_bytes: bytes then kept on the device from forward to backward. Give both keys or neither.
       backward_reads: whether the backward reads the parameters. A lookup's backward does not. One that runs its forward
@@ -150,6 +159,7 @@ class LayerProfile:
     inter_forward_s: float = 0.0
     inter_backward_s: float = 0.0
     parameters: str = ""
+    block: str = ""
     recompute_s: float | None = None
     recompute_activation_bytes: int | None = None
     backward_reads: bool = True
@@ -191,6 +201,8 @@ class LayerProfile:
         if self.parameters == "":
             object.__setattr__(self, "parameters", self.name)
         check_text(self.parameters, "parameters", where)
+        if self.block != "":
+            check_text(self.block, "block", where)
         self._check_recomputation(where)
         self._check_temporaries(where)
         self._leave_out_what_does_not_run(where)
@@ -248,7 +260,7 @@ class LayerProfile:
         document = dataclasses.asdict(self)
         if self.parameters == self.name:
             del document["parameters"]
-        absent: dict[str, Any] = {**_FACTS, **dict.fromkeys(_RECOMPUTATION), "temporary_bytes": {}}
+        absent: dict[str, Any] = {**_FACTS, **dict.fromkeys(_RECOMPUTATION), "temporary_bytes": {}, "block": ""}
         absent |= {**dict.fromkeys(_UPDATES_ON_DEVICE), "state_bytes": 0}
         return {key: value for key, value in document.items() if key not in absent or value != absent[key]}
 

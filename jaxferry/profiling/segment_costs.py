@@ -134,6 +134,7 @@ class _ProgramCosts:
                 whole,
                 name=use.name,
                 parameters=layer.name,
+                block=layer.block,
                 num_parameters=layer.trained.num_parameters,
                 param_bytes=layer.num_bytes,
                 grad_bytes=layer.trained.num_bytes,

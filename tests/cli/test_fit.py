@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxferry.plan.records import Plan
+from jaxferry.profiling.records import Profile
 from jaxferry.units import format_bytes
 
 A100 = ("--machine", "a100-pcie4")
@@ -99,6 +100,7 @@ def test_arrays_of_a_batch_change_their_leading_axis(jaxferry, user_model, tmp_p
         (("gpt2:tiny", *A100, "--memory-budget", "none"), "fit answers for a size of memory"),
         (("gpt2:tiny", *A100, "--host-memory", "much"), "--host-memory must be a number of bytes or a size"),
         (("gpt2:tiny", *A100, "--batch", "0"), "--batch"),
+        (("gpt2:tiny", *A100, "--granularity", "auto"), "--granularity must be block or module, got 'auto'"),
         (("vit:tiny", *A100, "--seq", "4"), "--seq needs a workload whose function has a parameter `length`"),
         (
             ("gpt2:tiny", *A100, "--batch", "1", "--memory-budget", "1KiB", "-o", "plan.json"),
@@ -117,3 +119,13 @@ def test_bad_input_is_one_line(refused, tmp_path, monkeypatch, arguments, messag
         "def rows(): return (lambda p, x: (p['w'] * x).sum()), {'w': jnp.ones(4)}, jnp.ones((1, 4))\n"
     )
     assert message in refused("fit", *arguments)
+
+
+def test_it_plans_layers_of_modules(jaxferry, tmp_path):
+    options = ("--granularity", "module")
+    own = fit(jaxferry, "gpt2:tiny", *A100, *options, "--batch", 2)["rows"][0]
+    assert jaxferry("profile", "--model", "gpt2:tiny", *A100, *options, "-o", tmp_path / "profile.json").status == 0
+    layers = Profile.load(tmp_path / "profile.json").layers
+    assert any(layer.shares_program for layer in layers)
+    assert [layer["name"] for layer in own["plan"]["layers"]] == [layer.name for layer in layers]
+    assert own["step_s"] == own["plan"]["predicted"]["steady_step_s"]

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import pytest
 import jaxferry
 import models
 from accelerator import emulate
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import BLOCK, MODULE, GradientPlace, Mode
+from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
-from planned import segment_names
+from planned import assert_same_bits, segment_names
 from steps import with_sums_in_host_memory
 
 N = 300
@@ -67,3 +69,64 @@ def test_sums_of_bfloat16_gradients_have_the_bits_of_sums_in_fp32_wherever_they_
     for name, expected in {"a": once, "b": once, "c": np.float32(touched), "d": twice}.items():
         mean = expected * (np.float32(1) / np.float32(N))
         np.testing.assert_array_equal(state.params[name]["w"], -np.stack([mean, mean], 1), name)
+
+
+WIDTH = 8
+SHARED = {"a": ("p", "q"), "b": ("p",), "c": ("p",)}
+"""Modules of blocks; block `a` runs three times."""
+NARROW = [np.random.default_rng(i).normal(size=(4, WIDTH)).astype(np.float32) for i in range(6)]
+
+
+def shared_blocks(params, x):
+    for block in "abaca":
+        for module in SHARED[block]:
+            x = jnp.tanh(x @ params[block][module]["w"])
+    return jnp.mean(x**2)
+
+
+def shared_params():
+    draw = np.random.default_rng(0)
+    weights = {block: [draw.normal(size=(WIDTH, WIDTH)) for _ in modules] for block, modules in SHARED.items()}
+    return {
+        block: {module: {"w": 0.3 * w.astype(np.float32)} for module, w in zip(SHARED[block], own, strict=True)}
+        for block, own in weights.items()
+    }
+
+
+def trained_with(places, granularity, options):
+    """Losses and parameters under a plan that gives the uses of block `a` these gradient places in turn."""
+    params = shared_params()
+    names = [use.name for use in partition(shared_blocks, params, (NARROW[0],), granularity=granularity).uses]
+    of_use = iter(places)
+    gradients = [next(of_use) if name[0] == "a" else GradientPlace.DEVICE for name in names]
+    layers = [LayerPlan(name, Mode.GFGB, place) for name, place in zip(names, gradients, strict=True)]
+    step = jaxferry.train_step(
+        shared_blocks, jaxferry.sgd(0.5), plan=Plan("any", 1.0, tuple(layers)), granularity=granularity, **options
+    )
+    state, losses = step.init(params), []
+    for x in NARROW:
+        state, metrics = step(state, x)
+        losses.append(float(metrics["loss"]))
+    return losses, state.params
+
+
+@pytest.mark.parametrize("device", ["mesh", "device_put", pytest.param("ferry", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("granularity", [BLOCK, MODULE])
+def test_the_uses_of_a_layer_may_differ_in_gradient_place(monkeypatch, device, accumulate, granularity):
+    """Gradients of one layer are offloaded and written by programs, in any order; all plans give the same bits."""
+    if device == "mesh":
+        options = {"mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])}
+    else:
+        emulate(monkeypatch)
+        options = {"transport": device}
+    options["accumulate"] = accumulate
+    num = 3 if granularity == BLOCK else 6
+    choices = list(itertools.product(GradientPlace, repeat=num))
+    draw = np.random.default_rng(num)
+    chosen = choices if num == 3 else [choices[0], *(choices[n] for n in draw.choice(len(choices), 6, replace=False))]
+    assert choices[0] == (GradientPlace.DEVICE,) * num
+    found = [trained_with(places, granularity, options) for places in chosen]
+    for losses, params in found[1:]:
+        assert losses == found[0][0]
+        assert_same_bits(params, found[0][1])

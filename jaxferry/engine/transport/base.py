@@ -108,6 +108,11 @@ class Transport:
         """Which of its work may be part of other programs."""
         return NO_JOINS
 
+    @property
+    def adds_on_host(self) -> bool:
+        """Whether the host of an accelerator adds all that `store` adds to a stored gradient."""
+        return False
+
     def release(self) -> None:
         """Frees device memory that is kept for later loads."""
 

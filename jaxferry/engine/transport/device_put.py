@@ -33,6 +33,11 @@ class DevicePut(Transport):
         )
         self.staging_bytes = 0 if placement.is_cpu else 2 * most
 
+    @property
+    def adds_on_host(self) -> bool:
+        """See `Transport`."""
+        return True
+
     def store(
         self,
         layer: int,
