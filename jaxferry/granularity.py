@@ -56,7 +56,7 @@ def coarser(profile: Profile) -> Profile:
     """
     latency_s, launch_s = _figure(profile, "link_latency_s"), _figure(profile, "launch_s")
     blocks = ([profile.layers[layer] for layer in members] for members in _blocks(profile))
-    readers = _readers_of_blocks(profile)
+    readers = profile.once(_readers_of_blocks)
     layers = tuple(
         own[0] if len(own) == 1 and len(readers.get(own[0].block, ())) != 1 else _joined(own, latency_s, launch_s)
         for own in blocks
@@ -81,7 +81,7 @@ def _blocks(profile: Profile) -> list[tuple[int, ...]]:
     for of_program in groups:
         for group in of_program:
             sharing.setdefault(group, set()).add(of_program)
-    found, readers = list[tuple[int, ...]](), _readers_of_blocks(profile)
+    found, readers = list[tuple[int, ...]](), profile.once(_readers_of_blocks)
     for members, of_program in zip(profile.programs, groups, strict=True):
         blocks = {profile.layers[member].block for member in members}
         is_alone = all(len(sharing[group]) == 1 for group in of_program)

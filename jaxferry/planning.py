@@ -11,6 +11,7 @@ from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import Auto, AutoSearch
 from jaxferry.plan.base import Objective, Request, read_objective
 from jaxferry.plan.effort import FULL_LAYERS
+from jaxferry.plan.exact import gap_details
 from jaxferry.plan.order import with_update_order
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.plan.registry import make_policy, policies
@@ -99,10 +100,8 @@ def with_gap(profile: Profile, plan: Plan, budget_bytes: int | None) -> Plan:
         return plan
     objective = Objective(plan.details.get("objective", Objective.STEADY))
     value_s = getattr(plan.predicted, _SECONDS_OF[objective])
-    bound_s = min(plan.details.get("lower_bound_s") or any_plan_lower_bound_s(profile, budget_bytes), value_s)
-    gap = value_s / bound_s - 1 if bound_s > 0 else 0.0
-    details = {**plan.details, "objective": objective.value, "lower_bound_s": bound_s, "gap": gap}
-    return dataclasses.replace(plan, details=details)
+    bound_s = plan.details.get("lower_bound_s") or any_plan_lower_bound_s(profile, budget_bytes)
+    return dataclasses.replace(plan, details={**plan.details, **gap_details(objective, value_s, bound_s)})
 
 
 def as_run(profile: Profile, plan: Plan) -> Plan:

@@ -83,8 +83,8 @@ def plan_of(name, dtype):
     """A plan that updates parameters at these places; the uses of one group agree."""
     loss_fn, params, batch = make()
     parts = partition(loss_fn, params, (batch,), compute_dtype=dtype)
-    places = itertools.cycle(PLACES[name])
-    of_group = {use.group: next(places) for use in {use.group: use for use in parts.uses}.values()}
+    groups = dict.fromkeys(use.group for use in parts.uses)
+    of_group = dict(zip(groups, itertools.cycle(PLACES[name]), strict=False))
     layers = (LayerPlan(u.name, MODES[of_group[u.group]], update=of_group[u.group]) for u in parts.uses)
     return Plan(name, 1.0, tuple(layers))
 

@@ -41,13 +41,17 @@ def table_of(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def all_rows() -> list[Row]:
+    """The rows that the scripts have written, and those of figures without data."""
     written = [name for name in SCRIPTS if (RESULTS / f"{name}.json").exists()]
-    rows = [*NO_DATA, *(row for name in written for row in read_rows(name))]
+    return [*NO_DATA, *(row for name in written for row in read_rows(name))]
+
+
+def main() -> None:
     begin, end = "<!-- table: written by readme.py -->", "<!-- end of the table -->"
     before, _, rest = PATH.read_text().partition(begin)
     _, _, after = rest.partition(end)
-    PATH.write_text(f"{before}{begin}\n\n{table_of(rows)}\n\n{end}{after}")
+    PATH.write_text(f"{before}{begin}\n\n{table_of(all_rows())}\n\n{end}{after}")
 
 
 if __name__ == "__main__":

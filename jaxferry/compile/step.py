@@ -114,7 +114,7 @@ class StepCompiler:
             left = max(left - excess, 1)
             smaller = dataclasses.replace(options, memory_budget_bytes=left)
             plan = choose_plan(self._variants, smaller, self._given)
-        return plan if self._peak(self._lower(plan)).total <= budget else chosen
+        return plan if plan is chosen or self._peak(self._lower(plan)).total <= budget else chosen
 
     def compile(self, plan: Plan) -> Prepared:
         """Prepares the plan that fits into the memory budget."""

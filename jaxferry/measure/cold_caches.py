@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 ACCELERATOR_BYTES = 2**28
-"""More than the caches of the accelerators that JAX supports; JAX does not tell their size."""
+"""Twice the caches of NVIDIA's largest GPUs or more; JAX does not tell their size."""
 UNKNOWN_BYTES = 2**26
 """The caches of a host CPU that Linux does not describe."""
 MOST_BYTES = 2**31

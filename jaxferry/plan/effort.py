@@ -2,11 +2,11 @@
 
 Up to `FULL_LAYERS` layers a search tries all that it knows; `exact` up to `FULL_EXACT_LAYERS`. Beyond, it tries fewer
 plans: as many as keep the number of planned layers the same, and `auto` explores the plans of `exact` with fewer
-choices of gradients. Beyond `FEW_LAYERS`,
-the neighbours that `auto` tries have equal layers changed together (`plan/neighbours.py`). Beyond `MOST_SEARCHED`,
-nothing is improved by local search, plans with updates after all gradients are left out, and room for gradients within
-the budget counts only in the plan found. `exact` leaves out a reserve factor that could save at most 0.01 %. All bounds
-stay proven, so a plan still states how far from the optimum it may be.
+choices of gradients. Beyond `FEW_LAYERS`, the neighbours that `auto` tries have equal layers changed together
+(`plan/neighbours.py`). Beyond `MOST_SEARCHED`, nothing is improved by local search, plans with updates after all
+gradients are left out, and room for gradients within the budget counts only in the plan found. `exact` leaves out a
+reserve factor that could save at most 0.01 %. All bounds stay proven, so a plan still states how far from the optimum
+it may be.
 """
 
 FEW_LAYERS = 64

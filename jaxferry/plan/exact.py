@@ -86,7 +86,7 @@ class Exact(Policy):
         plan = plan_of(self.name, choice.factor, profile, best)
         if request.objective is Objective.FORWARD:
             plan = with_update_order(profile, plan)
-        return dataclasses.replace(plan, details=_gap(request.objective, best.objective_s, search.bound_s))
+        return dataclasses.replace(plan, details=gap_details(request.objective, best.objective_s, search.bound_s))
 
 
 def reserve_factors(request: Request) -> tuple[float, ...]:
@@ -179,7 +179,8 @@ class _Search:
         return steady_lower_bound_s(self.profile, choice.grad_on_host, forward_s, known_s)
 
 
-def _gap(objective: Objective, value_s: float, bound_s: float) -> dict[str, object]:
+def gap_details(objective: Objective, value_s: float, bound_s: float) -> dict[str, object]:
+    """The details of a plan that state its gap to a lower bound; a bound above the value proves no more than that."""
     bound_s = min(bound_s, value_s)
     gap = value_s / bound_s - 1 if bound_s > 0 else 0.0
     return {"objective": objective.value, "lower_bound_s": bound_s, "gap": gap}
