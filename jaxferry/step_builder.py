@@ -96,7 +96,7 @@ class StepBuilder:
         resident_bytes = sum(self.layers[groups[group][0]].param_bytes for group in self.copies.resident)
         resident_bytes += sum(self.layers[groups[group][0]].state_bytes for group in self.on_device)
         by_need = self.plan.update_order is UpdateOrder.NEED
-        return Schedule(tuple(self.list.tasks), resident_bytes, updates_by_need=by_need)
+        return Schedule(tuple(self.list.tasks), resident_bytes, 1, by_need, self.profile.contention)
 
     def bulk_forwards(self) -> None:
         """Emits all loads in the order of updates, then the forwards, which wait for the last load."""

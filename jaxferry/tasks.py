@@ -8,6 +8,8 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+from jaxferry.profiling.contention import NO_CONTENTION, Contention
+
 
 class Lane(enum.StrEnum):
     """The resource that a task occupies."""
@@ -44,6 +46,8 @@ class Kind(enum.StrEnum):
     """The link's share of a program that reads host memory; in simulations only."""
     WRITE = "write"
     """Likewise of a backward that writes its gradient to host memory."""
+    CONTENTION = "contention"
+    """What a lane loses in a step to the others that use host memory; in simulations only."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,12 +129,14 @@ class Schedule:
       steps: the number of steps in `tasks`.
       updates_by_need: whether the host picks, of the updates that could start, the one whose parameters the next
         forward needs first. Otherwise updates follow the order of the list.
+      contention: what the lanes take of each other's time; in simulations only.
     """
 
     tasks: tuple[Task, ...]
     resident_bytes: int
     steps: int = 1
     updates_by_need: bool = False
+    contention: Contention = NO_CONTENTION
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,7 +109,7 @@ def plan(modes=MODES, **changes):
         pytest.param({"plan": plan(IN_HOST_MEMORY), "remat": "full"}, marks=pytest.mark.slow),
         pytest.param({"policy": "go-memferry", "profile": "estimate"}, marks=pytest.mark.slow),
         pytest.param({"policy": "auto", "profile": "estimate", "remat": "auto"}, marks=pytest.mark.slow),
-        pytest.param({"optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow),
+        pytest.param({"optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow, id="adafactor"),
     ],
     ids=str,
 )

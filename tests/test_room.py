@@ -134,8 +134,10 @@ def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
 
     outstanding = []
     for layer in reversed(range(len(profile.layers))):
-        if not profile.layers[layer].has_backward:
-            assert found[layer] == NO_WAIT
+        own = profile.program_ends[layer][1]
+        if not profile.layers[layer].has_backward or layer != own:
+            assert found[layer] in (NO_WAIT, found[own])  # a program waits once
+            outstanding += [layer] * bool(held.offloads[layer, 0])
             continue
         adds = [x for x in profile.groups[profile.group_of[layer]] if x in outstanding]
         adds = min(adds) if adds and plan.gradients[layer] is GradientPlace.HOST else None

@@ -40,7 +40,7 @@ def measure_links(placement: Placement) -> Links:
     """
     large = LARGE_ON_CPU_BYTES if placement.platform == "cpu" else LARGE_BYTES
     num = placement.num_devices
-    moves = {("up", ""): _transfer(placement, "pinned_host"), ("down", ""): _transfer(placement, "device")}
+    moves = {("up", ""): transfer(placement, "pinned_host"), ("down", ""): transfer(placement, "device")}
     for among in _among(placement):
         moves |= {("gather", among): gather(placement, among), ("scatter", among): scatter(placement, among)}
     sizes = [-(-size // (4 * num)) * 4 * num for size in (SMALL_BYTES, large)]
@@ -105,14 +105,14 @@ def _filled(shape: Any, where: NamedSharding) -> jax.Array:
     return made
 
 
-def _transfer(placement: Placement, kind: str) -> Callable[[int], Callable[[], Any]]:
+def transfer(placement: Placement, kind: str) -> Callable[[int], Callable[[], Any]]:
     """Makes, for a number of elements, a call that moves shares from a kind of memory to the other."""
     there = {"pinned_host": "device", "device": "pinned_host"}[kind]
 
     def make(size: int) -> Callable[[], Any]:
         shares = empty(size, jnp.float32, placement.pinned.with_memory_kind(kind))
         where = placement.pinned.with_memory_kind(there)
-        return lambda: placement.moved([shares], where)
+        return lambda: jax.block_until_ready(placement.moved([shares], where))
 
     return make
 

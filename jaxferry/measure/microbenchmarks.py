@@ -215,41 +215,79 @@ def gradient_shapes(partition: Partition, derivative: Derivative) -> list[list[A
     return made
 
 
+class HostUpdate:
+    """A unit's host update on new state, until the compute copy is where the device reads it.
+
+    Args:
+      optimizer: the optimizer.
+      placement: where arrays live.
+      unit: what it updates at once.
+      layers: of the model.
+      is_read: for each layer, whether a segment reads it.
+
+    Attributes:
+      text: identifies the program.
+      num_bytes: of the master parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: HostOptimizer,
+        placement: Placement,
+        unit: UpdateGroup,
+        layers: Sequence[Layer],
+        is_read: Sequence[bool],
+    ) -> None:
+        self._optimizer, self._placement, self._unit, self._is_read = optimizer, placement, unit, is_read
+        self._layers, self._parts = layers, [layers[i].trained for i in unit.layers]
+        self.text = optimizer.updates.text(unit, layers, is_read)
+        self.num_bytes = sum(master.size * master.dtype.itemsize for master in unit.masters)
+        self._program: Any = None
+        self._scalars: list[jax.Array] = []
+
+    def arguments(self) -> list[Any]:
+        """New masters, state, compute copies and gradients."""
+        masters = [sample(aval, self._placement.host) for aval in self._unit.masters]
+        state = self._optimizer.updates.init_state(self._unit, masters)
+        if self._program is None:
+            self._compile(masters, state)
+        vectors = [sample_vectors(part, self._placement.pinned) for part in self._parts]
+        where = self._placement.update_output
+        gradients = [
+            sample_vectors(part, where) if self._is_read[i] else ()
+            for i, part in zip(self._unit.layers, self._parts, strict=True)
+        ]
+        return [masters, state, vectors, gradients]
+
+    def _compile(self, masters: list[jax.Array], state: Any) -> None:
+        own = dataclasses.replace(self._unit, masters=masters, state=state, programs={})
+        self._optimizer.updates.compile([own], self._layers, self._is_read)
+        [self._program] = own.programs.values()
+        # The gradient's norm, and all further scalars.
+        num_scalars = len(self._program.args_info[0]) - 4
+        self._scalars = [jax.device_put(np.float32(1), self._placement.host_compute) for _ in range(num_scalars)]
+
+    def __call__(self, held: list[Any]) -> list[Any]:
+        """Updates in place; the results, which are ready, take the places of the arguments."""
+        masters, state, vectors, gradients = held
+        made = self._program(masters, state, update_targets(vectors, self._placement), gradients, *self._scalars)
+        masters, state, packed = jax.block_until_ready(made)
+        held[:] = [masters, state, updated_vectors(vectors, packed, self._placement, self._parts), gradients]
+        return held
+
+
 def update_subject(
     optimizer: HostOptimizer, placement: Placement, unit: UpdateGroup, layers: Sequence[Layer], is_read: Sequence[bool]
 ) -> Subject:
-    """Measures a unit's host update on a new state, until the compute copy is where the device reads it."""
+    """Measures a unit's host update; arguments as for `HostUpdate`."""
+    update = HostUpdate(optimizer, placement, unit, layers, is_read)
 
     def time(effort: Effort) -> float:
-        masters = [sample(aval, placement.host) for aval in unit.masters]
-        state = optimizer.updates.init_state(unit, masters)
-        own = dataclasses.replace(unit, masters=masters, state=state, programs={})
-        optimizer.updates.compile([own], layers, is_read)
-        [program] = own.programs.values()
-        parts = [layers[i].trained for i in unit.layers]
-        vectors = [sample_vectors(layer, placement.pinned) for layer in parts]
-        where = placement.update_output
-        gradients = [
-            sample_vectors(part, where) if is_read[i] else () for i, part in zip(unit.layers, parts, strict=True)
-        ]
-        # The gradient's norm, and all further scalars.
-        num_scalars = len(program.args_info[0]) - 4
-        scalars = [jax.device_put(np.float32(1), placement.host_compute) for _ in range(num_scalars)]
-        # The update works in place, so its results are the next call's arguments.
-        current: list[Any] = [masters, state, vectors]
-
-        def update(arguments: Any) -> Any:
-            masters, state, vectors = arguments
-            made = program(masters, state, update_targets(vectors, placement), gradients, *scalars)
-            masters, state, packed = jax.block_until_ready(made)
-            current[:] = [masters, state, updated_vectors(vectors, packed, placement, parts)]
-            return current
-
+        held = update.arguments()
         cold = cold_caches(placement.host_compute)
-        return median_s(update, lambda num_calls: [tuple(current)], effort, empty_caches=cold)
+        return median_s(update, lambda num_calls: [held], effort, empty_caches=cold)
 
-    text = optimizer.updates.text(unit, layers, is_read)
-    return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{text}", time)
+    return Subject(f"update {layers[unit.layers[0]].name}", f"update\n{update.text}", time)
 
 
 def device_update_subject(

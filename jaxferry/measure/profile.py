@@ -21,6 +21,7 @@ from jaxferry.engine.programs import Programs
 from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.choice import make_transport
 from jaxferry.measure.cold_caches import cold_caches
+from jaxferry.measure.contention import measure_contention
 from jaxferry.measure.microbenchmarks import (
     Subject,
     device_update_subject,
@@ -80,10 +81,13 @@ def measure_profile(
       budget_s: seconds to spend; three repetitions of everything may exceed it. None for `BUDGET_S`.
     """
     measured = _Measured(partition, recomputing or partition, programs, optimizer, placement, transport)
-    layers = measured.profiles(cache or default_cache(placement), progress or silent, budget_s)
+    cache = cache or default_cache(placement)
+    layers = measured.profiles(cache, progress or silent, budget_s)
     profile = Profile(facts_of(placement, transport, remat), layers)
     if not placement.is_cpu:
         profile = with_link_work(profile, partition_costs(partition))
+        contention = measure_contention(optimizer, placement, partition.layers, cache)
+        profile = dataclasses.replace(profile, contention=contention)
     staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
     return with_program_facts(profile, partition, programs.derivatives, offload_activations, staging_bytes)
 

@@ -124,8 +124,8 @@ class Batch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every load waits for an update, no values go to host memory and back, and links are not shared."""
-        is_alone = not self.has_crossings and not self.shares_links
+        """Whether every load waits for an update, no values go to host memory and back, and no lanes are shared."""
+        is_alone = not self.has_crossings and not self.shares_links and not self.profile.contention
         return is_alone and all(self.on_host.all) and len(self.updated_groups) == len(self.profile.groups)
 
     @functools.cached_property

@@ -9,7 +9,7 @@ import numpy as np
 from jaxferry.holdings import DFGB, OnDevice, as_updated, gradient_flags, mode_codes
 from jaxferry.plan.batch import Batch
 from jaxferry.plan.effort import fewer, is_searched
-from jaxferry.plan.lane_work import gpu_s, host_s, late_updates_s, links_s, loops_s
+from jaxferry.plan.lane_work import gpu_s, late_updates_s, loops_s, shared_lanes_s
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.plan.recurrences import Chain, Step
 from jaxferry.profiling.records import Profile
@@ -238,7 +238,7 @@ def _period_s(batch: Batch, chain: Chain, step: Step) -> np.ndarray:
 
 def _bounds_s(batch: Batch) -> np.ndarray:
     first, last = _steps_by_need(batch.num_layers)
-    others_s = np.max([host_s(batch), links_s(batch), loops_s(batch)], axis=0) * (1 - 1 / (last - first))
+    others_s = np.maximum(shared_lanes_s(batch).max(axis=0), loops_s(batch)) * (1 - 1 / (last - first))
     return np.maximum(gpu_s(batch), others_s)
 
 

@@ -14,8 +14,23 @@ def late_updates_s(batch: Batch) -> np.ndarray | float:
     return np.array(seconds) @ batch.on_device.groups
 
 
-def links_s(batch: Batch) -> np.ndarray:
-    """The work of the busier link in a step, (plans,); each reuse of a copy counts as none."""
+def shared_lanes_s(batch: Batch) -> np.ndarray:
+    """The work in a step of the lanes that use host memory, with what they lose to each other, (lanes, plans).
+
+    Lanes are in the order of `contention.SHARING`; each reuse of a copy counts as none.
+    """
+    work_s = np.stack([*_links_s(batch), _host_s(batch)])
+    return work_s + batch.profile.contention.lost_s(work_s)
+
+
+def lost_s(batch: Batch) -> np.ndarray:
+    """What these lanes lose to each other, (lanes, plans)."""
+    crossings_s = np.array([[sum(batch.fetch_s)], [sum(batch.save_s)], [0.0]])
+    return batch.profile.contention.lost_s(np.stack([*_links_s(batch), _host_s(batch)]) + crossings_s)
+
+
+def _links_s(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """The work of the links up and down; values that leave and return do not count."""
     held, load_s = batch.held, batch.column("load_s")
     first = [members[0] for members in batch.profile.groups]
     up = (load_s * held.loads_forward).sum(axis=0) + (load_s * (held.loads_between | held.loads_backward)).sum(axis=0)
@@ -25,7 +40,7 @@ def links_s(batch: Batch) -> np.ndarray:
     if batch.shares_links:
         up = up + batch.forward_read_s.sum(axis=0) + batch.backward_read_s.sum(axis=0)
         down = down + batch.write_s.sum(axis=0)
-    return np.maximum(up, down)
+    return up, down
 
 
 def loops_s(batch: Batch) -> np.ndarray:
@@ -44,8 +59,8 @@ def loops_s(batch: Batch) -> np.ndarray:
     return np.where(updates_s > 0, loops_s, 0.0).max(axis=0)
 
 
-def host_s(batch: Batch) -> np.ndarray:
-    """The host's work in a step, (plans,)."""
+def _host_s(batch: Batch) -> np.ndarray:
+    """The work of the host."""
     return np.array(batch.profile.group_update_s) @ batch.updates_on_host
 
 

@@ -2,7 +2,7 @@
 
 Each group takes one of the choices of `jaxferry.plan.place_options`. A period T of the step is no shorter than
 
-- the work of each lane;
+- the work of each lane, and what it loses to the others (`Contention`);
 - each **loop**: from a layer's forward through the forwards and backwards of all layers from there on, and then all
   updates on the host, all transfers up or all transfers down that start after the backward of a group up to that layer.
   In any order, the last of these belongs to a group whose next forward waits for it. Likewise with what one group does
@@ -31,7 +31,9 @@ import numpy as np
 
 from jaxferry.plan.place_options import (
     BYTES,
+    D2H,
     DOWN,
+    H2D,
     HOST,
     NUM_LANES,
     OWN,
@@ -52,6 +54,8 @@ _LEAST_SHARE = 0.002
 """The share of the budget from which on the size of a slot counts."""
 
 _CYCLED = (HOST, UP, DOWN)
+_SHARING = [H2D, D2H, HOST]
+"""The lanes of `contention.SHARING`."""
 _ROUNDING = 1e-9
 
 
@@ -63,7 +67,7 @@ def place_lower_bound_s(profile: Profile, budget_bytes: int | None = None) -> fl
     most_s = sum(float(each.table[:, :NUM_LANES].sum(axis=1).max()) for each in found)
     if most_s == 0:
         return 0.0
-    return min(_Program(found, len(profile.layers), budgets, most_s).bound_s(), most_s)
+    return min(_Program(found, profile, budgets, most_s).bound_s(), most_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,13 +83,14 @@ class _Program:
 
     Args:
       choices: of each group.
-      num_layers: of the model.
+      profile: the layers.
       budgets: bytes at each place, (places,).
       unit_s: the program's unit of time.
     """
 
-    def __init__(self, choices: Sequence[Options], num_layers: int, budgets: np.ndarray, unit_s: float):
-        self.budgets, self.unit_s = budgets, unit_s
+    def __init__(self, choices: Sequence[Options], profile: Profile, budgets: np.ndarray, unit_s: float):
+        self.budgets, self.unit_s, num_layers = budgets, unit_s, len(profile.layers)
+        self.contention = profile.contention
         spread = np.linspace(0, num_layers - 1, _MOST_LOOPS - _FIRST_LOOPS).astype(int)
         starts = np.unique([*range(min(_FIRST_LOOPS, num_layers)), *spread])
         # Groups that are equal to all loops are one class: any solution is as good as its mean over them.
@@ -114,7 +119,9 @@ class _Program:
 
         `place` is 2 * i + 1 for groups whose first layer is that of loop i, 2 * i for those before it.
         """
-        rows = [*self.table[:, :NUM_LANES].T]
+        lanes = self.table[:, :NUM_LANES].T.copy()
+        lanes[_SHARING] += self.contention.lost_s(lanes[_SHARING])
+        rows = [*lanes]
         for start in range(num_starts):
             programs_s = np.where(place > 2 * start, self.table[:, PROGRAMS], 0.0)
             rows += [programs_s + np.where(place <= 2 * start + 1, self.table[:, column], 0.0) for column in _CYCLED]

@@ -10,8 +10,9 @@ layers.
               D = max(D, C) + offload_s           D: the end of the link back
               H = max(H, gradients) + update_s    H: the host's end
 
-Where programs share a link (`jaxferry.simulate.shared_links`), X grows by each read before its program, and D becomes
-max(D, S) + backward_write_s with a backward that starts at S and writes its gradient.
+Where programs share a link (`jaxferry.simulate.shared_work`), X grows by each read before its program, and D becomes
+max(D, S) + backward_write_s with a backward that starts at S and writes its gradient. Where lanes contend for host
+memory, X, D and H grow after each step by what they lost in it.
 """
 
 from typing import Self
@@ -20,6 +21,7 @@ import numpy as np
 
 from jaxferry.plan.batch import Batch
 from jaxferry.plan.host_lane import update_ends
+from jaxferry.plan.lane_work import lost_s
 from jaxferry.plan.rows import LayerFlags, plus
 from jaxferry.room import CROSSING_SLOTS
 
@@ -34,6 +36,8 @@ class Chain:
         self.updated = [zeros for _ in batch.profile.groups]
         self.refreshed = [zeros for _ in batch.profile.groups]
         self.reusable = {layer: zeros for layer, profile in enumerate(batch.layers) if not profile.has_gradient}
+        self.lost_s = lost_s(batch) if batch.profile.contention else None
+        self.has_run = False
 
     def some(self, plans: np.ndarray) -> Self:
         """The same chain of some of the plans, given by index."""
@@ -42,7 +46,14 @@ class Chain:
             setattr(found, name, getattr(self, name)[plans])
         found.updated, found.refreshed = [x[plans] for x in self.updated], [x[plans] for x in self.refreshed]
         found.reusable = {layer: end[plans] for layer, end in self.reusable.items()}
+        found.has_run = self.has_run
         return found
+
+    def begin_step(self) -> None:
+        """Lets the lanes lose what they lost to each other in the step before."""
+        if self.has_run and self.lost_s is not None:
+            self.link, self.back, self.host = np.stack([self.link, self.back, self.host]) + self.lost_s
+        self.has_run = True
 
     def boundary(self) -> np.ndarray:
         """All times that the next step waits for, the host's first; it also replaces times that never change."""
@@ -64,6 +75,7 @@ class Step:
     """One step of a chain: runs on construction."""
 
     def __init__(self, chain: Chain):
+        chain.begin_step()
         self.chain, self.batch, self.held = chain, chain.batch, chain.batch.held
         size, never = self.batch.num_layers, np.full(self.batch.num_plans, -np.inf)
         self.forward_ends, self.backward_ends, self.arrivals = [never] * size, [never] * size, [never] * size

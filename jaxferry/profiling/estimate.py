@@ -3,6 +3,7 @@
 A program takes the longest of three times: its operations at the reached share of the GPU's peak, its bytes at the
 bandwidth of device memory, and its kernels at the minimum duration of one. A transfer takes its latency plus its bytes
 at the link's bandwidth. With direct host access, a program takes at least the link time of the bytes that it touches.
+An update takes its bytes at the bandwidth of host memory, and gets of that only what transfers leave.
 The profile is marked as estimated; measured profiles replace it.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxferry.errors import InputError
+from jaxferry.profiling.contention import Contention
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.records import Profile
@@ -115,10 +117,13 @@ def estimate_profile(
     about = {"estimated": True, **machine.to_json(), **(facts or {})}
     del about["format"]
     if num_devices == 1:
-        return Profile(about, tuple(_estimate_layer(layer, machine) for layer in layers))
+        link = machine.link_bytes_per_s
+        contention = Contention.of_bandwidth(link, link, machine.host_bytes_per_s)
+        return Profile(about, tuple(_estimate_layer(layer, machine) for layer in layers), contention=contention)
     devices = Devices(Links.of_machine(machine, num_devices, num_processes), num_devices, num_processes)
     shares = tuple(_estimate_share(layer, machine, devices) for layer in layers)
-    return Profile(about, shares, num_devices=num_devices, num_processes=num_processes)
+    contention = devices.contention(machine)
+    return Profile(about, shares, num_devices=num_devices, num_processes=num_processes, contention=contention)
 
 
 def _estimate_share(layer: LayerCosts, machine: Machine, devices: Devices) -> LayerProfile:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar, TypeVarTuple, Unpack
 
 from jaxferry.errors import InputError
+from jaxferry.profiling.contention import NO_CONTENTION, Contention
 from jaxferry.profiling.layer_records import LINK_SHARES, SECONDS, LayerProfile
 from jaxferry.records import (
     check_format,
@@ -60,6 +61,7 @@ class Profile:
         updated in the same place.
       num_devices: the number of devices that share a batch, each with the sizes and times of the layers.
       num_processes: the number of processes that they belong to, equally many devices each.
+      contention: what the work of the links and of the host takes of each other's time.
 
     Raises:
       InputError: if a field is not acceptable.
@@ -71,6 +73,7 @@ class Profile:
     updates_together: bool = False
     num_devices: int = 1
     num_processes: int = 1
+    contention: Contention = NO_CONTENTION
 
     def __post_init__(self) -> None:
         for name in _PROFILE_FLAGS:
@@ -219,13 +222,15 @@ class Profile:
         """
         fields = check_format(document, PROFILE_FORMAT)
         optional = (*_PROFILE_FLAGS, *_PROFILE_COUNTS)
-        check_spelling(fields, ("format", "machine", "layers", *optional), "profile")
+        check_spelling(fields, ("format", "machine", "layers", "contention", *optional), "profile")
         machine = fields.get("machine", {})
         layers = check_list(required(fields, "layers", "profile"), "layers")
         records = tuple(LayerProfile.from_json(layer, index) for index, layer in enumerate(layers))
         if not any(layer.has_gradient for layer in records):
             raise InputError("layers: at least one must have a gradient (has_gradient)")
-        return cls(machine, records, **{name: fields[name] for name in optional if name in fields})
+        contention = Contention(fields.get("contention", {}))
+        known = {name: fields[name] for name in optional if name in fields}
+        return cls(machine, records, **known, contention=contention)
 
     def to_json(self) -> dict[str, Any]:
         """The profile as `jaxferry.profile/1`."""
@@ -235,6 +240,7 @@ class Profile:
             "layers": [layer.to_json() for layer in self.layers],
             **{name: True for name in _PROFILE_FLAGS if getattr(self, name)},
             **{name: getattr(self, name) for name in _PROFILE_COUNTS if getattr(self, name) > 1},
+            **({"contention": self.contention.to_json()} if self.contention else {}),
         }
 
     @classmethod

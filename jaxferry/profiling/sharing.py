@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
+from jaxferry.profiling.contention import NO_CONTENTION, Contention
 from jaxferry.profiling.layer_records import LayerProfile, backward_variant, forward_variant
 from jaxferry.profiling.machines import Machine
 from jaxferry.profiling.records import Profile
@@ -145,6 +146,17 @@ class Devices:
             temporary_bytes=_with_copies(temporaries, num_bytes),
         )
 
+    def contention(self, machine: Machine) -> Contention:
+        """That of a process's devices, which all transfer at a time, and its updates.
+
+        What devices exchange among themselves, for a part of each load and each offload, is not in host memory.
+        """
+        per_process, speeds = self.num_devices // self.num_processes, list[float]()
+        for link, exchange in ((self.links.up, self.links.gather), (self.links.down, self.links.scatter)):
+            s_per_byte = link.s_per_byte + self.num_devices * exchange[ALL].s_per_byte
+            speeds.append(per_process / s_per_byte)
+        return Contention.of_bandwidth(*speeds, machine.host_bytes_per_s)
+
     def _exchange_s(self, num_bytes: tuple[int, int]) -> tuple[float, float]:
         """The time until each process has all of a layer in host memory: up to the devices, and in all.
 
@@ -204,6 +216,7 @@ def shared_by(profile: Profile, num_devices: int, num_processes: int = 1) -> Pro
         profile,
         layers=tuple(layers),
         machine=_facts_of_a_process(profile.machine, num_processes),
+        contention=devices.contention(machine) if profile.contention else NO_CONTENTION,
         num_devices=num_devices,
         num_processes=num_processes,
     )

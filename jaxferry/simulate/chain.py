@@ -2,7 +2,7 @@
 
 import heapq
 
-from jaxferry.tasks import Lane, Schedule, dispatch_order
+from jaxferry.tasks import Kind, Lane, Schedule, dispatch_order
 
 _LANES = {lane: number for number, lane in enumerate(Lane)}
 _HOST = _LANES[Lane.HOST]
@@ -57,7 +57,9 @@ class Chain:
     def _run(self, index: int, waiting: dict[int, float]) -> None:
         """Runs a task, or adds it to the updates by need that wait."""
         task, lane, ends, before = self.tasks[index], self.lanes[index], self.ends, self.earlier[1]
-        by_need = self.by_need and lane == _HOST
+        by_need = self.by_need and task.kind is Kind.UPDATE and lane == _HOST
+        if waiting and lane == _HOST and not by_need:
+            self._run_updates(waiting)
         start = 0.0 if by_need else self.free[lane]
         for other in task.after:
             if other in waiting:

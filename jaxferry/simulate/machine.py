@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxferry.simulate.chain import Chain
-from jaxferry.simulate.shared_links import with_link_work
+from jaxferry.simulate.shared_work import with_shared_work
 from jaxferry.simulate.steady import STEPS_BY_NEED, SteadyStep, steady_step_s
 from jaxferry.tasks import Kind, Lane, Run, Schedule
 
@@ -29,8 +29,8 @@ _UPDATES = (Kind.UPDATE, Kind.STATE_DOWN)
 
 
 def run(schedule: Schedule) -> Run:
-    """Runs all tasks, and those that `shared_links` adds."""
-    schedule = with_link_work(schedule)
+    """Runs all tasks, and those that `shared_work` adds."""
+    schedule = with_shared_work(schedule)
     chain = Chain(schedule)
     starts, ends = chain.run_step()
     chain.finish()

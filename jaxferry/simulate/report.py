@@ -9,7 +9,7 @@ from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, Schedule, Task, schedule_step
 from jaxferry.simulate import machine
 from jaxferry.simulate.chain import Chain
-from jaxferry.simulate.shared_links import with_link_work
+from jaxferry.simulate.shared_work import with_shared_work
 
 CHAIN_STEPS = 3
 """Steps of the chain that the peak covers: loads of the next step overlap the end of this one."""
@@ -79,7 +79,7 @@ def simulate(profile: Profile, plan: Plan) -> Simulation:
 
 def simulate_schedule(profile: Profile, step: Schedule) -> Simulation:
     """As `simulate`, for the tasks of one step."""
-    step = with_link_work(step)
+    step = with_shared_work(step)
     chain = Chain(step)
     steps = [chain.run_step() for _ in range(CHAIN_STEPS)]
     chain.finish()
@@ -117,8 +117,8 @@ def _lane_uses(of: machine.Run) -> dict[Lane, LaneUse]:
 
 def link_bytes(layer: LayerProfile, task: Task) -> int:
     """The bytes of a task of a layer over the host link: of its transfer, or of a program's reads and writes there."""
-    if task.kind in (Kind.READ, Kind.WRITE):
-        return 0  # counted with their programs
+    if task.kind in (Kind.READ, Kind.WRITE, Kind.CONTENTION):
+        return 0  # counted with their programs, or nothing
     if task.kind in (Kind.SAVE, Kind.FETCH, Kind.STATE_UP, Kind.STATE_DOWN):
         return task.start_bytes + task.end_bytes
     if task.lane is Lane.H2D:

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxferry.simulate.chain import Chain
-from jaxferry.simulate.shared_links import with_link_work
+from jaxferry.simulate.shared_work import with_shared_work
 from jaxferry.tasks import Lane, Schedule, in_one_period
 
 STEPS_BY_NEED = (8, 24)
@@ -35,7 +35,7 @@ class SteadyStep:
     """An endless chain of one step, with either order of updates."""
 
     def __init__(self, step: Schedule):
-        self.step = in_one_period(with_link_work(step))
+        self.step = in_one_period(with_shared_work(step))
 
     def seconds(self, by_need: bool) -> float:
         """`steady_step_s` if the host's updates are by need, or not."""

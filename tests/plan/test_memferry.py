@@ -35,6 +35,7 @@ def run(layers, modes):
             link += layer.load_s
             end = max(gpu, link) + layer.forward_s
         else:
+            link += layer.forward_read_s
             end = gpu + layer.forward_dha_s
         gpu = end + layer.inter_forward_s
     return link, gpu, end

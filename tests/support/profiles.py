@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.plan.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
+from jaxferry.profiling.contention import NO_CONTENTION, SHARING, Contention
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import schedule_step
@@ -31,8 +32,10 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, pro
     """Profiles with any times; where `tied`, the last layer shares the first one's parameters.
 
     Where `recomputing`, some layers say what recomputation costs. Where `programs`, some say more of their programs.
-    Where `links`, programs share the links with transfers; by default some profiles do.
+    Where `links`, programs share the links with transfers; by default some profiles do, and lanes of some of them
+    contend for host memory.
     """
+    contention = draw(contentions()) if links is None and draw(st.booleans()) else NO_CONTENTION
     links = draw(st.booleans()) if links is None else links
     size = draw(st.integers(min_layers, max_layers))
     shares = draw(st.booleans()) if tied is None else tied
@@ -64,10 +67,17 @@ def profiles(draw, min_layers=1, max_layers=6, tied=None, recomputing=False, pro
         layers = [draw(link_shares(layer)) for layer in layers]
     if programs and shares and size > 1:
         layers[0] = dataclasses.replace(layers[0], has_gradient=layers[-1].has_gradient)
-    profile = Profile({"name": "any"}, tuple(layers))
+    profile = Profile({"name": "any"}, tuple(layers), contention=contention)
     if programs and draw(st.booleans()):
         return with_programs(profile, lambda: draw(st.booleans()))
     return profile
+
+
+@st.composite
+def contentions(draw):
+    """Any contention between lanes, with shares whose products with any times are exact."""
+    share = st.integers(0, 8).map(lambda eighths: eighths / 8)
+    return Contention({lane: {other: draw(share) for other in SHARING if other != lane} for lane in SHARING})
 
 
 @st.composite

@@ -1,0 +1,105 @@
+"""What lanes take of each other's time, measured on calls with known speeds, and for a placement's own work."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxferry.measure.contention
+from accelerator import emulate
+from jaxferry.measure.contention import LEAST_S, in_turn, measure_contention, speeds_in_pairs
+from jaxferry.measure.microbenchmarks import HostUpdate
+from jaxferry.profiling.cache import MeasurementCache
+from jaxferry.profiling.contention import DOWN, HOST, UP, Contention
+from measure.test_profile import Setting, Table, stack
+
+
+class Resource:
+    """Serves callers in turn; each takes some seconds of it, and some alone."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def user(self, own_s, shared_s):
+        def call():
+            with self.lock:
+                time.sleep(shared_s)
+            time.sleep(own_s)
+
+        return call
+
+
+def test_lanes_that_use_the_same_resource_take_each_other_s_time():
+    resource = Resource()
+    work = {HOST: resource.user(0, 0.004), UP: resource.user(0, 0.004), DOWN: lambda: time.sleep(0.004)}
+    speeds = speeds_in_pairs(work)
+    assert set(speeds) == {(one, other) for one in work for other in work if one != other}
+    assert 0.75 < speeds[HOST, UP] + speeds[UP, HOST] < 1.15  # together the speed of one
+    assert all(speeds[pair] > 0.7 for pair in speeds if DOWN in pair)
+    contention = Contention.between(speeds)
+    assert contention.shares[HOST][UP] > 0.7 < contention.shares[UP][HOST]
+
+
+def test_a_lane_that_works_longer_than_the_window_has_its_speed():
+    speeds = speeds_in_pairs({HOST: lambda: time.sleep(2 * LEAST_S), UP: lambda: time.sleep(0.01)})
+    assert all(0.7 < speed < 1.3 for speed in speeds.values())
+
+
+def test_what_fails_in_a_lane_is_raised():
+    def fails():
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        speeds_in_pairs({HOST: lambda: None, UP: fails})
+
+
+def setting(width=1024):
+    """Layers of `width` squared parameters; 1024 are just enough to be measured."""
+    kernel = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    return Setting(stack, {"a": {"kernel": kernel}}, jax.ShapeDtypeStruct((8, width), jnp.float32))
+
+
+def test_updates_take_turns_on_arrays_of_their_own():
+    given = setting()
+    layers = given.partition.layers
+    [unit] = given.optimizer.units_of(layers)
+    call = in_turn(HostUpdate(given.optimizer, given.placement, unit, layers, [True]))
+    masters = [call()[0][0].unsafe_buffer_pointer() for _ in range(2)]
+    assert len(set(masters)) == 2
+
+
+@pytest.mark.parametrize("is_emulated", [False, True])
+def test_transfers_and_updates_of_a_model_are_measured_once(is_emulated, monkeypatch, tmp_path):
+    if is_emulated:
+        emulate(monkeypatch)
+    given = setting()
+    arguments = given.optimizer, given.placement, given.partition.layers, MeasurementCache(tmp_path, {})
+    found = measure_contention(*arguments)
+    assert len(list(tmp_path.rglob("*.json"))) == 6
+    monkeypatch.setattr(jaxferry.measure.contention, "speeds_in_pairs", None)
+    assert measure_contention(*arguments) == found
+
+
+def test_layers_that_take_longer_to_issue_than_to_update_are_not_measured():
+    given = setting(width=512)
+    cache = MeasurementCache(None, {})
+    assert not measure_contention(given.optimizer, given.placement, given.partition.layers, cache)
+
+
+def test_a_profile_measured_on_an_accelerator_states_it(monkeypatch):
+    """By speeds that are known: all others are answered by the table."""
+    assert not setting().measure(cache=Table()).contention
+    emulate(monkeypatch)
+    speeds = {("host", "H2D"): 0.8, ("H2D", "host"): 0.5}
+
+    class Speeds(Table):
+        def get(self, content):
+            if not content.startswith("speed of"):
+                return super().get(content)
+            lane, other = content.split(",")[0].removeprefix("speed of ").split(" beside ")
+            return speeds.get((lane, other), 1.0)
+
+    profile = setting().measure(cache=Speeds())
+    assert profile.contention.shares == {"host": {"H2D": pytest.approx(0.4)}, "H2D": {"host": pytest.approx(0.625)}}
