@@ -35,6 +35,9 @@ Rules (the machine model; MemFerry, section IV-B):
 - **Shared links**: where the profile says so, programs that read or write host memory take time of the links
   (`Task.read_s`, `Task.write_s`). Programs go first, and the transfers that follow in the list get what they leave
   (`jaxferry.simulate.shared_work`).
+- **Shared host memory**: where the profile says so (`contention`), each second of a link's or the host's work takes a
+  share of a second from the other lanes that use host memory. After each step they lose what they lost in it, as far as
+  they are not idle before their next task.
 - **Parameter groups**: a group has one update, in the place of its last backward. It is due when the group's last
   gradient is on the host. GFGB and DFGB hold a copy from the load to the backward, RELOAD during the forward and during
   the backward, RESIDENT always. While a group's copy is held, every layer of the group uses it and loads no other. The

@@ -39,29 +39,35 @@ LEAST_CALLS = 6
 
 
 def measure_contention(
-    optimizer: HostOptimizer, placement: Placement, layers: Sequence[Layer], cache: MeasurementCache
+    optimizer: HostOptimizer,
+    placement: Placement,
+    layers: Sequence[Layer],
+    cache: MeasurementCache,
+    devices: Placement | None = None,
 ) -> Contention:
-    """Measures what the links of a placement's devices and the optimizer's updates take of each other's time.
+    """Measures what the links of all devices and the optimizer's updates take of each other's time.
 
     There is none where every layer has less than `LEAST_BYTES`.
 
     Args:
       optimizer: its update of a layer of about `TRANSFER_BYTES` is taken for all.
-      placement: the devices, which all transfer at the same time.
+      placement: where its arrays live.
       layers: of the model.
       cache: earlier measurements.
+      devices: several that share a batch, and all transfer at the same time; None for that of `placement`.
     """
     update = _some_update(optimizer, placement, layers)
     if update is None:
         return NO_CONTENTION
-    devices = f"{placement.num_devices} devices of {placement.num_processes} processes"
+    devices = devices or placement
+    about = f"{devices.num_devices} devices of {devices.num_processes} processes"
     names = {
-        (lane, other): f"speed of {lane} beside {other}, {devices}\n{update.text}"
+        (lane, other): f"speed of {lane} beside {other}, {about}\n{update.text}"
         for lane, other in itertools.permutations((HOST, UP, DOWN), 2)
     }
     speeds = {pair: known for pair, name in names.items() if (known := cache.get(name)) is not None}
     if len(speeds) < len(names):
-        speeds = speeds_in_pairs({HOST: in_turn(update), **transfers(placement)})
+        speeds = speeds_in_pairs({HOST: in_turn(update), **transfers(devices)})
         for pair, speed in speeds.items():
             cache.put(names[pair], speed)
     return Contention.between(speeds)

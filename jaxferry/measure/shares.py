@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jaxferry.engine.all_processes import check_same, slowest
 from jaxferry.engine.facts import with_program_facts
 from jaxferry.engine.host.optimizer import HostOptimizer
@@ -19,11 +21,13 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.programs import Programs
 from jaxferry.engine.transport.choice import make_transport
 from jaxferry.errors import InputError
+from jaxferry.measure.contention import measure_contention
 from jaxferry.measure.links import measure_links
 from jaxferry.measure.microbenchmarks import program_variants
 from jaxferry.measure.profile import default_cache, facts_of, measure_share, silent, temporary_bytes_of
 from jaxferry.partition import Partition
 from jaxferry.profiling.cache import MeasurementCache
+from jaxferry.profiling.contention import Contention
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.progress import Report
 from jaxferry.profiling.records import Profile
@@ -82,7 +86,8 @@ def measure_shares(
       NotMeasurable: if one device cannot run alone, as where the loss function names the mesh, or its share of the
         batch is cut into other layers.
     """
-    layers = _alike(_measured_alone(share, partition, placement, progress), placement)
+    alone, own = _measured_alone(share, partition, placement, progress)
+    layers = _alike(alone, placement)
     variants = program_variants(partition, recomputing, programs.derivatives)
     keys = list(dict.fromkeys(key for named in variants for key in named.values()))
     # Several processes compile together, so none may know more than the others.
@@ -91,21 +96,34 @@ def measure_shares(
     links = measure_links(placement)
     devices = Devices(links, placement.num_devices, placement.num_processes)
     made = []
-    for own, use in zip(layers, partition.uses, strict=True):
+    for one, use in zip(layers, partition.uses, strict=True):
         known = variants[use.segment] if use.place == 0 else {}
-        layer = devices.exchanging(own, (own.param_bytes, own.grad_bytes), {}, partition.layers[use.group].is_whole)
+        layer = devices.exchanging(one, (one.param_bytes, one.grad_bytes), {}, partition.layers[use.group].is_whole)
         sizes = {name: temporaries[key] for name, key in known.items()}
         made.append(dataclasses.replace(layer, temporary_bytes=sizes))
     facts = {**facts_of(placement, transport, remat), "links": links.to_json()}
-    profile = Profile(facts, tuple(made), num_devices=placement.num_devices, num_processes=placement.num_processes)
+    profile = Profile(
+        facts,
+        tuple(made),
+        num_devices=placement.num_devices,
+        num_processes=placement.num_processes,
+        contention=_contention_of(own, placement, cache),
+    )
     staging_bytes = make_transport(transport, placement, partition.layers).staging_bytes
     return with_program_facts(profile, partition, programs.derivatives, offload_activations, staging_bytes)
 
 
+def _contention_of(own: Share, placement: Placement, cache: MeasurementCache) -> Contention:
+    """What the links of all devices and each process's updates take of each other's time, at most."""
+    found = measure_contention(own.optimizer, own.placement, own.partition.layers, cache, placement)
+    most = np.reshape(slowest(found.matrix.ravel().tolist()), found.matrix.shape)
+    return Contention.of_matrix(most)
+
+
 def _measured_alone(
     share: Callable[[], Share], partition: Partition, placement: Placement, progress: Report | None
-) -> tuple[LayerProfile, ...]:
-    """What this process's own device measures, if all processes can."""
+) -> tuple[tuple[LayerProfile, ...], Share]:
+    """What this process's own device measures, if all processes can, and its work."""
     layers, problem = tuple[LayerProfile, ...](), ""
     try:
         own = share()
@@ -122,7 +140,7 @@ def _measured_alone(
             "the work of one device of the mesh cannot be measured alone, so give a profile, or "
             f'profile="estimate": {problem}'
         )
-    return layers
+    return layers, own
 
 
 def _alike(layers: tuple[LayerProfile, ...], placement: Placement) -> list[LayerProfile]:

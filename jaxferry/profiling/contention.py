@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -81,6 +82,14 @@ class Contention:
             # In each second, `beside` seconds of the other's work, and `own` of this lane's.
             beside = speeds[other, lane]
             shares.setdefault(lane, {})[other] = min(max(1 - own, 0.0) / beside, 1.0) if beside > 0 else 1.0
+        return cls(shares)
+
+    @classmethod
+    def of_matrix(cls, matrix: np.ndarray) -> Self:
+        """That with these shares, see `matrix`."""
+        shares: dict[str, dict[str, float]] = {lane: {} for lane in SHARING}
+        for row, column in itertools.permutations(range(len(SHARING)), 2):
+            shares[SHARING[row]][SHARING[column]] = float(matrix[row, column])
         return cls(shares)
 
     @classmethod

@@ -151,11 +151,12 @@ class Devices:
 
         What devices exchange among themselves, for a part of each load and each offload, is not in host memory.
         """
-        per_process, speeds = self.num_devices // self.num_processes, list[float]()
-        for link, exchange in ((self.links.up, self.links.gather), (self.links.down, self.links.scatter)):
-            s_per_byte = link.s_per_byte + self.num_devices * exchange[ALL].s_per_byte
-            speeds.append(per_process / s_per_byte)
-        return Contention.of_bandwidth(*speeds, machine.host_bytes_per_s)
+        per_process = self.num_devices // self.num_processes
+        up, down = (
+            per_process / (link.s_per_byte + self.num_devices * exchange[ALL].s_per_byte)
+            for link, exchange in ((self.links.up, self.links.gather), (self.links.down, self.links.scatter))
+        )
+        return Contention.of_bandwidth(up, down, machine.host_bytes_per_s)
 
     def _exchange_s(self, num_bytes: tuple[int, int]) -> tuple[float, float]:
         """The time until each process has all of a layer in host memory: up to the devices, and in all.

@@ -1,6 +1,7 @@
 """Profiles and plans of several devices that share a batch."""
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import costs
 import jaxferry
+import jaxferry.measure.contention
 from jaxferry.cli import main
 from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
@@ -272,3 +274,25 @@ def test_jaxferry_profile_measures_more_devices_than_cores(tmp_path):
     assert (found.num_devices, found.num_processes) == (4, 1)
     assert min(found.machine["links"]["gather"]["all"].values()) > 0
     assert make_plan(found, "auto").predicted.step_s > sum(layer.forward_s + layer.backward_s for layer in found.layers)
+
+
+def test_the_contention_of_several_devices_is_measured_with_all_of_their_links(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXFERRY_CACHE_DIR", str(tmp_path))
+    measured = []
+
+    def speeds(work):
+        for call in work.values():
+            call()
+        measured.append([work["H2D"]().pop(), work["D2H"]().pop()])
+        return dict.fromkeys(itertools.permutations(work, 2), 0.8)
+
+    monkeypatch.setattr(jaxferry.measure.contention, "speeds_in_pairs", speeds)
+    params = {"l0": {"w": np.full((1024, 1024), 0.1, np.float32)}}
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh, policy="auto", profile="measure")
+    step.declare(params)
+    profile = step.prepare(np.ones((4, 1024), np.float32)).profile
+    assert profile.contention.matrix == pytest.approx(0.25 * (1 - np.eye(3)))
+    [(up, down)] = measured
+    assert up.sharding.memory_kind == "device" and down.sharding.memory_kind == "pinned_host"
+    assert len(up.sharding.device_set) == len(down.sharding.device_set) == 2

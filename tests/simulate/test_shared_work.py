@@ -2,11 +2,16 @@
 
 import dataclasses
 
+import pytest
 from hypothesis import given
 
 from jaxferry.modes import GradientPlace, Mode
+from jaxferry.plan.any_bound import any_plan_lower_bound_s
+from jaxferry.plan.evaluate import PlanEvaluator
+from jaxferry.plan.records import UpdateOrder
+from jaxferry.profiling.contention import Contention
 from jaxferry.profiling.records import Profile
-from jaxferry.schedule import schedule_step
+from jaxferry.schedule import schedule_chain, schedule_step
 from jaxferry.simulate import machine
 from jaxferry.simulate.report import simulate
 from profiles import deterministic, planned, profiles, with_modes
@@ -53,6 +58,55 @@ def test_a_backward_that_runs_its_forward_again_reads_twice():
     again = dataclasses.replace(plan, layers=tuple(dataclasses.replace(each, remat="full") for each in plan.layers))
     busy = [simulate(Profile({}, layers), each).lanes["H2D"].busy_s for each in (plan, again)]
     assert busy == [2 * 0.75, 2 * 1.0]
+
+
+FREE = dict.fromkeys(("load_s", "forward_s", "backward_s", "offload_s"), 0.0)
+
+
+def host_bound(**of_first):
+    """Three layers whose updates take 60 of the 63 seconds from a's load to the end of its update."""
+    return (layer("a", update_s=20, offload_s=8, **of_first), layer("b", update_s=20), layer("c", update_s=20, **FREE))
+
+
+def contended(layers, **shares):
+    profile = Profile({}, layers, contention=Contention(shares))
+    return profile, with_modes(profile, [Mode.GFGB] * len(layers))
+
+
+def test_what_lanes_lose_in_a_step_delays_the_next_one_of_the_lane_that_sets_the_pace():
+    profile, plan = contended(host_bound(), host={"H2D": 0.5, "D2H": 0.5}, H2D={"host": 0.125})
+    alone, shared = simulate(Profile({}, profile.layers), plan), simulate(profile, plan)
+    assert alone.steady_step_s == 63
+    assert (shared.forward_s, shared.step_s) == (alone.forward_s, alone.step_s)
+    assert shared.steady_step_s == 60 + 0.5 * 2 + 0.5 * 9  # the updates, and what loads and offloads take of the host
+    assert shared.lanes["H2D"].busy_s == 2 + 60 * 0.125
+    run = machine.run(schedule_chain(profile, plan, 4))
+    updates = [start for task, start in zip(run.schedule.tasks, run.starts_s, strict=True) if task.name == "update c"]
+    assert updates[3] - updates[2] == 65.5
+
+
+def test_what_programs_read_and_write_in_host_memory_takes_the_host_s_time_as_well():
+    reads = {"forward_dha_s": 1, "forward_read_s": 1, "backward_dha_s": 1, "backward_read_s": 0.5}
+    layers = host_bound(**reads, backward_go_s=1, backward_write_s=6)
+    profile, _ = contended(layers, host={"H2D": 1.0, "D2H": 0.5})
+    plan = with_modes(profile, [Mode.DHA, Mode.GFGB, Mode.GFGB], [HOST, DEVICE, DEVICE])
+    assert simulate(profile, plan).steady_step_s == 60 + 1.0 * (1 + 0.5 + 1) + 0.5 * (6 + 1)
+
+
+def test_a_lane_with_time_to_wait_loses_nothing_that_counts():
+    layers = tuple(layer(name, forward_s=50) for name in "ab")
+    profile, plan = contended(layers, host={"H2D": 1.0}, D2H={"host": 1.0})
+    assert simulate(profile, plan).steady_step_s == simulate(Profile({}, layers), plan).steady_step_s
+
+
+@pytest.mark.parametrize("order", UpdateOrder)
+def test_it_counts_in_both_orders_of_updates_and_for_many_plans_at_once(order):
+    profile, plan = contended(host_bound(backward_go_s=9, backward_write_s=8), host={"H2D": 1.0, "D2H": 0.5})
+    plan = dataclasses.replace(plan, update_order=order)
+    assert simulate(profile, plan).steady_step_s == pytest.approx(60 + 2 + 4.5)
+    assert PlanEvaluator(profile).plan(plan).steady_step_s == pytest.approx([66.5])
+    alone = any_plan_lower_bound_s(Profile({}, profile.layers))
+    assert alone < any_plan_lower_bound_s(profile) <= 66.5
 
 
 @deterministic
