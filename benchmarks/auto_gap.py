@@ -60,13 +60,18 @@ RESULTS = measure.RESULTS / "auto_gap.json"
 
 
 class Traced:
-    """A model's segments and their counted costs; `on` gives its profile on a machine."""
+    """A model's shapes, segments and their counted costs; `on` gives its profile on a machine.
 
-    def __init__(self, name: str):
-        loss_fn, init_fn, batch_of = find_function(name)(batch_size=BATCH)
-        params = jax.eval_shape(init_fn, jax.random.key(0))
-        batch = jax.eval_shape(lambda: batch_of(0))
-        self.parts = partition(loss_fn, params, (batch,), compute_dtype=jnp.bfloat16)
+    Args:
+      name: an example's model, such as `gpt2:medium`.
+      sizes: arguments of its workload besides the batch size, such as `length`.
+    """
+
+    def __init__(self, name: str, batch_size: int = BATCH, **sizes: int):
+        self.loss_fn, init_fn, batch_of = find_function(name)(batch_size=batch_size, **sizes)
+        self.params = jax.eval_shape(init_fn, jax.random.key(0))
+        self.batch = jax.eval_shape(lambda: batch_of(0))
+        self.parts = partition(self.loss_fn, self.params, (self.batch,), compute_dtype=jnp.bfloat16)
         self.variants = RematVariants(self.parts, AUTO)
         self.costs = partition_costs(self.parts, AUTO, temporaries=True)
 

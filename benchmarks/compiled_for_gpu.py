@@ -42,18 +42,9 @@ from rich.console import Console
 from rich.table import Table
 
 import measure
+from native.compiled_steps import DEVICE_MEMORY, TOLERANCE, compare_step, peak_bytes
 from native.cuda_library import cuda_library
-from native.real_steps import (
-    DEVICE_MEMORY,
-    PLANS,
-    SETTINGS,
-    TOLERANCE,
-    RealModel,
-    check_program,
-    check_step,
-    check_transport,
-    compare_step,
-)
+from native.real_steps import PLANS, SETTINGS, RealModel, check_program, check_step, check_transport
 
 
 def measure_model(name, setting):
@@ -86,7 +77,7 @@ def measure_model(name, setting):
 
 def plan_facts(name, prepared, rows):
     """The facts of one plan; `rows` as `compare_step` returns them."""
-    counted, compiled = (max(row["total"][i] for row in rows) for i in (0, 1))
+    counted, compiled = peak_bytes(rows)
     deviations = {
         part: max(abs(row[part][0] / row[part][1] - 1) if row[part][1] else 0.0 for row in rows) for part in rows[0]
     }

@@ -1,21 +1,29 @@
 """What users gain over ZeRO-Offload: less device memory at its speed, and larger models in the same memory.
 
-    python benchmarks/user_gain.py
+    python benchmarks/user_gain.py [--models bert:base gpt2:medium]
 
-All is simulated with estimated profiles of the examples' models, one layer per block, in bfloat16, in the steady state
-and within budgets that hold however long transfers take. Prints two tables and writes
-`benchmarks/results/user_gain.json`.
+The models are the examples', one layer per block, in bfloat16, batch 8. Nothing runs: times are estimated and steps
+simulated, in the steady state and within budgets that hold however long transfers take. Prints two tables and writes
+`benchmarks/results/user_gain.json`; with `--models` it only prints the rows of these models.
 
-- **Memory**: for each of the papers' models on a machine, the smallest budget in which `auto` is no slower than
+- **Memory**: for each of the papers' models on a machine, the smallest device memory in which `auto` is no slower than
   `zero-offload`, relative to what `zero-offload` needs: once with nothing recomputed, once with recomputation left to
   `auto`, and once with recomputation left to `auto` beside a `zero-offload` that recomputes every block, which needs
-  less and takes longer. Updates may run anywhere. Budgets are found to 1 %.
+  less and takes longer. Updates run on the host, as in `zero-offload`. Budgets are found to 1 %.
+
+  The memory is **compiled for an H200**. All programs that a step of any plan may run are compiled for it, and the
+  search plans with their temporaries, as it does with a profile that is measured there. Each plan that is compared is
+  then prepared as `train_step` prepares it, its programs are compiled too, and its memory is that of a replay of the
+  step with the sizes of the compiled programs (`tests/native/compiled_steps.py`). The script ends with an error if
+  the engine's count is not within 2 % of it, or if `train_step` changes a plan. The JSON also has what the planner
+  and the engine count, and the whole comparison with estimated temporaries (`estimated`).
 - **Size**: the deepest Transformer-XL, with blocks like those of the 1.7B model, whose step fits into the memory that a
   JAX process takes of a machine, by policy; `zero-offload` also with every block recomputed. The last row has every
   block recomputed and what a block keeps in host memory until its backward (`offload_activations`), with the rest as
-  `auto` has it where it needs the least. Only memory decides, not time. Host memory is not limited.
+  `auto` has it where it needs the least. Only memory decides, not time. Host memory is not limited. This memory is
+  simulated, with estimated temporaries.
 
-Expected: 42 % less memory on average, models 3 times as large.
+Expected: 42 % less memory on average, models 3 times as large. It takes about 6 minutes on two cores.
 """
 
 import argparse
@@ -23,6 +31,7 @@ import dataclasses
 import statistics
 
 import auto_gap  # sets the environment before jax is imported
+import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +48,9 @@ from jaxferry.planning import make_plan
 from jaxferry.profiling.machines import MACHINES, default_budget_bytes
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import CROSSING_SLOTS, needed_bytes
-from jaxferry.simulate.report import simulate
+from jaxferry.simulate.report import predict
+from native.compiled_steps import TOLERANCE, CompiledModel, compare_step, peak_bytes
+from native.cuda_library import cuda_library
 
 MODELS = (
     "bert:base",
@@ -55,48 +66,100 @@ MACHINE = "h200-pcie5"
 DEEPENED, MACHINES_OF_SIZE = "transformer_xl:1.7b", ("v100-pcie3", "rtx4090-pcie4", "h200-pcie5")
 MOST_BLOCKS = 4096
 OFFLOADING = "auto, recomputing, activations in host memory"
-BOTH = "both_recomputing"
-COMPARED = {"not_recomputing": "nothing recomputed", "recomputing": "auto may recompute", BOTH: "both may recompute"}
+OWN, AGAIN = "zero_offload", "recomputing_zero_offload"
+COMPARED = {
+    "not_recomputing": ("nothing recomputed", OWN),
+    "recomputing": ("auto may recompute", OWN),
+    "both_recomputing": ("both may recompute", AGAIN),
+}
+"""The plans of `auto`: the title of each, and the plan that it is compared with."""
+WAYS = ("compiled", "estimated")
 BACKWARDS = ("backward_s", "backward_dha_s", "backward_go_s")
 POLICIES = ("zero-offload", "native-overlapped", "memferry", "go-memferry", "l2l")
 
 
 def without_recomputation(profile: Profile) -> Profile:
     """The profile in which no plan may recompute."""
-    return profile.only_recomputing([False] * len(profile.layers))
+    return profile.onlyrecomputing([False] * len(profile.layers))
 
 
-def smallest_budget(profile: Profile, most_s: float, high: int) -> int:
-    """The smallest budget, to 1 %, in which `auto` takes at most `most_s`; `high` is known to be enough."""
-    search = AutoSearch(profile, Request())
+def leanest(search: AutoSearch, rival: Plan) -> Plan:
+    """The plan of `auto` in the smallest budget, to 1 %, in which it is no slower than `rival`."""
 
-    def is_enough(budget: int) -> bool:
-        return simulate(profile, search.plan(budget)).steady_step_s <= most_s * (1 + 1e-9)
+    def within(budget: int) -> Plan | None:
+        plan = predict(search.profile, search.plan(budget, places=()))
+        return plan if _seconds(plan) <= _seconds(rival) * (1 + 1e-9) else None
 
-    low = auto_gap.least_bytes(search)
-    if is_enough(low):
-        return low
+    low, high = auto_gap.least_bytes(search), needed_bytes(search.profile, rival)
+    found = within(low)
+    if found is not None:
+        return found
+    found = within(high)
+    assert found is not None, "a policy that fits is faster than auto"
     while high > 1.01 * low:
         middle = int((low * high) ** 0.5)
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high
+        better = within(middle)
+        found, low, high = (found, middle, high) if better is None else (better, low, middle)
+    return found
+
+
+def compared_plans(profile: Profile) -> dict[str, Plan]:
+    """The plans whose memory is compared: two of `zero-offload`, and those of `auto`."""
+    plain = without_recomputation(profile)
+    own = make_plan(plain, "zero-offload")
+    again = predict(profile, recomputing(profile, own))
+    search = AutoSearch(profile, Request())
+    found = (leanest(AutoSearch(plain, Request()), own), leanest(search, own), leanest(search, again))
+    return {OWN: own, AGAIN: again, **dict(zip(COMPARED, found, strict=True))}
 
 
 def memory_row(name: str) -> dict:
-    """The budgets of one model."""
-    profile = auto_gap.Traced(name).on(MACHINE)
-    plan = make_plan(profile, "zero-offload")
-    own, seconds = needed_bytes(profile, plan), plan.predicted.steady_step_s
-    again = _recomputing(profile, make_plan(without_recomputation(profile), "zero-offload"))
-    least, longer_s = needed_bytes(profile, again), simulate(profile, again).steady_step_s
-    found = {
-        "not_recomputing": smallest_budget(without_recomputation(profile), seconds, own),
-        "recomputing": smallest_budget(profile, seconds, own),
-        "both_recomputing": smallest_budget(profile, longer_s, least),
+    """The memory of one model's plans, compiled and estimated."""
+    traced = auto_gap.Traced(name)
+    model, estimated = CompiledModel(traced.loss_fn, traced.params, traced.batch), traced.on(MACHINE)
+    return {
+        "model": name,
+        "compiled": compiled_facts(model, model.with_temporaries(estimated, traced.variants)),
+        "estimated": estimated_facts(estimated),
     }
-    saved = {f"saved_{key}": 1 - size / (least if key == BOTH else own) for key, size in found.items()}
-    beside = {"recomputing_zero_offload_s": longer_s, "recomputing_zero_offload_bytes": least}
-    return {"model": name, "zero_offload_s": seconds, "zero_offload_bytes": own, **beside, **found, **saved}
+
+
+def estimated_facts(profile: Profile) -> dict:
+    """Memory and time of the compared plans, with the profile's temporaries."""
+    plans = compared_plans(profile)
+    return _facts(plans, {key: needed_bytes(profile, plan) for key, plan in plans.items()})
+
+
+def compiled_facts(model: CompiledModel, profile: Profile) -> dict:
+    """Likewise with the temporaries of compiled programs: what planner and engine count, and the compiled programs."""
+    plans, counted, compiled = compared_plans(profile), {}, {}
+    for key, plan in plans.items():
+        prepared, programs = model.step(plan=plan, profile=profile)
+        if prepared.plan.layers != plan.layers:
+            raise AssertionError(f"train_step has changed the plan of {key}")
+        counted[key], compiled[key] = peak_bytes(compare_step(model, prepared, programs))
+        if abs(counted[key] - compiled[key]) > TOLERANCE * compiled[key]:
+            raise AssertionError(f"{key}: the engine counts {counted[key]} bytes, XLA has {compiled[key]}")
+    planned = {key: needed_bytes(profile, plan) for key, plan in plans.items()}
+    return {**_facts(plans, compiled), "planned_bytes": planned, "counted_bytes": counted}
+
+
+def _facts(plans: dict[str, Plan], sizes: dict[str, int]) -> dict:
+    saved = {key: 1 - sizes[key] / sizes[rival] for key, (_, rival) in COMPARED.items()}
+    return {
+        "bytes": sizes,
+        "saved": saved,
+        "seconds": {key: _seconds(plan) for key, plan in plans.items()},
+        "modes": {
+            key: {m.value: plan.modes.count(m) for m in dict.fromkeys(plan.modes)} for key, plan in plans.items()
+        },
+        "recompute": {key: sum(plan.recomputes) for key, plan in plans.items()},
+    }
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.steady_step_s
 
 
 def deepened(profile: Profile, num_blocks: int) -> Profile:
@@ -123,7 +186,7 @@ def needs(profile: Profile, policy: str) -> int:
         return min(needed_bytes(profile, plan) for plan in plans)
     name = policy.removesuffix(", recomputing")
     plan = make_plan(without_recomputation(profile), name)
-    return needed_bytes(profile, _recomputing(profile, plan) if name != policy else plan)
+    return needed_bytes(profile, recomputing(profile, plan) if name != policy else plan)
 
 
 def offloading(profile: Profile) -> Profile:
@@ -151,7 +214,7 @@ def offloading(profile: Profile) -> Profile:
     return dataclasses.replace(profile, layers=tuple(layers))
 
 
-def _recomputing(profile: Profile, plan: Plan) -> Plan:
+def recomputing(profile: Profile, plan: Plan) -> Plan:
     """The plan with every layer recomputed that can be."""
     layers = tuple(
         dataclasses.replace(layer, remat=Remat.FULL) if known.can_recompute else layer
@@ -187,32 +250,60 @@ def size_rows() -> list[dict]:
     return rows
 
 
-def print_rows(memory: list[dict], sizes: list[dict]) -> None:
-    """Prints both tables."""
-    table = Table("model", title=f"smallest memory in which auto is no slower than zero-offload, {MACHINE}")
-    for head in ("zero-offload, GB", "recomputing, GB", *COMPARED.values()):
+def print_memory(rows: list[dict]) -> None:
+    """Prints what each model saves: compiled, and with estimated temporaries."""
+    title = f"smallest memory in which auto is no slower than zero-offload, {MACHINE}: compiled (estimated)"
+    table = Table("model", title=title)
+    for head in ("zero-offload, GB", "recomputing, GB", *(title for title, _ in COMPARED.values())):
         table.add_column(head, justify="right")
-    for row in memory:
-        sizes_gb = [f"{row[f'{name}zero_offload_bytes'] / 1e9:.2f}" for name in ("", "recomputing_")]
-        table.add_row(row["model"], *sizes_gb, *(f"-{row[f'saved_{key}']:.0%}" for key in COMPARED))
-    means = [statistics.mean(row[f"saved_{key}"] for row in memory) for key in COMPARED]
-    table.add_row("mean", "", "", *(f"-{mean:.0%}" for mean in means))
-    deep = Table("policy", title=f"largest {DEEPENED.split(':')[0]} by memory, billions of parameters")
+    for row in rows:
+        sizes = [tuple(row[how]["bytes"][key] / 1e9 for how in WAYS) for key in (OWN, AGAIN)]
+        shares = [tuple(row[how]["saved"][key] for how in WAYS) for key in COMPARED]
+        cells = [f"{compiled:.2f} ({estimated:.2f})" for compiled, estimated in sizes]
+        table.add_row(row["model"], *cells, *map(_percent, shares))
+    if len(rows) > 1:
+        means = means_of(rows)
+        table.add_row("mean", "", "", *(_percent(tuple(means[how][key] for how in WAYS)) for key in COMPARED))
+    Console(width=120).print(table)
+
+
+def means_of(rows: list[dict]) -> dict[str, dict[str, float]]:
+    """The mean share saved, compiled and estimated."""
+    return {how: {key: statistics.mean(row[how]["saved"][key] for row in rows) for key in COMPARED} for how in WAYS}
+
+
+def _percent(shares: tuple[float, ...]) -> str:
+    compiled, estimated = shares
+    return f"-{compiled:.0%} (-{estimated:.0%})"
+
+
+def print_sizes(sizes: list[dict]) -> None:
+    """Prints the deepest models."""
+    deep = Table("policy", title=f"largest {DEEPENED.split(':')[0]} by memory, billions of parameters, simulated")
     for row in sizes:
         deep.add_column(row["machine"], justify="right")
     for name in sizes[0]["billions"]:
         deep.add_row(name, *(f"{row['billions'][name]:.1f}" for row in sizes))
-    Console(width=120).print(table, deep)
+    Console(width=120).print(deep)
 
 
 def main() -> None:
     """Runs the study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    memory = [memory_row(name) for name in MODELS]
+    parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL", help="only print these models' memory")
+    models = parser.parse_args().models
+    cuda_library()
+    memory = []
+    for name in models or MODELS:
+        memory.append(memory_row(name))
+        print_memory(memory[-1:])
+    print_memory(memory)
+    if models:
+        return
     sizes = size_rows()
-    print_rows(memory, sizes)
-    measure.write("user_gain", {"computed_on": facts("none"), "machine": MACHINE, "memory": memory, "size": sizes})
+    print_sizes(sizes)
+    about = {"computed_on": facts("none"), "machine": MACHINE, "batch": auto_gap.BATCH, "jax": jax.__version__}
+    measure.write("user_gain", {**about, "memory": memory, "mean_saved": means_of(memory), "size": sizes})
 
 
 if __name__ == "__main__":

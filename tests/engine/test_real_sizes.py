@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from native import real_steps
+from native import compiled_steps
+from native.compiled_steps import compare_step
 from native.cuda_library import cuda_library
-from native.real_steps import PLANS, SETTINGS, RealModel, check_program, check_step, check_transport, compare_step
+from native.real_steps import PLANS, SETTINGS, RealModel, check_program, check_step, check_transport
 
 pytestmark = pytest.mark.slow
 
@@ -52,13 +53,13 @@ def test_its_transfers_need_no_memory_that_is_not_counted(medium, mixed):
 
 @pytest.mark.parametrize("part", ["copies", "gradients", "values", "temporaries"])
 def test_a_count_that_is_wrong_by_a_twentieth_is_noticed(medium, mixed, monkeypatch, part):
-    counted = real_steps.footprints
+    counted = compiled_steps.footprints
 
     def wrong(*args, **kwargs):
         found = counted(*args, **kwargs)
         return [dataclasses.replace(each, **{part: round(1.05 * getattr(each, part))}) for each in found]
 
-    monkeypatch.setattr(real_steps, "footprints", wrong)
+    monkeypatch.setattr(compiled_steps, "footprints", wrong)
     with pytest.raises(AssertionError, match=part):
         check_step(compare_step(medium, *mixed))
 

@@ -1,39 +1,25 @@
 """Training steps of published models at their real sizes, compiled for an H200 on any machine.
 
-The engine prepares each step as it does for a user, from shapes alone, but its programs are compiled for the GPU. So
-`Prepared.peak` is what a GPU's user would be told. `check_program`, `check_step` and `check_transport` compare it with
-what XLA says of the same programs; a test and a benchmark run them.
+`check_program`, `check_step` and `check_transport` compare what the engine counts with what XLA says of the same
+programs; a test and a benchmark run them.
 """
 
-import contextlib
 import dataclasses
 import functools
 import statistics
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-import jaxferry
 import model as gpt2
 from examples.llama import model as llama
-from jaxferry.engine import Programs, footprints, lower_traced, make_placement
-from jaxferry.engine.program_keys import Joins
-from jaxferry.engine.transport.ferry import Ferry, landed_program
 from jaxferry.modes import GradientPlace, Mode, Remat
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
 from native.compile_for_gpu import copied_after_stores
-from native.compiled_programs import GpuLowered, check_host_memory, device_bytes
-from native.replayed_memory import PARTS, replay
-
-TOLERANCE = 0.02
-"""How far the engine's count of bytes may be from XLA's, relative to XLA's."""
-
-DEVICE_MEMORY = "130GiB"
-"""What an H200 has, less some for its runtime."""
+from native.compiled_programs import check_host_memory, device_bytes
+from native.compiled_steps import TOLERANCE, CompiledModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,48 +46,26 @@ PLANS = (*POLICIES, "direct", "recomputing", "mixed")
 and all but the last segment recompute; `mixed` loads blocks once or twice, in turn, and reads the others in place."""
 
 
-class RealModel:
-    """A model's shapes in bfloat16, and its steps.
+class RealModel(CompiledModel):
+    """A published model's shapes, and its steps under `PLANS`.
 
     Args:
       setting: the model.
-
-    Attributes:
-      compiled: `CompiledProgram` by program key, of all steps prepared so far.
     """
 
     def __init__(self, setting):
         config = setting.model.SIZES[setting.size]
+        params = jax.eval_shape(setting.model.make_init(config), jax.random.key(0))
+        batch = {"tokens": jax.ShapeDtypeStruct((setting.batch, setting.length + 1), np.int32)}
+        super().__init__(setting.model.make_loss(config), params, batch)
         self._setting = setting
-        self.loss_fn = setting.model.make_loss(config)
-        self.params = jax.eval_shape(setting.model.make_init(config), jax.random.key(0))
-        self.batch = {"tokens": jax.ShapeDtypeStruct((setting.batch, setting.length + 1), np.int32)}
-        self.batch_bytes = setting.batch * (setting.length + 1) * 4
-        self.compiled = {}
-        self._transport = {}
 
     def prepare(self, name):
         """Prepares the step of one of `PLANS`; returns it and the engine's programs."""
-        made = []
-        with _compiling_for_gpu(made):
-            step = self._step(name)
-            step.declare(self.params)
-            prepared = step.prepare(self.batch)
-        (programs,) = {id(each): each for each in made}.values() if made else [prepared.runner.runnable.programs]
-        self.compiled |= {key: programs[key] for key in prepared.program.keys}
-        return prepared, programs
-
-    def _step(self, name):
-        options = {"memory_budget": DEVICE_MEMORY, "remat": "auto"}
-        if name in POLICIES:
-            options |= {"policy": name, "profile": "estimate"}
-        else:
-            options |= {"plan": self._plan(name)}
-        if name == "auto":
-            options |= {"memory_budget": self._setting.small_device}
-        return jaxferry.train_step(
-            self.loss_fn, optax.adamw(1e-4), compute_dtype=jnp.bfloat16, transport="ferry", **options
-        )
+        if name not in POLICIES:
+            return self.step(plan=self._plan(name))
+        small = {"memory_budget": self._setting.small_device} if name == "auto" else {}
+        return self.step(policy=name, profile="estimate", **small)
 
     def _plan(self, name):
         segments = self._partition.segments
@@ -118,55 +82,6 @@ class RealModel:
     @functools.cached_property
     def _partition(self):
         return partition(self.loss_fn, self.params, (self.batch,), compute_dtype=jnp.bfloat16)
-
-    def transport(self, layers):
-        """The transport's compiled programs, by name and group; groups of one layout share them."""
-        made, ferry = {}, Ferry(make_placement(), layers)
-        for group, layer in enumerate(layers):
-            if layer.layout not in self._transport:
-                self._transport[layer.layout] = dict(_transport_programs(ferry, layer, group))
-            made |= {(name, group): program for name, program in self._transport[layer.layout].items()}
-        return made, ferry.staging_bytes
-
-
-@contextlib.contextmanager
-def _compiling_for_gpu(made):
-    """Has the engine compile for a GPU; adds its `Programs` to a list when they lower one."""
-
-    known = {}
-
-    def lowered(programs, key):
-        made.append(programs)
-        if (id(programs), key) not in known:
-            known[id(programs), key] = GpuLowered(lower_traced(programs.traced(key), "cuda"))
-        return known[id(programs), key]
-
-    joins = Joins(arrives=True, stores=True)  # as on a GPU
-    with mock.patch.object(Programs, "lowered", lowered), mock.patch.object(Ferry, "joins", joins):
-        yield
-
-
-def _transport_programs(ferry, layer, group):
-    """The programs that move a layer and its gradient."""
-
-    def structs(shapes, where):
-        return [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where) for s in shapes]
-
-    placement, trained = make_placement(), layer.trained
-    vectors, leaves = structs(layer.vectors, placement.pinned), structs(layer.leaves, placement.device)
-    stored = structs(trained.vectors, placement.pinned)
-    sources = structs(jax.eval_shape(trained.join_small, structs(trained.leaves, placement.device)), placement.device)
-    arguments = {
-        "load": (tuple(vectors),),
-        "load onto": (tuple(vectors), leaves),
-        "arrived": (leaves, tuple(vectors)),
-        "store": (sources, tuple(stored)),
-        "accumulate": (sources, tuple(stored)),
-    }
-    traced = {name: ferry.program(name, group).trace(*given) for name, given in arguments.items()}
-    traced["landed"] = landed_program(placement).trace(sources)
-    for name, program in traced.items():
-        yield name, GpuLowered(lower_traced(program, "cuda")).compile()
 
 
 def check_program(program, name):
@@ -197,21 +112,6 @@ def check_transport(programs, layers, staging_bytes):
             assert stats.alias_size_in_bytes == device_bytes(program.results), (name, layer.name)
         # Only a table of the results' addresses may remain.
         assert stats.temp_size_in_bytes < 4096, (name, layer.name, stats.temp_size_in_bytes)
-
-
-def compare_step(model, prepared, programs):
-    """Returns the engine's and the replayed memory of a step, place by place, each part and in total."""
-    layers = prepared.partition.layers
-    transport, staging_bytes = model.transport(layers)
-    loads = {group: transport["load", group] for group in range(len(layers))}
-    counted = footprints(prepared.program, programs.temporary_bytes, staging_bytes)
-    moments = replay(prepared.program, model.compiled, loads, model.batch_bytes)
-    rows = []
-    for instruction, ours, xlas in zip(prepared.program.programs, counted, moments, strict=True):
-        row = {part: (getattr(ours, part), getattr(xlas, part)) for part in (*PARTS, "total")}
-        row["temporaries"] = (ours.temporaries, model.compiled[instruction.key].stats.temp_size_in_bytes)
-        rows.append(row)
-    return rows
 
 
 def check_step(rows):

@@ -20,8 +20,8 @@ class Moment:
     Attributes:
       copies: parameters.
       gradients: gradients, the program's own included.
-      values: batch, values between segments, residuals, cotangents, and scalars; results in the memory of donated
-        arguments count once.
+      values: batch, constants, values between segments, residuals, cotangents, and scalars; results in the memory of
+        donated arguments count once.
       total: all of these and temporaries, by XLA's own sums.
     """
 
@@ -31,24 +31,24 @@ class Moment:
     total: int
 
 
-def replay(program, compiled, load_programs, batch_bytes):
+def replay(program, compiled, load_programs, given_bytes):
     """Returns the moment of each program of a step, in order.
 
     Args:
       program: the step program, without activations that wait in host memory.
       compiled: `CompiledProgram` by program key.
       load_programs: by group, the compiled program that loads it.
-      batch_bytes: bytes of the batch on the device.
+      given_bytes: by value, the bytes that are on the device before the first program: batch, constants, prelude.
     """
-    return _Replay(program, compiled, load_programs, batch_bytes).run()
+    return _Replay(program, compiled, load_programs, given_bytes).run()
 
 
 class _Replay:
-    def __init__(self, program, compiled, load_programs, batch_bytes):
+    def __init__(self, program, compiled, load_programs, given_bytes):
         self._program, self._compiled = program, compiled
         self._copy_bytes = {group: device_bytes(load.results) for group, load in load_programs.items()}
         self._layouts = {group: layer.layout for group, layer in enumerate(program.partition.layers)}
-        self._live = {("values", "batch"): batch_bytes}
+        self._live = {("values", value): size for value, size in given_bytes.items()}
         self._live |= {("copies", "resident", group): self._copy_bytes[group] for group in program.resident}
         self._free = collections.defaultdict(list)
         self._ended = set()
@@ -113,9 +113,11 @@ class _Replay:
         stats = compiled.stats
         parts["values"] -= stats.alias_size_in_bytes - returned_bytes
         assert compiled.argument_bytes <= sum(self._live.values()), "a program reads what is not there"
-        made = stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-        moment = Moment(**parts, total=sum(self._live.values()) + made)
-        self._live = during
+        made = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        # A value's further cotangent is added to the others once the program, and so its temporaries, are gone.
+        sums = sum(size for name, size in results.items() if name[1] == "sum")
+        moment = Moment(**parts, total=sum(self._live.values()) + made + max(stats.temp_size_in_bytes, sums))
+        self._live = {name: size for name, size in during.items() if name[1] not in ("added", "sum")}
         self._free_after(instruction)
         return moment
 
@@ -139,9 +141,10 @@ class _Replay:
             numbers = (*segment.outputs, *segment.nondiff_outputs)
             made |= {("values", v): device_bytes(a) for v, a in zip(numbers, (*outputs, *others), strict=True)}
         if key.kind is not ProgramKind.FORWARD:
-            assert not any(("values", "cotangent", v) in self._live for v in segment.inputs), "a value with two readers"
-            cotangents = zip(segment.inputs, inputs, strict=True)
-            made |= {("values", "cotangent", v): device_bytes(a) for v, a in cotangents}
+            for value, cotangent in zip(segment.inputs, inputs, strict=True):
+                is_further = ("values", "cotangent", value) in self._live
+                names = ("added", "sum") if is_further else ("cotangent",)
+                made |= {("values", name, value): device_bytes(cotangent) for name in names}
             if segment.trained and not key.writes_host:
                 made["gradients", number] = device_bytes(gradients)
         return made
