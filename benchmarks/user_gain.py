@@ -80,7 +80,7 @@ POLICIES = ("zero-offload", "native-overlapped", "memferry", "go-memferry", "l2l
 
 def without_recomputation(profile: Profile) -> Profile:
     """The profile in which no plan may recompute."""
-    return profile.onlyrecomputing([False] * len(profile.layers))
+    return profile.only_recomputing([False] * len(profile.layers))
 
 
 def leanest(search: AutoSearch, rival: Plan) -> Plan:
