@@ -50,7 +50,7 @@ MACHINE = (
 ORDER = ("native-overlapped", "exact", "zero-offload", "auto", "l2l", "memferry", "go-memferry", PLAIN, RECIPE)
 SIZES = {"gpu": {"124m": 110, "medium": 150, "xl": 240}, "cpu": {"tiny": 120}}
 """Sizes of the timed models, with the most seconds for each."""
-NEED_LIBRARIES = ("smoke_", "test_", "steps_", "link_rates", "overlap", "criteria")
+NEED_LIBRARIES = ("smoke_", "test_", "steps_", "link_rates", "overlap", "contention", "criteria")
 """Beginnings of the names of stages that run the native libraries."""
 UPDATE_PLACES = ("gpu", "resident", "mixed")
 FEW = ("native-overlapped", "exact", "zero-offload", PLAIN)
@@ -112,9 +112,11 @@ def run(check, device, out, library_folder, rivals):
             check.run(steps(out, size, device, limit_s, FEW, built, without, "_no_command_buffers"))
     if device == "gpu":
         path = library_folder / "libjaxferry_cuda.so"
+        contention = python(HERE.parent / "contention.py", "--rounds", 2, "-o", out / "contention.json")
         check.run(
             Stage("link_rates", python(HERE / "link_rates.py", path, out / "link_rates.json"), 90, built, env),
             Stage("overlap", python(HERE / "overlap.py", path, out / "overlap.json"), 45, built, env),
+            Stage("contention", contention, 45, built, env),
         )
         command = python("-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "tests" / "gpu" / "test_link_rates.py")
         check.run(Stage("criteria", command, 90, built, {**env, "JAXFERRY_CHECK_LIBRARY": str(path)}))
