@@ -49,7 +49,7 @@ def copy_spans(held: Holdings, bulk: bool, after_all: bool) -> Spans:
     again_start = np.maximum(np.maximum.accumulate(again, axis=0), link)[::-1]
     link = again_start[0]
     updated = update_places(held, after_all)
-    refreshed = np.where(held.group_resident, updated, 0).max(axis=0)
+    refreshed = np.where(held.group_refreshed, updated, 0).max(axis=0)
     link = np.maximum(link, refreshed)
     of_group = np.array(held.profile.group_of)
     first_place = np.where(held.first_ends_by_backward, 2 * size - 1 - first[held.first_end], last[held.first_end])
@@ -145,10 +145,10 @@ def lowest_offloads(held: Holdings, after_all: bool) -> np.ndarray:
     """For each group, the lowest layer whose offload its update waits for, (groups, plans); L if none."""
     size, groups = held.num_layers, held.profile.groups
     first = np.array([members[0] for members in groups])
-    found = np.where(held.offloads[first], first[:, None], size)
+    found = np.where(held.holds_up[first], first[:, None], size)
     for group, members in enumerate(groups):
         for layer in members[1:]:
-            found[group] = np.where(held.offloads[layer], np.minimum(found[group], layer), found[group])
+            found[group] = np.where(held.holds_up[layer], np.minimum(found[group], layer), found[group])
     if after_all:
         has_update = update_places(held, after_all=False) > 0
         found = np.where(has_update, found.min(axis=0), found)

@@ -84,6 +84,11 @@ def streamed(profile: Profile, plan: Plan) -> frozenset[int]:
     return _updated_groups(profile, plan.updates_streamed)
 
 
+def staying(profile: Profile, plan: Plan) -> frozenset[int]:
+    """Those of them whose compute copy stays on the device."""
+    return _updated_groups(profile, plan.copies_stay)
+
+
 def _updated_groups(profile: Profile, chosen: Sequence[bool]) -> frozenset[int]:
     groups = enumerate(profile.groups)
     return frozenset(g for g, members in groups if chosen[members[0]] and profile.layers[members[0]].has_gradient)
@@ -155,6 +160,7 @@ class Holdings:
       grad_on_host: effective gradient flags, (layers, plans).
       recomputes: whether each backward runs its forward again, (layers, plans); None for none.
       on_device: the groups that are updated on the device, where their layers are RESIDENT; None for none.
+      staying: the groups whose updates stream through the GPU while their RESIDENT copy stays, in all plans.
 
     Attributes:
       loads_forward: whether the layer loads a first copy, (layers, plans).
@@ -166,7 +172,9 @@ class Holdings:
       first_ends_by_backward: whether that program is a backward, not a forward.
       second_end: the layer whose backward reads the second copy last.
       group_resident: whether a group's copy is RESIDENT, (groups, plans).
-      offloads: whether the gradient leaves by a transfer, (layers, plans).
+      group_refreshed: whether it is refreshed after the group's update.
+      offloads: whether the gradient leaves by a transfer, or by an update that streams, (layers, plans).
+      holds_up: likewise, but for those of which no forward waits for the link down.
     """
 
     def __init__(
@@ -176,6 +184,7 @@ class Holdings:
         grad_on_host: np.ndarray,
         recomputes: np.ndarray | None = None,
         on_device: OnDevice | None = None,
+        staying: Collection[int] = (),
     ):
         self.on_device = on_device
         self.profile, self.modes, self.grad_on_host = profile, modes, grad_on_host
@@ -185,6 +194,8 @@ class Holdings:
         self.offloads = ~grad_on_host & flags_of(profile, "has_gradient")
         if on_device is not None:
             self.offloads &= ~on_device.groups[list(profile.group_of)]
+        stays = np.isin(np.arange(len(profile.groups)), list(staying))[:, None]
+        self.holds_up = self.offloads & ~stays[list(profile.group_of)] if staying else self.offloads
         self.loads_forward = (modes == GFGB) | (modes == RELOAD)
         self.loads_between = modes == DFGB
         self.loads_backward = (modes == RELOAD) & reads_back(profile, recomputes) & ~fused
@@ -194,6 +205,7 @@ class Holdings:
         self.first_ends_by_backward = np.where(modes == RELOAD, fused, runs_back)
         self.second_end = own.copy()
         self.group_resident = np.stack([(modes[list(members)] == RESIDENT).any(axis=0) for members in profile.groups])
+        self.group_refreshed = self.group_resident & ~stays if staying else self.group_resident
         for group, members in enumerate(profile.groups):
             if len(members) > 1:
                 self._in_group(members, self.group_resident[group])

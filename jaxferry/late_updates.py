@@ -4,13 +4,14 @@
     GPU   ... backward 1 |  update 1   forward 1   update 5   forward 2   update 6   forward 3 ...
                          next step
 
-A group's update need only be done before the group's next load or read. So the stream goes on while the next step's
-forwards run, the group that they need first in front. The places follow from the tasks of the forwards, run once more
-after the step as if nothing but the stream and the host's updates, in the order of need, delayed them:
+A group's update need only be done before the group's next load or read, or the forward on its RESIDENT copy. So the
+stream goes on while the next step's forwards run, the group that they need first in front. The places follow from the
+tasks of the forwards, run once more after the step as if nothing but the stream and the host's updates, in the order of
+need, delayed them:
 
 - A transfer up precedes a load that still arrives before its forward could start, or that waits for its update anyway.
 - An update precedes a forward if its state has arrived by the time at which that forward could start.
-- A group's updates precede its own load or read.
+- A group's updates precede its own load or read, or that forward.
 - A gradient stays until its update. Updates precede a forward that would not fit into device memory beside the
   gradients which are left.
 """

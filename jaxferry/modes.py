@@ -15,7 +15,7 @@ class Mode(enum.StrEnum):
     RELOAD = "RELOAD"
     """Loaded for the forward, dropped, loaded again for the backward (L2L; Weight Offloading Strategies)."""
     RESIDENT = "RESIDENT"
-    """Always on the device; the device copy is refreshed after each update."""
+    """Always on the device; the device copy is refreshed after each update, unless that runs on the device."""
 
 
 class GradientPlace(enum.StrEnum):
@@ -33,7 +33,9 @@ class UpdatePlace(enum.StrEnum):
     HOST = "host"
     """In host memory, where its master parameters and optimizer state live."""
     GPU = "gpu"
-    """On the device; masters and state are streamed from host memory and back, the gradient never leaves."""
+    """On the device; masters and state are streamed from host memory and back, the gradient never leaves.
+
+    The new compute copy goes to host memory with them, or stays on the device if the group is RESIDENT."""
     RESIDENT = "resident"
     """On the device, where master parameters, optimizer state and compute copy stay; nothing of the group moves."""
 

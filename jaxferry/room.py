@@ -190,10 +190,10 @@ def _with_next_forwards(
       after_all: whether `updates` is "after-all".
     """
     size, profile = held.num_layers, held.profile
-    if held.offloads[0].all():
+    if held.holds_up[0].all():
         return needs.backward, needs.backward_after
     layer = np.arange(size)[:, None]
-    lowest = np.where(held.offloads, layer, size).min(axis=0)
+    lowest = np.where(held.holds_up, layer, size).min(axis=0)
     ended = np.minimum.accumulate(lowest_offloads(held, after_all)[list(profile.group_of)], axis=0)
     may_run, last = ended > lowest, layer == lowest
     plan = np.broadcast_to(np.arange(held.num_plans), held.modes.shape)

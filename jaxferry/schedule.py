@@ -24,14 +24,16 @@ Rules (the machine model; MemFerry, section IV-B):
   needs first.
 - **RELOAD** layers share two slots on the device, so one computes while the next one loads. A load of a RELOAD layer
   starts once the use before the previous one has ended. The uses are the forwards, then the backwards.
-- **RESIDENT** layers are on the device before the first step. A load refreshes each of them in place after its update.
+- **RESIDENT** layers are on the device before the first step. A load refreshes each of them in place after its update,
+  unless that runs on the GPU.
 - **Updates on the device** (`update: "resident"`): master parameters and optimizer state stay there as well. The update
   follows the group's last backward on the GPU, or waits for all gradients if the others do. Nothing of the group moves.
 - **Updates through the GPU** (`update: "gpu"`): once the group's gradient is whole on the device, masters and optimizer
   state go up, are updated there and go back down with the new compute copy, in subgroups (`jaxferry.streaming`). The
   gradient never leaves. Second loads for the next backward go up first. The next step's load (or DHA read) waits for
-  the last transfer down. Updates left after the last backward run between the forwards of the next step
-  (`jaxferry.late_updates`).
+  the last transfer down. The compute copy of a RESIDENT group stays: updates write the new one in its place, the next
+  step's forward waits for the last of them, and only masters and state go down. Updates left after the last backward
+  run between the forwards of the next step (`jaxferry.late_updates`).
 - **Shared links**: where the profile says so, programs that read or write host memory take time of the links
   (`Task.read_s`, `Task.write_s`). Programs go first, and the transfers that follow in the list get what they leave
   (`jaxferry.simulate.shared_work`).
@@ -56,8 +58,8 @@ Rules (the machine model; MemFerry, section IV-B):
   fetch starts when the second program before its backward has ended. Saves share D2H with offloads, fetches share H2D
   with loads. They take the average time per byte of all offloads, or all loads, of the profile.
 - **Chain of steps**: a forward that reads host memory, and a load for the forward, wait for the previous step's update
-  of these parameters. A forward on a RESIDENT copy waits for its refresh. If there is no update, a load waits for the
-  last use of the previous step's copy.
+  of these parameters. A forward on a RESIDENT copy waits for its refresh, or for its update on the GPU. If there is no
+  update, a load waits for the last use of the previous step's copy.
 
 Memory is counted over these spans:
 
@@ -67,7 +69,7 @@ Memory is counted over these spans:
 - a gradient on the device: from the start of the backward to the end of its offload;
 - a gradient that never leaves: from the start of the backward to the end of its update;
 - a subgroup's masters and state: from the start of their transfer up to the end of that down; its new compute copy:
-  from the start of the update;
+  from the start of the update, unless it replaces a RESIDENT one;
 - a gradient on the host: from the start of the task that writes it to the end of its update.
 """
 
@@ -79,6 +81,7 @@ from jaxferry.holdings import (
     effective,
     gradient_flags,
     mode_codes,
+    staying,
     streamed,
     updated_on_device,
 )
@@ -172,10 +175,12 @@ def _demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
     """Likewise for an effective plan."""
     bulk, after_all, through_gpu = plan.loads is Loads.BULK, plan.updates is Updates.AFTER_ALL, streamed(profile, plan)
     kept = kept_gradients(profile, through_gpu, after_all)
-    own_bytes = slots_bytes(profile, through_gpu) + sum(kept.values())
+    stay = staying(profile, plan)
+    own_bytes = slots_bytes(profile, through_gpu, stay) + sum(kept.values())
     profile = as_kept(as_updated(profile, updated_on_device(profile, plan), after_all), kept)
     recomputes = np.array(plan.recomputes)[:, None]
-    held = Holdings(profile, mode_codes(plan)[:, None], gradient_flags(plan)[:, None], recomputes)
+    modes, grad_on_host = mode_codes(plan)[:, None], gradient_flags(plan)[:, None]
+    held = Holdings(profile, modes, grad_on_host, recomputes, staying=stay)
     return held, demand(held, recomputes, bulk, after_all, bool(through_gpu)).beside(own_bytes)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from jaxferry.copy_spans import load_order
-from jaxferry.holdings import of_program, streamed, updated_on_device
+from jaxferry.holdings import of_program, staying, streamed, updated_on_device
 from jaxferry.late_updates import Forwards, LateUpdates
 from jaxferry.modes import GradientPlace, Mode
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
@@ -58,7 +58,8 @@ class StepBuilder:
         self.fetched: dict[int, int] = {}
         self.last_program = -1
         self.forwards: dict[int, int] = {}
-        self.streams = StateStreams(profile, self.list, self.fetch_s_a_byte, self.save_s_a_byte)
+        speeds = self.fetch_s_a_byte, self.save_s_a_byte
+        self.streams = StateStreams(profile, self.list, *speeds, staying(profile, plan))
         self.arrivals: dict[int, int] = {}
         self.offloads: dict[int, int] = {}
         self.host_gradients: dict[int, int] = {}
@@ -90,6 +91,7 @@ class StepBuilder:
             self.refresh(group)
         self.list_late_updates(num_forward_tasks)
         self.updates |= self.streams.ends
+        self.refreshes |= {group: self.streams.ends[group] for group in self.streams.staying}
         self.copies.free()
         self.wait_for_previous()
         groups = self.profile.groups
@@ -294,7 +296,8 @@ class StepBuilder:
                 if self.profile.group_of[layer] in sizes and layer not in kept:
                     sizes[self.profile.group_of[layer]] += profile.device_gradient_bytes
             reads: dict[int, list[int]] = {}
-            for task, group in (*self.copies.first_loads, *self.waits_for_update):
+            of_copies = (each for each in self.waits_for_refresh if each[1] in self.streams.staying)
+            for task, group in (*self.copies.first_loads, *self.waits_for_update, *of_copies):
                 reads.setdefault(task, []).append(group)
             left_bytes = self.left_bytes - self.leaving_bytes()
             forwards = Forwards(num_forward_tasks, reads, self.updates, left_bytes.tolist())
@@ -329,3 +332,5 @@ class StepBuilder:
                 if end is not None:
                     known = self.list.tasks[task].after_previous
                     self.list.set(task, after_previous=tuple(sorted({*known, end})))
+        for up, down in self.streams.waits_for_previous():
+            self.list.set(up, after_previous=(down,))

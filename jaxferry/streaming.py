@@ -10,6 +10,10 @@ next one goes up once the oldest is down again. 256 MiB take 5 to 10 ms of a PCI
 latency; four of them keep a link busy during a backward of 20 to 40 ms and take 1.2 GiB with their compute copies.
 (Deep Optimizer States, as the second opportunity of Breaking the Memory Wall, interleaves subgroups likewise.)
 
+A RESIDENT group's compute copy stays on the device: updates write the new one in its place, and only masters and state
+go down. The group's next forward waits for its last update there. So a step may begin while subgroups of the previous
+one still go down; each of its first transfers up waits for a slot.
+
 The programs of the GPU run in the order of the list. So an update is listed before the first backward at whose start
 its state would have arrived in a step alone. Those left after the last backward run between the forwards of the next
 step (`jaxferry.late_updates`), the group that these need first in front.
@@ -41,14 +45,24 @@ def part_bytes(num_bytes: int, subgroup: int, num_subgroups: int) -> int:
     return num_bytes * (subgroup + 1) // num_subgroups - num_bytes * subgroup // num_subgroups
 
 
-def slots_bytes(profile: Profile, groups: Collection[int]) -> int:
-    """Device memory of as many subgroups of these groups as are there at once: the largest ones."""
+def slot_bytes(layer: LayerProfile, copy_stays: bool) -> int:
+    """Device memory of a subgroup of a layer's group, with its new compute copy unless that replaces one there."""
+    number = num_subgroups(layer)
+    return -(-layer.state_bytes // number) + (0 if copy_stays else -(-layer.param_bytes // number))
+
+
+def slots_bytes(profile: Profile, groups: Collection[int], staying: Collection[int] = ()) -> int:
+    """Device memory of as many subgroups of these groups as are there at once: the largest ones.
+
+    Args:
+      profile: the layers.
+      groups: the groups.
+      staying: those whose compute copy stays on the device.
+    """
     sizes: list[int] = []
     for group in groups:
         layer = profile.layers[profile.groups[group][0]]
-        number = num_subgroups(layer)
-        each = sum(-(-num_bytes // number) for num_bytes in (layer.state_bytes, layer.param_bytes))
-        sizes += [each] * min(number, SLOTS)
+        sizes += [slot_bytes(layer, group in staying)] * min(num_subgroups(layer), SLOTS)
     return sum(sorted(sizes)[-SLOTS:])
 
 
@@ -92,20 +106,29 @@ class StateStreams:
       profile: the layers.
       tasks: the list.
       load_s_a_byte, offload_s_a_byte: speeds of the links, for layers that state no times of their own.
+      staying: the groups whose compute copy stays on the device.
 
     Attributes:
-      ends: for each group whose last update is listed, the transfer that brings it down.
+      ends: for each group whose last update is listed, what its next read waits for: the transfer that brings it down,
+        or the update itself if its compute copy stays.
       late: tasks that run in the next step, each with the index of the task there before which it runs.
     """
 
-    def __init__(self, profile: Profile, tasks: StepTasks, load_s_a_byte: float, offload_s_a_byte: float):
+    def __init__(
+        self,
+        profile: Profile,
+        tasks: StepTasks,
+        load_s_a_byte: float,
+        offload_s_a_byte: float,
+        staying: Collection[int] = (),
+    ):
         self.profile, self.tasks, self._has_times = profile, tasks, profile.has_times
-        self.load_s_a_byte, self.offload_s_a_byte = load_s_a_byte, offload_s_a_byte
+        self.load_s_a_byte, self.offload_s_a_byte, self.staying = load_s_a_byte, offload_s_a_byte, staying
         self.ends: dict[int, int] = {}
         self._waiting: collections.deque[_Subgroup] = collections.deque()
         self._up: collections.deque[_Subgroup] = collections.deque()
         self._downs: list[int] = []
-        self._num_ups = 0
+        self._ups: list[int] = []
         self.late: dict[int, int] = {}
         self._place: int | None = None
 
@@ -162,15 +185,23 @@ class StateStreams:
 
     def fill_slots(self, may_start: Callable[[], bool] = lambda: True) -> None:
         """Lists transfers up while there are slots and one more may start."""
-        while self._waiting and self._num_ups < len(self._downs) + SLOTS and may_start():
-            each = self._waiting.popleft()
-            slot = self._downs[self._num_ups - SLOTS : self._num_ups - SLOTS + 1] if self._num_ups >= SLOTS else []
+        while self._waiting and len(self._ups) < len(self._downs) + SLOTS and may_start():
+            each, number = self._waiting.popleft(), len(self._ups)
+            slot = self._downs[number - SLOTS : number - SLOTS + 1] if number >= SLOTS else []
             layer = self._layer(each.group)
             waits = tuple(sorted({*each.after, *slot}))
             task = self._emit(Kind.STATE_UP, Lane.H2D, each, ("state_up_s", self._up_s(each) * each.count), waits)
             self.tasks.add_bytes(task, start_bytes=part_bytes(layer.state_bytes, each.index, each.count))
             self._up.append(dataclasses.replace(each, up=task))
-            self._num_ups += 1
+            self._ups.append(task)
+
+    def waits_for_previous(self) -> list[tuple[int, int]]:
+        """Transfers up, each with the transfer down of the previous step that frees its slot.
+
+        All others follow that one on the link, so masters and state are in host memory too. If no compute copy stays,
+        forwards have waited for all of these transfers.
+        """
+        return list(zip(self._ups[:SLOTS], self._downs[-SLOTS:], strict=True)) if self.staying else []
 
     def _up_s(self, each: _Subgroup) -> float:
         layer = self._layer(each.group)
@@ -182,21 +213,23 @@ class StateStreams:
             self.fill_slots()
         each = self._up.popleft()
         layer = self._layer(each.group)
-        copy_bytes = part_bytes(layer.param_bytes, each.index, each.count)
+        stays = each.group in self.staying
+        copy_bytes = 0 if stays else part_bytes(layer.param_bytes, each.index, each.count)
         update = self._emit(Kind.UPDATE, Lane.GPU, each, ("update_gpu_s", layer.update_gpu_s or 0.0), (each.up,))
         self.tasks.add_bytes(update, start_bytes=copy_bytes)
         if each.is_last:
             members = self.profile.groups[each.group]
             gradients = sum(self.profile.layers[member].device_gradient_bytes for member in members)
             self.tasks.add_bytes(update, end_bytes=gradients)
-        seconds = layer.state_down_s
-        seconds = (layer.state_bytes + layer.param_bytes) * self.offload_s_a_byte if seconds is None else seconds
+        seconds = layer.state_down_for(stays)
+        if seconds is None:
+            seconds = (layer.state_bytes + layer.param_bytes * (not stays)) * self.offload_s_a_byte
         down = self._emit(Kind.STATE_DOWN, Lane.D2H, each, ("state_down_s", seconds), (update,))
         state_bytes = part_bytes(layer.state_bytes, each.index, each.count)
         self.tasks.add_bytes(down, end_bytes=state_bytes + copy_bytes)
         self._downs.append(down)
         if each.is_last:
-            self.ends[each.group] = down
+            self.ends[each.group] = update if stays else down
         if self._place is None:
             self.fill_slots()
 

@@ -41,7 +41,7 @@ class Kind(enum.StrEnum):
     STATE_UP = "state_up"
     """Moves a subgroup's master parameters and optimizer state to the device for its update."""
     STATE_DOWN = "state_down"
-    """Moves them back to host memory, with the new compute copy."""
+    """Moves them back to host memory, with the new compute copy unless that stays on the device."""
     READ = "read"
     """The link's share of a program that reads host memory; in simulations only."""
     WRITE = "write"

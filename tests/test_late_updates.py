@@ -49,7 +49,7 @@ def _in_parts(monkeypatch):
     monkeypatch.setattr(streaming, "SUBGROUP_BYTES", 2 << 20)
 
 
-CASES = [(mode, updates) for mode in (Mode.GFGB, Mode.RELOAD, Mode.DHA) for updates in Updates]
+CASES = [(mode, updates) for mode in (Mode.GFGB, Mode.RELOAD, Mode.DHA, Mode.RESIDENT) for updates in Updates]
 
 
 @pytest.mark.parametrize(("mode", "updates"), CASES)

@@ -29,14 +29,10 @@ from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
 
-MODES = {UpdatePlace.HOST: Mode.GFGB, UpdatePlace.GPU: Mode.GFGB, UpdatePlace.RESIDENT: Mode.RESIDENT}
-"""The mode of the layers that are updated at a place."""
-PLACES = {
-    "gpu": (UpdatePlace.GPU,),
-    "resident": (UpdatePlace.RESIDENT,),
-    "mixed": (UpdatePlace.HOST, UpdatePlace.RESIDENT, UpdatePlace.GPU),
-}
-"""The places of updates, layer by layer in turns."""
+HOST, STAYS = (UpdatePlace.HOST, Mode.GFGB), (UpdatePlace.RESIDENT, Mode.RESIDENT)
+STREAMS, COPY_STAYS = (UpdatePlace.GPU, Mode.GFGB), (UpdatePlace.GPU, Mode.RESIDENT)
+PLACES = {"gpu": (STREAMS,), "resident": (STAYS,), "mixed": (HOST, STAYS, STREAMS, COPY_STAYS)}
+"""The places of updates with the modes of their layers, layer by layer in turns."""
 SUBGROUP_BYTES = 2**18
 CONFIG = model.Config(num_layers=2, num_heads=4, channels=128, max_length=64, vocab_size=512)
 BATCH, LENGTH, NUM_STEPS, LEARNING_RATE = 4, 64, 3, 1e-3
@@ -85,7 +81,8 @@ def plan_of(name, dtype):
     parts = partition(loss_fn, params, (batch,), compute_dtype=dtype)
     groups = dict.fromkeys(use.group for use in parts.uses)
     of_group = dict(zip(groups, itertools.cycle(PLACES[name]), strict=False))
-    layers = (LayerPlan(u.name, MODES[of_group[u.group]], update=of_group[u.group]) for u in parts.uses)
+    chosen = ((use.name, *of_group[use.group]) for use in parts.uses)
+    layers = (LayerPlan(use, mode, update=place) for use, place, mode in chosen)
     return Plan(name, 1.0, tuple(layers))
 
 

@@ -27,7 +27,7 @@ from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
 from jaxferry.engine.transport.base import Transport, added, split
 from jaxferry.engine.transport.choice import transport_like
-from jaxferry.partition import Gradient, Layer, RowGradient, Span
+from jaxferry.partition import Gradient, Layer, Leaf, RowGradient, Span
 from jaxferry.streaming import SLOTS
 
 
@@ -150,7 +150,7 @@ class DeviceUpdateCompiler:
         loss = program.partition.graph.avals[program.partition.loss]
         gradients = {unit.layers: [read.get(group, []) for group in unit.layers] for unit in units}
         updates = self._all({unit.layers: self._update(unit, gradients[unit.layers], loss) for unit in units})
-        streamed, slots_bytes = self._streamed(program.streamed, read, loss)
+        streamed, slots_bytes = self._streamed(program, read, loss)
         held = slots_bytes + sum(unit.num_bytes for unit in units)
         held += 4 * sum(self._layers[group].num_parameters for group in sums)
         made = [*folds.values(), *norms.values(), *updates.values(), *streamed.updates.values()]
@@ -169,23 +169,28 @@ class DeviceUpdateCompiler:
         wanted = self._update(unit, [[list(gradients)]], jax.ShapeDtypeStruct((), jnp.float32))
         return wanted.lower(), wanted.arguments
 
-    def _streamed(self, counts: Mapping[int, int], uses: Mapping[int, Any], loss: Any) -> tuple[StreamedUpdates, int]:
+    def _streamed(self, program: StepProgram, uses: Mapping[int, Any], loss: Any) -> tuple[StreamedUpdates, int]:
         """The updates that stream, and the device memory of as many subgroups as are there at once."""
-        cut = {group: self._subgroups(group, count) for group, count in counts.items()}
+        cut = {group: self._subgroups(group, count) for group, count in program.streamed.items()}
         subgroups = {(group, number): each for group, own in cut.items() for number, each in enumerate(own)}
         layouts = tuple(layer for each in subgroups.values() for layer in (each.streamed, each.trained))
         if layouts and layouts not in self._transports:
             self._transports[layouts] = transport_like(self._transport, self._placement, layouts)
         transport = self._transports.get(layouts, self._transport)
         wanted = {
-            place: self._streamed_update(each, place[0], uses.get(place[0], []), loss)
+            place: self._streamed_update(each, place[0], uses.get(place[0], []), loss, place[0] in program.resident)
             for place, each in subgroups.items()
             if each.unit.leaves
         }
         numbers = {place: 2 * number for number, place in enumerate(subgroups)}
-        sizes = sorted(each.streamed.num_bytes + each.trained.num_bytes for each in subgroups.values())
+        staying = {place: each for place, each in subgroups.items() if place[0] in program.resident}
+        sizes = sorted(
+            each.streamed.num_bytes + (0 if place in staying else each.trained.num_bytes)
+            for place, each in subgroups.items()
+        )
         held = sum(sizes[-SLOTS:]) + (transport.staging_bytes if sizes else 0)
-        return StreamedUpdates(self._all(wanted), numbers, transport), held
+        copies = {place: _places_in(self._groups[place[0]], each.trained) for place, each in staying.items()}
+        return StreamedUpdates(self._all(wanted), numbers, transport, copies), held
 
     def _subgroups(self, group: int, count: int) -> list[Subgroup]:
         if (group, count) not in self._cut:
@@ -232,7 +237,7 @@ class DeviceUpdateCompiler:
             masters, state, by_leaf = compute(masters, state, gradients, *numbers)
             return masters, state, [[by_leaf[leaf.index] for leaf in layer.leaves] for layer in layers]
 
-        copies = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in layer.leaves] for layer in layers]
+        copies = [_shapes(layer.leaves) for layer in layers]
         number = jax.ShapeDtypeStruct((), jnp.float32)
         arguments = self._on_device([unit.masters, unit.state, copies, uses, number, number, loss])
         content, is_shared = self._updates.plain_content(unit)
@@ -241,23 +246,30 @@ class DeviceUpdateCompiler:
         shared = own if is_shared else None
         return _Wanted(own, shared, lambda: self._lowered(update, (0, 1, 2), *arguments), arguments)
 
-    def _streamed_update(self, subgroup: Subgroup, group: int, uses: list[Any], loss: Any) -> _Wanted:
+    def _streamed_update(self, subgroup: Subgroup, group: int, uses: list[Any], loss: Any, copy_stays: bool) -> _Wanted:
         unit, trained, streamed, moved = subgroup.unit, subgroup.trained, subgroup.streamed, subgroup.moved
         whole, num = self._layers[group], len(unit.masters)
         compute = self._computing(unit, [trained], [whole], subgroup.spans)
         avals = [*unit.masters, *unit.state]
         stays = [i for i in range(len(avals)) if i not in set(moved)]
 
-        def update(moved_arrays: Any, kept: Any, uses: Any, *numbers: jax.Array) -> Any:
+        def update(moved_arrays: Any, kept: Any, copies: Any, uses: Any, *numbers: jax.Array) -> Any:
             given = dict(zip((*moved, *stays), (*moved_arrays, *kept), strict=True))
             arrays = [given[i] for i in range(len(given))]
             masters, state, by_leaf = compute(arrays[:num], arrays[num:], [uses], *numbers)
             made = [*masters, *state]
-            parameters = trained.join_small([by_leaf[leaf.index] for leaf in trained.leaves])
+            parameters = [by_leaf[leaf.index] for leaf in trained.leaves]
+            if copy_stays:
+                spans = [subgroup.spans.get(leaf.index) for leaf in trained.leaves]
+                parameters = list(map(_written, copies, parameters, spans))
+            else:
+                parameters = trained.join_small(parameters)
             return streamed.join_small([made[i] for i in moved]), [made[i] for i in stays], parameters
 
         number = jax.ShapeDtypeStruct((), jnp.float32)
-        arguments = self._on_device([[avals[i] for i in moved], [avals[i] for i in stays], uses, number, number, loss])
+        copies = [whole.leaves[place] for place in _places_in(whole, trained)] if copy_stays else []
+        arrays = [avals[i] for i in moved], [avals[i] for i in stays], _shapes(copies), uses, number, number, loss
+        arguments = self._on_device(list(arrays))
         content, is_shared = self._updates.plain_content(unit)
         indices = [leaf.index for leaf in whole.leaves]
         chosen = tuple(indices.index(leaf.index) for leaf in trained.leaves)
@@ -267,7 +279,7 @@ class DeviceUpdateCompiler:
         )
         own = ("streamed update", content, layouts, starts, _content(arguments), self._placement)
         shared = own if is_shared else None
-        return _Wanted(own, shared, lambda: self._lowered(update, (0, 1), *arguments), arguments)
+        return _Wanted(own, shared, lambda: self._lowered(update, (0, 1, 2), *arguments), arguments)
 
     def _computing(
         self,
@@ -330,6 +342,23 @@ def _uses(program: StepProgram, programs: Programs) -> dict[int, list[Any]]:
 
 def _has_rows(uses: Sequence[Sequence[Any]]) -> bool:
     return any(isinstance(gradient, RowGradient) for use in uses for gradient in use)
+
+
+def _shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _places_in(layer: Layer, part: Layer) -> list[int]:
+    """The places of the parameters of a part of a layer among its parameters."""
+    places = {leaf.index: place for place, leaf in enumerate(layer.leaves)}
+    return [places[leaf.index] for leaf in part.leaves]
+
+
+def _written(copy: jax.Array, made: jax.Array, span: Span | None) -> jax.Array:
+    """A parameter with new elements, in the memory of a donated `copy`; all of them are new if `span` is None."""
+    if span is None:
+        return made
+    return jax.lax.dynamic_update_slice(copy.reshape(-1), made, (span.start,)).reshape(copy.shape)
 
 
 def _content(arguments: Any) -> Any:

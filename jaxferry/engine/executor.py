@@ -160,7 +160,7 @@ def load_state(step: StepContext, call: Call) -> None:
 
 
 def store_state(step: StepContext, call: Call) -> Wait | None:
-    """Copies them back to host memory, with the new compute copy, if they have been updated."""
+    """Copies them back to host memory if they have been updated, with the new compute copy unless that stays."""
     if not step.is_last:
         return None
     place = _subgroup(call)

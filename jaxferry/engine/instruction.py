@@ -42,7 +42,7 @@ class Operation(enum.Enum):
     LOAD_STATE = "load state"
     """Copies a subgroup's masters and optimizer state to the device, for its update there."""
     STORE_STATE = "store state"
-    """Copies them back to host memory, with the new compute copy."""
+    """Copies them back to host memory, with the new compute copy unless that stays on the device."""
     SAVE = "save"
     """Moves values that cross segments to host memory."""
     FETCH = "fetch"

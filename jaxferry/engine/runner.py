@@ -122,6 +122,7 @@ class StepRunner:
             leaves_device = unit.is_on_device and not program.stays_on_device.issuperset(unit.layers)
             if leaves_device or (unit.subgroups and len(unit.subgroups) != program.streamed.get(unit.layers[0])):
                 host.to_host(unit)
+        host.refresh(but=program.resident)
         for group in state.kept.keys() - program.kept:
             transport.drop(state.kept.pop(group))
         for group in state.resident.keys() ^ runnable.program.resident:

@@ -189,7 +189,7 @@ class StepContext:
         transport = runnable.resources.transport
         given = (self.program, transport, runnable.norms, accumulated, self.is_last)
         self.gradients = StepGradients(*given, runnable.device_updates)
-        self.streaming = StreamingStep(runnable.device_updates.streamed, state.host, placement)
+        self.streaming = StreamingStep(runnable.device_updates.streamed, state.host, state.resident, placement)
         scale = state.loss_scale.value
         self.scale = np.float32(scale * rules.accumulate)
         is_scaled = runnable.programs.is_scaled

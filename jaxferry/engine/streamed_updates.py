@@ -2,7 +2,8 @@
 
     pinned vectors --load--> masters, state --update--> masters, state, new parameters --store--> pinned vectors
 
-One subgroup of a group follows another; see `jaxferry.streaming` for their order.
+One subgroup of a group follows another; see `jaxferry.streaming` for their order. The new parameters of a RESIDENT
+group are written into its copy on the device, in place, and do not go to host memory.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ class StreamedUpdates:
     """The compiled updates of one step program that stream.
 
     Attributes:
-      updates: by subgroup, `(moved, kept, uses, norm, scale, loss) -> moved, kept, parameters`: masters and state that
-        move, as their transport loads and stores them; state that stays on the device; the new parameters of the
-        subgroup in the compute dtype, as their transport stores them.
+      updates: by subgroup, `(moved, kept, copies, uses, norm, scale, loss) -> moved, kept, parameters`: masters and
+        state that move, as their transport loads and stores them; state that stays on the device; the new parameters of
+        the subgroup in the compute dtype, as their transport stores them. `copies` are none, or the parameters of a
+        RESIDENT copy that the subgroup changes, which are donated; `parameters` replace them.
       layers: by subgroup, the number of its layout in `transport`; that of its parameters follows.
       transport: moves them.
+      copies: by subgroup of a RESIDENT group, which parameters of the group's copy it changes.
     """
 
     updates: Mapping[Place, Compiled]
     layers: Mapping[Place, int]
     transport: Transport
+    copies: Mapping[Place, Sequence[int]]
 
 
 class StreamingStep:
@@ -55,14 +59,21 @@ class StreamingStep:
     Args:
       updates: the compiled updates.
       host: the state's arrays.
+      resident: device copies of RESIDENT groups.
       placement: where they live.
     """
 
-    def __init__(self, updates: StreamedUpdates, host: HostArrays, placement: Placement) -> None:
-        self._updates, self._host, self._placement = updates, host, placement
+    def __init__(
+        self,
+        updates: StreamedUpdates,
+        host: HostArrays,
+        resident: Mapping[int, DeviceLayer],
+        placement: Placement,
+    ) -> None:
+        self._updates, self._host, self._resident, self._placement = updates, host, resident, placement
         self._loaded: dict[Place, DeviceLayer] = {}
         self._made: dict[Place, tuple[Any, Any]] = {}
-        self._stored: dict[Place, tuple[HostGradient, HostGradient]] = {}
+        self._stored: dict[Place, tuple[HostGradient | None, HostGradient]] = {}
         self._uses: dict[int, Uses] = {}
 
     def load(self, place: Place, mark: TaskMark | None) -> None:
@@ -93,27 +104,45 @@ class StreamingStep:
             chosen, num = set(subgroup.moved), len(subgroup.unit.masters)
             stays = [i for i in range(len(subgroup.unit.state)) if num + i not in chosen]
             kept = [subgroup.unit.state[i] for i in stays]
-            made = self._updates.updates[place](moved, kept, self._uses[group], norm, scale, loss)
+            copies = self._copies(place)
+            made = self._updates.updates[place](moved, kept, copies, self._uses[group], norm, scale, loss)
             for i, leaf in zip(stays, made[1], strict=True):
                 subgroup.unit.state[i] = leaf
             self._made[place] = (made[0], made[2])
+            if place in self._updates.copies:
+                self._replace_copies(place, made[2])
+                self._made[place] = (made[0], None)
         if number + 1 == len(self._unit(group).subgroups):
             delete_all(jax.tree.leaves(self._uses.pop(group)))
         return made
 
+    def _copies(self, place: Place) -> list[jax.Array]:
+        """The parameters of a RESIDENT copy that a subgroup changes; none without one."""
+        if place not in self._updates.copies:
+            return []
+        arrays = self._resident[place[0]].parameters()
+        return [arrays[i] for i in self._updates.copies[place]]
+
+    def _replace_copies(self, place: Place, parameters: Sequence[jax.Array]) -> None:
+        held, new = self._resident[place[0]], dict(zip(self._updates.copies[place], parameters, strict=True))
+        held.arrays = [new.get(i, array) for i, array in enumerate(held.arrays)]
+        self._host.note_update(self._unit(place[0]))
+
     def store(self, place: Place, mark: TaskMark | None) -> None:
-        """Starts to copy an updated subgroup to host memory, with its new parameters."""
+        """Starts to copy an updated subgroup to host memory, with its new parameters unless these stay."""
         if place not in self._made:
             self._forget(place)
             return
         group, transport, number = place[0], self._updates.transport, self._updates.layers[place]
         subgroup = self._subgroup(place)
         moved, parameters = self._made.pop(place)
-        vectors = list(self._host.vectors[group])
-        copied = transport.store(number + 1, parameters, into=tuple(vectors[i] for i in subgroup.touched))
-        for i, vector in zip(subgroup.touched, copied.vectors, strict=True):
-            vectors[i] = vector
-        self._host.vectors[group] = tuple(vectors)
+        copied = None
+        if parameters is not None:
+            vectors = list(self._host.vectors[group])
+            copied = transport.store(number + 1, parameters, into=tuple(vectors[i] for i in subgroup.touched))
+            for i, vector in zip(subgroup.touched, copied.vectors, strict=True):
+                vectors[i] = vector
+            self._host.vectors[group] = tuple(vectors)
         stored = transport.store(number, moved, mark=mark, into=subgroup.vectors)
         subgroup.vectors = stored.vectors
         self._stored[place] = copied, stored
@@ -127,7 +156,7 @@ class StreamingStep:
             jax.block_until_ready(stored.vectors)
         else:
             stored.copy.wait()
-        if copied.copy is not None:
+        if copied is not None and copied.copy is not None:
             copied.copy.settle()
 
     def drop(self) -> None:

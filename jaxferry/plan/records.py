@@ -9,10 +9,10 @@
 
 A layer may have the key `remat`: `"full"` if its backward runs its forward again; the default is `"none"`. It may have
 the key `update`: `"resident"` if its parameters are updated on the device, where their optimizer state stays; `"gpu"`
-if masters and state come to the device for the update only; the default is `"host"`. A plan may have the key
-`update_order`: `"need"` if the host picks the update that the next forward needs first; the default is `"backward"`. It
-may have the key `memory_bytes`, the device memory that gradients may fill. All further top-level keys, such as
-`lower_bound_s` and `gap` of `exact`, are the plan's `details`.
+if masters and state come to the device for the update only, while the compute copy of a RESIDENT layer stays there; the
+default is `"host"`. A plan may have the key `update_order`: `"need"` if the host picks the update that the next forward
+needs first; the default is `"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill.
+All further top-level keys, such as `lower_bound_s` and `gap` of `exact`, are the plan's `details`.
 """
 
 import dataclasses
@@ -82,7 +82,8 @@ class LayerPlan:
       gradient: where its backward writes the gradient.
       remat: what it keeps on the device between forward and backward.
       update: where its parameters are updated. `"resident"` needs mode RESIDENT and a gradient on the device. `"gpu"`
-        needs a gradient on the device and any other mode: the new compute copy goes to host memory.
+        needs a gradient on the device: the new compute copy goes to host memory with masters and state, or replaces the
+        copy on the device in mode RESIDENT.
 
     Raises:
       InputError: if a field is not acceptable; the message names layer and field.
@@ -105,14 +106,13 @@ class LayerPlan:
         stays = self.mode is Mode.RESIDENT and self.gradient is GradientPlace.DEVICE
         if update is UpdatePlace.RESIDENT and not stays:
             raise InputError(f'{where}: update "resident" needs mode "RESIDENT" and gradient "device"')
-        streams = self.mode is not Mode.RESIDENT and self.gradient is GradientPlace.DEVICE
-        if update is UpdatePlace.GPU and not streams:
-            raise InputError(f'{where}: update "gpu" needs gradient "device" and a mode other than "RESIDENT"')
+        if update is UpdatePlace.GPU and self.gradient is not GradientPlace.DEVICE:
+            raise InputError(f'{where}: update "gpu" needs gradient "device"')
 
     def with_mode(self, mode: Mode) -> Self:
         """The same layer in another mode; it is updated on the host if its place of update does not allow that mode."""
-        stays = (mode is Mode.RESIDENT) == (self.update is UpdatePlace.RESIDENT)
-        return dataclasses.replace(self, mode=mode, update=self.update if stays else UpdatePlace.HOST)
+        is_allowed = mode is Mode.RESIDENT or self.update is not UpdatePlace.RESIDENT
+        return dataclasses.replace(self, mode=mode, update=self.update if is_allowed else UpdatePlace.HOST)
 
     @classmethod
     def from_json(cls, document: Any, index: int = 0) -> Self:
@@ -256,10 +256,15 @@ class Plan:
         """Whether masters and optimizer state of each layer are streamed through the GPU."""
         return tuple(layer.update is UpdatePlace.GPU for layer in self.layers)
 
+    @property
+    def copies_stay(self) -> tuple[bool, ...]:
+        """Whether that is so and the compute copy of each layer stays on the device."""
+        return tuple(layer.update is UpdatePlace.GPU and layer.mode is Mode.RESIDENT for layer in self.layers)
+
     def check_profile(self, profile: Profile) -> None:
         """Checks that the plan has this profile's layers in the same order, and recomputes only layers that can be.
 
-        Layers of one parameter group must agree on `update`.
+        Layers of one parameter group must agree on `update`. If that is `"gpu"`, all of them are RESIDENT or none is.
 
         Raises:
           InputError: if it is not; the message names the first layer that differs.
@@ -286,6 +291,11 @@ class Plan:
                     raise InputError(
                         f'layer "{other.name}": update must be "{first.update}" as in layer "{first.name}", which '
                         "has the same parameters"
+                    )
+                if (other.mode is Mode.RESIDENT) != (first.mode is Mode.RESIDENT) and other.update is UpdatePlace.GPU:
+                    raise InputError(
+                        f'layer "{other.name}": with update "gpu" its mode must be RESIDENT if and only if that of '
+                        f'layer "{first.name}" is, which has the same parameters'
                     )
 
     @classmethod

@@ -134,7 +134,8 @@ class LayerProfile:
         policy may choose that.
       state_up_s: master parameters and optimizer state host to device, for an update that streams them through the GPU;
         None if no policy may choose that. A plan file may; the time is then that of a load of as many bytes.
-      state_down_s: likewise back, with the new compute copy; as an offload of as many bytes if None.
+      state_down_s: likewise back, with the new compute copy; as an offload of as many bytes if None. If the compute
+        copy stays on the device, see `state_down_for`.
       state_bytes: bytes of master parameters and optimizer state.
       temporary_bytes: device memory that each compiled program needs besides its arguments and results, by variant
         (`forward_variant`, `backward_variant`); a missing variant needs 0. If forward and backward are one program,
@@ -283,6 +284,15 @@ class LayerProfile:
         """Bytes kept on the device from the forward to the backward, with or without recomputation."""
         again = self.recompute_activation_bytes if recomputes else None
         return self.activation_bytes if again is None else again
+
+    def state_down_for(self, copy_stays: bool) -> float | None:
+        """Seconds of the transfer down after an update through the GPU; None if the profile does not state them.
+
+        `state_down_s` covers the compute copy. A transfer without it takes its share of that time by bytes.
+        """
+        if self.state_down_s is None or not copy_stays or not self.param_bytes:
+            return self.state_down_s
+        return self.state_down_s * self.state_bytes / (self.state_bytes + self.param_bytes)
 
     def forward_bytes(self, by_dha: bool, recomputes: bool = False) -> int:
         """Device memory in use while the forward runs, besides parameters and kept activations."""

@@ -94,6 +94,7 @@ def _costs(layer: LayerProfile, chosen: LayerPlan) -> str:
         parts.append(
             f"updated on the device in {on_device}, while {format_bytes(layer.state_bytes)} of masters and state pass "
             f"each way, on the host in {on_host}; its gradient does not leave"
+            + (", nor does its compute copy" if chosen.mode is Mode.RESIDENT else "")
         )
     return "; ".join(parts)
 

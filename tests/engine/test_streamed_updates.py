@@ -12,6 +12,7 @@ import jaxferry
 import scanned
 from accelerator import emulate
 from jaxferry import streaming as planned_streaming
+from jaxferry.compile import step as compiled_step
 from jaxferry.engine import Operation
 from jaxferry.engine.facts import without_times
 from jaxferry.engine.host import pinned
@@ -47,13 +48,16 @@ def in_parts(monkeypatch):
 
 
 OFTEN = [*((Mode.GFGB, name) for name in ("plain", "bfloat16", "accumulated")), (Mode.DHA, "clipped")]
+OFTEN += [(Mode.RESIDENT, name) for name in ("bfloat16", "clipped")]
 CASES = [
     pytest.param(mode, transport, options, id=f"{mode}-{transport}-{name}", marks=[] if often else pytest.mark.slow)
-    for mode in (Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.RELOAD)
+    for mode in (Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.RELOAD, Mode.RESIDENT)
     for transport in ("ferry", "device_put")
     for name, options in OPTIONS.items()
     for often in [transport == "ferry" and (mode, name) in OFTEN]
 ]
+COPIES = pytest.mark.parametrize("mode", [Mode.GFGB, Mode.RESIDENT])
+"""The new compute copy goes to host memory, or stays on the device."""
 
 
 @pytest.mark.usefixtures("in_parts")
@@ -71,6 +75,23 @@ def test_losses_and_states_are_those_of_updates_on_the_host(mode, transport, opt
 
 
 @pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("transport", ["ferry", pytest.param("device_put", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_losses_and_states_have_the_same_bits_whether_the_copy_stays_or_not(name, transport):
+    found = []
+    for mode in (Mode.GFGB, Mode.RESIDENT):
+        step = make(
+            ["layer_0"], mode=mode, streamed=["embed", "layer_1", "layer_2"], transport=transport, **OPTIONS[name]
+        )
+        state, losses = train(step, step.init(PARAMS), 6)
+        kinds = {task.kind for task in step.prepare(batch(0)).schedule.tasks}
+        assert Kind.REFRESH not in kinds and (Kind.LOAD in kinds) == (mode is Mode.GFGB)
+        found.append((losses, state.params, state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, found[0], found[1])
+
+
+@pytest.mark.usefixtures("in_parts")
+@COPIES
 @pytest.mark.parametrize(
     ("transport", "reach", "options"),
     [
@@ -86,7 +107,7 @@ def test_losses_and_states_are_those_of_updates_on_the_host(mode, transport, opt
     ],
     ids=str,
 )
-def test_the_way_of_accelerators_computes_the_same(transport, reach, options, monkeypatch):
+def test_the_way_of_accelerators_computes_the_same(transport, reach, options, mode, monkeypatch):
     expected_step = make([], **options)
     _, expected = train(expected_step, expected_step.init(PARAMS))
     accelerator = emulate(monkeypatch)
@@ -95,7 +116,8 @@ def test_the_way_of_accelerators_computes_the_same(transport, reach, options, mo
         pinned.can_view.cache_clear()
     try:
         for groups, streamed in (([], ["layer_1"]), (["layer_0"], ["embed", "layer_2"])):
-            step = make(groups, streamed=streamed, transport=transport, compute_dtype=jnp.float32, **options)
+            kind = {"transport": transport, "mode": mode, "compute_dtype": jnp.float32}
+            step = make(groups, streamed=streamed, **kind, **options)
             state, losses = train(step, step.init(PARAMS))
             state.block_until_ready()
             np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -112,8 +134,9 @@ def test_the_way_of_accelerators_computes_the_same(transport, reach, options, mo
     [pytest.param(jaxferry.adamw(1e-2), marks=pytest.mark.slow), optax.adamw(1e-2)],
     ids=["fused", "optax"],
 )
-def test_twenty_steps_differ_by_rounding_alone(optimizer):
-    expected_step, step = make([], optimizer), make([], optimizer, streamed=ALL)
+@COPIES
+def test_twenty_steps_differ_by_rounding_alone(optimizer, mode):
+    expected_step, step = make([], optimizer), make([], optimizer, mode=mode, streamed=ALL)
     expected, expected_losses = train(expected_step, expected_step.init(PARAMS), 20)
     state, losses = train(step, step.init(PARAMS), 20)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
@@ -122,8 +145,9 @@ def test_twenty_steps_differ_by_rounding_alone(optimizer):
 
 
 @pytest.mark.usefixtures("in_parts")
-def test_one_plan_has_the_same_bits_run_after_run():
-    step = make(["layer_0"], streamed=["embed", "layer_1"])
+@COPIES
+def test_one_plan_has_the_same_bits_run_after_run(mode):
+    step = make(["layer_0"], mode=mode, streamed=["embed", "layer_1"])
     (one, losses), (other, same) = (train(step, step.init(PARAMS)) for _ in range(2))
     assert losses == same
     jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
@@ -141,9 +165,10 @@ def test_one_plan_has_the_same_bits_run_after_run():
     ],
     ids=["lion", "adafactor", "sgd", "noise"],
 )
+@COPIES
 @pytest.mark.filterwarnings("ignore:the optimizer looks at all parameters at once")
-def test_any_optimizer_whose_layers_are_updated_alone_streams(optimizer):
-    expected_step, step = make([], optimizer), make([], optimizer, streamed=["layer_0", "layer_2"])
+def test_any_optimizer_whose_layers_are_updated_alone_streams(optimizer, mode):
+    expected_step, step = make([], optimizer), make([], optimizer, mode=mode, streamed=["layer_0", "layer_2"])
     _, expected = train(expected_step, expected_step.init(PARAMS))
     try:
         state, losses = train(step, step.init(PARAMS))
@@ -178,7 +203,8 @@ def test_parameters_larger_than_a_subgroup_are_cut_so_that_the_device_holds_no_m
 
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("transport", ["ferry", "device_put"])
-def test_a_scalar_among_parameters_that_are_cut_is_where_the_next_step_reads_it(transport):
+@COPIES
+def test_a_scalar_among_parameters_that_are_cut_is_where_the_next_step_reads_it(transport, mode):
     params = {
         "a": {"b": np.zeros(17, np.float32), "g": np.float32(1.1), "w": np.ones((13, 17), np.float32)},
         "m": {"w": np.ones((17, 3), np.float32), "none": np.zeros((0, 3), np.float32)},
@@ -191,7 +217,7 @@ def test_a_scalar_among_parameters_that_are_cut_is_where_the_next_step_reads_it(
     x, found = jnp.linspace(0, 0.1, 52).reshape(4, 13), []
     names = [segment.name for segment in partition(loss, params, (x,)).segments]
     for place in (UpdatePlace.HOST, UpdatePlace.GPU):
-        plan = Plan("test", 1.0, tuple(LayerPlan(name, Mode.GFGB, update=place) for name in names))
+        plan = Plan("test", 1.0, tuple(LayerPlan(name, mode, update=place) for name in names))
         step = jaxferry.train_step(loss, optax.adamw(1e-2), plan=plan, transport=transport)
         state = step.init(params)
         found.append([])
@@ -203,7 +229,8 @@ def test_a_scalar_among_parameters_that_are_cut_is_where_the_next_step_reads_it(
 
 
 @pytest.mark.usefixtures("in_parts")
-def test_state_that_does_not_move_is_cut_with_its_parameter():
+@COPIES
+def test_state_that_does_not_move_is_cut_with_its_parameter(mode):
     """Integers stay on the device."""
 
     def update(gradients, seen, params=None):
@@ -214,7 +241,7 @@ def test_state_that_does_not_move_is_cut_with_its_parameter():
         lambda params: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int32), params), update
     )
     results = []
-    for step in (make([], counting), make([], counting, streamed=ALL)):
+    for step in (make([], counting), make([], counting, mode=mode, streamed=ALL)):
         state, losses = train(step, step.init(PARAMS), 3)
         state.opt_state = jax.tree.map(lambda n: 2 * n, state.opt_state)
         state, more = train(step, state, 2, first=3)
@@ -225,10 +252,11 @@ def test_state_that_does_not_move_is_cut_with_its_parameter():
 
 
 @pytest.mark.usefixtures("in_parts")
-def test_frozen_parameters_and_such_that_no_segment_reads_stay_with_the_host():
+@COPIES
+def test_frozen_parameters_and_such_that_no_segment_reads_stay_with_the_host(mode):
     params = {**PARAMS, "unread": {"w": np.ones(3, np.float32)}}
     optimizer = optax.adamw(1e-2, weight_decay=0.5)
-    step = make([], optimizer, streamed=ALL, trainable=lambda path: not path.endswith("/b"))
+    step = make([], optimizer, mode=mode, streamed=ALL, trainable=lambda path: not path.endswith("/b"))
     with pytest.warns(UserWarning, match="the loss never reads"):
         state, _ = train(step, step.init(params))
     np.testing.assert_allclose(state.params["unread"]["w"], (1 - 0.005) ** 4, rtol=1e-5)
@@ -238,14 +266,15 @@ def test_frozen_parameters_and_such_that_no_segment_reads_stay_with_the_host():
 
 
 @pytest.mark.usefixtures("in_parts")
-def test_parts_of_stacked_parameters_stream():
+@COPIES
+def test_parts_of_stacked_parameters_stream(mode):
     model = scanned.linen()
     probe = jaxferry.train_step(model.loss_fn, jaxferry.adamw(1e-2), compute_dtype=jnp.float32)
     probe.init(model.params)
     names = [segment.name for segment in probe.prepare(model.batch).partition.segments]
     losses = []
     for place in (UpdatePlace.HOST, UpdatePlace.GPU):
-        plan = Plan("test", 1.0, tuple(LayerPlan(name, Mode.GFGB, update=place) for name in names))
+        plan = Plan("test", 1.0, tuple(LayerPlan(name, mode, update=place) for name in names))
         step = jaxferry.train_step(model.loss_fn, jaxferry.adamw(1e-2), plan=plan, compute_dtype=jnp.float32)
         state = step.init(model.params)
         losses.append([])
@@ -258,11 +287,12 @@ def test_parts_of_stacked_parameters_stream():
 
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}], ids=str)
-def test_a_loss_that_is_not_finite_changes_nothing(options):
+@COPIES
+def test_a_loss_that_is_not_finite_changes_nothing(options, mode):
     def broken(params, words):
         return loss_fn(params, jnp.abs(words)) + jnp.where(words[0, 0] < 0, jnp.nan, 0.0)
 
-    plan = plan_with([], streamed=["embed", "layer_1"])
+    plan = plan_with([], mode, streamed=["embed", "layer_1"])
     step = jaxferry.train_step(broken, jaxferry.adamw(1e-2), plan=plan, **options)
     state, _ = train(step, step.init(PARAMS), 2)
     before, moments = state.params, state.opt_state
@@ -279,7 +309,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(options):
 
 @pytest.mark.usefixtures("in_parts")
 def test_checkpoints_move_between_places(tmp_path):
-    cases = ({"streamed": ALL}, {"groups": []}), ({"groups": ALL}, {"streamed": ["layer_2"]}), ({}, {"streamed": ALL})
+    cases = [({"streamed": ALL}, {"groups": []}), ({"groups": ALL}, {"streamed": ["layer_2"]}), ({}, {"streamed": ALL})]
+    stays = {"streamed": ALL, "mode": Mode.RESIDENT}
+    cases += [(stays, {}), ({"mode": Mode.RESIDENT}, stays), (stays, {"streamed": ALL}), ({"groups": ALL}, stays)]
     for here, there in cases:
         step, other = (make(**{"groups": [], **each}) for each in (here, there))
         state, _ = train(step, step.init(PARAMS), 2)
@@ -291,9 +323,34 @@ def test_checkpoints_move_between_places(tmp_path):
 
 
 @pytest.mark.usefixtures("in_parts")
-def test_a_state_may_be_read_copied_changed_and_evaluated_between_steps():
+def test_batches_whose_plans_differ_take_turns_with_a_state(monkeypatch):
+    """Where a copy stays, that in host memory is old."""
+    kinds = [{"mode": Mode.RESIDENT}, {"mode": Mode.GFGB}, {"mode": Mode.DHA}]
+    plans = [plan_with([], streamed=ALL, **kind) for kind in kinds] + [plan_with([], Mode.RESIDENT), plan_with(ALL)]
+    sizes = [3, 4, 3, 5, 3, 6, 3, 7, 3]
+    batches = [jnp.resize(batch(number), (size, 5)) for number, size in enumerate(sizes)]
+    expected_step, losses = make([]), []
+    expected = expected_step.init(PARAMS)
+    for words in batches:
+        expected, metrics = expected_step(expected, words)
+        losses.append(float(metrics["loss"]))
+    left = iter(plans)
+    monkeypatch.setattr(compiled_step, "choose_plan", lambda *args: next(left))
+    step = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2))
+    state, found = step.init(PARAMS), []
+    for words in batches:
+        state, metrics = step(state, words)
+        found.append(float(metrics["loss"]))
+    assert next(left, None) is None
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert_close(state.params, expected.params)
+
+
+@pytest.mark.usefixtures("in_parts")
+@COPIES
+def test_a_state_may_be_read_copied_changed_and_evaluated_between_steps(mode):
     results, optimizer = [], optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
-    for each in (make([], optimizer), make([], optimizer, streamed=["embed", "layer_1"])):
+    for each in (make([], optimizer), make([], optimizer, mode=mode, streamed=["embed", "layer_1"])):
         state, _ = train(each, each.init(PARAMS), 2)
         copy = state.copy()
         found = [float(each.evaluate(state, batch(7)))]
@@ -310,13 +367,14 @@ def test_a_state_may_be_read_copied_changed_and_evaluated_between_steps():
     assert_close(results[1][1], results[0][1])
 
 
-def test_a_budget_below_moves_updates_to_the_host():
-    step, host = make([], streamed=ALL), make([])
+@COPIES
+def test_a_budget_below_moves_updates_to_the_host(mode):
+    step, host = make([], mode=mode, streamed=ALL), make([], mode=mode)
     for each in (step, host):
         each.init(PARAMS)
     peak, least = (each.prepare(batch(0)).peak.total for each in (step, host))
     for budget, fewest, most in ((peak, 4, 4), (peak - 1, 1, 3), (least, 0, 0)):
-        tight = make([], streamed=ALL, memory_budget=budget)
+        tight = make([], mode=mode, streamed=ALL, memory_budget=budget)
         state, _ = train(tight, tight.init(PARAMS), 1)
         assert fewest <= len(streaming(state)) <= most
         assert tight.prepare(batch(0)).peak.total <= budget
@@ -327,7 +385,10 @@ def test_a_budget_below_moves_updates_to_the_host():
     "options",
     [
         {},
+        {"mode": Mode.RESIDENT},
         *(pytest.param(x, marks=pytest.mark.slow) for x in ({"mode": Mode.DHA}, {"clip_norm": 0.5}, {"accumulate": 2})),
+        pytest.param({"mode": Mode.RESIDENT, "clip_norm": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"mode": Mode.RESIDENT, "accumulate": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -344,7 +405,8 @@ def test_live_bytes_stay_under_the_predicted_peak(options, monkeypatch):
     assert 0 < max(most) <= step.prepare(batch(0)).peak.total
 
 
-def test_the_first_step_needs_no_more_memory_than_the_next(monkeypatch):
+@pytest.mark.parametrize("mode", [Mode.DHA, Mode.RESIDENT])
+def test_the_first_step_needs_no_more_memory_than_the_next(mode, monkeypatch):
     """It would keep all gradients on the device if its updates waited for them."""
     monkeypatch.setattr(planned_streaming, "SUBGROUP_BYTES", 4000)
     emulate(monkeypatch)
@@ -357,7 +419,7 @@ def test_the_first_step_needs_no_more_memory_than_the_next(monkeypatch):
 
     x = jnp.ones((2, 32))
     names = [segment.name for segment in partition(loss, params, (x,)).segments]
-    plan = Plan("test", 1.0, tuple(LayerPlan(name, Mode.DHA, update=UpdatePlace.GPU) for name in names))
+    plan = Plan("test", 1.0, tuple(LayerPlan(name, mode, update=UpdatePlace.GPU) for name in names))
     step = jaxferry.train_step(loss, jaxferry.adamw(1e-2), plan=plan, compute_dtype=jnp.float32)
     state = step.init(params)
     watch = Watch(step, x, monkeypatch)
@@ -369,10 +431,11 @@ def test_the_first_step_needs_no_more_memory_than_the_next(monkeypatch):
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("operation", [Operation.LOAD_STATE, Operation.UPDATE_ON_DEVICE, Operation.STORE_STATE])
 @pytest.mark.parametrize("number", [0, 3])
+@COPIES
 def test_a_failure_is_rolled_back_before_the_first_update_and_damages_the_state_after_it(
-    operation, number, monkeypatch
+    operation, number, mode, monkeypatch
 ):
-    step = make([], streamed=ALL)
+    step = make([], mode=mode, streamed=ALL)
     state, _ = train(step, step.init(PARAMS), 2)
     is_rolled_back = number == 0 and operation is not Operation.STORE_STATE
     match = r"layer '.*' failed: no memory"
@@ -381,9 +444,11 @@ def test_a_failure_is_rolled_back_before_the_first_update_and_damages_the_state_
 
 @pytest.mark.usefixtures("in_parts")
 @pytest.mark.parametrize("options", [{}, pytest.param({"clip_norm": 0.5}, marks=pytest.mark.slow)], ids=str)
-def test_recorded_steps_hold_the_moves(options, monkeypatch):
+@COPIES
+def test_recorded_steps_hold_the_moves(options, mode, monkeypatch):
     emulate(monkeypatch)
-    step = make([], streamed=["embed", "layer_1"], record_steps=3, compute_dtype=jnp.float32, **options)
+    options = {**options, "mode": mode, "compute_dtype": jnp.float32}
+    step = make([], streamed=["embed", "layer_1"], record_steps=3, **options)
     state, _ = train(step, step.init(PARAMS), 5)
     state.block_until_ready()
     run = step.recorded()

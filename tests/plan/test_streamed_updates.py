@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,11 +15,12 @@ from jaxferry.plan.records import LayerPlan, Plan, Updates
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
-from jaxferry.simulate.machine import run
+from jaxferry.simulate.machine import device_bytes, run
 from jaxferry.simulate.report import simulate
+from jaxferry.tasks import changed, repeat
 from profiles import UNLIMITED_BYTES, deterministic, profiles, transformer
 
-STREAMED = (Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.RELOAD)
+STREAMED = (Mode.GFGB, Mode.DHA, Mode.DFGB, Mode.RELOAD, Mode.RESIDENT)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,11 +48,16 @@ def with_state(profile, up_s=None, down_s=None):
 
 
 def plan_with(profile, places, modes, updates=Updates.OVERLAPPED, memory_bytes=None):
-    """A plan with these places of update by group; one on the device implies RESIDENT."""
+    """A plan with these places of update by group; one on the device implies RESIDENT.
+
+    A streamed group has a RESIDENT copy if its first layer has.
+    """
     layers = []
     for index, layer in enumerate(profile.layers):
-        place = places[profile.group_of[index]]
+        group = profile.group_of[index]
+        place, first = places[group], modes[profile.groups[group][0]]
         mode = Mode.RESIDENT if place is UpdatePlace.RESIDENT else modes[index]
+        mode = first if place is UpdatePlace.GPU and Mode.RESIDENT in (mode, first) else mode
         layers.append(LayerPlan(layer.name, mode, GradientPlace.DEVICE, update=place))
     return Plan("test", 1.0, tuple(layers), updates=updates, memory_bytes=memory_bytes)
 
@@ -84,8 +91,10 @@ def test_each_subgroup_goes_up_is_updated_and_comes_down_and_the_gradient_never_
         layer, updates = profile.layers[first], subgroup_tasks(tasks, Kind.UPDATE, first)
         assert len(ups) == len(updates) == len(downs) == -(-layer.state_bytes // 100)
         assert {tasks[update].lane for update in updates} == {Lane.GPU}
+        stays = plan.layers[first].mode is Mode.RESIDENT
         assert sum(tasks[up].start_bytes for up in ups) == layer.state_bytes <= 100 * len(ups)
-        assert sum(tasks[down].end_bytes for down in downs) == layer.state_bytes + layer.param_bytes
+        assert sum(tasks[down].end_bytes for down in downs) == layer.state_bytes + layer.param_bytes * (not stays)
+        assert sum(tasks[update].start_bytes for update in updates) == layer.param_bytes * (not stays)
         [gradient] = subgroup_tasks(tasks, Kind.BACKWARD, first)
         for up, update, down in zip(ups, updates, downs, strict=True):
             assert gradient in tasks[up].after or plan.updates is Updates.AFTER_ALL
@@ -94,7 +103,11 @@ def test_each_subgroup_goes_up_is_updated_and_comes_down_and_the_gradient_never_
         readers = [
             x for x in tasks if x.kind in (Kind.LOAD, Kind.FORWARD) and x.after_previous and x.segment in members
         ]
-        assert readers and all(task.after_previous == (downs[-1],) for task in readers), group
+        end = updates[-1] if stays else downs[-1]
+        assert readers and all(task.after_previous == (end,) for task in readers), group
+        if stays:
+            moves = (Kind.LOAD, Kind.RELOAD, Kind.REFRESH)
+            assert not [task for task in tasks if task.kind in moves and task.segment in members]
     assert sum(task.start_bytes - task.end_bytes for task in tasks) == 0
 
 
@@ -109,6 +122,27 @@ def test_a_chain_never_holds_more_than_the_need_and_no_more_subgroups_than_slots
     ends = sorted(ran.ends_s[i] for i, task in enumerate(tasks) if task.kind is Kind.STATE_DOWN)
     late = zip(starts[streaming.SLOTS :], ends, strict=False)
     assert all(start >= end for start, end in late)
+
+
+@deterministic
+@given(planned(), st.integers(0, 99))
+def test_a_subgroup_goes_up_again_once_it_is_down_and_a_slot_is_free_however_long_tasks_take(case, seed):
+    """A forward on a copy that stays does not wait for the previous step's transfers down."""
+    profile, plan = case
+    step, random = schedule_step(profile, plan), np.random.default_rng(seed)
+    factors = np.exp(random.normal(size=len(step.tasks)))
+    tasks = tuple(changed(x, duration_s=x.duration_s * y) for x, y in zip(step.tasks, factors, strict=True))
+    ran = run(repeat(dataclasses.replace(step, tasks=tasks), 3))
+    assert max(held for _, held in device_bytes(ran)) <= max(needed_bytes(profile, plan), plan.memory_bytes or 0)
+    spans = {kind: [] for kind in (Kind.STATE_UP, Kind.STATE_DOWN)}
+    for index, task in enumerate(ran.schedule.tasks):
+        if task.kind in spans:
+            spans[task.kind].append((task.segment, task.subgroup, ran.starts_s[index], ran.ends_s[index]))
+    up, down = (sorted(each, key=lambda span: span[2:]) for each in spans.values())
+    assert all(start >= end for (*_, start, _), (*_, end) in zip(up[streaming.SLOTS :], down, strict=False))
+    for segment, subgroup in {span[:2] for span in up}:
+        ups, downs = ([span[2:] for span in each if span[:2] == (segment, subgroup)] for each in (up, down))
+        assert all(start >= end for (start, _), (_, end) in zip(ups[1:], downs, strict=False))
 
 
 def test_if_updates_wait_for_all_gradients_those_of_streamed_groups_stay_until_then():
@@ -153,11 +187,26 @@ def test_a_second_load_goes_up_before_state_that_waits_for_the_backward_in_front
     assert all(start == end for (_, end), (start, _) in itertools.pairwise(spans[1:]))
 
 
-def test_times_of_the_stream_default_to_the_speed_of_the_links():
-    given, unsaid = with_state(model(3), 2.0, 3.0), with_state(model(3))
-    plan = plan_with(given, [UpdatePlace.GPU] * 3, [Mode.GFGB] * 3)
+def test_a_forward_on_a_copy_that_stays_runs_beside_gradients_that_still_leave():
+    """It does not wait for the link down, and it needs far more memory than the backward before it."""
+    times = dict.fromkeys(("forward_s", "forward_dha_s", "backward_s", "backward_dha_s", "backward_go_s"), 1.0)
+    times |= dict.fromkeys(("load_s", "update_s", "update_gpu_s", "state_up_s", "state_down_s"), 0.0)
+    times |= {"param_bytes": 1, "state_bytes": 6}
+    first = LayerProfile(name="first", grad_bytes=1, offload_s=0.0, forward_workspace_bytes=1000, **times)
+    others = (LayerProfile(name=name, grad_bytes=200, offload_s=50.0, **times) for name in ("second", "third"))
+    profile, places = Profile({}, (first, *others)), [UpdatePlace.GPU, UpdatePlace.HOST, UpdatePlace.HOST]
+    plan = plan_with(profile, places, [Mode.RESIDENT, Mode.GFGB, Mode.GFGB])
+    peak_bytes = simulate(profile, plan).peak_device_bytes
+    assert 1200 < peak_bytes <= needed_bytes(profile, plan) < 1400
+
+
+@pytest.mark.parametrize(("mode", "down_s", "down"), [(Mode.GFGB, 3.5, 7), (Mode.RESIDENT, 3.0, 6)])
+def test_times_of_the_stream_default_to_the_speed_of_the_links(mode, down_s, down):
+    """A transfer down without the compute copy takes its share of the time with it."""
+    given, unsaid = with_state(model(3), 2.0, 3.5), with_state(model(3))
+    plan = plan_with(given, [UpdatePlace.GPU] * 3, [mode] * 3)
     layer = unsaid.layers[0]
-    for kind, own_s, moved in ((Kind.STATE_UP, 2.0, 6), (Kind.STATE_DOWN, 3.0, 7)):
+    for kind, own_s, moved in ((Kind.STATE_UP, 2.0, 6), (Kind.STATE_DOWN, down_s, down)):
         total_s = [
             sum(x.duration_s for x in schedule_step(profile, plan).tasks if x.kind is kind and x.segment == 0)
             for profile in (given, unsaid)
@@ -166,10 +215,42 @@ def test_times_of_the_stream_default_to_the_speed_of_the_links():
         assert total_s[1] == pytest.approx(moved * layer.load_s, rel=0.1)
 
 
-def test_it_needs_a_gradient_on_the_device_and_a_copy_that_is_not_resident():
-    for mode, gradient in ((Mode.RESIDENT, "device"), (Mode.GFGB, "host")):
-        with pytest.raises(InputError, match='update "gpu" needs gradient "device" and a mode other than "RESIDENT"'):
-            LayerPlan("a", mode, gradient, update="gpu")
+def test_it_needs_a_gradient_on_the_device():
+    for mode in Mode:
+        with pytest.raises(InputError, match='update "gpu" needs gradient "device"'):
+            LayerPlan("a", mode, "host", update="gpu")
+
+
+def test_another_mode_keeps_it():
+    for mode, other in itertools.product(Mode, Mode):
+        assert LayerPlan("a", mode, "device", update="gpu").with_mode(other).update is UpdatePlace.GPU
+        known = LayerPlan("a", Mode.RESIDENT, "device", update="resident").with_mode(other).update
+        assert known is (UpdatePlace.RESIDENT if other is Mode.RESIDENT else UpdatePlace.HOST)
+
+
+@pytest.mark.parametrize("modes", [(Mode.RESIDENT, Mode.DHA), (Mode.GFGB, Mode.RESIDENT)])
+def test_a_copy_stays_for_all_layers_that_share_it_or_for_none(modes):
+    """A layer that reads host memory would find the old parameters there."""
+    layers = [dataclasses.replace(layer, parameters="tied", param_bytes=4) for layer in with_state(model(2)).layers]
+    plan = [LayerPlan(layer.name, mode, update=UpdatePlace.GPU) for layer, mode in zip(layers, modes, strict=True)]
+    with pytest.raises(InputError, match="must be RESIDENT if and only if that of layer"):
+        schedule_step(Profile({}, tuple(layers)), Plan("test", 1.0, tuple(plan)))
+
+
+def test_a_copy_that_stays_saves_the_load_the_transfer_down_of_the_copy_and_the_wait_for_both():
+    """Links are slow: a step with a load takes the transfers up of copy and state in turn."""
+    times = {"load_s": 1.0, "offload_s": 1.0, "forward_s": 0.1, "backward_s": 0.1, "update_gpu_s": 0.0}
+    times |= {"inter_forward_s": 0.0, "inter_backward_s": 0.0}
+    profile = with_state(model(4), 6.0, 7.0)
+    profile = Profile({}, tuple(dataclasses.replace(layer, **times) for layer in profile.layers))
+    found = [
+        simulate(profile, plan_with(profile, [UpdatePlace.GPU] * 4, [mode] * 4)) for mode in (Mode.GFGB, Mode.RESIDENT)
+    ]
+    up_s, down_s = 4 * 6.0, 4 * 6.0
+    assert found[1].steady_step_s == pytest.approx(max(up_s, down_s), rel=0.3)
+    assert found[0].steady_step_s >= up_s + 4 * 1.0
+    copies_bytes = sum(layer.param_bytes for layer in profile.layers)
+    assert found[0].link_bytes - found[1].link_bytes == 2 * copies_bytes
 
 
 def test_plans_and_profiles_keep_it_in_their_files():

@@ -122,11 +122,13 @@ class HostArrays:
         """Notes that a unit was updated on the device: its `vectors` are older than its masters."""
         self._stale |= set(unit.layers)
 
-    def refresh(self) -> None:
-        """Makes the `vectors` anew of groups that were updated on the device."""
-        self._refresh(self._stale)
+    def refresh(self, but: Collection[int] = ()) -> None:
+        """Makes the `vectors` anew of groups that were updated on the device, but for some."""
+        self._refresh(self._stale.difference(but))
 
     def _refresh(self, groups: set[int]) -> None:
+        if not groups:
+            return
         trained = self._trained([unit for unit in self.units if groups.intersection(unit.layers)])
         for group in sorted(groups):
             layer, old = self.layers[group], self.vectors[group]
