@@ -38,7 +38,7 @@ from jaxferry.plan.place_options import (
     NUM_LANES,
     OWN,
     PROGRAMS,
-    STREAMS,
+    SLOT,
     UP,
     Options,
     options,
@@ -95,11 +95,11 @@ class _Program:
         starts = np.unique([*range(min(_FIRST_LOOPS, num_layers)), *spread])
         # Groups that are equal to all loops are one class: any solution is as good as its mean over them.
         classes = collections.Counter[tuple[int, int]]()
-        known: dict[tuple[int, int, int], int] = {}
+        known: dict[tuple[int, int], int] = {}
         members: list[Options] = []
         for each in choices:
             place = int(np.searchsorted(starts, each.first, side="left") + np.searchsorted(starts, each.first, "right"))
-            kind = known.setdefault((id(each.table), each.slot_bytes, each.num_slots), len(members))
+            kind = known.setdefault((id(each.table), each.num_slots), len(members))
             members += [each] if kind == len(members) else []
             classes[place, kind] += 1
         self.counts = np.array(list(classes.values()), dtype=np.float64)
@@ -109,9 +109,8 @@ class _Program:
         self.begins = np.concatenate([[0], np.cumsum(sizes)[:-1]])
         self.table = np.concatenate([each.table for each in own])
         self.row_of = np.repeat(np.arange(len(own)), sizes)
-        streams = self.table[:, STREAMS] > 0
-        self.num_slots = np.repeat([each.num_slots for each in own], sizes) * streams
-        self.slot_bytes = np.repeat([each.slot_bytes for each in own], sizes) * streams
+        self.slot_bytes = self.table[:, SLOT]
+        self.num_slots = np.repeat([each.num_slots for each in own], sizes) * (self.slot_bytes > 0)
         self.times = self._times(np.repeat(firsts, sizes), len(starts)) / unit_s
 
     def _times(self, place: np.ndarray, num_starts: int) -> np.ndarray:
@@ -144,7 +143,9 @@ class _Program:
 
     def _cases(self) -> list[_Case]:
         most = self.budgets.min(initial=np.inf)
-        sizes = np.unique(self.slot_bytes[self.slot_bytes > _LEAST_SHARE * most]) if len(self.budgets) else np.zeros(0)
+        # The largest slot of each class: a slot of a group whose compute copy stays is hardly smaller.
+        largest = np.maximum.reduceat(self.slot_bytes, self.begins)
+        sizes = np.unique(largest[largest > _LEAST_SHARE * most]) if len(self.budgets) else np.zeros(0)
         sizes = sizes[np.unique(np.linspace(0, len(sizes) - 1, _MOST_SIZES).astype(int))] if len(sizes) else sizes
         bounds = [0, *(int(size) for size in sizes)]
         return [_Case(low, high) for low, high in zip(bounds, [*bounds[1:], np.inf], strict=True)][::-1]

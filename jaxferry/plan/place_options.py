@@ -1,8 +1,9 @@
 """What each choice for a parameter group costs in a step: seconds of each lane, and bytes at some places.
 
-The choices of a group: where it is updated (on the host, through the GPU, on the device), how its layers read
-parameters, whether they recompute, and whether the backward writes the gradient (GO). Layers read as with GFGB and
-RESIDENT (held from forward to backward), DFGB, RELOAD or DHA. A layer's **place** is that of its forward.
+The choices of a group: where it is updated (on the host, through the GPU, through the GPU with a RESIDENT copy, on the
+device), how its layers read parameters, whether they recompute, and whether the backward writes the gradient (GO).
+Layers read as with GFGB and RESIDENT (held from forward to backward), DFGB, RELOAD or DHA. A layer's **place** is that
+of its forward.
 
 All costs are the least that any plan with that choice has, so `jaxferry.plan.place_bound` may bound plans with them.
 """
@@ -15,14 +16,14 @@ import numpy as np
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.records import Profile
-from jaxferry.streaming import SLOTS, num_subgroups
+from jaxferry.streaming import SLOTS, num_subgroups, slot_bytes
 
-GPU, H2D, D2H, HOST, PROGRAMS, UP, DOWN, OWN, STREAMS, BYTES = range(10)
+GPU, H2D, D2H, HOST, PROGRAMS, UP, DOWN, OWN, SLOT, BYTES = range(10)
 """Columns of `Options.table`. The first four are a step's seconds on the lanes, and bytes at the places come last.
 
 `PROGRAMS`: GPU time of forwards and backwards, without updates. `UP`, `DOWN`: transfers that start after the group's
 last backward and end before its next forward could start. `OWN`: seconds from the last backward to the next forward if
-the group is alone. `STREAMS`: 1 if the update streams through the GPU.
+the group is alone. `SLOT`: if the update streams through the GPU, the device memory of one subgroup.
 """
 
 NUM_LANES = 4
@@ -38,18 +39,12 @@ class Options:
     Attributes:
       first: its first layer.
       table: (choices, columns); none of them is worse than another one in every column.
-      slot_bytes, num_slots: the device memory of one subgroup if the group streams, and how many are there at once.
+      num_slots: how many of its subgroups are on the device at once if the group streams.
     """
 
     first: int
     table: np.ndarray
-    slot_bytes: int
     num_slots: int
-
-    @property
-    def streams(self) -> bool:
-        """Whether the group may stream."""
-        return bool(self.table[:, STREAMS].any())
 
 
 def options(profile: Profile, places: tuple[int, ...]) -> list[Options]:
@@ -67,9 +62,7 @@ def options(profile: Profile, places: tuple[int, ...]) -> list[Options]:
         key = table.tobytes()
         if key not in known:
             known[key] = _undominated(table)
-        number = num_subgroups(layer)
-        slot_bytes = sum(-(-num_bytes // number) for num_bytes in (layer.state_bytes, layer.param_bytes))
-        found.append(Options(members[0], known[key], slot_bytes, min(number, SLOTS)))
+        found.append(Options(members[0], known[key], min(num_subgroups(layer), SLOTS)))
     return found
 
 
@@ -102,17 +95,22 @@ def _of_group(profile: Profile, group: int, may_update: bool, places: tuple[int,
 
     found = [programs("host" if layer.has_gradient else "none") + more(host=update_s, own=update_s)]
     if may_update:
-        up_s, down_s = layer.state_up_s, layer.state_down_s
-        if up_s is not None and down_s is not None:
-            own_s = up_s + (gpu_s + down_s) / num_subgroups(layer)
+        up_s, down_s, state_s = layer.state_up_s, layer.state_down_s, layer.state_down_for(copy_stays=True)
+        if up_s is not None and down_s is not None and state_s is not None:
+            number, held = num_subgroups(layer), layer.param_bytes
+            slots = [float(slot_bytes(layer, copy_stays)) for copy_stays in (False, True)]
             transfers = {"h2d": up_s, "d2h": down_s, "up": up_s, "down": down_s}
-            found.append(programs("gpu") + more(gpu=gpu_s, own=own_s, streams=1.0, **transfers))
+            own_s = up_s + (gpu_s + down_s) / number
+            found.append(programs("gpu") + more(gpu=gpu_s, own=own_s, slot=slots[0], **transfers))
+            # The next forward waits for no transfer down.
+            transfers, own_s = {"h2d": up_s, "d2h": state_s, "up": up_s}, up_s + gpu_s / number
+            found.append(programs("device") + more(held, gpu=gpu_s, own=own_s, slot=slots[1], **transfers))
         found.append(programs("device") + more(layer.state_bytes + layer.param_bytes, gpu=gpu_s))
     return np.concatenate(found)
 
 
 _COLUMNS = {
-    "gpu": GPU, "h2d": H2D, "d2h": D2H, "host": HOST, "up": UP, "down": DOWN, "own": OWN, "streams": STREAMS,
+    "gpu": GPU, "h2d": H2D, "d2h": D2H, "host": HOST, "up": UP, "down": DOWN, "own": OWN, "slot": SLOT,
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Plans that stream the updates of some groups through the GPU, and may keep the state of others there.
 
 A candidate has groups that stay on the device, streamed groups, and modes, gradients and recomputation of one start.
+The compute copies of all streamed groups stay on the device, or none.
 
 - Groups that stay are the first m ones in forward order, the streamed ones the k that follow. The host updates the last
   ones: their gradients come first and their parameters are needed last, so it works almost all the time, while a stream
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT, effective_codes
+from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT, effective_codes, of_program
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.device_updates import Placed
@@ -49,11 +50,15 @@ _EXACT = 1e-12
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """A start, the groups that stream, those that stay on the device, the share of gradients with room of their own."""
+    """A start, the groups that stream, those that stay on the device, the share of gradients with room of their own.
+
+    `copies_stay`: whether the compute copies of those that stream stay on the device.
+    """
 
     start: int
     through_gpu: frozenset[int]
     on_device: frozenset[int]
+    copies_stay: bool
     room: float
 
 
@@ -81,7 +86,11 @@ class StreamedUpdateSearch:
         chosen = np.unique(np.linspace(0, max(len(starts) - 1, 0), _STARTS).astype(int))
         self.starts = [starts[number] for number in chosen] if starts else []
         self.starts += self._uniform()
-        pairs = ((number, *groups) for number in range(len(self.starts)) for groups in self._choices(number))
+        pairs = (
+            (number, *groups, copies_stay)
+            for number, copies_stay in itertools.product(range(len(self.starts)), (False, True))
+            for groups in self._choices(number, copies_stay)
+        )
         rows: dict[float, list[_Row]] = {}
         for row in itertools.chain.from_iterable(self._rows(*pair) for pair in pairs):
             rows.setdefault(row.candidate.room, []).append(row)
@@ -96,7 +105,7 @@ class StreamedUpdateSearch:
             least_s = below_s if found is None else found.objective_s
             if bound_s >= least_s * (1 - _EXACT):
                 break
-            if budget_bytes is not None and self._stays_bytes(each) > budget_bytes:
+            if budget_bytes is not None and self._least_bytes(each) > budget_bytes:
                 continue
             num_bytes = self._needed_bytes(each)
             fits = budget_bytes is None or num_bytes <= budget_bytes
@@ -118,21 +127,24 @@ class StreamedUpdateSearch:
             for mode, on_host, recomputes in whole
         ]
 
-    def _rows(self, start: int, through_gpu: frozenset[int], on_device: frozenset[int]) -> list[_Row]:
+    def _rows(
+        self, start: int, through_gpu: frozenset[int], on_device: frozenset[int], copies_stay: bool
+    ) -> list[_Row]:
         """The candidates with these groups.
 
         The estimated time is the bound and a small share of all work that does not take the busiest lane's time.
         """
         streams, stays = self._costs.members(through_gpu), self._costs.members(on_device)
-        work_s = self._work_s(start, streams, stays)
-        bound_s, lanes_s = self._bound_s(work_s, streams, stays), work_s.sum(axis=0)
+        work_s = self._work_s(start, streams, stays, copies_stay)
+        bound_s, lanes_s = self._bound_s(work_s, streams, stays, copies_stay), work_s.sum(axis=0)
         estimated_s = bound_s + _OTHER_LANES * float(lanes_s.sum() - lanes_s.max())
-        num_bytes, gradients = self._estimated_bytes(start, through_gpu, stays), self._costs.gradient_bytes[streams]
+        num_bytes = self._estimated_bytes(start, through_gpu, stays, copies_stay)
+        gradients = self._costs.gradient_bytes[streams]
         one = int(gradients.max(initial=0))
         more = int(gradients.sum()) - one
         return [
             _Row(
-                _Candidate(start, through_gpu, on_device, room),
+                _Candidate(start, through_gpu, on_device, copies_stay, room),
                 bound_s,
                 estimated_s,
                 num_bytes + one + int(room * more),
@@ -140,28 +152,45 @@ class StreamedUpdateSearch:
             for room in (_ROOMS if through_gpu else _ROOMS[:1])
         ]
 
-    def _stays_bytes(self, each: _Candidate) -> int:
-        """What stays on the device all the time."""
+    def _least_bytes(self, each: _Candidate) -> int:
+        """What the last forward certainly needs: what stays on the device all the time, slots and kept activations."""
         first = (self.profile.layers[self.profile.groups[group][0]] for group in each.on_device)
-        return sum(layer.state_bytes + layer.param_bytes for layer in first)
+        copies = each.through_gpu if each.copies_stay else ()
+        more = (self.profile.layers[self.profile.groups[group][0]].param_bytes for group in copies)
+        stays = sum(layer.state_bytes + layer.param_bytes for layer in first) + sum(more)
+        return stays + slots_bytes(self.profile, each.through_gpu, copies) + self._kept_bytes[each.start]
 
-    def _estimated_bytes(self, start: int, through_gpu: frozenset[int], stays: np.ndarray) -> int:
+    @functools.cached_property
+    def _kept_bytes(self) -> list[int]:
+        """Activations that each start certainly keeps on the device across the last forward."""
+        layers, saved = self.profile.layers, sum(layer.save_bytes for layer in self.profile.layers)
+        flags = (of_program(self.profile, start.recomputes) for start in self.starts)
+        kept = (sum(layer.kept_bytes(bool(x)) for layer, x in zip(layers, own, strict=True)) for own in flags)
+        return [max(num_bytes - saved, 0) for num_bytes in kept]
+
+    def _estimated_bytes(self, start: int, through_gpu: frozenset[int], stays: np.ndarray, copies_stay: bool) -> int:
         """About the bytes that a candidate needs besides gradients, given the layers whose groups stay."""
         costs, modes = self._costs, self.starts[start].modes
         first = stays & costs.is_first
         copies = costs.param_bytes * ~np.isin(modes, (GFGB, RESIDENT))
         more = int((costs.state_bytes + copies)[first].sum())
-        return self._start_bytes[start] + more + slots_bytes(self.profile, through_gpu)
+        if copies_stay:
+            more += int(copies[costs.members(through_gpu) & costs.is_first].sum())
+        staying = through_gpu if copies_stay else frozenset[int]()
+        return self._start_bytes[start] + more + slots_bytes(self.profile, through_gpu, staying)
 
     @functools.cached_property
     def _start_bytes(self) -> list[int]:
         plans = [plan_of(self.policy, 1.0, self.profile, start) for start in self.starts]
         return [needed_bytes(self.profile, plan) for plan in plans]
 
-    def _choices(self, start: int) -> list[tuple[frozenset[int], frozenset[int]]]:
-        """Pairs of streamed groups and groups that stay on the device, for one start."""
+    def _choices(self, start: int, copies_stay: bool) -> list[tuple[frozenset[int], frozenset[int]]]:
+        """Pairs of streamed groups and groups that stay on the device, for one start.
+
+        With `copies_stay` only pairs with streamed groups: the others are no other candidates.
+        """
         may_stay, may_stream = updatable_groups(self.profile), streamable_groups(self.profile)
-        on_host, streamed, stays = (self._lanes_s(start, choice) for choice in _CHOICES)
+        on_host, streamed, stays = (self._lanes_s(start, *choice, copies_stay) for choice in _CHOICES)
         more_s = np.zeros((len(may_stream) + 1, len(Lane)))
         np.cumsum((streamed - on_host)[may_stream], axis=0, out=more_s[1:])
         counts = np.unique(np.linspace(0, len(may_stay), fewer(_POINTS, len(self.profile.layers), _LEAST_POINTS)))
@@ -173,11 +202,11 @@ class StreamedUpdateSearch:
             best = int(busiest_s.argmin())
             for number in range(max(best - _BESIDE, 0), min(best + _BESIDE, len(busiest_s) - 1) + 1):
                 pairs.append((frozenset(may_stream[first : first + number]), frozenset(chosen)))
-        return [pair for pair in dict.fromkeys(pairs) if any(pair)]
+        return [pair for pair in dict.fromkeys(pairs) if (pair[0] if copies_stay else any(pair))]
 
-    def _lanes_s(self, start: int, choice: "_Choice") -> np.ndarray:
+    def _lanes_s(self, start: int, streams: np.bool, stays: np.bool, copies_stay: bool) -> np.ndarray:
         """Seconds of each group on each lane, (groups, lanes), if all groups have the same choice."""
-        layers_s = self._work_s(start, *choice)
+        layers_s = self._work_s(start, streams, stays, copies_stay)
         found = np.zeros((len(self.profile.groups), len(Lane)))
         np.add.at(found, np.array(self.profile.group_of), layers_s)
         return found
@@ -209,7 +238,8 @@ class StreamedUpdateSearch:
             if group_of[index] in each.on_device:
                 mode, update = Mode.RESIDENT, UpdatePlace.RESIDENT
             elif group_of[index] in each.through_gpu:
-                mode, update = Mode.GFGB if mode is Mode.RESIDENT else mode, UpdatePlace.GPU
+                mode = Mode.GFGB if mode is Mode.RESIDENT else mode
+                mode, update = Mode.RESIDENT if each.copies_stay else mode, UpdatePlace.GPU
             if update is not UpdatePlace.HOST:
                 own = dataclasses.replace(layer, gradient=GradientPlace.DEVICE)
                 layers[index] = dataclasses.replace(own, mode=mode, update=update)
@@ -225,29 +255,34 @@ class StreamedUpdateSearch:
         plan = dataclasses.replace(schedules.plan, memory_bytes=num_bytes if num_bytes > least_bytes else None)
         return Placed(*best_order(plan, schedules), num_bytes)
 
-    def _work_s(self, start: int, streams: np.ndarray | np.bool, stays: np.ndarray | np.bool) -> np.ndarray:
+    def _work_s(
+        self, start: int, streams: np.ndarray | np.bool, stays: np.ndarray | np.bool, copies_stay: bool
+    ) -> np.ndarray:
         """Seconds of each layer on GPU, H2D, D2H and host, (layers, lanes), with flags of the layers' groups."""
         costs, given = self._costs, self._start_costs[start]
-        on_host = given.grad_on_host & ~(streams | stays)
-        backward_s = np.where(stays, given.loaded_s, np.where(on_host, given.backward_go_s, given.backward_s))
-        gpu_s = np.where(stays, costs.forward_s, given.forward_s) + backward_s + costs.update_gpu_s * (streams | stays)
-        up_s = np.where(stays, 0.0, given.load_s) + costs.up_s * streams
-        down_s = np.where(on_host | streams | stays, 0.0, costs.offload_s) + costs.down_s * streams
+        on_host, held = given.grad_on_host & ~(streams | stays), (streams | stays) if copies_stay else stays
+        backward_s = np.where(held, given.loaded_s, np.where(on_host, given.backward_go_s, given.backward_s))
+        gpu_s = np.where(held, costs.forward_s, given.forward_s) + backward_s + costs.update_gpu_s * (streams | stays)
+        up_s = np.where(held, 0.0, given.load_s) + costs.up_s * streams
+        down_s = np.where(on_host | streams | stays, 0.0, costs.offload_s) + costs.down_s[copies_stay] * streams
         return np.stack([gpu_s, up_s, down_s, costs.update_s * ~(streams | stays)], axis=1)
 
-    def _bound_s(self, work_s: np.ndarray, streams: np.ndarray, stays: np.ndarray) -> float:
+    def _bound_s(self, work_s: np.ndarray, streams: np.ndarray, stays: np.ndarray, copies_stay: bool) -> float:
         """The steady step is no less: the work of each lane, and loops.
 
         The streams of the groups up to some one start after its backward, and the last of their transfers up, or down,
         belongs to one of these, whose next forward waits for it. Between them lie the forwards and backwards of all
-        layers from that group on. Likewise for the updates on the host.
+        layers from that group on. Likewise for the updates on the host. Where compute copies stay, no forward waits for
+        a transfer down.
         """
         costs = self._costs
         programs_s = work_s[:, 0] - costs.update_gpu_s * (streams | stays)
         loop_s = np.cumsum(programs_s[::-1])[::-1]
         of_streams = streams & costs.is_first
         found = [work_s.sum(axis=0), loop_s + np.where(work_s[:, 3] > 0, np.cumsum(work_s[:, 3]), 0.0)]
-        for seconds, others_s in ((costs.up_s, costs.down_s), (costs.down_s, costs.up_s)):
+        down_s = costs.down_s[copies_stay]
+        loops = ((costs.up_s, 0.0),) if copies_stay else ((costs.up_s, down_s), (down_s, costs.up_s))
+        for seconds, others_s in loops:
             alone_s = np.where(of_streams, (costs.update_gpu_s + others_s) / costs.num_subgroups, np.inf)
             stream_s = np.cumsum(seconds * of_streams) + np.minimum.accumulate(alone_s)
             found.append(np.where(of_streams, loop_s + stream_s, 0.0))
@@ -273,7 +308,10 @@ def _front(rows: list[_Row]) -> list[_Row]:
 
 
 class _Costs:
-    """Seconds and bytes of each layer, (layers,) arrays; those of a group's update at its first layer."""
+    """Seconds and bytes of each layer, (layers,) arrays; those of a group's update at its first layer.
+
+    `down_s` has two of them, for compute copies that go down and for those that stay.
+    """
 
     def __init__(self, profile: Profile):
         layers, self.group_of, self.num_groups = profile.layers, np.array(profile.group_of), len(profile.groups)
@@ -287,7 +325,10 @@ class _Costs:
         self.offload_s = np.array([layer.offload_s for layer in layers])
         self.update_gpu_s = first * np.array([layer.update_gpu_s or 0.0 for layer in layers])
         self.up_s = first * np.array([layer.state_up_s or 0.0 for layer in layers])
-        self.down_s = first * np.array([layer.state_down_s or 0.0 for layer in layers])
+        self.down_s = [
+            first * np.array([layer.state_down_for(copy_stays) or 0.0 for layer in layers])
+            for copy_stays in (False, True)
+        ]
 
     def members(self, groups: frozenset[int]) -> np.ndarray:
         """The layers of these groups as flags."""
@@ -330,6 +371,5 @@ class _StartCosts:
 
 
 _KIND = (Loads.LAYERWISE, Updates.OVERLAPPED)
-_Choice = tuple[np.ndarray | np.bool, np.ndarray | np.bool]
-_CHOICES: tuple[_Choice, ...] = ((np.False_, np.False_), (np.True_, np.False_), (np.False_, np.True_))
+_CHOICES: tuple[tuple[np.bool, np.bool], ...] = ((np.False_, np.False_), (np.True_, np.False_), (np.False_, np.True_))
 """Updates on the host, through the GPU, and on the device."""

@@ -9,6 +9,7 @@ import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxferry import streaming
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.holdings import DHA
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
@@ -55,7 +56,6 @@ def with_places(profile, places, modes):
     for index, layer in enumerate(profile.layers):
         place = places[profile.group_of[index]]
         mode = Mode.RESIDENT if place is UpdatePlace.RESIDENT else modes[index]
-        mode = Mode.GFGB if place is UpdatePlace.GPU and mode is Mode.RESIDENT else mode
         layers.append(LayerPlan(layer.name, mode, GradientPlace.DEVICE, update=place))
     return Plan("any", 1.0, tuple(layers))
 
@@ -82,8 +82,39 @@ def test_auto_may_stream_and_is_never_slower_than_without_or_with_less_memory(af
 @pytest.mark.parametrize(("factor", "link"), [(3.0, 8.0), (3.0, 1.0), (20.0, 2.0)])
 def test_no_candidate_is_faster_than_its_bound(factor, link):
     search = StreamedUpdateSearch("test", with_slow_host(transformer(6), factor, link), [])
+    assert {row.candidate.copies_stay for row in search.bounded} == {False, True}
     for row in search.bounded:
+        assert search._least_bytes(row.candidate) <= search._needed_bytes(row.candidate)
         assert row.bound_s <= search._placed(row.candidate).objective_s * NEARLY
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_auto_keeps_compute_copies_where_there_is_memory_for_them(share):
+    """That saves their loads, their transfers down, and the wait of the next forward for both."""
+    profile = with_slow_host(transformer(6), link=8.0)
+    everything = needed_bytes(profile, with_places(profile, [UpdatePlace.RESIDENT] * 6, [Mode.RESIDENT] * 6))
+    plan = AutoSearch(profile, Request()).plan(int(share * everything))
+    assert any(plan.copies_stay) and plan.copies_stay == plan.updates_streamed
+    layers = [x.with_mode(Mode.GFGB) if stays else x for x, stays in zip(plan.layers, plan.copies_stay, strict=True)]
+    loaded = dataclasses.replace(plan, layers=tuple(layers))
+    assert simulate(profile, plan).steady_step_s < 0.9 * simulate(profile, loaded).steady_step_s
+
+
+def test_the_bound_knows_copies_that_stay_while_their_updates_stream(monkeypatch):
+    """The links are slow, host and DHA far slower, and the state of few layers would fit."""
+    monkeypatch.setattr(streaming, "SUBGROUP_BYTES", 100)
+    times = dict.fromkeys(("forward_s", "backward_s", "update_gpu_s", "inter_forward_s", "inter_backward_s"), 0.0)
+    times |= dict.fromkeys(("forward_dha_s", "backward_dha_s", "backward_go_s", "update_s"), 100.0)
+    times |= {"load_s": 3.0, "offload_s": 3.0, "state_up_s": 6.0, "state_down_s": 7.0}
+    sizes = {"param_bytes": 100, "grad_bytes": 10, "activation_bytes": 1, "state_bytes": 600}
+    layers = tuple(dataclasses.replace(layer, **times, **sizes) for layer in transformer(12).layers)
+    profile = dataclasses.replace(transformer(12), layers=layers)
+    plan = with_places(profile, [UpdatePlace.GPU] * 12, [Mode.RESIDENT] * 12)
+    bound_s, step_s = (
+        any_plan_lower_bound_s(profile, needed_bytes(profile, plan)),
+        simulate(profile, plan).steady_step_s,
+    )
+    assert 0.7 * step_s < bound_s <= step_s * NEARLY
 
 
 def test_room_for_some_gradients_lies_between_none_and_all_in_memory_and_time():
@@ -99,9 +130,10 @@ def test_room_for_some_gradients_lies_between_none_and_all_in_memory_and_time():
     assert none.objective_s > 1.02 * some.objective_s > 1.04 * every.objective_s
 
 
+@pytest.mark.parametrize("subgroup_bytes", [20, streaming.SUBGROUP_BYTES])
 @examples(4)
 @given(st.data())
-def test_no_plan_of_few_layers_is_below_the_bound_wherever_it_updates(data):
+def test_no_plan_of_few_layers_is_below_the_bound_wherever_it_updates(subgroup_bytes, data):
     profile = data.draw(profiles(max_layers=2))
     times = st.integers(0, 24).map(lambda eighths: eighths / 8)
     layers = [
@@ -115,11 +147,13 @@ def test_no_plan_of_few_layers_is_below_the_bound_wherever_it_updates(data):
         for layer in profile.layers
     ]
     profile = dataclasses.replace(profile, layers=tuple(layers))
-    for places in itertools.product(UpdatePlace, repeat=len(profile.groups)):
-        for mode in (Mode.GFGB, Mode.DHA, Mode.RELOAD):
-            plan = with_places(profile, places, [mode] * len(layers))
-            bound_s = any_plan_lower_bound_s(profile, needed_bytes(profile, plan))
-            assert bound_s <= simulate(profile, plan).steady_step_s * NEARLY
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "SUBGROUP_BYTES", subgroup_bytes)
+        for places in itertools.product(UpdatePlace, repeat=len(profile.groups)):
+            for mode in (Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.RESIDENT):
+                plan = with_places(profile, places, [mode] * len(layers))
+                bound_s = any_plan_lower_bound_s(profile, needed_bytes(profile, plan))
+                assert bound_s <= simulate(profile, plan).steady_step_s * NEARLY
 
 
 def lanes_and_bytes_s(tables, budgets):
