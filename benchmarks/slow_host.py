@@ -43,7 +43,7 @@ from jaxferry.compare import works_s
 from jaxferry.engine import make_placement
 from jaxferry.engine.device_updates import DeviceUpdateCompiler
 from jaxferry.engine.transport.choice import make_transport
-from jaxferry.measure.microbenchmarks import device_update_subject
+from jaxferry.measure.microbenchmarks import device_update_subject, streamed_update_subject
 from jaxferry.native.library import library
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
 from jaxferry.plan.auto import AutoSearch
@@ -51,6 +51,7 @@ from jaxferry.plan.base import Request
 from jaxferry.planning import make_plan
 from jaxferry.profiling.timers import Effort
 from jaxferry.simulate.report import simulate
+from jaxferry.streaming import num_subgroups_of
 
 HOST, LINK = 2.0, 0.1
 SPARE = {"little": 1.1, "more": 1.5}
@@ -87,15 +88,18 @@ def set_speeds(of, link=LINK, host=HOST):
 
 
 def device_updates_s(compiler):
-    """Seconds of the engine's own update of each parameter group on the device, by the group's name."""
+    """Seconds of the engine's own updates of each parameter group on the device, that stays or streams, by name."""
     optimizer, layers, placement = compiler.model.optimizer, compiler.layers, make_placement()
     transport = make_transport(compiler.model.transport, placement, layers)
     updates, seconds = DeviceUpdateCompiler(optimizer, layers, placement, transport, accumulates=False), {}
     for unit in optimizer.units_of(layers):
         layer = layers[unit.layers[0]]
         if layer.layout not in seconds:
+            count = num_subgroups_of(unit.num_bytes)
             subject = device_update_subject(optimizer, updates, placement, unit, layer)
-            seconds[layer.layout] = subject.time(Effort(budget_s=UPDATE_BUDGET_S))
+            streamed = streamed_update_subject(updates, placement, unit, layer, count)
+            effort = Effort(budget_s=UPDATE_BUDGET_S)
+            seconds[layer.layout] = subject.time(effort), count * streamed.time(effort)
     return {layer.name: seconds[layer.layout] for layer in layers}
 
 
@@ -107,7 +111,8 @@ def with_device_updates(profile, speeds, compiler):
         layers.append(
             dataclasses.replace(
                 layer,
-                update_gpu_s=update_s[layer.parameters],
+                update_gpu_s=update_s[layer.parameters][0],
+                update_streamed_s=update_s[layer.parameters][1],
                 state_bytes=state_bytes,
                 state_up_s=state_bytes / speeds["load"],
                 state_down_s=(state_bytes + layer.param_bytes) / speeds["store"],
@@ -130,7 +135,7 @@ def plans_of(profile, known):
 def slowed(profile, factor):
     """The profile with the times of programs, and of updates on the device, multiplied by `factor`."""
     keys = ("forward", "forward_dha", "backward", "backward_dha", "backward_go", "inter_forward", "inter_backward")
-    keys = [f"{key}_s" for key in (*keys, "update_gpu", "recompute")]
+    keys = [f"{key}_s" for key in (*keys, "update_gpu", "update_streamed", "recompute")]
     layers = []
     for layer in profile.layers:
         known = {key: getattr(layer, key) for key in keys if getattr(layer, key) is not None}

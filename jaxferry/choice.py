@@ -119,6 +119,7 @@ def with_updates_on_device(
         if is_together or seconds is None:
             up_s = down_s = None
         own = dataclasses.replace(layer, state_bytes=size, update_gpu_s=seconds, state_up_s=up_s, state_down_s=down_s)
+        own = own if up_s is not None else dataclasses.replace(own, update_streamed_s=None)
         layers.append(own)
     return dataclasses.replace(profile, layers=tuple(layers))
 

@@ -235,11 +235,12 @@ def _joined(layers: Sequence[LayerProfile], latency_s: float, launch_s: float) -
     for key in _SUMS_IF_ALL:
         given = [getattr(layer, key) for layer in trained]
         made[key] = None if not given or None in given else _of_one_copy(given, latency_s)
-    updates = [layer.update_gpu_s for layer in trained]
-    known = [seconds for seconds in updates if seconds is not None]
-    # A kernel that takes as long as the shortest one has next to nothing to do.
-    longer_s = sum(seconds for seconds in known if seconds > launch_s)
-    made["update_gpu_s"] = max(longer_s, *known) if known and len(known) == len(updates) else None
+    for key in ("update_gpu_s", "update_streamed_s"):
+        updates = [getattr(layer, key) for layer in trained]
+        known = [seconds for seconds in updates if seconds is not None]
+        # A kernel that takes as long as the shortest one has next to nothing to do.
+        longer_s = sum(seconds for seconds in known if seconds > launch_s)
+        made[key] = max(longer_s, *known) if known and len(known) == len(updates) else None
     made |= _names_of_block(layers)
     made |= {key: any(getattr(layer, key) for layer in layers) for key in ("backward_reads", "has_gradient")}
     if any(layer.sum_bytes for layer in layers):

@@ -37,7 +37,12 @@ SLOTS = 4
 
 def num_subgroups(layer: LayerProfile) -> int:
     """The number of subgroups of a layer's parameter group."""
-    return max(1, -(-layer.state_bytes // SUBGROUP_BYTES))
+    return num_subgroups_of(layer.state_bytes)
+
+
+def num_subgroups_of(state_bytes: int) -> int:
+    """The number of subgroups for masters and optimizer state of so many bytes."""
+    return max(1, -(-state_bytes // SUBGROUP_BYTES))
 
 
 def part_bytes(num_bytes: int, subgroup: int, num_subgroups: int) -> int:
@@ -215,7 +220,7 @@ class StateStreams:
         layer = self._layer(each.group)
         stays = each.group in self.staying
         copy_bytes = 0 if stays else part_bytes(layer.param_bytes, each.index, each.count)
-        update = self._emit(Kind.UPDATE, Lane.GPU, each, ("update_gpu_s", layer.update_gpu_s or 0.0), (each.up,))
+        update = self._emit(Kind.UPDATE, Lane.GPU, each, ("update_streamed_s", layer.streamed_update_s), (each.up,))
         self.tasks.add_bytes(update, start_bytes=copy_bytes)
         if each.is_last:
             members = self.profile.groups[each.group]

@@ -169,6 +169,16 @@ class DeviceUpdateCompiler:
         wanted = self._update(unit, [[list(gradients)]], jax.ShapeDtypeStruct((), jnp.float32))
         return wanted.lower(), wanted.arguments
 
+    def alone_streamed(self, unit: UpdateGroup, gradients: Sequence[Any], count: int) -> tuple[Any, list[Any]]:
+        """Likewise the update of the first of `count` subgroups of a unit that streams, which has some elements.
+
+        Arguments are shapes of masters and state that move, state that stays, no copies, and the others.
+        """
+        [group], loss = unit.layers, jax.ShapeDtypeStruct((), jnp.float32)
+        subgroup = next(each for each in self._subgroups(group, count) if each.unit.leaves)
+        wanted = self._streamed_update(subgroup, group, [list(gradients)], loss, copy_stays=False)
+        return wanted.lower(), wanted.arguments
+
     def _streamed(self, program: StepProgram, uses: Mapping[int, Any], loss: Any) -> tuple[StreamedUpdates, int]:
         """The updates that stream, and the device memory of as many subgroups as are there at once."""
         cut = {group: self._subgroups(group, count) for group, count in program.streamed.items()}

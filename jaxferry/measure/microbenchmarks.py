@@ -313,6 +313,27 @@ def device_update_subject(
     return Subject(f"update of {layer.name} on the device", f"device update\n{lowered.as_text()}", time)
 
 
+def streamed_update_subject(
+    updates: DeviceUpdateCompiler, placement: Placement, unit: UpdateGroup, layer: Layer, count: int
+) -> Subject:
+    """Measures the update of one of `count` subgroups of a unit of one layer that streams through the device."""
+    gradients = jax.eval_shape(layer.trained.join_small, [sized(leaf) for leaf in layer.trained.leaves])
+    lowered, arguments = updates.alone_streamed(unit, gradients, count)
+
+    def time(effort: Effort) -> float:
+        donated, others = arguments[:3], jax.tree.map(lambda aval: sample(aval, placement.device), arguments[3:])
+        program = lowered.compile()
+
+        def prepare(num_calls: int) -> list[Any]:
+            return [jax.tree.map(lambda aval: sample(aval, placement.device), donated)]
+
+        cold = cold_caches(placement.device)
+        return median_s(lambda held: program(*held, *others), prepare, effort, empty_caches=cold)
+
+    label = f"streamed update of {layer.name}"
+    return Subject(label, f"streamed update\n{lowered.as_text()}", time)
+
+
 def sized(leaf: Leaf) -> jax.ShapeDtypeStruct:
     """Shape and compute dtype of a parameter, which are those of its gradient."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

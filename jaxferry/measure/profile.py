@@ -34,6 +34,7 @@ from jaxferry.measure.microbenchmarks import (
     program_subject,
     program_variants,
     read_later,
+    streamed_update_subject,
     update_subject,
 )
 from jaxferry.partition import Partition
@@ -45,6 +46,7 @@ from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
 from jaxferry.profiling.timers import Effort
 from jaxferry.step_builder import fetch_seconds_a_byte, save_seconds_a_byte
+from jaxferry.streaming import num_subgroups_of
 
 BUDGET_S = 20.0
 """Time for measurements, without compilation; three repetitions of everything may exceed it."""
@@ -236,6 +238,7 @@ class _Measured:
                 self._add_transfers(transport, placement, number, gradient_shapes(partition, derivative), is_sum)
         self._add_updates(optimizer, placement)
         self._updates_on_device: dict[int, Any] = {}
+        self._streamed: dict[int, Any] = {}
         if placement.updates and transport is not None:
             self._add_updates_on_device(optimizer, placement, make_transport(transport, placement, partition.layers))
         self.compiled = list(dict.fromkeys(key for variants in self._variants for key in variants.values()))
@@ -291,6 +294,16 @@ class _Measured:
                 if key not in self.subjects:
                     self.subjects[key] = device_update_subject(optimizer, updates, placement, unit, layer)
                 self._updates_on_device[unit.layers[0]] = key
+                count = num_subgroups_of(unit.num_bytes)
+                streamed = ("streamed update", count, *key[1:])
+                if streamed not in self.subjects:
+                    self.subjects[streamed] = streamed_update_subject(updates, placement, unit, layer, count)
+                self._streamed[unit.layers[0]] = streamed
+
+    def _streamed_s(self, group: int, seconds: Mapping[Any, float]) -> float | None:
+        """The updates of all subgroups of a group."""
+        key = self._streamed.get(group)
+        return None if key is None else key[1] * seconds[key]
 
     def _layers(
         self,
@@ -339,6 +352,7 @@ class _Measured:
             offload_s=seconds[self._stores[number]] if use.is_trained and self._is_alone else 0.0,
             update_s=seconds[update] * share if use.is_trained else 0.0,
             update_gpu_s=seconds.get(self._updates_on_device.get(use.group)) if use.is_trained else None,
+            update_streamed_s=self._streamed_s(use.group, seconds) if use.is_trained else None,
             shares_program=use.place > 0,
             **times,
         )

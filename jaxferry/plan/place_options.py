@@ -79,7 +79,7 @@ def _undominated(table: np.ndarray) -> np.ndarray:
 
 def _of_group(profile: Profile, group: int, may_update: bool, places: tuple[int, ...]) -> np.ndarray:
     members, layer = profile.groups[group], profile.layers[profile.groups[group][0]]
-    update_s, gpu_s = profile.group_update_s[group], layer.update_gpu_s or 0.0
+    update_s, gpu_s = profile.group_update_s[group], layer.streamed_update_s
 
     def programs(place: str) -> np.ndarray:
         each = [_of_layer(profile, member, place, len(members) == 1, places) for member in members]
@@ -105,7 +105,8 @@ def _of_group(profile: Profile, group: int, may_update: bool, places: tuple[int,
             # The next forward waits for no transfer down.
             transfers, own_s = {"h2d": up_s, "d2h": state_s, "up": up_s}, up_s + gpu_s / number
             found.append(programs("device") + more(held, gpu=gpu_s, own=own_s, slot=slots[1], **transfers))
-        found.append(programs("device") + more(layer.state_bytes + layer.param_bytes, gpu=gpu_s))
+        kept_bytes = layer.state_bytes + layer.param_bytes
+        found.append(programs("device") + more(kept_bytes, gpu=layer.update_gpu_s or 0.0))
     return np.concatenate(found)
 
 

@@ -262,7 +262,7 @@ class StreamedUpdateSearch:
         costs, given = self._costs, self._start_costs[start]
         on_host, held = given.grad_on_host & ~(streams | stays), (streams | stays) if copies_stay else stays
         backward_s = np.where(held, given.loaded_s, np.where(on_host, given.backward_go_s, given.backward_s))
-        gpu_s = np.where(held, costs.forward_s, given.forward_s) + backward_s + costs.update_gpu_s * (streams | stays)
+        gpu_s = np.where(held, costs.forward_s, given.forward_s) + backward_s + costs.on_gpu_s(streams, stays)
         up_s = np.where(held, 0.0, given.load_s) + costs.up_s * streams
         down_s = np.where(on_host | streams | stays, 0.0, costs.offload_s) + costs.down_s[copies_stay] * streams
         return np.stack([gpu_s, up_s, down_s, costs.update_s * ~(streams | stays)], axis=1)
@@ -276,14 +276,14 @@ class StreamedUpdateSearch:
         a transfer down.
         """
         costs = self._costs
-        programs_s = work_s[:, 0] - costs.update_gpu_s * (streams | stays)
+        programs_s = work_s[:, 0] - costs.on_gpu_s(streams, stays)
         loop_s = np.cumsum(programs_s[::-1])[::-1]
         of_streams = streams & costs.is_first
         found = [work_s.sum(axis=0), loop_s + np.where(work_s[:, 3] > 0, np.cumsum(work_s[:, 3]), 0.0)]
         down_s = costs.down_s[copies_stay]
         loops = ((costs.up_s, 0.0),) if copies_stay else ((costs.up_s, down_s), (down_s, costs.up_s))
         for seconds, others_s in loops:
-            alone_s = np.where(of_streams, (costs.update_gpu_s + others_s) / costs.num_subgroups, np.inf)
+            alone_s = np.where(of_streams, (costs.streamed_s + others_s) / costs.num_subgroups, np.inf)
             stream_s = np.cumsum(seconds * of_streams) + np.minimum.accumulate(alone_s)
             found.append(np.where(of_streams, loop_s + stream_s, 0.0))
         return max(float(each.max()) for each in found)
@@ -323,12 +323,17 @@ class _Costs:
         self.update_s = first * np.array([profile.group_update_s[group] for group in profile.group_of])
         self.forward_s = np.array([layer.forward_s + layer.inter_forward_s for layer in layers])
         self.offload_s = np.array([layer.offload_s for layer in layers])
-        self.update_gpu_s = first * np.array([layer.update_gpu_s or 0.0 for layer in layers])
+        self.resident_s = first * np.array([layer.update_gpu_s or 0.0 for layer in layers])
+        self.streamed_s = first * np.array([layer.streamed_update_s for layer in layers])
         self.up_s = first * np.array([layer.state_up_s or 0.0 for layer in layers])
         self.down_s = [
             first * np.array([layer.state_down_for(copy_stays) or 0.0 for layer in layers])
             for copy_stays in (False, True)
         ]
+
+    def on_gpu_s(self, streams: np.ndarray | np.bool, stays: np.ndarray | np.bool) -> np.ndarray:
+        """Updates on the GPU, with flags of the layers' groups."""
+        return self.streamed_s * streams + self.resident_s * stays
 
     def members(self, groups: frozenset[int]) -> np.ndarray:
         """The layers of these groups as flags."""

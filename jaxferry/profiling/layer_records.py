@@ -47,7 +47,7 @@ _FLAGS = {
 }
 LINK_SHARES = ("forward_read_s", "backward_read_s", "backward_write_s")
 _FACTS = {**_FLAGS, **dict.fromkeys(_PROGRAM_BYTES, 0), **dict.fromkeys(LINK_SHARES, 0.0)}
-_UPDATES_ON_DEVICE = ("update_gpu_s", "state_up_s", "state_down_s")
+_UPDATES_ON_DEVICE = ("update_gpu_s", "update_streamed_s", "state_up_s", "state_down_s")
 _ON_DEVICE = (*_UPDATES_ON_DEVICE, "state_bytes")
 _OPTIONAL = (
     "block",
@@ -132,6 +132,8 @@ class LayerProfile:
       backward_write_s: time of the link down that a GO backward takes for its gradient.
       update_gpu_s: the optimizer step on the device, with master parameters and optimizer state there; None if no
         policy may choose that.
+      update_streamed_s: likewise by the programs of an update that streams, which split and join what moves;
+        `update_gpu_s` if None, see `streamed_update_s`.
       state_up_s: master parameters and optimizer state host to device, for an update that streams them through the GPU;
         None if no policy may choose that. A plan file may; the time is then that of a load of as many bytes.
       state_down_s: likewise back, with the new compute copy; as an offload of as many bytes if None. If the compute
@@ -179,6 +181,7 @@ class LayerProfile:
     backward_read_s: float = 0.0
     backward_write_s: float = 0.0
     update_gpu_s: float | None = None
+    update_streamed_s: float | None = None
     state_up_s: float | None = None
     state_down_s: float | None = None
     state_bytes: int = 0
@@ -284,6 +287,11 @@ class LayerProfile:
         """Bytes kept on the device from the forward to the backward, with or without recomputation."""
         again = self.recompute_activation_bytes if recomputes else None
         return self.activation_bytes if again is None else again
+
+    @property
+    def streamed_update_s(self) -> float:
+        """Seconds of the optimizer step on the device where masters and state come for the update only."""
+        return (self.update_gpu_s or 0.0) if self.update_streamed_s is None else self.update_streamed_s
 
     def state_down_for(self, copy_stays: bool) -> float | None:
         """Seconds of the transfer down after an update through the GPU; None if the profile does not state them.

@@ -210,7 +210,10 @@ class Profile:
 
     def without_streaming(self) -> Self:
         """The profile for policies that may not stream updates through the GPU."""
-        layers = (dataclasses.replace(layer, state_up_s=None, state_down_s=None) for layer in self.layers)
+        layers = (
+            dataclasses.replace(layer, update_streamed_s=None, state_up_s=None, state_down_s=None)
+            for layer in self.layers
+        )
         return dataclasses.replace(self, layers=tuple(layers))
 
     @classmethod

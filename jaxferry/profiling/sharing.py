@@ -141,6 +141,7 @@ class Devices:
             backward_read_s=read_s,
             backward_write_s=written_s,
             update_gpu_s=None,
+            update_streamed_s=None,
             state_up_s=None,
             state_down_s=None,
             temporary_bytes=_with_copies(temporaries, num_bytes),

@@ -90,7 +90,7 @@ def _costs(layer: LayerProfile, chosen: LayerPlan) -> str:
             f"{format_seconds(layer.update_s)}; its gradient does not leave"
         )
     if chosen.update is UpdatePlace.GPU:
-        on_device, on_host = format_seconds(layer.update_gpu_s or 0.0), format_seconds(layer.update_s)
+        on_device, on_host = format_seconds(layer.streamed_update_s), format_seconds(layer.update_s)
         parts.append(
             f"updated on the device in {on_device}, while {format_bytes(layer.state_bytes)} of masters and state pass "
             f"each way, on the host in {on_host}; its gradient does not leave"

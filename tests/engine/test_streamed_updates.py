@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxferry
+import jaxferry.measure.profile
 import scanned
 from accelerator import emulate
 from jaxferry import streaming as planned_streaming
@@ -20,6 +21,7 @@ from jaxferry.errors import InputError
 from jaxferry.modes import Mode, UpdatePlace
 from jaxferry.partition import partition
 from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.profiling.cache import MeasurementCache
 from jaxferry.schedule import Kind, Lane
 from recorded import check_times
 from updated import (
@@ -459,11 +461,31 @@ def test_recorded_steps_hold_the_moves(options, mode, monkeypatch):
         assert sum(task.kind is kind and task.lane is lane for task in run.schedule.tasks) == count
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_program_of_a_subgroup_is_measured_for_all_of_them(count, monkeypatch):
+    emulate(monkeypatch)
+    monkeypatch.setattr(jaxferry.measure.profile, "num_subgroups_of", lambda num_bytes: count)
+    seconds = {}
+
+    class Known(MeasurementCache):
+        def get(self, content):
+            return seconds.setdefault(content, 1.0 + len(seconds) / 64)
+
+    options = {"policy": "auto", "profile": "measure", "compute_dtype": jnp.float32}
+    monkeypatch.setattr(jaxferry.measure.profile, "default_cache", lambda placement: Known(None, {}))
+    profile = jaxferry.train_step(loss_fn, jaxferry.adamw(1e-2), **options).measure(PARAMS, batch(0))
+    streamed = {content: own for content, own in seconds.items() if content.startswith("streamed update")}
+    resident = {own for content, own in seconds.items() if content.startswith("device update")}
+    assert {layer.update_streamed_s for layer in profile.layers} == {count * own for own in streamed.values()}
+    assert {layer.update_gpu_s for layer in profile.layers} == resident
+    assert len(streamed) == len(resident) < len(profile.layers)
+
+
 def test_a_given_plan_keeps_the_times_that_its_profile_has_for_updates_on_the_device():
     """Also where the device has no memory of its own, so that no policy would update there."""
-    times = {"update_gpu_s": 0.25, "state_up_s": 0.5, "state_down_s": 1.0}
+    times = {"update_streamed_s": 0.25, "state_up_s": 0.5, "state_down_s": 1.0}
     sizes = without_times(partition(loss_fn, PARAMS, (batch(0),)))
-    layers = [dataclasses.replace(layer, forward_s=1.0, **times) for layer in sizes.layers]
+    layers = [dataclasses.replace(layer, forward_s=1.0, update_gpu_s=0.125, **times) for layer in sizes.layers]
     profile = dataclasses.replace(sizes, layers=tuple(layers))
     step = make([], streamed=["layer_1"], profile=profile)
     step.init(PARAMS)

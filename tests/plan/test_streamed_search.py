@@ -140,6 +140,7 @@ def test_no_plan_of_few_layers_is_below_the_bound_wherever_it_updates(subgroup_b
         dataclasses.replace(
             *(layer,),
             update_gpu_s=data.draw(times),
+            update_streamed_s=data.draw(st.none() | times),
             state_up_s=data.draw(times),
             state_down_s=data.draw(times),
             state_bytes=6 * layer.param_bytes,
