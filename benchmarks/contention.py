@@ -12,7 +12,10 @@ one is left for it.
 
 Expected on a GPU: copies keep 70 to 90 % beside updates, which keep 1 minus the link's share of the bandwidth of host
 memory. In the paper, copies fall to 45 % beside the scaling of gradients, and less beside the optimizer's step; our
-update scales in its one pass. On two cores that share all of host memory: copies and updates 50 to 70 %.
+update scales in its one pass.
+
+Found on 2 CPU cores: beside the fused update on one core copies lose nothing, and it loses 9 %: neither saturates that
+memory. XLA's update runs on both cores, one of which copies: it keeps 60 %, copies 76 to 86 %.
 """
 
 import argparse

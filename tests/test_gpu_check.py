@@ -338,7 +338,7 @@ def test_the_benchmarks_of_links_import_without_a_gpu():
 @pytest.mark.parametrize(
     "names",
     [
-        ("plain", "l2l", "auto"),
+        ("plain", "native-overlapped", "l2l", "auto"),
         pytest.param(("plain", "recipe", "native-overlapped", "zero-offload", "l2l", "auto"), marks=pytest.mark.slow),
     ],
     ids=len,
