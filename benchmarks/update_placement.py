@@ -57,6 +57,7 @@ from jaxferry.plan.auto import Auto, AutoSearch
 from jaxferry.plan.base import Request
 from jaxferry.plan.device_updates import plain_training
 from jaxferry.planning import make_plan
+from jaxferry.profiling.contention import DOWN, HOST, UP, Contention
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.segment_costs import partition_costs
@@ -91,7 +92,11 @@ def profile_of(parts, costs, derivatives, machine):
 
 
 def on_node(profile, nvlink_bytes_per_s):
-    """The profile of one of the devices of a node; transfers over NVLink are part of those over its own link."""
+    """The profile of one of the devices of a node; transfers over NVLink are part of those over its own link.
+
+    All links together take host memory from the updates, for as much of each transfer as is over the links where all
+    updates stream.
+    """
     others, layers = (NUM_DEVICES - 1) / NUM_DEVICES, []
     for layer in profile.layers:
         gather_s = layer.param_bytes * others / nvlink_bytes_per_s
@@ -111,7 +116,15 @@ def on_node(profile, nvlink_bytes_per_s):
                 backward_go_s=LEFT_OUT_S,
             )
         )
-    return dataclasses.replace(profile, layers=tuple(layers))
+    of_links = {}
+    for lane, keys in ((UP, ("load_s", "state_up_s")), (DOWN, ("offload_s", "state_down_s"))):
+        before, after = (
+            sum(getattr(layer, key) for layer in each for key in keys) for each in (profile.layers, layers)
+        )
+        of_links[lane] = before / NUM_DEVICES / after
+    shares = profile.contention.shares[HOST]
+    contention = {lane: min(shares[lane] * NUM_DEVICES / NUM_SOCKETS * of_links[lane], 1.0) for lane in of_links}
+    return dataclasses.replace(profile, layers=tuple(layers), contention=Contention({HOST: contention}))
 
 
 def compare(profile, budget_bytes):

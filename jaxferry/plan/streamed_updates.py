@@ -136,7 +136,7 @@ class StreamedUpdateSearch:
         """
         streams, stays = self._costs.members(through_gpu), self._costs.members(on_device)
         work_s = self._work_s(start, streams, stays, copies_stay)
-        bound_s, lanes_s = self._bound_s(work_s, streams, stays, copies_stay), work_s.sum(axis=0)
+        bound_s, lanes_s = self._bound_s(work_s, streams, stays, copies_stay), self._with_lost(work_s.sum(axis=0))
         estimated_s = bound_s + _OTHER_LANES * float(lanes_s.sum() - lanes_s.max())
         num_bytes = self._estimated_bytes(start, through_gpu, stays, copies_stay)
         gradients = self._costs.gradient_bytes[streams]
@@ -209,7 +209,12 @@ class StreamedUpdateSearch:
         layers_s = self._work_s(start, streams, stays, copies_stay)
         found = np.zeros((len(self.profile.groups), len(Lane)))
         np.add.at(found, np.array(self.profile.group_of), layers_s)
-        return found
+        return self._with_lost(found)
+
+    def _with_lost(self, lanes_s: np.ndarray) -> np.ndarray:
+        """The lanes' work, (..., lanes), with what those that use host memory lose to each other."""
+        gpu_s, shared_s = lanes_s[..., :1], lanes_s[..., 1:]
+        return np.concatenate([gpu_s, shared_s + self.profile.contention.lost_s(shared_s.T).T], axis=-1)
 
     def _known_s(self, num_bytes: int) -> float:
         """The least time of the known plans that need no more memory."""
@@ -279,7 +284,7 @@ class StreamedUpdateSearch:
         programs_s = work_s[:, 0] - costs.on_gpu_s(streams, stays)
         loop_s = np.cumsum(programs_s[::-1])[::-1]
         of_streams = streams & costs.is_first
-        found = [work_s.sum(axis=0), loop_s + np.where(work_s[:, 3] > 0, np.cumsum(work_s[:, 3]), 0.0)]
+        found = [self._with_lost(work_s.sum(axis=0)), loop_s + np.where(work_s[:, 3] > 0, np.cumsum(work_s[:, 3]), 0.0)]
         down_s = costs.down_s[copies_stay]
         loops = ((costs.up_s, 0.0),) if copies_stay else ((costs.up_s, down_s), (down_s, costs.up_s))
         for seconds, others_s in loops:
