@@ -9,7 +9,15 @@ import re
 
 from figures import RESULTS, Row, read_rows
 
-SCRIPTS = ("memferry_layers", "memferry", "memferry_tuning", "memferry_gpus", "weight_offloading", "memory_wall")
+SCRIPTS = (
+    "memferry_layers",
+    "memferry",
+    "memferry_tuning",
+    "memferry_gpus",
+    "weight_offloading",
+    "memory_wall",
+    "memory_wall_gpus",
+)
 PATH = pathlib.Path(__file__).with_name("README.md")
 NO_DATA = (
     Row(

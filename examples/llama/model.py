@@ -64,6 +64,7 @@ SIZES = {
         is_tied=True,
     ),
     "2-7b": Config(32, 32, 32, 4096, 11_008, max_length=4096, vocab_size=32_000),
+    "2-13b": Config(40, 40, 40, 5120, 13_824, max_length=4096, vocab_size=32_000),
     "3-8b": Config(32, 32, 8, 4096, 14_336, max_length=8192, vocab_size=128_256, rope_base=500_000.0),
 }
 

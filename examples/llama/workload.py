@@ -3,7 +3,8 @@
 from examples.common.workloads import next_tokens
 from examples.llama import model
 
-SIZES = {**model.SIZES, "1b": model.SIZES["3.2-1b"], "7b": model.SIZES["2-7b"], "8b": model.SIZES["3-8b"]}
+SHORT = {"1b": "3.2-1b", "7b": "2-7b", "8b": "3-8b", "13b": "2-13b"}
+SIZES = model.SIZES | {short: model.SIZES[size] for short, size in SHORT.items()}
 LENGTH = 2048
 
 

@@ -145,7 +145,8 @@ def test_activations_have_the_parameters_dtype_and_the_table_a_gradient_of_rows(
 
 # The parameter counts of the published checkpoints.
 @pytest.mark.parametrize(
-    ("size", "expected"), [("3.2-1b", 1_235_814_400), ("2-7b", 6_738_415_616), ("3-8b", 8_030_261_248)]
+    ("size", "expected"),
+    [("3.2-1b", 1_235_814_400), ("2-7b", 6_738_415_616), ("2-13b", 13_015_864_320), ("3-8b", 8_030_261_248)],
 )
 def test_sizes_are_the_published_ones(size, expected):
     assert count_parameters(model.make_init(model.SIZES[size])) == expected
@@ -322,7 +323,7 @@ def test_training_goes_on_from_published_weights(checkpoint, cache, text, tmp_pa
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--size", "huge"], "--size must be one of tiny, 3.2-1b, 2-7b, 3-8b, got huge"),
+        (["--size", "huge"], "--size must be one of tiny, 3.2-1b, 2-7b, 2-13b, 3-8b, got huge"),
         (["--lora-rank", "-1"], "--lora-rank"),
         (["--weights", "no/such/folder"], "there is no no/such/tokenizer.json"),
     ],

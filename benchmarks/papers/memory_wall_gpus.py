@@ -1,0 +1,111 @@
+"""Reproduces Table 2 of Breaking the Memory Wall, 1, 2 and 4 GPUs, by simulation.
+
+    python benchmarks/papers/memory_wall_gpus.py
+
+Writes `memory_wall_gpus.json`. Llama 2 13B trains in bfloat16 under `zero-offload`, one sequence of 2,048 tokens on
+each H100, with the paper's machine: 55 GB/s to pinned memory, 140 GB/s between GPUs, and a host that updates 4.5
+billion parameters a second alone. Each device loads its share of every layer over its own link and gathers the others'
+(`estimate_profile` with `num_devices`), and the optimizer's state is split over the devices, as in ZeRO-3.
+
+- F and BN: the forward and backward programs of a micro-batch alone.
+- BB: from the first backward of the last micro-batch until its 16-bit gradients are on the host.
+- U: from there until all updates have ended and the parameters are on the devices again.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from figures import Row, arguments, write
+
+from examples.llama.workload import make
+from jaxferry.partition import partition
+from jaxferry.planning import make_plan
+from jaxferry.profiling.estimate import UPDATE_BYTES_PER_PARAMETER, estimate_profile
+from jaxferry.profiling.machines import find_machine
+from jaxferry.profiling.records import Profile
+from jaxferry.profiling.segment_costs import partition_costs
+from jaxferry.schedule import Kind, schedule_step
+from jaxferry.simulate import machine
+
+SIZE, LENGTH = "2-13b", 2048
+DEVICES = (1, 2, 4)
+MACHINE = dataclasses.replace(
+    find_machine("h100-pcie5"),
+    link_bytes_per_s=55e9,
+    interconnect_bytes_per_s=140e9,
+    host_bytes_per_s=4.5e9 * UPDATE_BYTES_PER_PARAMETER,
+)
+PAPER_S = {
+    "F": {1: 0.31, 2: 0.37, 4: 0.39},
+    "BN": {1: 1.03, 2: 0.82, 4: 0.7},
+    "BB": {1: 11.2, 2: 6.13, 4: 3.8},
+    "U": {1: 4.6, 2: 2.4, 4: 2.4},
+}
+WHAT = {
+    "F": ("forward", "half of the peak assumed, a sixth measured there; loads and gathers are part of U here"),
+    "BN": ("backward before the last", "the programs alone; DeepSpeed 0.13 moves sums of gradients up and down"),
+    "BB": ("last backward", "gradients leave while it runs, to pinned memory; DeepSpeed 0.13 blocks and converts"),
+    "U": ("update and upload", "uploads overlap updates; the host updates as many parameters for any number of GPUs"),
+}
+
+
+def profile_of(num_devices: int) -> Profile:
+    """The estimated profile of the model with one sequence on each device."""
+    loss_fn, init_fn, batch_of = make(SIZE, batch_size=num_devices, length=LENGTH)
+    shapes, batch = jax.eval_shape(init_fn, jax.random.key(0)), jax.eval_shape(lambda: batch_of(0))
+    parts = partition(loss_fn, shapes, (batch,), compute_dtype=jnp.bfloat16, num_devices=num_devices)
+    return estimate_profile(partition_costs(parts), MACHINE, num_devices=num_devices)
+
+
+def stages_s(profile: Profile) -> dict[str, float]:
+    """Seconds of each stage."""
+    plan = make_plan(profile, "zero-offload")
+    run = machine.run(schedule_step(profile, plan))
+    tasks = list(zip(run.schedule.tasks, run.starts_s, run.ends_s, strict=True))
+
+    def ends_s(*kinds: Kind) -> list[float]:
+        return [end for task, _, end in tasks if task.kind in kinds]
+
+    def work_s(*kinds: Kind) -> float:
+        return sum(task.duration_s for task, _, _ in tasks if task.kind in kinds)
+
+    begin_s = min(start for task, start, _ in tasks if task.kind is Kind.BACKWARD)
+    on_host_s = max(ends_s(Kind.BACKWARD, Kind.OFFLOAD))
+    forward_s = work_s(Kind.FORWARD, Kind.INTER_FORWARD)
+    return {
+        "F": forward_s,
+        "BN": work_s(Kind.BACKWARD, Kind.INTER_BACKWARD),
+        "BB": on_host_s - begin_s,
+        # The last part of the steady step: its uploads follow the updates, and its forwards follow all of them.
+        "U": plan.predicted.steady_step_s - forward_s - (on_host_s - begin_s),
+    }
+
+
+def rows_of(found: dict[int, dict[str, float]]) -> list[Row]:
+    """Returns the rows of the README's table."""
+
+    def seconds(values: dict[int, float]) -> str:
+        return ", ".join(f"{values[n]:.2f}" for n in DEVICES) + " s"
+
+    return [
+        Row(
+            "Breaking the Memory Wall, Table 2",
+            f"{name}, {what}; 1, 2, 4 GPUs, simulated",
+            seconds(PAPER_S[name]),
+            seconds({n: found[n][name] for n in DEVICES}),
+            why,
+        )
+        for name, (what, why) in WHAT.items()
+    ]
+
+
+def main() -> None:
+    output = arguments(__doc__).output
+    found = {n: stages_s(profile_of(n)) for n in DEVICES}
+    facts = {"machine": MACHINE.to_json(), "model": f"Llama {SIZE}", "length": LENGTH}
+    write(output, "memory_wall_gpus", {**facts, "table_2": found}, rows_of(found))
+
+
+if __name__ == "__main__":
+    main()
