@@ -16,7 +16,7 @@ from jaxferry.options import Options
 from jaxferry.partition import AUTO, Partition
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
-from jaxferry.planning import as_run, updated_on_host, with_update_order
+from jaxferry.planning import as_run, updated_on_host, with_update_order, without_streams
 from jaxferry.profiling.estimate import estimate_profile, update_on_device_s
 from jaxferry.profiling.machines import MACHINES, Machine
 from jaxferry.profiling.records import Profile
@@ -98,7 +98,7 @@ def with_updates_on_device(
     """The profile with the costs of updates on the device: its own, or estimated for a known GPU.
 
     Masters and state that stream pass the links at the speeds of loads and offloads. One update of all groups does not
-    stream.
+    stream, nor do those of several devices.
 
     Args as for `planning_profile`.
     """
@@ -107,7 +107,9 @@ def with_updates_on_device(
     for layer, use in zip(profile.layers, parts.uses, strict=True):
         seconds, group = layer.update_gpu_s, parts.layers[use.group]
         if seconds is None and machine is not None and profile.has_times:
-            seconds = update_on_device_s(group.trained.num_parameters, machine)
+            seconds = update_on_device_s(-(-group.trained.num_parameters // profile.num_devices), machine)
+            if profile.num_devices > 1:  # exchanges among the devices are parts of a load and of an offload
+                seconds += layer.load_s + layer.offload_s
         may_update = has_own_memory and state_bytes is not None and group.name in state_bytes
         size = 0 if state_bytes is None else state_bytes.get(group.name, 0)
         up_s, down_s = layer.state_up_s, layer.state_down_s
@@ -116,7 +118,7 @@ def with_updates_on_device(
             down_s = (size + layer.param_bytes) * offload_s_a_byte if down_s is None else down_s
         if not may_update or seconds is None:
             seconds = None
-        if is_together or seconds is None:
+        if is_together or profile.num_devices > 1 or seconds is None:
             up_s = down_s = None
         own = dataclasses.replace(layer, state_bytes=size, update_gpu_s=seconds, state_up_s=up_s, state_down_s=down_s)
         own = own if up_s is not None else dataclasses.replace(own, update_streamed_s=None)
@@ -142,10 +144,15 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
     parts, policy = variants.base, _policy_of(options)
     if options.plan is not None:
         _check_names("plan", options.plan, parts)
-        if profile.num_devices > 1 and options.plan != updated_on_host(options.plan):
+        if profile.num_processes > 1 and options.plan != updated_on_host(options.plan):
             raise InputError(
-                "the plan updates layers on the device, which several devices do not: plan updates on the host "
-                '("update": "host")'
+                "the plan updates layers on the device, which devices of several processes do not: plan updates on the "
+                'host ("update": "host")'
+            )
+        if profile.num_devices > 1 and options.plan != without_streams(options.plan):
+            raise InputError(
+                "the plan streams updates through the GPU, which several devices do not: plan updates on the host or "
+                'where the state stays ("update": "host" or "resident")'
             )
         return _as_run(options.plan, profile)
     if policy is None:

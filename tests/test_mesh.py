@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxferry
-from jaxferry.engine import ProgramKind, Programs, lower_traced, make_placement
+from jaxferry.engine import ProgramKind, Programs, device_updates, lower_traced, make_placement
 from jaxferry.engine.program_keys import Source, Target
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
@@ -99,6 +99,10 @@ def plan(modes=MODES, **changes):
     return Plan("any", 1.0, tuple(layers))
 
 
+ON_DEVICES = plan([Mode.RESIDENT] * 4, update=UpdatePlace.RESIDENT)
+JOINT = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -110,6 +114,10 @@ def plan(modes=MODES, **changes):
         pytest.param({"policy": "go-memferry", "profile": "estimate"}, marks=pytest.mark.slow),
         pytest.param({"policy": "auto", "profile": "estimate", "remat": "auto"}, marks=pytest.mark.slow),
         pytest.param({"optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow, id="adafactor"),
+        {"plan": ON_DEVICES, "accumulate": 2, "clip_norm": 0.1},
+        pytest.param({"plan": ON_DEVICES}, marks=pytest.mark.slow),
+        pytest.param({"plan": ON_DEVICES, "optimizer": optax.adafactor(1e-2)}, marks=pytest.mark.slow),
+        pytest.param({"plan": ON_DEVICES, "optimizer": JOINT}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -239,6 +247,52 @@ def test_gpus_add_up_gradients_where_their_shares_are():
     assert len(read) == len(stored) == 1, "a share arrives, and a share leaves"
 
 
+def test_gpus_update_their_shares_and_gather_the_compute_copy_alone(monkeypatch):
+    """As XLA compiles updates on devices for two H200."""
+    traced = []
+    lowered = device_updates.lower_traced
+    monkeypatch.setattr(device_updates, "lower_traced", lambda each: traced.append(each) or lowered(each))
+    options = {"plan": ON_DEVICES, "compute_dtype": jnp.bfloat16}
+    step = jaxferry.train_step(lambda *given: loss_fn(*given)[0], optax.adamw(1e-2), mesh=mesh(), **options)
+    step.declare(params())
+    step.prepare(*batches(1)[0])
+    updates = [each for each in traced if each.fun_name == "update"]
+    assert len(updates) == len(NAMES)
+    for each in updates:
+        text = compiled_text(compile_lowered(lower_traced(each, "cuda"), 2))
+        found = collectives(text)
+        assert set(found) == {"all-gather"}
+        assert "bf16" in found["all-gather"] and "f32" not in found["all-gather"]
+
+
+def test_updates_on_devices_hold_a_share_of_the_state_on_each():
+    step, state, _ = trained(mesh=mesh(), plan=ON_DEVICES)
+    assert state.host.on_device == frozenset(range(4))
+    shares = [x for unit in state.host.units for x in (*unit.masters, *unit.state) if x.ndim]
+    assert shares and all(x.addressable_shards[0].data.size == x.size // 2 for x in shares)
+    whole = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+    filled_up = 4 * 3 * len(jax.tree.leaves(state.params))
+    assert whole / 2 <= state.host.device_bytes <= whole / 2 + filled_up + 4 * len(NAMES)
+    held = most_on_one_device(lambda: train(step, state, batches(2)))
+    assert held <= step.prepare(*batches(1)[0]).peak.held + SCALARS_BYTES
+
+
+def test_a_state_moves_between_host_and_devices(tmp_path):
+    given = batches(6)
+    _, _, expected = trained(given, mesh=mesh())
+    step, state, metrics = trained(given[:2], mesh=mesh(), plan=ON_DEVICES)
+    step.save(state, tmp_path / "saved")
+    elsewhere = jaxferry.train_step(loss_fn, optax.adamw(1e-2), mesh=mesh(), plan=plan())
+    other, more = train(elsewhere, elsewhere.restore(tmp_path / "saved", params()), given[2:4])
+    elsewhere.save(other, tmp_path / "again")
+    _, last = train(step, step.restore(tmp_path / "again", params()), given[4:])
+    assert_same([m["loss"] for m in (*metrics, *more, *last)], [m["loss"] for m in expected])
+    state.opt_state = state.opt_state
+    state.params = state.params
+    _, again = train(step, state, given[2:4])
+    assert_same([m["loss"] for m in again], [m["loss"] for m in expected[2:4]])
+
+
 @pytest.mark.parametrize("num", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
 def test_a_share_of_a_layer_holds_its_part_of_each_parameter(num, dtype):
@@ -299,9 +353,9 @@ def test_a_batch_that_the_devices_cannot_share_is_an_error():
         step(state, *batches(1, 3)[0])
 
 
-def test_plans_that_update_on_the_device_are_errors():
-    resident = plan([Mode.RESIDENT] * 4, update=UpdatePlace.RESIDENT)
-    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh(), plan=resident)
+def test_plans_that_stream_updates_are_errors():
+    streamed = plan([Mode.GFGB] * 4, update=UpdatePlace.GPU)
+    step = jaxferry.train_step(loss_fn, optax.sgd(0.1), mesh=mesh(), plan=streamed)
     step.declare(params())
     with pytest.raises(InputError, match="which several devices do not"):
         step.prepare(*batches(1)[0])

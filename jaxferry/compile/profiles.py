@@ -10,6 +10,7 @@ from typing import Any
 from jaxferry.choice import needs_times, planning_profile, with_updates_on_device
 from jaxferry.engine import Placement, Programs, RematVariants, Rules, summed_groups
 from jaxferry.engine.facts import with_sum_bytes
+from jaxferry.engine.host.on_devices import num_bytes_on_each, unit_on_devices
 from jaxferry.measure.profile import measure_profile
 from jaxferry.measure.shares import NotMeasurable, Share, measure_shares
 from jaxferry.model import Model
@@ -84,7 +85,7 @@ class Profiler:
         return rules_of(self._options).need_all_gradients or not is_by_layer
 
     def _state_bytes(self, parts: Partition) -> dict[str, int] | None:
-        """Bytes of masters and optimizer state of each group that the segments read.
+        """Bytes of masters and optimizer state, on each device, of each group that the segments read.
 
         None if some groups are updated together and not all. One update of all is shared out by parameters.
         """
@@ -97,7 +98,8 @@ class Profiler:
             sizes = {groups[group].name: groups[group].trained.num_parameters for group in unit.layers}
             total = max(sum(sizes.values()), 1)
             if read.issuperset(unit.layers):
-                found |= {name: -(-unit.num_bytes * size // total) for name, size in sizes.items()}
+                on_each = num_bytes_on_each(unit_on_devices(optimizer, unit, groups, self._placement), self._placement)
+                found |= {name: -(-on_each * size // total) for name, size in sizes.items()}
         return found
 
     def _measured_if_possible(

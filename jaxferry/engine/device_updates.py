@@ -2,6 +2,7 @@
 
     gradients of each use --sum, unscale, clip--> Optax --> masters, state, copy of the parameters (all in place)
 
+Of several devices, each updates its share of every parameter, and they gather the new copy (`host.on_devices`).
 Nothing waits for the host: where no update needs the norm of all gradients, the program itself leaves everything as it
 was if the loss is not finite. All programs are compiled before the step begins.
 """
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
+from jaxferry.engine.host.on_devices import is_shared, num_bytes_on_each, unit_on_devices, where_on_devices
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.streamed import subgroups_of
 from jaxferry.engine.host.update_group import Subgroup, UpdateGroup, masters_by_leaf
@@ -27,7 +30,7 @@ from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
 from jaxferry.engine.transport.base import Transport, added, split
 from jaxferry.engine.transport.choice import transport_like
-from jaxferry.partition import Gradient, Layer, Leaf, RowGradient, Span
+from jaxferry.partition import Gradient, Layer, Leaf, RowGradient, SharedLayer, Span
 from jaxferry.streaming import SLOTS
 
 
@@ -42,6 +45,7 @@ class DeviceUpdates:
       streamed: the updates whose masters and state come to the device for the update only.
       device_bytes: device memory for masters, optimizer state, sums of micro-batches, and what one update needs
         besides.
+      in_turn: see `Placement.in_turn`.
     """
 
     updates: Mapping[tuple[int, ...], Compiled]
@@ -49,6 +53,7 @@ class DeviceUpdates:
     norms: Mapping[int, Compiled]
     streamed: StreamedUpdates
     device_bytes: int
+    in_turn: Callable[[Any], Any]
 
     def update(
         self,
@@ -83,12 +88,12 @@ class DeviceUpdates:
           earlier: the sum of earlier micro-batches, which is donated; empty with the first one.
           uses: the gradients of this micro-batch.
         """
-        folded: list[jax.Array] = self.folds[group, bool(earlier)](earlier, uses)
+        folded: list[jax.Array] = self.in_turn(self.folds[group, bool(earlier)](earlier, uses))
         return folded
 
     def squared_norm(self, group: int, uses: Uses) -> jax.Array:
         """The squared norm of the sum of the uses, an fp32 scalar on the device."""
-        norm: jax.Array = self.norms[group](uses)
+        norm: jax.Array = self.in_turn(self.norms[group](uses))
         return norm
 
 
@@ -123,6 +128,7 @@ class DeviceUpdateCompiler:
         self._updates, self._placement, self._accumulates = optimizer.updates, placement, accumulates
         self._optimizer, self._transport, self._groups = optimizer, transport, layers
         self._layers = [layer.trained for layer in layers]
+        self._there = [placement.ownership.shared(layer) for layer in self._layers]
         self._units = optimizer.units_of(layers)
         self._compiled: dict[Any, Any] = {}
         self._cut: dict[tuple[int, int], list[Subgroup]] = {}
@@ -151,10 +157,18 @@ class DeviceUpdateCompiler:
         gradients = {unit.layers: [read.get(group, []) for group in unit.layers] for unit in units}
         updates = self._all({unit.layers: self._update(unit, gradients[unit.layers], loss) for unit in units})
         streamed, slots_bytes = self._streamed(program, read, loss)
-        held = slots_bytes + sum(unit.num_bytes for unit in units)
-        held += 4 * sum(self._layers[group].num_parameters for group in sums)
+        on_each = (num_bytes_on_each(self._on_devices(unit), self._placement) for unit in units)
+        held = slots_bytes + sum(on_each) + sum(map(self._sum_bytes, sums))
         made = [*folds.values(), *norms.values(), *updates.values(), *streamed.updates.values()]
-        return DeviceUpdates(updates, folds, norms, streamed, held + max(map(_more_bytes, made), default=0))
+        held += max(map(_more_bytes, made), default=0)
+        return DeviceUpdates(updates, folds, norms, streamed, held, self._placement.in_turn)
+
+    def _sum_bytes(self, group: int) -> int:
+        """The bytes of a sum over micro-batches on each device."""
+        return -(-4 * self._layers[group].num_parameters // self._placement.num_devices)
+
+    def _on_devices(self, unit: UpdateGroup) -> UpdateGroup:
+        return unit_on_devices(self._optimizer, unit, self._groups, self._placement)
 
     def alone(self, unit: UpdateGroup, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The update of a unit of one layer that stays on the device: the program, not compiled, and its arguments.
@@ -216,45 +230,67 @@ class DeviceUpdateCompiler:
         return {name: self._compiled[each.own] for name, each in wanted.items()}
 
     def _fold(self, group: int, earlier: list[Any], uses: Any) -> _Wanted:
-        layer = self._layers[group]
+        layer, where = self._there[group], self._placement.shares_of(self._groups[group])
 
         def fold(earlier: Any, uses: Any) -> Any:
             return layer.join_small(_total(layer, [*earlier, *uses], adds_rows=True))
 
-        return self._of_layer("fold", layer, fold, ([earlier, uses]), donate=(0,))
+        placed = [self._of_gradients(group, [*earlier]), self._of_gradients(group, uses)]
+        return self._of_layer("fold", layer, fold, placed, where, donate=(0,))
 
     def _norm(self, group: int, uses: Any) -> _Wanted:
-        layer = self._layers[group]
+        layer = self._there[group]
 
         def squared_norm_of(uses: Any) -> Any:
             return squared_norm(_total(layer, uses))
 
-        return self._of_layer("norm", layer, squared_norm_of, [uses])
+        placed = [self._of_gradients(group, uses)]
+        return self._of_layer("norm", layer, squared_norm_of, placed, self._placement.device)
 
     def _of_layer(
-        self, name: str, layer: Layer, function: Callable[..., Any], given: list[Any], donate: tuple[int, ...] = ()
+        self,
+        name: str,
+        layer: Layer,
+        function: Callable[..., Any],
+        arguments: list[Any],
+        where: NamedSharding,
+        donate: tuple[int, ...] = (),
     ) -> _Wanted:
-        """A program that depends on a layer's layout alone."""
-        arguments = self._on_device(given)
+        """A program that depends on a layer's layout alone; all of its results are at one place."""
         key = (name, layer.layout, _content(arguments), self._placement)
-        return _Wanted(key, key, lambda: self._lowered(function, donate, *arguments), arguments)
+        return _Wanted(key, key, lambda: self._lowered(function, donate, *arguments, shardings=where), arguments)
+
+    def _of_gradients(self, group: int, uses: Sequence[Sequence[Gradient]]) -> list[Any]:
+        """The gradients of a group as arguments: devices share them, but each has all of some with rows."""
+        shares, whole = self._placement.shares_of(self._groups[group]), self._placement.device
+        return [_structs(use, whole if _has_rows([use]) else shares) for use in uses]
 
     def _update(self, unit: UpdateGroup, uses: list[Any], loss: Any) -> _Wanted:
-        layers = [self._layers[group] for group in unit.layers]
-        compute = self._computing(unit, layers, layers)
+        own, layers = self._on_devices(unit), [self._layers[group] for group in unit.layers]
+        compute = self._computing(own, layers, [self._there[group] for group in unit.layers])
 
         def update(masters: Any, state: Any, copies: Any, gradients: Any, *numbers: jax.Array) -> Any:
             masters, state, by_leaf = compute(masters, state, gradients, *numbers)
-            return masters, state, [[by_leaf[leaf.index] for leaf in layer.leaves] for layer in layers]
+            return masters, state, [[_whole(by_leaf[leaf.index], leaf) for leaf in layer.leaves] for layer in layers]
 
-        copies = [_shapes(layer.leaves) for layer in layers]
-        number = jax.ShapeDtypeStruct((), jnp.float32)
-        arguments = self._on_device([unit.masters, unit.state, copies, uses, number, number, loss])
-        content, is_shared = self._updates.plain_content(unit)
-        layouts = tuple(layer.layout for layer in layers)
-        own = ("update on the device", content, layouts, _content(arguments), self._placement)
-        shared = own if is_shared else None
-        return _Wanted(own, shared, lambda: self._lowered(update, (0, 1, 2), *arguments), arguments)
+        where, device = where_on_devices(own, self._placement), self._placement.device
+        held = [
+            [_struct(x, at) for x, at in zip(arrays, of_each, strict=True)]
+            for arrays, of_each in zip((own.masters, own.state), where, strict=True)
+        ]
+        copies, number = [_shapes(layer.leaves) for layer in layers], jax.ShapeDtypeStruct((), jnp.float32)
+        given = [self._of_gradients(group, of_group) for group, of_group in zip(unit.layers, uses, strict=True)]
+        arguments = [*held, self._on_device(copies), given, *self._on_device([number, number, loss])]
+        content, is_for_all = self._updates.plain_content(unit)
+        layouts = tuple(self._there[group].layout for group in unit.layers)
+        key = ("update on the device", content, layouts, _content(arguments), self._placement)
+        shardings = (*where, device)
+        return _Wanted(
+            key,
+            key if is_for_all else None,
+            lambda: self._lowered(update, (0, 1, 2), *arguments, shardings=shardings),
+            arguments,
+        )
 
     def _streamed_update(self, subgroup: Subgroup, group: int, uses: list[Any], loss: Any, copy_stays: bool) -> _Wanted:
         unit, trained, streamed, moved = subgroup.unit, subgroup.trained, subgroup.streamed, subgroup.moved
@@ -280,7 +316,7 @@ class DeviceUpdateCompiler:
         copies = [whole.leaves[place] for place in _places_in(whole, trained)] if copy_stays else []
         arrays = [avals[i] for i in moved], [avals[i] for i in stays], _shapes(copies), uses, number, number, loss
         arguments = self._on_device(list(arrays))
-        content, is_shared = self._updates.plain_content(unit)
+        content, is_for_all = self._updates.plain_content(unit)
         indices = [leaf.index for leaf in whole.leaves]
         chosen = tuple(indices.index(leaf.index) for leaf in trained.leaves)
         layouts = (whole.layout, chosen, trained.layout, streamed.layout, tuple(moved))
@@ -288,7 +324,7 @@ class DeviceUpdateCompiler:
             subgroup.spans[leaf.index].start if leaf.index in subgroup.spans else 0 for leaf in trained.leaves
         )
         own = ("streamed update", content, layouts, starts, _content(arguments), self._placement)
-        shared = own if is_shared else None
+        shared = own if is_for_all else None
         return _Wanted(own, shared, lambda: self._lowered(update, (0, 1, 2), *arguments), arguments)
 
     def _computing(
@@ -312,6 +348,7 @@ class DeviceUpdateCompiler:
         spans = {} if spans is None else spans
         own = {leaf.index for layer in layers for leaf in layer.leaves}
         plain, masters_of = self._updates.plain(unit, layers), masters_by_leaf(unit, layers)
+        is_whole = not any(map(is_shared, unit.keys)) or bool(spans)
 
         def compute(
             masters: Any, state: Any, gradients: Any, norm: jax.Array, scale: jax.Array, loss: jax.Array
@@ -320,7 +357,8 @@ class DeviceUpdateCompiler:
             for layer, uses in zip(given, gradients, strict=True):
                 for leaf, gradient in zip(layer.leaves, _total(layer, uses), strict=True):
                     if leaf.index in own:
-                        held = spans[leaf.index].of(gradient) if leaf.index in spans else gradient
+                        held = _whole(gradient, leaf) if is_whole else gradient
+                        held = spans[leaf.index].of(held) if leaf.index in spans else held
                         found[leaf.index] = held / scale.astype(gradient.dtype)
             made, is_finite = plain(masters, state, found, norm), jnp.isfinite(loss)
             masters, state = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), made, (masters, state))
@@ -330,12 +368,15 @@ class DeviceUpdateCompiler:
 
         return compute
 
-    def _lowered(self, function: Callable[..., Any], donate: tuple[int, ...], *arguments: Any) -> Any:
-        jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, out_shardings=self._placement.device)
+    def _lowered(
+        self, function: Callable[..., Any], donate: tuple[int, ...], *arguments: Any, shardings: Any = None
+    ) -> Any:
+        shardings = self._placement.device if shardings is None else shardings
+        jitted = jax.jit(function, donate_argnums=donate, keep_unused=True, out_shardings=shardings)
         return lower_traced(jitted.trace(*arguments))
 
     def _on_device(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._placement.device), tree)
+        return _structs(tree, self._placement.device)
 
 
 def _uses(program: StepProgram, programs: Programs) -> dict[int, list[Any]]:
@@ -352,6 +393,19 @@ def _uses(program: StepProgram, programs: Programs) -> dict[int, list[Any]]:
 
 def _has_rows(uses: Sequence[Sequence[Any]]) -> bool:
     return any(isinstance(gradient, RowGradient) for use in uses for gradient in use)
+
+
+def _struct(x: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+
+def _structs(tree: Any, where: NamedSharding) -> Any:
+    return jax.tree.map(lambda x: _struct(x, where), tree)
+
+
+def _whole(array: jax.Array, leaf: Leaf) -> jax.Array:
+    """A parameter, or its gradient, of which devices may have shares; gathers them."""
+    return array if array.shape == leaf.shape else array[: leaf.size].reshape(leaf.shape)
 
 
 def _shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
@@ -385,17 +439,29 @@ def _more_bytes(program: Any) -> int:
 def _total(layer: Layer, uses: Uses, adds_rows: bool = False) -> list[jax.Array]:
     """The sum over all uses, in the master dtypes, one array for each leaf; zeros without any.
 
-    Rows of the first use are added in the master dtypes as well if `adds_rows`, as the host does over micro-batches.
+    Of a layer that devices share, they are flat, as of `SharedLayer.filled_up`. Rows of the first use are added in the
+    master dtypes as well if `adds_rows`, as the host does over micro-batches.
     """
     zeros = [jnp.zeros(leaf.shape, leaf.master_dtype) for leaf in layer.leaves]
     total = None
     for use in uses:
-        gradients = split(layer, use)
+        gradients = _of_shares(layer, use, zeros, adds_rows) if isinstance(layer, SharedLayer) else split(layer, use)
         if total is None:
             total = [_widened(g, z, adds_rows) for g, z in zip(gradients, zeros, strict=True)]
         else:
             total = [added(a, g) for a, g in zip(total, gradients, strict=True)]
+    if total is None and isinstance(layer, SharedLayer):
+        return layer.filled_up(zeros)
     return zeros if total is None else total
+
+
+def _of_shares(
+    layer: SharedLayer, use: Sequence[Gradient], zeros: Sequence[jax.Array], adds_rows: bool
+) -> list[Gradient]:
+    """The gradients of a use as devices share them; those with rows are whole until now."""
+    if not _has_rows([use]):
+        return [*layer.split_shares([array for array in use if not isinstance(array, RowGradient)])]
+    return [*layer.filled_up([_widened(g, z, adds_rows) for g, z in zip(use, zeros, strict=True)])]
 
 
 def _widened(gradient: Gradient, zeros: jax.Array, adds_rows: bool) -> jax.Array:

@@ -15,7 +15,7 @@ from jaxferry.engine.placement import Placement
 from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.held import HostGradient
 from jaxferry.errors import TaskError
-from jaxferry.partition import Layer
+from jaxferry.partition import Layer, SharedLayer
 from jaxferry.schedule import Kind
 
 
@@ -59,7 +59,10 @@ class Accumulated:
             end = transfer.offset + sum(leaf.size for leaf in leaves)
             part = flat[transfer.vector][transfer.offset : end].astype(leaves[0].master_dtype)
             arrays.append(part.reshape(leaves[0].shape) if len(leaves) == 1 else part)
-        brought = jax.block_until_ready(jax.device_put(arrays, placement.device))
+        shared = placement.ownership.shared(layer)
+        if isinstance(shared, SharedLayer):
+            arrays = shared.shares_of_joined(arrays)
+        brought = jax.block_until_ready(jax.device_put(arrays, placement.shares_of(layer)))
         transport.recycle(group, stored)
         return dataclasses.replace(self, on_host=on_host, on_device={**self.on_device, group: brought})
 

@@ -65,8 +65,8 @@ class Placement:
 
     @property
     def updates(self) -> bool:
-        """Whether updates may run on the device: it has memory of its own, and shares no parameters with others."""
-        return not self.is_cpu and self.num_devices == 1
+        """Whether updates may run on the devices: they have memory of their own, and belong to one process."""
+        return not self.is_cpu and self.num_processes == 1
 
     @property
     def num_devices(self) -> int:
@@ -123,6 +123,11 @@ class Placement:
             return 0
         vectors, own = self.ownership.shared(layer).vectors, self.ownership.num_own
         return sum((v.size // own + v.size // self.num_devices) * v.dtype.itemsize for v in vectors)
+
+    @functools.cached_property
+    def shared_device(self) -> NamedSharding:
+        """Memory of the accelerators for vectors that all of them share."""
+        return self.pinned.with_memory_kind("device")
 
     @functools.cached_property
     def _pinned_whole(self) -> NamedSharding:

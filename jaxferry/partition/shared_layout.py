@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxferry.partition.layout import Layer, Leaf
 
@@ -50,6 +51,41 @@ class SharedLayer(Layer):
             self._flat([self._split(index, gradients[index]) for index in transfer.leaves])
             for transfer in self.transfers
         ]
+
+    def split_small(self, joined: Sequence[jax.Array]) -> list[jax.Array]:
+        """See `Layer.split_small`; gathers each parameter."""
+        return [
+            flat[: leaf.size].reshape(leaf.shape)
+            for leaf, flat in zip(self.leaves, self.split_shares(joined), strict=True)
+        ]
+
+    def split_shares(self, joined: Sequence[jax.Array]) -> list[jax.Array]:
+        """Likewise as the devices share each leaf: flat and filled up. Moves nothing between them."""
+        shares: dict[int, jax.Array] = {}
+        for transfer, array in zip(self.transfers, joined, strict=True):
+            rows, start = array.reshape(self.num_devices, -1), 0
+            for index in transfer.leaves:
+                stop = start + self._share(self.leaves[index])
+                shares[index], start = rows[:, start:stop].reshape(-1), stop
+        return [shares[index] for index in range(len(self.leaves))]
+
+    def shares_of_joined(self, joined: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What `join_small` returns, from what that of one device returns; NumPy arrays."""
+        made = []
+        for transfer, array in zip(self.transfers, joined, strict=True):
+            rows, start = [], 0
+            for index in transfer.leaves:
+                size, share = self.leaves[index].size, self._share(self.leaves[index])
+                filled = np.zeros(self.num_devices * share, array.dtype)
+                filled[:size] = array.reshape(-1)[start : start + size]
+                rows.append(filled.reshape(self.num_devices, share))
+                start += size
+            made.append(np.concatenate(rows, axis=1).reshape(-1))
+        return made
+
+    def filled_up(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Arrays of the leaves' shapes as the devices share them: flat and filled up."""
+        return [self._split(index, array).reshape(-1) for index, array in enumerate(arrays)]
 
     def pack_joined(self, joined: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         """See `Layer.pack_joined`."""

@@ -140,12 +140,23 @@ class Devices:
             forward_read_s=read_s + up_s,
             backward_read_s=read_s,
             backward_write_s=written_s,
-            update_gpu_s=None,
+            update_gpu_s=self._update_gpu_s(own, num_bytes),
             update_streamed_s=None,
             state_up_s=None,
             state_down_s=None,
+            state_bytes=-(-own.state_bytes // self.num_devices),
             temporary_bytes=_with_copies(temporaries, num_bytes),
         )
+
+    def _update_gpu_s(self, own: LayerProfile, num_bytes: tuple[int, int]) -> float | None:
+        """The time of an update of the devices' shares, with adding up the gradient and gathering the new copy.
+
+        Devices of several processes update on the host.
+        """
+        if own.update_gpu_s is None or self.num_processes > 1:
+            return None
+        exchange_s = self.links.scatter[ALL].seconds(num_bytes[1]) + self.links.gather[ALL].seconds(num_bytes[0])
+        return own.update_gpu_s / self.num_devices + exchange_s
 
     def contention(self, machine: Machine) -> Contention:
         """That of a process's devices, which all transfer at a time, and its updates.

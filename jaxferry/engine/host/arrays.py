@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxferry.engine.host.on_devices import OnDevices
 from jaxferry.engine.host.optimizer import HostOptimizer
 from jaxferry.engine.host.pieces import Key, Parts, Pieces, cut, on_host
 from jaxferry.engine.host.pinned import Vectors, from_shares, on_cpu, to_pinned
@@ -51,6 +52,7 @@ class HostArrays:
         self.whole_copies = WholeCopies(placement)
         self._frozen: dict[Key, jax.Array] = {}
         self._stale: set[int] = set()
+        self._on_devices: dict[tuple[int, ...], OnDevices] = {}
         pieces = self._masters_from(masters)
         known = None if state is None else self._state_from(state)
         # The caller's references are removed, so that arrays that are cut do not exist twice.
@@ -84,8 +86,8 @@ class HostArrays:
 
     @property
     def device_bytes(self) -> int:
-        """The bytes of masters and optimizer state on the device."""
-        return sum(unit.num_bytes for unit in self.units if unit.is_on_device)
+        """The bytes of masters and optimizer state on each device."""
+        return sum(self._on_devices[unit.layers].num_bytes for unit in self.units if unit.is_on_device)
 
     @property
     def streamed(self) -> dict[int, int]:
@@ -95,9 +97,8 @@ class HostArrays:
     def to_device(self, unit: UpdateGroup) -> None:
         """Moves the masters and the optimizer state of a unit to the device, where they stay."""
         self.to_host(unit)
-        unit.masters, unit.state = (
-            [self._moved(a, to_device=True) for a in arrays] for arrays in (unit.masters, unit.state)
-        )
+        there = self._on_devices[unit.layers] = OnDevices.of(self._optimizer, unit, self.layers, self._placement)
+        unit.masters, unit.state = there.placed(unit.masters, unit.state)
         unit.is_on_device = True
 
     def to_stream(self, unit: UpdateGroup, count: int) -> None:
@@ -139,23 +140,17 @@ class HostArrays:
             ORPHANED_COPIES.drop(self._placement, old)
         self._stale = self._stale - groups
 
-    def _moved(self, array: jax.Array, to_device: bool) -> jax.Array:
-        where = self._placement.device if to_device else self._placement.host
-        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return jax.device_put(array, where, may_alias=False)
-        # From NumPy: another client's array would pass through a literal.
-        return jax.device_put(np.array(array), where)
-
     def _masters_at_home(self, unit: UpdateGroup) -> list[jax.Array]:
         """Masters of a unit in host memory: copies if they are elsewhere."""
-        return masters_of(unit, self._placement) if unit.subgroups else self._home(unit, unit.masters)
+        if unit.is_on_device:
+            return self._on_devices[unit.layers].masters_at_home(unit.masters)
+        return masters_of(unit, self._placement) if unit.subgroups else unit.masters
 
     def _state_at_home(self, unit: UpdateGroup) -> list[jax.Array]:
         """Likewise for the optimizer's state."""
-        return state_of(unit, self._placement) if unit.subgroups else self._home(unit, unit.state)
-
-    def _home(self, unit: UpdateGroup, arrays: list[jax.Array]) -> list[jax.Array]:
-        return [self._moved(array, to_device=False) for array in arrays] if unit.is_on_device else arrays
+        if unit.is_on_device:
+            return self._on_devices[unit.layers].state_at_home(unit.state)
+        return state_of(unit, self._placement) if unit.subgroups else unit.state
 
     def masters(self) -> dict[int, dict[Any, jax.Array]]:
         """Returns the stored parameters by leaf and part; frozen ones may exist only in the compute copy."""
@@ -230,10 +225,10 @@ class HostArrays:
         for unit, new in zip(self.units, made, strict=True):
             if unit.subgroups and replace_state(unit, new, self._placement):
                 continue
-            if unit.subgroups:
-                self.to_host(unit)
-            elif unit.is_on_device:
-                new = {key: self._moved(leaf, to_device=True) for key, leaf in new.items()}
+            if unit.is_on_device:
+                unit.state = self._on_devices[unit.layers].replaced(unit.state, new)
+                continue
+            self.to_host(unit)
             unit.state = [new.get(key, leaf) for key, leaf in zip(unit.state_keys, unit.state, strict=True)]
 
     def fill(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxferry.engine.placement import Placement
 from jaxferry.partition import Part, Span
@@ -142,6 +143,20 @@ def on_host(array: Any, placement: Placement, dtype: np.dtype | None = None) -> 
     """Returns a copy in host memory that nothing else references, in `dtype` if given."""
     # JAX aliases aligned NumPy memory even with may_alias=False.
     return jax.device_put(np.array(array, dtype), placement.host)
+
+
+def stored_key(key: Key) -> Key:
+    """The key of the array, or of its part, that holds the elements of a key."""
+    name, part = key
+    return (name, part.part) if isinstance(part, Span) else key
+
+
+def copied(array: Any, where: NamedSharding) -> jax.Array:
+    """Returns a copy of an array, or of keys of random numbers, in a memory of this process's devices."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.device_put(array, where, may_alias=False)
+    # From NumPy: another client's array would pass through a literal.
+    return jax.device_put(np.array(array), where)
 
 
 def cut(array: Any, part: Part, placement: Placement) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxferry.engine.host.optimizer import HostOptimizer
-from jaxferry.engine.host.pieces import Key, on_host
+from jaxferry.engine.host.pieces import Key, copied, stored_key
 from jaxferry.engine.host.pinned import on_cpu, to_pinned
 from jaxferry.engine.host.update_group import Subgroup, UpdateGroup
 from jaxferry.engine.placement import Placement
@@ -83,7 +83,7 @@ def stream(unit: UpdateGroup, subgroups: list[Subgroup], placement: Placement, p
             each.vectors = to_pinned(packed, placement, each.streamed)
         moved, num = set(each.moved), len(each.unit.masters)
         each.unit.state = [
-            leaf if num + i in moved else jax.device_put(_own(arrays[num + i]), placement.device)
+            leaf if num + i in moved else copied(arrays[num + i], placement.device)
             for i, leaf in enumerate(each.unit.state)
         ]
     unit.masters, unit.state = _shapes(unit.masters), _shapes(unit.state)
@@ -110,27 +110,20 @@ def replace_state(unit: UpdateGroup, leaves: Mapping[Key, jax.Array], placement:
     """Replaces leaves of a streamed unit's state; False, and nothing is done, if one of them moves."""
     for each in unit.subgroups:
         num, moved = len(each.unit.masters), set(each.moved)
-        if any(_whole(key) in leaves and num + i in moved for i, key in enumerate(each.unit.state_keys)):
+        if any(stored_key(key) in leaves and num + i in moved for i, key in enumerate(each.unit.state_keys)):
             return False
     for each in unit.subgroups:
         pairs = zip(each.unit.state_keys, each.unit.state, strict=True)
         each.unit.state = [
-            jax.device_put(_own(_piece(leaves, key)), placement.device) if _whole(key) in leaves else leaf
-            for key, leaf in pairs
+            copied(_piece(leaves, key), placement.device) if stored_key(key) in leaves else leaf for key, leaf in pairs
         ]
     return True
-
-
-def _whole(key: Key) -> Key:
-    """The key of the array that holds these elements."""
-    name, part = key
-    return (name, part.part) if isinstance(part, Span) else key
 
 
 def _piece(arrays: Mapping[Key, Any], key: Key) -> Any:
     """The array of a key, or its elements as a view."""
     _, part = key
-    array = arrays[_whole(key)]
+    array = arrays[stored_key(key)]
     return part.of(np.asarray(array)) if isinstance(part, Span) else array
 
 
@@ -147,14 +140,14 @@ def _copies(found: Mapping[Key, Any], keys: Sequence[Key], avals: Sequence[Any],
     """Copies in host memory of whole arrays, of which some are found in pieces."""
     pieces: dict[Key, list[Key]] = {}
     for key in found:
-        pieces.setdefault(_whole(key), []).append(key)
+        pieces.setdefault(stored_key(key), []).append(key)
     copies = []
     for key, aval in zip(keys, avals, strict=True):
         array = found.get(key)
         if array is None:
             ordered = sorted(pieces[key], key=_start)
             array = np.concatenate([np.asarray(found[piece]) for piece in ordered]).reshape(aval.shape)
-        copies.append(_copied(array, placement))
+        copies.append(copied(array, placement.host))
     return copies
 
 
@@ -205,14 +198,3 @@ def _layout(name: str, unit: UpdateGroup) -> Layer:
 
 def _shapes(arrays: Sequence[Any]) -> list[Any]:
     return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
-
-
-def _own(array: Any) -> Any:
-    """An array that another client can take; keys of random numbers go through `device_put` itself."""
-    return array if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else np.array(array)
-
-
-def _copied(array: Any, placement: Placement) -> jax.Array:
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jax.device_put(array, placement.host, may_alias=False)
-    return on_host(np.asarray(array), placement)
