@@ -5,10 +5,10 @@ also on the device where the state stays (`resident`), and also streamed through
 the host-only step over the others. With the batch of `simulated` the GPU takes longest; `host_bound` has one sample, so
 that updates take longest on all machines.
 
-Nodes of 8 A100 or H100 train data-parallel with the state of the optimizer split over the devices (ZeRO): each loads,
-updates and sends an eighth of every layer over its own link, and gathers layers and scatters gradients over NVLink. The
-host's bandwidth, twice that of one socket, is shared by all. Direct Host Access and GO are left out there. These rows
-show what such updates would gain: with a mesh, the engine updates on the host alone.
+Nodes of 8 A100 or H100 train data-parallel, with so many samples on each device, and with the state of the optimizer
+split over the devices (ZeRO): each loads, updates and sends an eighth of every layer over its own link, and gathers
+layers and scatters gradients over NVLink. The host's bandwidth, twice that of one socket, is shared by all. Updates do
+not stream there (`docs/how-to/devices.md`), so `anywhere` is `resident`.
 
 The sweep of `host_bound` gives the 7B model on an H200 budgets from the smallest to that of plain training. Step time
 must never increase with the budget.
@@ -57,7 +57,6 @@ from jaxferry.plan.auto import Auto, AutoSearch
 from jaxferry.plan.base import Request
 from jaxferry.plan.device_updates import plain_training
 from jaxferry.planning import make_plan
-from jaxferry.profiling.contention import DOWN, HOST, UP, Contention
 from jaxferry.profiling.estimate import estimate_profile
 from jaxferry.profiling.machines import MACHINES
 from jaxferry.profiling.segment_costs import partition_costs
@@ -76,55 +75,34 @@ POINTS = 24
 NUM_DEVICES, NUM_SOCKETS = 8, 2
 # One direction of NVLink (NVIDIA's A100 and H100 data sheets state 600 and 900 GB/s for both).
 NVLINK_BYTES_PER_S = {"a100-pcie4": 300e9, "h100-pcie5": 450e9}
-LEFT_OUT_S = 1e3
 TRAINED_STEPS = 12
 SLOW_BYTES_PER_S = 1e9
 
 
-def partition_of(config, batch, length):
+def partition_of(config, batch, length, num_devices=1):
     shapes = jax.eval_shape(model.make_init(config), jax.random.key(0))
-    tokens = {"tokens": jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)}
-    return partition(model.make_loss(config), shapes, (tokens,), compute_dtype=jnp.bfloat16)
+    tokens = {"tokens": jax.ShapeDtypeStruct((num_devices * batch, length + 1), jnp.int32)}
+    loss_fn = model.make_loss(config)
+    return partition(loss_fn, shapes, (tokens,), compute_dtype=jnp.bfloat16, num_devices=num_devices)
 
 
 def profile_of(parts, costs, derivatives, machine):
-    return with_program_facts(estimate_profile(costs, machine), parts, derivatives)
+    estimated = estimate_profile(costs, machine, num_devices=parts.graph.num_devices)
+    return with_program_facts(estimated, parts, derivatives)
 
 
-def on_node(profile, nvlink_bytes_per_s):
-    """The profile of one of the devices of a node; transfers over NVLink are part of those over its own link.
-
-    All links together take host memory from the updates, for as much of each transfer as is over the links where all
-    updates stream.
-    """
-    others, layers = (NUM_DEVICES - 1) / NUM_DEVICES, []
-    for layer in profile.layers:
-        gather_s = layer.param_bytes * others / nvlink_bytes_per_s
-        scatter_s = layer.grad_bytes * others / nvlink_bytes_per_s
-        layers.append(
-            dataclasses.replace(
-                layer,
-                load_s=layer.load_s / NUM_DEVICES + gather_s,
-                offload_s=layer.offload_s / NUM_DEVICES + scatter_s,
-                update_s=layer.update_s / NUM_SOCKETS,
-                update_gpu_s=layer.update_gpu_s / NUM_DEVICES + gather_s + scatter_s,
-                state_bytes=layer.state_bytes // NUM_DEVICES,
-                state_up_s=layer.state_up_s / NUM_DEVICES,
-                state_down_s=layer.state_down_s / NUM_DEVICES,
-                forward_dha_s=LEFT_OUT_S,
-                backward_dha_s=LEFT_OUT_S,
-                backward_go_s=LEFT_OUT_S,
-            )
-        )
-    of_links = {}
-    for lane, keys in ((UP, ("load_s", "state_up_s")), (DOWN, ("offload_s", "state_down_s"))):
-        before, after = (
-            sum(getattr(layer, key) for layer in each for key in keys) for each in (profile.layers, layers)
-        )
-        of_links[lane] = before / NUM_DEVICES / after
-    shares = profile.contention.shares[HOST]
-    contention = {lane: min(shares[lane] * NUM_DEVICES / NUM_SOCKETS * of_links[lane], 1.0) for lane in of_links}
-    return dataclasses.replace(profile, layers=tuple(layers), contention=Contention({HOST: contention}))
+def machine_of(system, num_devices):
+    """The machine of a device, or of each of a node's; None if there is no such node."""
+    machine = MACHINES[system]
+    if num_devices == 1:
+        return machine
+    if system not in NVLINK_BYTES_PER_S:
+        return None
+    return dataclasses.replace(
+        machine,
+        host_bytes_per_s=NUM_SOCKETS * machine.host_bytes_per_s,
+        interconnect_bytes_per_s=NVLINK_BYTES_PER_S[system],
+    )
 
 
 def compare(profile, budget_bytes):
@@ -236,17 +214,14 @@ def train():
 def simulate(models, batch, length):
     """Rows of the models on one device and on nodes."""
     rows = []
-    for name in track(models, console=Console(stderr=True)):
-        parts = partition_of(MODELS[name], batch, length)
+    for name, num_devices in track([*itertools.product(models, (1, NUM_DEVICES))], console=Console(stderr=True)):
+        parts = partition_of(MODELS[name], batch, length, num_devices)
         costs, derivatives = partition_costs(parts, "full"), derivatives_of(parts, "full")
         for system in SYSTEMS:
-            machine = MACHINES[system]
-            profile = profile_of(parts, costs, derivatives, machine)
-            budget_bytes, about = int(machine.memory_bytes), {"model": name, "machine": system}
-            rows.append({**about, "num_devices": 1, **compare(profile, budget_bytes)})
-            if system in NVLINK_BYTES_PER_S:
-                node = on_node(profile, NVLINK_BYTES_PER_S[system])
-                rows.append({**about, "num_devices": NUM_DEVICES, **compare(node, budget_bytes)})
+            machine, about = machine_of(system, num_devices), {"model": name, "machine": system}
+            if machine is not None:
+                profile = profile_of(parts, costs, derivatives, machine)
+                rows.append({**about, "num_devices": num_devices, **compare(profile, int(machine.memory_bytes))})
     return {"batch": batch, "length": length, "estimated": True, "rows": rows}
 
 

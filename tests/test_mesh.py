@@ -23,9 +23,12 @@ from jaxferry.engine import ProgramKind, Programs, device_updates, lower_traced,
 from jaxferry.engine.program_keys import Source, Target
 from jaxferry.errors import InputError
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.partition import Ownership, make_layer, shared
+from jaxferry.partition import Ownership, make_layer, partition, shared
 from jaxferry.partition.graph import trace
 from jaxferry.plan.records import LayerPlan, Plan
+from jaxferry.profiling.estimate import estimate_profile
+from jaxferry.profiling.machines import MACHINES
+from jaxferry.profiling.segment_costs import partition_costs
 from native.compile_for_gpu import compile_lowered
 from native.compile_for_gpu import text as compiled_text
 from watched import SCALARS_BYTES, most_on_one_device
@@ -275,6 +278,25 @@ def test_updates_on_devices_hold_a_share_of_the_state_on_each():
     assert whole / 2 <= state.host.device_bytes <= whole / 2 + filled_up + 4 * len(NAMES)
     held = most_on_one_device(lambda: train(step, state, batches(2)))
     assert held <= step.prepare(*batches(1)[0]).peak.held + SCALARS_BYTES
+
+
+def test_auto_updates_on_several_devices_as_far_as_the_memory_goes():
+    given = batches(3)
+    parts = partition(lambda *given: loss_fn(*given)[0], params(), given[0], num_devices=2)
+    slow_host = dataclasses.replace(MACHINES["h100-pcie5"], host_bytes_per_s=1e6)
+    profile = estimate_profile(partition_costs(parts), slow_host, num_devices=2)
+    assert all(layer.update_gpu_s and layer.state_up_s is None for layer in profile.layers)
+    _, expected, _ = trained(given, mesh=mesh())
+    options = {"mesh": mesh(), "policy": "auto", "profile": profile}
+    step, state, _ = trained(given, **options)
+    assert all(step.prepare(*given[0]).plan.updates_on_device)
+    assert_same(state.params, expected.params)
+    budget = step.prepare(*given[0]).peak.total - 1
+    step, state, _ = trained(given, memory_budget=budget, **options)
+    prepared = step.prepare(*given[0])
+    assert {True, False} == {*prepared.plan.updates_on_device} and not any(prepared.plan.updates_streamed)
+    assert prepared.peak.total <= budget
+    assert_same(state.params, expected.params)
 
 
 def test_a_state_moves_between_host_and_devices(tmp_path):

@@ -28,9 +28,10 @@ from jaxferry.engine.program_functions import squared_norm
 from jaxferry.engine.programs import Programs, lower_traced
 from jaxferry.engine.shared_programs import compile_shared
 from jaxferry.engine.streamed_updates import Compiled, StreamedUpdates, Uses
-from jaxferry.engine.transport.base import Transport, added, split
+from jaxferry.engine.transport.base import Transport
 from jaxferry.engine.transport.choice import transport_like
-from jaxferry.partition import Gradient, Layer, Leaf, RowGradient, SharedLayer, Span
+from jaxferry.engine.use_sums import gathered, have_rows, total_of
+from jaxferry.partition import Gradient, Layer, Leaf, Span
 from jaxferry.streaming import SLOTS
 
 
@@ -130,6 +131,7 @@ class DeviceUpdateCompiler:
         self._layers = [layer.trained for layer in layers]
         self._there = [placement.ownership.shared(layer) for layer in self._layers]
         self._units = optimizer.units_of(layers)
+        self._on_devices = {u.layers: unit_on_devices(optimizer, u, layers, placement) for u in self._units}
         self._compiled: dict[Any, Any] = {}
         self._cut: dict[tuple[int, int], list[Subgroup]] = {}
         self._transports: dict[tuple[Layer, ...], Transport] = {}
@@ -151,13 +153,13 @@ class DeviceUpdateCompiler:
             folds |= self._all({(group, True): self._fold(group, [sums[group]], uses[group]) for group in sums})
         read = {group: [sums[group]] if group in sums else given for group, given in uses.items()}
         # The program that makes a gradient returns its norm as well, unless some are rows.
-        unknown = [group for group, given in read.items() if group in sums or len(given) > 1 or _has_rows(given)]
+        unknown = [group for group, given in read.items() if group in sums or len(given) > 1 or have_rows(given)]
         norms = self._all({group: self._norm(group, read[group]) for group in unknown})
         loss = program.partition.graph.avals[program.partition.loss]
         gradients = {unit.layers: [read.get(group, []) for group in unit.layers] for unit in units}
         updates = self._all({unit.layers: self._update(unit, gradients[unit.layers], loss) for unit in units})
         streamed, slots_bytes = self._streamed(program, read, loss)
-        on_each = (num_bytes_on_each(self._on_devices(unit), self._placement) for unit in units)
+        on_each = (num_bytes_on_each(self._on_devices[unit.layers], self._placement) for unit in units)
         held = slots_bytes + sum(on_each) + sum(map(self._sum_bytes, sums))
         made = [*folds.values(), *norms.values(), *updates.values(), *streamed.updates.values()]
         held += max(map(_more_bytes, made), default=0)
@@ -166,9 +168,6 @@ class DeviceUpdateCompiler:
     def _sum_bytes(self, group: int) -> int:
         """The bytes of a sum over micro-batches on each device."""
         return -(-4 * self._layers[group].num_parameters // self._placement.num_devices)
-
-    def _on_devices(self, unit: UpdateGroup) -> UpdateGroup:
-        return unit_on_devices(self._optimizer, unit, self._groups, self._placement)
 
     def alone(self, unit: UpdateGroup, gradients: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The update of a unit of one layer that stays on the device: the program, not compiled, and its arguments.
@@ -233,7 +232,7 @@ class DeviceUpdateCompiler:
         layer, where = self._there[group], self._placement.shares_of(self._groups[group])
 
         def fold(earlier: Any, uses: Any) -> Any:
-            return layer.join_small(_total(layer, [*earlier, *uses], adds_rows=True))
+            return layer.join_small(total_of(layer, [*earlier, *uses], adds_rows=True))
 
         placed = [self._of_gradients(group, [*earlier]), self._of_gradients(group, uses)]
         return self._of_layer("fold", layer, fold, placed, where, donate=(0,))
@@ -242,7 +241,7 @@ class DeviceUpdateCompiler:
         layer = self._there[group]
 
         def squared_norm_of(uses: Any) -> Any:
-            return squared_norm(_total(layer, uses))
+            return squared_norm(total_of(layer, uses))
 
         placed = [self._of_gradients(group, uses)]
         return self._of_layer("norm", layer, squared_norm_of, placed, self._placement.device)
@@ -263,15 +262,15 @@ class DeviceUpdateCompiler:
     def _of_gradients(self, group: int, uses: Sequence[Sequence[Gradient]]) -> list[Any]:
         """The gradients of a group as arguments: devices share them, but each has all of some with rows."""
         shares, whole = self._placement.shares_of(self._groups[group]), self._placement.device
-        return [_structs(use, whole if _has_rows([use]) else shares) for use in uses]
+        return [_structs(use, whole if have_rows([use]) else shares) for use in uses]
 
     def _update(self, unit: UpdateGroup, uses: list[Any], loss: Any) -> _Wanted:
-        own, layers = self._on_devices(unit), [self._layers[group] for group in unit.layers]
+        own, layers = self._on_devices[unit.layers], [self._layers[group] for group in unit.layers]
         compute = self._computing(own, layers, [self._there[group] for group in unit.layers])
 
         def update(masters: Any, state: Any, copies: Any, gradients: Any, *numbers: jax.Array) -> Any:
             masters, state, by_leaf = compute(masters, state, gradients, *numbers)
-            return masters, state, [[_whole(by_leaf[leaf.index], leaf) for leaf in layer.leaves] for layer in layers]
+            return masters, state, [[gathered(by_leaf[leaf.index], leaf) for leaf in layer.leaves] for layer in layers]
 
         where, device = where_on_devices(own, self._placement), self._placement.device
         held = [
@@ -355,9 +354,9 @@ class DeviceUpdateCompiler:
         ) -> Any:
             found: dict[int, jax.Array] = {}
             for layer, uses in zip(given, gradients, strict=True):
-                for leaf, gradient in zip(layer.leaves, _total(layer, uses), strict=True):
+                for leaf, gradient in zip(layer.leaves, total_of(layer, uses), strict=True):
                     if leaf.index in own:
-                        held = _whole(gradient, leaf) if is_whole else gradient
+                        held = gathered(gradient, leaf) if is_whole else gradient
                         held = spans[leaf.index].of(held) if leaf.index in spans else held
                         found[leaf.index] = held / scale.astype(gradient.dtype)
             made, is_finite = plain(masters, state, found, norm), jnp.isfinite(loss)
@@ -391,21 +390,12 @@ def _uses(program: StepProgram, programs: Programs) -> dict[int, list[Any]]:
     return uses
 
 
-def _has_rows(uses: Sequence[Sequence[Any]]) -> bool:
-    return any(isinstance(gradient, RowGradient) for use in uses for gradient in use)
-
-
 def _struct(x: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
 
 def _structs(tree: Any, where: NamedSharding) -> Any:
     return jax.tree.map(lambda x: _struct(x, where), tree)
-
-
-def _whole(array: jax.Array, leaf: Leaf) -> jax.Array:
-    """A parameter, or its gradient, of which devices may have shares; gathers them."""
-    return array if array.shape == leaf.shape else array[: leaf.size].reshape(leaf.shape)
 
 
 def _shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
@@ -434,37 +424,3 @@ def _more_bytes(program: Any) -> int:
     """The device memory that a program needs besides its arguments; what it updates in place needs none."""
     stats = program.memory_analysis()
     return 0 if stats is None else stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-
-
-def _total(layer: Layer, uses: Uses, adds_rows: bool = False) -> list[jax.Array]:
-    """The sum over all uses, in the master dtypes, one array for each leaf; zeros without any.
-
-    Of a layer that devices share, they are flat, as of `SharedLayer.filled_up`. Rows of the first use are added in the
-    master dtypes as well if `adds_rows`, as the host does over micro-batches.
-    """
-    zeros = [jnp.zeros(leaf.shape, leaf.master_dtype) for leaf in layer.leaves]
-    total = None
-    for use in uses:
-        gradients = _of_shares(layer, use, zeros, adds_rows) if isinstance(layer, SharedLayer) else split(layer, use)
-        if total is None:
-            total = [_widened(g, z, adds_rows) for g, z in zip(gradients, zeros, strict=True)]
-        else:
-            total = [added(a, g) for a, g in zip(total, gradients, strict=True)]
-    if total is None and isinstance(layer, SharedLayer):
-        return layer.filled_up(zeros)
-    return zeros if total is None else total
-
-
-def _of_shares(
-    layer: SharedLayer, use: Sequence[Gradient], zeros: Sequence[jax.Array], adds_rows: bool
-) -> list[Gradient]:
-    """The gradients of a use as devices share them; those with rows are whole until now."""
-    if not _has_rows([use]):
-        return [*layer.split_shares([array for array in use if not isinstance(array, RowGradient)])]
-    return [*layer.filled_up([_widened(g, z, adds_rows) for g, z in zip(use, zeros, strict=True)])]
-
-
-def _widened(gradient: Gradient, zeros: jax.Array, adds_rows: bool) -> jax.Array:
-    if not isinstance(gradient, RowGradient):
-        return gradient.astype(zeros.dtype)
-    return gradient.onto(zeros) if adds_rows else gradient.dense().astype(zeros.dtype)

@@ -44,7 +44,11 @@ def test_each_device_has_its_part_of_the_work_and_of_what_moves(num, load_s):
     assert (layer.forward_s, layer.backward_s) == (2 / num, 4 / num)
     assert layer.load_s == layer.offload_s == pytest.approx(load_s)
     assert (layer.param_bytes, layer.grad_bytes, layer.update_s) == (80, 80 // num, 20.0)
-    assert (layer.update_gpu_s is None) == (num > 1)
+    (alone,) = estimate_profile([COSTS], MACHINE).layers
+    exchanges_s = 2 * 80 * (num - 1) / num / 20  # adding up the gradient, and gathering the new copy
+    assert layer.update_gpu_s == pytest.approx(alone.update_gpu_s / num + exchanges_s)
+    assert layer.state_bytes == alone.state_bytes / num
+    assert (layer.state_up_s is None) == (layer.state_down_s is None) == (num > 1)
 
 
 def test_devices_exchange_over_their_links_if_no_other_way_is_known():
@@ -61,6 +65,7 @@ def test_processes_exchange_shares_over_their_network_and_update_their_own():
     (layer,) = profile.layers
     assert (layer.forward_s, layer.grad_bytes, layer.update_s) == (2 / 4, 20, 10.0)
     assert layer.load_s == layer.offload_s == pytest.approx(2.0 + 3 * 20 / 5)
+    assert layer.update_gpu_s is None
     assert Profile.from_json(profile.to_json()) == profile
 
 
@@ -122,16 +127,20 @@ def test_processes_must_have_equally_many_devices():
         estimate_profile([COSTS], MACHINE, num_devices=4, num_processes=3)
 
 
-def chain(num):
+def chain(num, num_processes=1):
     layers = [dataclasses.replace(COSTS, name=f"layer {i}", forward_flops=1000 * (1 + i % 3)) for i in range(5)]
-    return estimate_profile(layers, MACHINE, num_devices=num)
+    return estimate_profile(layers, MACHINE, num_devices=num, num_processes=num_processes)
 
 
 @pytest.mark.parametrize("policy", policies())
 @pytest.mark.parametrize("budget", [None, 700, 520])
 def test_every_policy_plans_what_several_devices_do(policy, budget):
     plan = make_plan(chain(4), policy, memory_budget_bytes=budget)
-    assert {layer.update for layer in plan.layers} == {UpdatePlace.HOST}
+    may_stay = policy in ("auto", "twin-flow")
+    assert {layer.update for layer in plan.layers} <= {UpdatePlace.HOST, *([UpdatePlace.RESIDENT] if may_stay else [])}
+    assert any(plan.updates_on_device) or not may_stay or budget is not None
+    of_processes = make_plan(chain(4, 2), policy, memory_budget_bytes=budget)
+    assert {layer.update for layer in of_processes.layers} == {UpdatePlace.HOST}
     again = predict(chain(4), dataclasses.replace(plan, predicted=None))
     assert again.predicted == plan.predicted
     if budget is not None:
