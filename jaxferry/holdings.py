@@ -135,6 +135,24 @@ def _updated_layers(profile: Profile, after_all: bool) -> list[LayerProfile]:
     return layers
 
 
+def gradients_to_update(profile: Profile, on_device: np.ndarray, after_all: bool) -> np.ndarray:
+    """The gradients that stay from their backward to their update on the device, (layers, plans) bytes.
+
+    Those that stay all the time, see `as_updated`, do not count.
+
+    Args:
+      profile: the layers, as the host and the links see them if nothing is updated on the device.
+      on_device: whether each group is updated there, (groups, plans).
+      after_all: whether updates wait for all gradients.
+    """
+    found = np.zeros((len(profile.layers), on_device.shape[1]), dtype=np.int64)
+    if not after_all:
+        first = [members[0] for members in profile.groups]
+        sizes = np.array([profile.layers[member].device_gradient_bytes for member in first], dtype=np.int64)
+        found[first] = sizes[:, None] * on_device
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class OnDevice:
     """Which groups plans update on the device.
@@ -142,10 +160,12 @@ class OnDevice:
     Attributes:
       groups: flags, (groups, plans).
       profile: `as_updated` for all groups; its layers count where flags are set.
+      gradients: see `gradients_to_update`.
     """
 
     groups: np.ndarray
     profile: Profile
+    gradients: np.ndarray
 
 
 class Holdings:
@@ -161,6 +181,7 @@ class Holdings:
       recomputes: whether each backward runs its forward again, (layers, plans); None for none.
       on_device: the groups that are updated on the device, where their layers are RESIDENT; None for none.
       staying: the groups whose updates stream through the GPU while their RESIDENT copy stays, in all plans.
+      gradients: see `gradients_to_update`, if the profile is `as_updated`; None for those of `on_device`.
 
     Attributes:
       loads_forward: whether the layer loads a first copy, (layers, plans).
@@ -185,8 +206,10 @@ class Holdings:
         recomputes: np.ndarray | None = None,
         on_device: OnDevice | None = None,
         staying: Collection[int] = (),
+        gradients: np.ndarray | None = None,
     ):
         self.on_device = on_device
+        self.gradients = gradients if on_device is None else on_device.gradients
         self.profile, self.modes, self.grad_on_host = profile, modes, grad_on_host
         self.num_layers, self.num_plans = modes.shape
         runs_back, fused = flags_of(profile, "has_backward"), flags_of(profile, "fused_backward")

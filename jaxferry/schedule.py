@@ -80,6 +80,7 @@ from jaxferry.holdings import (
     as_updated,
     effective,
     gradient_flags,
+    gradients_to_update,
     mode_codes,
     staying,
     streamed,
@@ -177,10 +178,13 @@ def _demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
     kept = kept_gradients(profile, through_gpu, after_all)
     stay = staying(profile, plan)
     own_bytes = slots_bytes(profile, through_gpu, stay) + sum(kept.values())
-    profile = as_kept(as_updated(profile, updated_on_device(profile, plan), after_all), kept)
+    on_device = updated_on_device(profile, plan)
+    flags = np.isin(np.arange(len(profile.groups)), list(on_device))[:, None]
+    gradients = gradients_to_update(profile, flags, after_all)
+    profile = as_kept(as_updated(profile, on_device, after_all), kept)
     recomputes = np.array(plan.recomputes)[:, None]
     modes, grad_on_host = mode_codes(plan)[:, None], gradient_flags(plan)[:, None]
-    held = Holdings(profile, modes, grad_on_host, recomputes, staying=stay)
+    held = Holdings(profile, modes, grad_on_host, recomputes, staying=stay, gradients=gradients)
     return held, demand(held, recomputes, bulk, after_all, bool(through_gpu)).beside(own_bytes)
 
 

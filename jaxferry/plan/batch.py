@@ -74,7 +74,7 @@ class Batch:
             None if again is None else again[:, plans],
             self.by_need,
             self.memory_bytes,
-            None if there is None else OnDevice(there.groups[:, plans], there.profile),
+            None if there is None else OnDevice(there.groups[:, plans], there.profile, there.gradients[:, plans]),
         )
 
     def _by_layer(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxferry.holdings import DFGB, OnDevice, as_updated, gradient_flags, mode_codes
+from jaxferry.holdings import DFGB, OnDevice, as_updated, gradient_flags, gradients_to_update, mode_codes
 from jaxferry.plan.batch import Batch
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.lane_work import gpu_s, late_updates_s, loops_s, shared_lanes_s
@@ -125,7 +125,9 @@ class PlanEvaluator:
         there = None
         if on_device.any():
             groups = on_device[:, [members[0] for members in self.profile.groups]]
-            there = OnDevice(groups.T.copy(), self._updated_everywhere(after_all))
+            groups = groups.T.copy()
+            gradients = gradients_to_update(self.profile, groups, after_all)
+            there = OnDevice(groups, self._updated_everywhere(after_all), gradients)
         return Batch(
             self.profile,
             modes.T.copy(),

@@ -24,7 +24,7 @@ from jaxferry.planning import as_run, make_plan
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Kind, Lane, needed_bytes, schedule_step
 from jaxferry.simulate.report import simulate
-from profiles import UNLIMITED_BYTES, deterministic, examples, profiles, transformer
+from profiles import UNLIMITED_BYTES, deterministic, examples, profiles, transformer, with_programs
 
 
 def with_state(profile):
@@ -82,6 +82,7 @@ def test_nothing_of_such_a_group_moves_and_its_update_follows_its_last_backward(
 @given(st.data())
 def test_the_need_of_memory_is_never_below_what_a_chain_holds(data):
     profile = with_state(data.draw(profiles(max_layers=4)))
+    profile = with_programs(profile, lambda: data.draw(st.booleans()))
     on_device = data.draw(st.sets(st.sampled_from(range(len(profile.groups))), min_size=1))
     mode, gradient = data.draw(st.sampled_from(list(Mode))), data.draw(st.sampled_from(list(GradientPlace)))
     updates = data.draw(st.sampled_from(list(Updates)))
@@ -93,13 +94,17 @@ def test_the_need_of_memory_is_never_below_what_a_chain_holds(data):
 @given(st.data())
 def test_the_evaluator_of_many_plans_agrees_with_the_simulator(data):
     profile = with_state(data.draw(profiles(max_layers=4, min_layers=2)))
+    profile = with_programs(profile, lambda: data.draw(st.booleans()))
     num_groups = len(profile.groups)
     on_device = data.draw(st.sets(st.sampled_from(range(num_groups)), max_size=num_groups - 1))
     plan = plan_with(profile, on_device, data.draw(st.sampled_from([Mode.GFGB, Mode.DHA, Mode.RELOAD])))
     found, expected = PlanEvaluator(profile).plan(plan), simulate(profile, plan)
-    assert found.forward_s[0] == pytest.approx(expected.forward_s)
-    assert found.steady_step_s[0] == pytest.approx(expected.steady_step_s)
     assert found.needed_bytes[0] == needed_bytes(profile, plan)
+    assert found.forward_s[0] == pytest.approx(expected.forward_s)
+    if len(profile.programs) == len(profile.layers):
+        assert found.steady_step_s[0] == pytest.approx(expected.steady_step_s)
+    else:  # updates count within a program, not after it, where gradients may leave meanwhile
+        assert found.steady_step_s[0] >= expected.steady_step_s * (1 - 1e-9)
 
 
 def test_plans_and_profiles_keep_it_in_their_files():
