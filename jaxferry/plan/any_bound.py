@@ -49,13 +49,18 @@ def _least_gpu_s(layer: LayerProfile) -> float:
 
 
 def _without_gradients(profile: Profile, groups: list[int]) -> Profile:
-    """The profile with less work than any plan has that updates some of these groups on the device."""
+    """The profile with less work than any plan has that updates some of these groups on the device, or on the host."""
     chosen = {member for group in groups for member in profile.groups[group]}
-    layers = tuple(
-        dataclasses.replace(layer, has_gradient=False) if index in chosen else layer
-        for index, layer in enumerate(profile.layers)
-    )
+    layers = tuple(_without_gradient(layer) if index in chosen else layer for index, layer in enumerate(profile.layers))
     return dataclasses.replace(profile, layers=layers)
+
+
+def _without_gradient(layer: LayerProfile) -> LayerProfile:
+    """The layer without a gradient, with the fastest of its backwards."""
+    loaded_s, read_s = (
+        min(layer.backward_for(by_dha, on_host) for on_host in (False, True)) for by_dha in (False, True)
+    )
+    return dataclasses.replace(layer, has_gradient=False, backward_s=loaded_s, backward_dha_s=read_s)
 
 
 def _lower_bound_s(profile: Profile) -> float:

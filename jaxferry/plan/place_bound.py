@@ -19,11 +19,15 @@ the bound: for any weights w of the times that add up to 1, and any prices p of 
     T  >=  sum over groups of the cheapest choice's (w . seconds + p . bytes)  -  p . budgets
 
 (Lagrange's relaxation). So the bound holds however exactly the program was solved.
+
+What a lane loses to others delays its own next tasks. A plan without any (whose programs may still read and write host
+memory) is delayed by nothing: the bound is the least over the plans with and without tasks of each lane that can lose.
 """
 
 import collections
 import dataclasses
 import importlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,11 +43,13 @@ from jaxferry.plan.place_options import (
     OWN,
     PROGRAMS,
     SLOT,
+    TASKS,
     UP,
     Options,
     options,
     recompute_choices,
 )
+from jaxferry.profiling.contention import SHARING
 from jaxferry.profiling.records import Profile
 from jaxferry.streaming import SLOTS
 
@@ -67,7 +73,28 @@ def place_lower_bound_s(profile: Profile, budget_bytes: int | None = None) -> fl
     most_s = sum(float(each.table[:, :NUM_LANES].sum(axis=1).max()) for each in found)
     if most_s == 0:
         return 0.0
-    return min(_Program(found, profile, budgets, most_s).bound_s(), most_s)
+    least_s = _Program(found, profile, budgets, most_s).bound_s()
+    for idle in _idle_lanes(profile):
+        chosen = _without_tasks(found, idle)
+        if chosen is not None:
+            least_s = min(least_s, _Program(chosen, profile, budgets, most_s, idle).bound_s())
+    return min(least_s, most_s)
+
+
+def _idle_lanes(profile: Profile) -> list[tuple[str, ...]]:
+    """The sets of lanes that can lose time and may have no tasks of their own, but for the empty set."""
+    lanes = list(profile.contention.shares)
+    return [chosen for num in range(1, len(lanes) + 1) for chosen in itertools.combinations(lanes, num)]
+
+
+def _without_tasks(found: Sequence[Options], lanes: Sequence[str]) -> list[Options] | None:
+    """The choices that give these lanes no tasks; None if some group has none of them."""
+    kept = {
+        id(each.table): each.table[(each.table[:, [TASKS[lane] for lane in lanes]] == 0).all(axis=1)] for each in found
+    }
+    if not all(map(len, kept.values())):
+        return None
+    return [dataclasses.replace(each, table=kept[id(each.table)]) for each in found]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +113,19 @@ class _Program:
       profile: the layers.
       budgets: bytes at each place, (places,).
       unit_s: the program's unit of time.
+      idle: lanes without tasks, whose work and losses delay nothing.
     """
 
-    def __init__(self, choices: Sequence[Options], profile: Profile, budgets: np.ndarray, unit_s: float):
+    def __init__(
+        self,
+        choices: Sequence[Options],
+        profile: Profile,
+        budgets: np.ndarray,
+        unit_s: float,
+        idle: Sequence[str] = (),
+    ):
         self.budgets, self.unit_s, num_layers = budgets, unit_s, len(profile.layers)
-        self.contention = profile.contention
+        self.contention, self.idle = profile.contention, [_SHARING[SHARING.index(lane)] for lane in idle]
         spread = np.linspace(0, num_layers - 1, _MOST_LOOPS - _FIRST_LOOPS).astype(int)
         starts = np.unique([*range(min(_FIRST_LOOPS, num_layers)), *spread])
         # Groups that are equal to all loops are one class: any solution is as good as its mean over them.
@@ -120,6 +155,7 @@ class _Program:
         """
         lanes = self.table[:, :NUM_LANES].T.copy()
         lanes[_SHARING] += self.contention.lost_s(lanes[_SHARING])
+        lanes[self.idle] = 0.0
         rows = [*lanes]
         for start in range(num_starts):
             programs_s = np.where(place > 2 * start, self.table[:, PROGRAMS], 0.0)

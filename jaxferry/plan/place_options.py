@@ -14,17 +14,24 @@ import itertools
 import numpy as np
 
 from jaxferry.plan.update_groups import updatable_groups
+from jaxferry.profiling.contention import DOWN as DOWN_LANE
+from jaxferry.profiling.contention import HOST as HOST_LANE
+from jaxferry.profiling.contention import UP as UP_LANE
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.records import Profile
 from jaxferry.streaming import SLOTS, num_subgroups, slot_bytes
 
-GPU, H2D, D2H, HOST, PROGRAMS, UP, DOWN, OWN, SLOT, BYTES = range(10)
+GPU, H2D, D2H, HOST, PROGRAMS, UP, DOWN, OWN, SLOT, COPIES_UP, COPIES_DOWN, BYTES = range(12)
 """Columns of `Options.table`. The first four are a step's seconds on the lanes, and bytes at the places come last.
 
 `PROGRAMS`: GPU time of forwards and backwards, without updates. `UP`, `DOWN`: transfers that start after the group's
 last backward and end before its next forward could start. `OWN`: seconds from the last backward to the next forward if
-the group is alone. `SLOT`: if the update streams through the GPU, the device memory of one subgroup.
+the group is alone. `SLOT`: if the update streams through the GPU, the device memory of one subgroup. `COPIES_UP`,
+`COPIES_DOWN`: what of the links' work is transfers, and not part of a program.
 """
+
+TASKS = {UP_LANE: COPIES_UP, DOWN_LANE: COPIES_DOWN, HOST_LANE: HOST}
+"""The column of a lane's own tasks."""
 
 NUM_LANES = 4
 _HELD, _BETWEEN, _AGAIN, _READ = "held", "DFGB", "RELOAD", "DHA"
@@ -99,11 +106,13 @@ def _of_group(profile: Profile, group: int, may_update: bool, places: tuple[int,
         if up_s is not None and down_s is not None and state_s is not None:
             number, held = num_subgroups(layer), layer.param_bytes
             slots = [float(slot_bytes(layer, copy_stays)) for copy_stays in (False, True)]
-            transfers = {"h2d": up_s, "d2h": down_s, "up": up_s, "down": down_s}
+            copies = {"copies_up": up_s, "copies_down": down_s}
+            transfers = {"h2d": up_s, "d2h": down_s, "up": up_s, "down": down_s, **copies}
             own_s = up_s + (gpu_s + down_s) / number
             found.append(programs("gpu") + more(gpu=gpu_s, own=own_s, slot=slots[0], **transfers))
             # The next forward waits for no transfer down.
-            transfers, own_s = {"h2d": up_s, "d2h": state_s, "up": up_s}, up_s + gpu_s / number
+            copies = {"copies_up": up_s, "copies_down": state_s}
+            transfers, own_s = {"h2d": up_s, "d2h": state_s, "up": up_s, **copies}, up_s + gpu_s / number
             found.append(programs("device") + more(held, gpu=gpu_s, own=own_s, slot=slots[1], **transfers))
         kept_bytes = layer.state_bytes + layer.param_bytes
         found.append(programs("device") + more(kept_bytes, gpu=layer.update_gpu_s or 0.0))
@@ -112,6 +121,7 @@ def _of_group(profile: Profile, group: int, may_update: bool, places: tuple[int,
 
 _COLUMNS = {
     "gpu": GPU, "h2d": H2D, "d2h": D2H, "host": HOST, "up": UP, "down": DOWN, "own": OWN, "slot": SLOT,
+    "copies_up": COPIES_UP, "copies_down": COPIES_DOWN,
 }  # fmt: skip
 
 
@@ -126,11 +136,14 @@ def _of_layer(profile: Profile, index: int, update: str, alone: bool, places: tu
     by_backward = (True,) if update == "host" and not layer.gradient_rows else ()
     for loading, again, is_go in itertools.product(loadings, recompute_choices(layer), (False, *by_backward)):
         row = np.zeros(BYTES + len(places))
-        row[GPU] = row[PROGRAMS] = _programs_s(layer, loading, again, is_go)
+        forward_s, backward_s = _programs_s(layer, loading, again, is_go)
+        row[GPU] = row[PROGRAMS] = forward_s + backward_s
         if update == "host":
-            row[D2H] = layer.backward_write_s if is_go else layer.offload_s
+            row[COPIES_DOWN] = 0.0 if is_go else layer.offload_s
+            row[D2H] = min(layer.backward_write_s, backward_s) if is_go else layer.offload_s
         if update != "device":
-            row[H2D] = _up_s(layer, loading, again, alone)
+            row[COPIES_UP] = _loads_s(layer, loading, again, alone)
+            row[H2D] = row[COPIES_UP] + _reads_s(layer, loading, again, backward_s)
         if alone and update == "host" and not is_go:
             row[DOWN] = row[OWN] = layer.offload_s
         if alone and update in ("host", "gpu") and loading in (_HELD, _AGAIN):
@@ -151,22 +164,28 @@ def _is_held(profile: Profile, index: int, loading: str, place: int) -> bool:
     return (loading == _HELD and index <= place) or (loading == _AGAIN and index == place)
 
 
-def _programs_s(layer: LayerProfile, loading: str, again: bool, is_go: bool) -> float:
+def _programs_s(layer: LayerProfile, loading: str, again: bool, is_go: bool) -> tuple[float, float]:
+    """The time of a layer's forward and backward."""
     forward_s = layer.forward_dha_s if loading in (_READ, _BETWEEN) else layer.forward_s
-    seconds = forward_s + layer.inter_forward_s
+    forward_s += layer.inter_forward_s
     if not layer.has_backward:
-        return seconds
-    return seconds + layer.inter_backward_s + layer.backward_for(loading == _READ, is_go, again)
+        return forward_s, 0.0
+    return forward_s, layer.inter_backward_s + layer.backward_for(loading == _READ, is_go, again)
 
 
-def _up_s(layer: LayerProfile, loading: str, again: bool, alone: bool) -> float:
-    """What loads and programs take of the link up."""
-    if loading == _READ:
-        return layer.forward_read_s + (layer.backward_reads_for(again) if layer.has_backward else 0.0)
-    read_s = layer.forward_read_s if loading == _BETWEEN else 0.0
-    if not alone:
-        return read_s
+def _reads_s(layer: LayerProfile, loading: str, again: bool, backward_s: float) -> float:
+    """What programs take of the link up. A plan without loads is no slower than its programs, so no more than these."""
+    if loading not in (_READ, _BETWEEN):
+        return 0.0
+    back_s = layer.backward_reads_for(again) if loading == _READ and layer.has_backward else 0.0
+    return layer.forward_read_s + min(back_s, backward_s)
+
+
+def _loads_s(layer: LayerProfile, loading: str, again: bool, alone: bool) -> float:
+    """What loads take of the link up."""
+    if loading == _READ or not alone:
+        return 0.0
     if loading == _AGAIN:
         twice = layer.has_backward and (layer.backward_reads or again) and not layer.fused_backward
         return layer.load_s * (1 + twice)
-    return read_s + layer.load_s * layer.has_gradient
+    return layer.load_s * layer.has_gradient
