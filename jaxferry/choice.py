@@ -55,10 +55,9 @@ def planning_profile(
       given: the user's own or measured profile, or None.
       device_kind: the device's own name, such as `"NVIDIA H200"`.
       updates_after_all: whether updates wait for all gradients under any plan.
-      updates_together: whether one update covers all groups.
+      updates_together: whether one update covers several groups.
       staging_bytes: device memory that transfers need besides the moved bytes.
-      state_bytes: bytes of masters and optimizer state of each parameter group, by name; None if some groups are
-        updated together and not all, which no policy plans for.
+      state_bytes: bytes of masters and optimizer state of each parameter group, by name; None if not known.
       has_own_memory: whether device memory is not host memory, so that a policy may update groups on the device.
 
     Raises:
@@ -97,8 +96,8 @@ def with_updates_on_device(
 ) -> Profile:
     """The profile with the costs of updates on the device: its own, or estimated for a known GPU.
 
-    Masters and state that stream pass the links at the speeds of loads and offloads. One update of all groups does not
-    stream, nor do those of several devices.
+    Masters and state that stream pass the links at the speeds of loads and offloads. One update of several groups does
+    not stream, nor do those of several devices.
 
     Args as for `planning_profile`.
     """

@@ -67,7 +67,7 @@ class Profiler:
             given,
             self._placement.device_kind,
             self._needs_all_gradients(variants.base),
-            self._model.optimizer.is_joint,
+            self._updates_together(variants.base),
             staging_bytes,
             self._state_bytes(variants.base),
             self._placement.updates,
@@ -84,14 +84,16 @@ class Profiler:
         is_by_layer = self._model.optimizer.is_by_layer(parts.layers)
         return rules_of(self._options).need_all_gradients or not is_by_layer
 
-    def _state_bytes(self, parts: Partition) -> dict[str, int] | None:
+    def _updates_together(self, parts: Partition) -> bool:
+        """Whether some groups have one update: then a policy has all groups on the device, or none."""
+        return not self._model.optimizer.is_by_layer(parts.layers)
+
+    def _state_bytes(self, parts: Partition) -> dict[str, int]:
         """Bytes of masters and optimizer state, on each device, of each group that the segments read.
 
-        None if some groups are updated together and not all. One update of all is shared out by parameters.
+        One update of several groups is shared out by parameters.
         """
         optimizer, groups = self._model.optimizer, parts.layers
-        if not optimizer.is_joint and not optimizer.is_by_layer(groups):
-            return None
         read = {use.group for use in parts.uses}
         found: dict[str, int] = {}
         for unit in optimizer.units_of(groups):
@@ -132,7 +134,7 @@ class Profiler:
             with_sum_bytes(profile, variants.base, groups),
             machine=facts,
             updates_after_all=self._needs_all_gradients(variants.base),
-            updates_together=self._model.optimizer.is_joint,
+            updates_together=self._updates_together(variants.base),
         )
 
 

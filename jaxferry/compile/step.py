@@ -41,7 +41,7 @@ from jaxferry.engine.program_keys import NO_JOINS, ProgramKey
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.modes import UpdatePlace
 from jaxferry.options import Options
-from jaxferry.plan.auto import Auto
+from jaxferry.plan.l2l import L2L
 from jaxferry.plan.records import Plan, Updates
 from jaxferry.planning import with_update_order
 from jaxferry.profiling.records import Profile
@@ -146,10 +146,10 @@ class StepCompiler:
     def _with_kept_copies(self, program: StepProgram) -> StepProgram:
         """The program that keeps the copies that fit from one micro-batch to the next.
 
-        Baselines and given plans load as they say.
+        Given plans load as they say, and so does L2L, which loads each layer twice by definition.
         """
         options = self._options
-        if options.accumulate == 1 or options.plan is not None or options.policy not in (None, Auto.name):
+        if options.accumulate == 1 or options.plan is not None or options.policy == L2L.name:
             return program
         kept = groups_to_keep(program, *self._counted(program), options.memory_budget_bytes)
         return dataclasses.replace(program, kept=kept)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxferry
+import scanned
 from accelerator import emulate
 from jaxferry.engine import Operation, Placement
 from jaxferry.errors import InputError
@@ -134,6 +135,24 @@ def test_a_joint_optimizer_runs_there_with_all_layers_or_none():
     with pytest.raises(InputError, match=r"updates 'layer_1' and 'embed' together"):
         step = make(["layer_1"], JOINT)
         train(step, step.init(PARAMS))
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer looks at whole stacked parameters")
+def test_auto_has_the_state_of_layers_that_are_updated_together_in_one_place(monkeypatch):
+    emulate(monkeypatch)
+    monkeypatch.setattr(Placement, "device_kind", "NVIDIA H200")
+    model = scanned.linen()
+    parts = partition(model.loss_fn, model.params, (model.batch,), compute_dtype=jnp.float32)
+    slow_host = dataclasses.replace(MACHINES["h200-pcie5"], host_bytes_per_s=1e6)
+    options = {"policy": "auto", "profile": estimate_profile(partition_costs(parts), slow_host)}
+    step = jaxferry.train_step(
+        model.loss_fn, optax.adafactor(1e-2), memory_budget="none", compute_dtype=jnp.float32, **options
+    )
+    state = step.init(model.params)
+    plan = step.prepare(model.batch).plan
+    assert all(plan.updates_on_device)
+    state, _ = step(state, model.batch)
+    assert state.host.on_device == frozenset(range(len(state.host.layers)))
 
 
 def test_frozen_parameters_stay_as_they_are():

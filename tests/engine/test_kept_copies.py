@@ -117,7 +117,15 @@ def test_a_batch_of_another_shape_takes_over_what_stays(gpt, monkeypatch):
     assert loaded == []
 
 
-def test_plans_and_baselines_load_as_they_say(gpt):
+@pytest.mark.parametrize("policy", ["zero-offload", "native-offload", "native-overlapped"])
+def test_copies_stay_under_any_policy(gpt, policy):
+    step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, policy=policy, profile="estimate")
+    step.declare(gpt.params)
+    program = step.prepare(gpt.batch).program
+    assert program.kept == program.loaded.keys() and program.loaded
+
+
+def test_given_plans_and_l2l_load_as_they_say(gpt):
     for options in ({"plan": plan_of(gpt, [Mode.RELOAD])}, {"policy": "l2l"}):
         step = jaxferry.train_step(gpt.loss_fn, optax.adamw(1e-3), accumulate=N, **options)
         step.declare(gpt.params)
