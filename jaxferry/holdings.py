@@ -97,9 +97,9 @@ def _updated_groups(profile: Profile, chosen: Sequence[bool]) -> frozenset[int]:
 def as_updated(profile: Profile, groups: Collection[int], after_all: bool) -> Profile:
     """The profile as the host and the links see it if these groups are updated on the device.
 
-    Their layers have no gradient that leaves. Optimizer state stays on the device beside the parameters. The group's
-    last backward includes the update; until then the gradient is part of its workspace, or stays all the time if the
-    group has other gradients or updates wait for all gradients.
+    Their layers have no gradient that leaves. Optimizer state stays on the device beside the parameters. The gradient
+    is part of the workspace of the group's last backward, or stays all the time if the group has other gradients or
+    updates wait for all gradients. Times are those of the programs, without updates.
 
     Args:
       profile: the layers.
@@ -129,7 +129,6 @@ def _updated_layers(profile: Profile, after_all: bool) -> list[LayerProfile]:
                 layer,
                 has_gradient=False,
                 param_bytes=layer.param_bytes + more_bytes,
-                backward_s=layer.backward_s + (layer.update_gpu_s or 0.0) * is_last,
                 backward_workspace_bytes=layer.backward_workspace_bytes + sizes[0] * is_last,
             )
     return layers

@@ -186,8 +186,13 @@ class StepBuilder:
         if self.through_gpu and following is not None:  # its loads precede a transfer up that waits for this backward
             first, last = self.profile.program_ends[following]
             self.copies.find_ahead(reversed(range(first, last + 1)), self.forwards)
+        end = self.last_program
         for layer in members:
-            self.gradient(layer, tasks[layer], self.last_program)
+            self.gradient(layer, tasks[layer], end)
+        if self.plan.updates is Updates.OVERLAPPED:
+            for layer in members:
+                self.update_on_device(layer, ())
+                self.stream(layer, (end,))
 
     def backward_of(self, layer: int, after: tuple[int, ...]) -> int:
         """Emits the backward of one layer, and the parameterless compute before it."""
@@ -230,9 +235,6 @@ class StepBuilder:
         if group in self.on_device | self.through_gpu:
             self.list.add_bytes(backward, start_bytes=profile.device_gradient_bytes)
             self.arrivals[layer] = end
-            if self.plan.updates is Updates.OVERLAPPED:
-                self.update_on_device(layer, ())
-                self.stream(layer, (end,))
         elif profile.has_gradient:
             grad_on_host = self.gradients[layer] is GradientPlace.HOST
             self.arrivals[layer] = end if grad_on_host else self.offload(layer, backward, end)

@@ -128,9 +128,12 @@ def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
     plan = effective(profile, plan)
 
     def fits(layer, rest):
+        """Whether all of the layer's program does."""
         beside = sum(profile.layers[x].device_gradient_bytes for x in rest)
         few = sum(profile.layers[x].device_gradient_bytes for x in rest if x < needs.beside_below[0])
-        return needs.backward[layer, 0] + beside <= limit and needs.backward_after[layer, 0] + few <= limit
+        members = slice(profile.program_ends[layer][0], layer + 1)
+        most, most_after = needs.backward[members, 0].max(), needs.backward_after[members, 0].max()
+        return most + beside <= limit and most_after + few <= limit
 
     outstanding = []
     for layer in reversed(range(len(profile.layers))):
@@ -139,8 +142,10 @@ def test_a_backward_waits_for_room_once_and_for_no_transfer_too_many(case):
             assert found[layer] in (NO_WAIT, found[own])  # a program waits once
             outstanding += [layer] * bool(held.offloads[layer, 0])
             continue
-        adds = [x for x in profile.groups[profile.group_of[layer]] if x in outstanding]
-        adds = min(adds) if adds and plan.gradients[layer] is GradientPlace.HOST else None
+        members = range(profile.program_ends[layer][0], layer + 1)
+        writers = [member for member in members if plan.gradients[member] is GradientPlace.HOST]
+        adds = [x for member in writers for x in profile.groups[profile.group_of[member]] if x in outstanding]
+        adds = min(adds, default=None)
         rest, waited = list(outstanding), None
         while rest and (not fits(layer, rest) or adds in rest):
             waited = rest.pop(0)

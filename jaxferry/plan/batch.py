@@ -86,12 +86,16 @@ class Batch:
         self.reads_host, self.reads_resident = LayerFlags(self.by_dha), LayerFlags(held.on_resident)
         self.loads_between, self.waits_between = LayerFlags(held.loads_between), LayerFlags(held.waits_between)
         self.reloads, self.sends_gradient = LayerFlags(self.modes == RELOAD), LayerFlags(held.offloads)
-        self.writes_gradient = list(self.grad_on_host)
         self.on_host, self.refreshes = (
             LayerFlags(self.updates_on_host),
             LayerFlags(held.group_resident & self.updates_on_host),
         )
         self.forwards_s, self.backwards_s = list(self.forward_s), list(self.backward_s)
+        on_device = ~self.updates_on_host
+        self.on_gpu_s: list[np.ndarray | None] = [None] * self.num_layers
+        for group, members in enumerate(self.profile.groups):
+            if on_device[group].any():
+                self.on_gpu_s[members[0]] = self.device_updates_s[members[0]]
         loads, again = held.loads_forward & (self.modes == RELOAD), held.loads_backward
         self.slots_forward, self.slots_backward = self._of_programs(loads), self._of_programs(again)
         if self.shares_links:
@@ -151,11 +155,15 @@ class Batch:
         return column(self.profile, key)
 
     def _backwards(self) -> np.ndarray:
-        by_dha, none = self.modes == DHA, np.zeros(self.modes.shape, dtype=bool)
-        again = none if self.recomputes is None else self.recomputes
-        found = per_choice(self.profile, LayerProfile.backward_for, by_dha, self.grad_on_host, again)
-        if self.on_device is None:
-            return found
-        there = self.on_device.groups[list(self.profile.group_of)] & ~by_dha
-        updated = per_choice(self.on_device.profile, LayerProfile.backward_for, none, none, again)
-        return np.where(there, updated, found)
+        again = np.zeros(self.modes.shape, dtype=bool) if self.recomputes is None else self.recomputes
+        return per_choice(self.profile, LayerProfile.backward_for, self.modes == DHA, self.grad_on_host, again)
+
+    @functools.cached_property
+    def device_updates_s(self) -> np.ndarray:
+        """The time of each group's update on the device, at its first layer, whose backward is its last; 0 without."""
+        found = np.zeros(self.modes.shape)
+        if self.on_device is not None:
+            first = [members[0] for members in self.profile.groups]
+            seconds = np.array([self.layers[layer].update_gpu_s or 0.0 for layer in first])
+            found[first] = seconds[:, None] * self.on_device.groups
+        return found

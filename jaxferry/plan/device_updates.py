@@ -82,9 +82,7 @@ class DeviceUpdateSearch:
     def best(self, budget_bytes: int | None, below_s: float = np.inf) -> Placed | None:
         """The fastest plan that fits, if it is faster than `below_s`; ties go to the leanest. None if there is none."""
         found = [] if self.plain is None else [self.plain]
-        if self._pool is not None and self.profile.updates_after_all:
-            found += self._simulated
-        elif self._pool is not None:
+        if self._pool is not None:
             best = self._pool.best(Objective.STEADY, budget_bytes, leanest=True)
             found += [] if best is None else [self._placed(best)]
         fits = [
@@ -96,21 +94,6 @@ class DeviceUpdateSearch:
 
     def _placed(self, best: Best) -> Placed:
         return Placed(plan_of(self.policy, 1.0, self.profile, best), best.objective_s, best.needed_bytes)
-
-    @functools.cached_property
-    def _simulated(self) -> list[Placed]:
-        """Plans of the pool that no other one beats in both time and memory, with the simulator's times.
-
-        Where updates wait for all gradients, the times of the pool are approximate: updates on the host do not wait for
-        gradients that stay on the device, and no update on the device runs beside others.
-        """
-        assert self._pool is not None
-        fronts = self._pool.frontier()
-        spread = np.unique(np.linspace(0, len(fronts) - 1, _MOST_SIMULATED).astype(int))
-        placed = [self._placed(fronts[number]) for number in spread]
-        return [
-            dataclasses.replace(each, objective_s=simulate(self.profile, each.plan).steady_step_s) for each in placed
-        ]
 
     def _is_plain(self, groups: frozenset[int]) -> bool:
         return groups == frozenset(range(len(self.profile.groups)))
@@ -203,7 +186,6 @@ class DeviceUpdateSearch:
 
 
 _KIND = (Loads.LAYERWISE, Updates.OVERLAPPED)
-_MOST_SIMULATED = 48
 
 
 def _add(pool: Pool, plans: tuple[np.ndarray, ...], which: np.ndarray, marked: bool = False) -> None:

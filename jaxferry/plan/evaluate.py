@@ -9,7 +9,7 @@ import numpy as np
 from jaxferry.holdings import DFGB, OnDevice, as_updated, gradient_flags, gradients_to_update, mode_codes
 from jaxferry.plan.batch import Batch
 from jaxferry.plan.effort import fewer, is_searched
-from jaxferry.plan.lane_work import gpu_s, late_updates_s, loops_s, shared_lanes_s
+from jaxferry.plan.lane_work import gpu_s, loops_s, shared_lanes_s
 from jaxferry.plan.records import Loads, Plan, UpdateOrder, Updates
 from jaxferry.plan.recurrences import Chain, Step
 from jaxferry.profiling.records import Profile
@@ -188,11 +188,8 @@ class PlanEvaluator:
 def _outcomes(batch: Batch, steady: bool, memory: bool) -> Outcomes:
     chain = Chain(batch)
     first = Step(chain)
-    step_s = chain.host
-    period_s = step_s
-    if steady:
-        # Updates on the device that wait for all gradients follow the last of them on the GPU.
-        period_s = _period_s(batch, chain, first) + late_updates_s(batch)
+    step_s = np.maximum(chain.host, first.updated_on_gpu)
+    period_s = _period_s(batch, chain, first) if steady else step_s
     is_late = (batch.modes[list(batch.profile.programs[-1])] == DFGB).any(axis=0)
     in_window = ~is_late & (first.between_end <= first.window)
     needed_bytes = batch.needs.natural if memory else np.zeros(batch.num_plans, dtype=np.int64)

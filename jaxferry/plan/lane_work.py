@@ -6,14 +6,6 @@ from jaxferry.plan.batch import Batch
 from jaxferry.profiling.tables import flags_of
 
 
-def late_updates_s(batch: Batch) -> np.ndarray | float:
-    """GPU time of updates on the device that no backward includes, (plans,)."""
-    if batch.on_device is None or not batch.after_all:
-        return 0.0
-    seconds = [batch.layers[members[0]].update_gpu_s or 0.0 for members in batch.profile.groups]
-    return np.array(seconds) @ batch.on_device.groups
-
-
 def shared_lanes_s(batch: Batch) -> np.ndarray:
     """The work in a step of the lanes that use host memory, with what they lose to each other, (lanes, plans).
 
@@ -44,7 +36,7 @@ def _links_s(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def loops_s(batch: Batch) -> np.ndarray:
-    """The longest loop of a layer's forward, all programs from there on, and the updates that follow; (plans,).
+    """The longest loop of a layer's forward, all GPU work from there on, and the updates that follow; (plans,).
 
     No update of the layers up to this one starts before its backward has ended, and the last of them belongs to one
     of these, whose next forward waits for it.
@@ -52,6 +44,8 @@ def loops_s(batch: Batch) -> np.ndarray:
     programs_s = batch.forward_s + batch.column("inter_forward_s")
     backwards_s = batch.backward_s + batch.column("inter_backward_s")
     programs_s = programs_s + np.where(batch.column("has_backward"), backwards_s, 0.0)
+    if not batch.after_all:
+        programs_s = programs_s + batch.device_updates_s
     updates_s = np.zeros_like(programs_s)
     for group, members in enumerate(batch.profile.groups):
         updates_s[members[0]] = batch.profile.group_update_s[group] * batch.updates_on_host[group]
@@ -68,4 +62,5 @@ def gpu_s(batch: Batch) -> np.ndarray:
     """The GPU's work in a step, (plans,)."""
     runs_back = [layer.has_backward for layer in batch.layers]
     parameterless_s = sum(x.inter_forward_s + x.inter_backward_s * x.has_backward for x in batch.layers)
-    return batch.forward_s.sum(axis=0) + batch.backward_s[runs_back].sum(axis=0) + parameterless_s
+    programs_s = batch.forward_s.sum(axis=0) + batch.backward_s[runs_back].sum(axis=0) + parameterless_s
+    return programs_s + batch.device_updates_s.sum(axis=0)

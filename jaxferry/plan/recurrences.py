@@ -15,6 +15,7 @@ max(D, S) + backward_write_s with a backward that starts at S and writes its gra
 memory, X, D and H grow after each step by what they lost in it.
 """
 
+from collections.abc import Iterable
 from typing import Self
 
 import numpy as np
@@ -83,6 +84,7 @@ class Step:
         if any(self.batch.any_room):  # the last row is that of `NO_WAIT`
             self.arrival_table = np.full((size + 1, self.batch.num_plans), -np.inf)
         self.between_end = np.zeros(self.batch.num_plans)
+        self.last_arrival, self.updated_on_gpu = never, never
         self.slot_use = self.slot_use_before = never
         self.saves_of_programs: list[np.ndarray | None] = []
         self.fetched: dict[int, np.ndarray] = {}
@@ -222,6 +224,17 @@ class Step:
             self.slot_use = batch.slots_forward.latest(members[0], self.slot_use, end)
         for layer in members:
             self._gradient(layer, end)
+        if not batch.after_all:
+            self._update_on_gpu(members)
+
+    def _update_on_gpu(self, layers: Iterable[int]) -> None:
+        """Runs the updates on the device of the groups whose last backwards are these."""
+        batch, chain, ends = self.batch, self.chain, self.updated_on_gpu
+        for layer in layers:
+            if (seconds := batch.on_gpu_s[layer]) is not None:
+                chain.gpu = self.last_program = chain.gpu + seconds
+                ends = np.where(batch.on_host.flags[batch.profile.group_of[layer]], ends, chain.gpu)
+        self.updated_on_gpu = ends
 
     def _when_readable_again(self, layer: int, start: np.ndarray) -> np.ndarray:
         """The start of a backward once its parameters can be read; loads them."""
@@ -253,13 +266,12 @@ class Step:
         batch, chain, profile = self.batch, self.chain, self.batch.layers[layer]
         if not profile.has_gradient:
             return
-        arrival = end
+        arrival, group = end, batch.profile.group_of[layer]
         if batch.sends_gradient.any[layer]:
             arrival = sent = np.maximum(chain.back, end) + profile.offload_s
             chain.back = batch.sends_gradient.latest(layer, chain.back, sent)
-            if not batch.sends_gradient.all[layer]:
-                arrival = np.where(batch.writes_gradient[layer], end, sent)
-        group = batch.profile.group_of[layer]
+            arrival = batch.sends_gradient.pick(layer, sent, end)
+        self.last_arrival = np.maximum(self.last_arrival, arrival)
         if not batch.on_host.all[group]:
             arrival = np.where(batch.on_host.flags[group], arrival, -np.inf)
         self.arrivals[layer] = arrival
@@ -278,6 +290,10 @@ class Step:
         batch, chain = self.batch, self.chain
         if not batch.updated_groups:
             return
+        if batch.after_all and batch.on_device is not None:
+            waits = batch.on_device.groups.any(axis=0)
+            chain.gpu = np.where(waits, np.maximum(chain.gpu, self.last_arrival), chain.gpu)
+            self._update_on_gpu(reversed(range(batch.num_layers)))
         ends = update_ends(self._due(), batch.updates_s, chain.host, batch.by_need)
         chain.host = np.max(ends, axis=0) if batch.by_need else ends[0]
         for group, end in zip(batch.updated_groups, ends, strict=True):
@@ -287,7 +303,7 @@ class Step:
         """When the last gradient of each updated group is on the host."""
         batch, arrivals = self.batch, self.arrivals
         if batch.after_all:
-            return [np.max(arrivals, axis=0)] * len(batch.updated_groups)
+            return [np.where(batch.on_host.flags[g], self.last_arrival, -np.inf) for g in batch.updated_groups]
         members = [batch.profile.groups[group] for group in batch.updated_groups]
         return [
             arrivals[each[0]] if len(each) == 1 else np.max([arrivals[layer] for layer in each], axis=0)

@@ -57,8 +57,8 @@ class Profile:
         recompute, which it does for all.
       updates_after_all: whether updates wait for all gradients under any plan, as with clipping, accumulation or an
         optimizer that looks at all parameters at once.
-      updates_together: whether one update covers several parameter groups, or all, so that none streams and a policy has
-        all groups updated in the same place.
+      updates_together: whether one update covers several parameter groups, or all, so that none streams and a policy
+        has all groups updated in the same place.
       num_devices: the number of devices that share a batch, each with the sizes and times of the layers.
       num_processes: the number of processes that they belong to, equally many devices each.
       contention: what the work of the links and of the host takes of each other's time.

@@ -5,18 +5,18 @@ Costs are the profile's. Each other choice is tried alone, with the rest of the 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxferry.holdings import as_updated, gradient_flags, mode_codes, updated_on_device
+from jaxferry.holdings import gradient_flags, mode_codes
 from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
 from jaxferry.plan.evaluate import PlanEvaluator
 from jaxferry.plan.records import LayerPlan, Loads, Plan, UpdateOrder, Updates
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.records import Profile
+from jaxferry.profiling.tables import flags_of
 from jaxferry.units import format_bytes, format_seconds
 
 _MOST_LAYERS = 200
@@ -155,21 +155,15 @@ def _with(profile: Profile, plan: Plan, number: int, other: LayerPlan) -> Plan:
 
 def _evaluate(profile: Profile, plans: Sequence[Plan]) -> list[tuple[float, int]]:
     """Seconds a step in the steady state, and the least budget, of plans that differ in their layers alone."""
-    together: dict[frozenset[int], list[int]] = collections.defaultdict(list)
-    for number, plan in enumerate(plans):
-        together[updated_on_device(profile, plan)].append(number)
-    found: dict[int, tuple[float, int]] = {}
-    after_all = profile.updates_after_all or plans[0].updates is Updates.AFTER_ALL
-    for groups, numbers in together.items():
-        outcomes = PlanEvaluator(as_updated(profile, groups, after_all))(
-            np.stack([mode_codes(plans[number]) for number in numbers]),
-            np.stack([gradient_flags(plans[number]) for number in numbers]),
-            np.array([plans[number].recomputes for number in numbers]),
-            bulk=plans[0].loads is Loads.BULK,
-            after_all=after_all,
-            by_need=plans[0].update_order is UpdateOrder.NEED,
-            memory_bytes=plans[0].memory_bytes,
-        )
-        pairs = zip(outcomes.steady_step_s.tolist(), outcomes.needed_bytes.tolist(), strict=True)
-        found |= dict(zip(numbers, pairs, strict=True))
-    return [found[number] for number in range(len(plans))]
+    trained = flags_of(profile, "has_gradient")[:, 0]
+    outcomes = PlanEvaluator(profile)(
+        np.stack([mode_codes(plan) for plan in plans]),
+        np.stack([gradient_flags(plan) for plan in plans]),
+        np.array([plan.recomputes for plan in plans]),
+        np.array([plan.updates_on_device for plan in plans]) & trained,
+        bulk=plans[0].loads is Loads.BULK,
+        after_all=plans[0].updates is Updates.AFTER_ALL,
+        by_need=plans[0].update_order is UpdateOrder.NEED,
+        memory_bytes=plans[0].memory_bytes,
+    )
+    return list(zip(outcomes.steady_step_s.tolist(), outcomes.needed_bytes.tolist(), strict=True))
