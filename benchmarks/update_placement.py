@@ -15,7 +15,7 @@ must never increase with the budget.
 
 With everything on the device, a step is plain training. So a GPT-2 trains here (on a CPU) under the plan of `auto`
 without a budget for an H200 with a slow host, in turns with one jitted Optax step of the same model, both with a C
-library that keeps freed memory (without, it is 1.05 to 1.08 times its time). Expected: at most 1.03 times its time.
+library that keeps freed memory. Expected: at most 1.03 times its time.
 
     python benchmarks/update_placement.py [--batch 8] [--length 1024] [--only simulated|host_bound|trained]
         [--models 7B 13B]

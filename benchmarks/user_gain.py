@@ -1,6 +1,6 @@
 """What users gain over ZeRO-Offload: less device memory at its speed, and larger models in the same memory.
 
-    python benchmarks/user_gain.py [--models bert:base gpt2:medium]
+    python benchmarks/user_gain.py [--only memory|size] [--models bert:base gpt2:medium]
 
 The models are the examples', one layer per block, in bfloat16, batch 8. Nothing runs: times are estimated and steps
 simulated, in the steady state and within budgets that hold however long transfers take. Prints two tables and writes
@@ -18,10 +18,10 @@ simulated, in the steady state and within budgets that hold however long transfe
   the engine's count is not within 2 % of it, or if `train_step` changes a plan. The JSON also has what the planner
   and the engine count, and the whole comparison with estimated temporaries (`estimated`).
 - **Size**: the deepest Transformer-XL, with blocks like those of the 1.7B model, whose step fits into the memory that a
-  JAX process takes of a machine, by policy; `zero-offload` also with every block recomputed. The last row has every
-  block recomputed and what a block keeps in host memory until its backward (`offload_activations`), with the rest as
-  `auto` has it where it needs the least. Only memory decides, not time. Host memory is not limited. This memory is
-  simulated, with estimated temporaries.
+  JAX process takes of a machine, by policy; each also with every block recomputed, and so with what a block keeps in
+  host memory until its backward (`offload_activations`). `auto` is the leanest that it can be. Only memory decides, not
+  time; host memory is not limited, and no model is tried that has more than 4,096 blocks. This memory is simulated,
+  with estimated temporaries.
 
 Expected: 42 % less memory on average, models 3 times as large. It takes about 6 minutes on two cores.
 """
@@ -47,6 +47,7 @@ from jaxferry.plan.records import Plan
 from jaxferry.planning import make_plan
 from jaxferry.profiling.machines import MACHINES, default_budget_bytes
 from jaxferry.profiling.records import Profile
+from jaxferry.records import read_json
 from jaxferry.schedule import CROSSING_SLOTS, needed_bytes
 from jaxferry.simulate.report import predict
 from native.compiled_steps import TOLERANCE, CompiledModel, compare_step, peak_bytes
@@ -65,7 +66,7 @@ MODELS = (
 MACHINE = "h200-pcie5"
 DEEPENED, MACHINES_OF_SIZE = "transformer_xl:1.7b", ("v100-pcie3", "rtx4090-pcie4", "h200-pcie5")
 MOST_BLOCKS = 4096
-OFFLOADING = "auto, recomputing, activations in host memory"
+RECOMPUTING, OFFLOADING = ", recomputing", ", recomputing, activations in host memory"
 OWN, AGAIN = "zero_offload", "recomputing_zero_offload"
 COMPARED = {
     "not_recomputing": ("nothing recomputed", OWN),
@@ -175,8 +176,8 @@ def deepened(profile: Profile, num_blocks: int) -> Profile:
 
 def needs(profile: Profile, policy: str) -> int:
     """Device memory of a policy's plan; of `auto` that of its leanest."""
-    if policy == OFFLOADING:
-        return needs(offloading(profile), "auto")
+    if policy.endswith(OFFLOADING):
+        return needs(offloading(profile), policy.removesuffix(OFFLOADING))
     if policy == "auto":
         size = len(profile.layers)
         on_host = np.ones(size, dtype=bool)
@@ -184,7 +185,7 @@ def needs(profile: Profile, policy: str) -> int:
         modes = [np.full(size, mode, dtype=np.int8) for mode in (DHA, RELOAD)]
         plans = [plan_of_codes(policy, 0.0, profile, each, on_host, recomputes=again) for each in modes]
         return min(needed_bytes(profile, plan) for plan in plans)
-    name = policy.removesuffix(", recomputing")
+    name = policy.removesuffix(RECOMPUTING)
     plan = make_plan(without_recomputation(profile), name)
     return needed_bytes(profile, recomputing(profile, plan) if name != policy else plan)
 
@@ -244,7 +245,8 @@ def size_rows() -> list[dict]:
     traced, rows = auto_gap.Traced(DEEPENED), []
     for machine in MACHINES_OF_SIZE:
         profile, budget = traced.on(machine), default_budget_bytes(MACHINES[machine].to_json())
-        names = (*POLICIES, "zero-offload, recomputing", "auto", OFFLOADING)
+        names = [f"{name}{more}" for name in POLICIES for more in ("", RECOMPUTING, OFFLOADING)]
+        names += ["auto", f"auto{OFFLOADING}"]
         found = {name: deepest(profile, name, budget) for name in names}
         rows.append({"machine": machine, "budget_bytes": budget, "billions": found})
     return rows
@@ -291,19 +293,25 @@ def main() -> None:
     """Runs the study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL", help="only print these models' memory")
-    models = parser.parse_args().models
-    cuda_library()
-    memory = []
-    for name in models or MODELS:
-        memory.append(memory_row(name))
-        print_memory(memory[-1:])
-    print_memory(memory)
-    if models:
-        return
-    sizes = size_rows()
-    print_sizes(sizes)
+    parser.add_argument("--only", choices=("memory", "size"), help="keep the other part of the results")
+    arguments = parser.parse_args()
+    path = measure.RESULTS / "user_gain.json"
+    found = read_json(path) if arguments.only and path.exists() else {}
+    if arguments.only != "size":
+        cuda_library()
+        memory = []
+        for name in arguments.models or MODELS:
+            memory.append(memory_row(name))
+            print_memory(memory[-1:])
+        print_memory(memory)
+        if arguments.models:
+            return
+        found |= {"memory": memory, "mean_saved": means_of(memory)}
+    if arguments.only != "memory":
+        found["size"] = size_rows()
+        print_sizes(found["size"])
     about = {"computed_on": facts("none"), "machine": MACHINE, "batch": auto_gap.BATCH, "jax": jax.__version__}
-    measure.write("user_gain", {**about, "memory": memory, "mean_saved": means_of(memory), "size": sizes})
+    measure.write("user_gain", found | about)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def plan_finest(profile: Profile, policy: str, request: Request, granularity: st
       request: its requirements.
       granularity: `"module"` for the layers as they are, `"block"` for one a program, `"auto"` for layers as they are
         where these are faster by more than a hundredth, or where blocks do not fit, and else for blocks. What policy
-        `auto` plans for layers as they are is no slower than what it plans for blocks.
+        `auto` plans for layers as they are is no slower than its plan for blocks is for these layers.
 
     Returns:
       The profile that was planned for, and the plan.

@@ -36,7 +36,7 @@ def test_rows_of_memferry(papers, figure, name):
 def test_stages_of_several_gpus(papers):
     script = papers("memory_wall_gpus")
     committed = json.loads((RESULTS / "memory_wall_gpus.json").read_text())["table_2"]
-    assert script.stages_s(script.profile_of(2)) == pytest.approx(committed["2"])
+    assert script.column_of(2) == pytest.approx(committed["2"])
 
 
 def test_the_table_of_the_papers_is_that_of_the_committed_rows(papers):

@@ -82,6 +82,7 @@ def rows_of(times: dict[str, dict[str, float]]) -> list[Row]:
             "backward that writes its gradient over one that does not",
             "above 1",
             ratios("backward_gradient_dha", "backward_gradient_on_gpu"),
+            "the link's time of a dense gradient; a lookup's backward alone only adds a few rows",
         ),
     ]
 

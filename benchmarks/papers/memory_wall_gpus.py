@@ -10,6 +10,7 @@ billion parameters a second alone. Each device loads its share of every layer ov
 - F and BN: the forward and backward programs of a micro-batch alone.
 - BB: from the first backward of the last micro-batch until its 16-bit gradients are on the host.
 - U: from there until all updates have ended and the parameters are on the devices again.
+- T: the products' operations of two micro-batches by the iteration's time, F + BN + F + BB + U, for each GPU.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from figures import Row, arguments, write
 from examples.llama.workload import make
 from jaxferry.partition import partition
 from jaxferry.planning import make_plan
-from jaxferry.profiling.estimate import UPDATE_BYTES_PER_PARAMETER, estimate_profile
+from jaxferry.profiling.estimate import UPDATE_BYTES_PER_PARAMETER, LayerCosts, estimate_profile
 from jaxferry.profiling.machines import find_machine
 from jaxferry.profiling.records import Profile
 from jaxferry.profiling.segment_costs import partition_costs
@@ -36,26 +37,38 @@ MACHINE = dataclasses.replace(
     interconnect_bytes_per_s=140e9,
     host_bytes_per_s=4.5e9 * UPDATE_BYTES_PER_PARAMETER,
 )
-PAPER_S = {
+PAPER = {
     "F": {1: 0.31, 2: 0.37, 4: 0.39},
     "BN": {1: 1.03, 2: 0.82, 4: 0.7},
     "BB": {1: 11.2, 2: 6.13, 4: 3.8},
     "U": {1: 4.6, 2: 2.4, 4: 2.4},
+    "T": {1: 18.9, 2: 32.6, 4: 23.4},
 }
 WHAT = {
     "F": ("forward", "half of the peak assumed, a sixth measured there; loads and gathers are part of U here"),
     "BN": ("backward before the last", "the programs alone; DeepSpeed 0.13 moves sums of gradients up and down"),
     "BB": ("last backward", "gradients leave while it runs, to pinned memory; DeepSpeed 0.13 blocks and converts"),
     "U": ("update and upload", "uploads overlap updates; the host updates as many parameters for any number of GPUs"),
+    "T": ("TFLOPS", "the update is most of our iteration, and the last backward of DeepSpeed's"),
 }
 
 
-def profile_of(num_devices: int) -> Profile:
-    """The estimated profile of the model with one sequence on each device."""
+def costs_of(num_devices: int) -> tuple[LayerCosts, ...]:
+    """The costs of the model with one sequence for each device."""
     loss_fn, init_fn, batch_of = make(SIZE, batch_size=num_devices, length=LENGTH)
     shapes, batch = jax.eval_shape(init_fn, jax.random.key(0)), jax.eval_shape(lambda: batch_of(0))
     parts = partition(loss_fn, shapes, (batch,), compute_dtype=jnp.bfloat16, num_devices=num_devices)
-    return estimate_profile(partition_costs(parts), MACHINE, num_devices=num_devices)
+    return tuple(partition_costs(parts))
+
+
+def column_of(num_devices: int) -> dict[str, float]:
+    """Seconds of each stage, and the operations a second."""
+    costs = costs_of(num_devices)
+    found = stages_s(estimate_profile(costs, MACHINE, num_devices=num_devices))
+    keys = ("forward_flops", "backward_flops", "inter_forward_flops", "inter_backward_flops")
+    flops = 2 * sum(getattr(layer, key) for layer in costs for key in keys) / num_devices
+    iteration_s = 2 * found["F"] + found["BN"] + found["BB"] + found["U"]
+    return found | {"T": flops / iteration_s / 1e12}
 
 
 def stages_s(profile: Profile) -> dict[str, float]:
@@ -85,15 +98,15 @@ def stages_s(profile: Profile) -> dict[str, float]:
 def rows_of(found: dict[int, dict[str, float]]) -> list[Row]:
     """Returns the rows of the README's table."""
 
-    def seconds(values: dict[int, float]) -> str:
-        return ", ".join(f"{values[n]:.2f}" for n in DEVICES) + " s"
+    def column(name: str, values: dict[int, float]) -> str:
+        return ", ".join(f"{values[n]:.{1 if name == 'T' else 2}f}" for n in DEVICES) + ("" if name == "T" else " s")
 
     return [
         Row(
             "Breaking the Memory Wall, Table 2",
             f"{name}, {what}; 1, 2, 4 GPUs, simulated",
-            seconds(PAPER_S[name]),
-            seconds({n: found[n][name] for n in DEVICES}),
+            column(name, PAPER[name]),
+            column(name, {n: found[n][name] for n in DEVICES}),
             why,
         )
         for name, (what, why) in WHAT.items()
@@ -102,7 +115,7 @@ def rows_of(found: dict[int, dict[str, float]]) -> list[Row]:
 
 def main() -> None:
     output = arguments(__doc__).output
-    found = {n: stages_s(profile_of(n)) for n in DEVICES}
+    found = {n: column_of(n) for n in DEVICES}
     facts = {"machine": MACHINE.to_json(), "model": f"Llama {SIZE}", "length": LENGTH}
     write(output, "memory_wall_gpus", {**facts, "table_2": found}, rows_of(found))
 
