@@ -339,7 +339,10 @@ def test_the_benchmarks_of_links_import_without_a_gpu():
     "names",
     [
         ("plain", "native-overlapped", "l2l", "auto"),
-        pytest.param(("plain", "recipe", "native-overlapped", "zero-offload", "l2l", "auto"), marks=pytest.mark.slow),
+        pytest.param(
+            ("plain", "recipe", "native-overlapped", "zero-offload", "l2l", "auto", "auto-all-memory"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=len,
 )

@@ -33,7 +33,7 @@ import tempfile
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.rival_stages import run_rivals
-from benchmarks.gpu.settings import PLAIN, POLICIES, PROFILE, RECIPE
+from benchmarks.gpu.settings import ALL_MEMORY, PLAIN, POLICIES, PROFILE, RECIPE
 from benchmarks.gpu.stages import Check, Stage, main_with
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -47,7 +47,10 @@ MACHINE = (
     "cat /proc/driver/nvidia/version; true"
 )
 # Policies first: plain JAX is known to work.
-ORDER = ("native-overlapped", "exact", "zero-offload", "auto", "l2l", "memferry", "go-memferry", PLAIN, RECIPE)
+ORDER = (
+    *("native-overlapped", "exact", "zero-offload", ALL_MEMORY, "auto", "l2l", "memferry", "go-memferry"),
+    *(PLAIN, RECIPE),
+)
 SIZES = {"gpu": {"124m": 110, "medium": 150, "xl": 240}, "cpu": {"tiny": 120}}
 """Sizes of the timed models, with the most seconds for each."""
 NEED_LIBRARIES = ("smoke_", "test_", "steps_", "link_rates", "overlap", "contention", "criteria")

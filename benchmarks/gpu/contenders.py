@@ -23,7 +23,7 @@ import jaxferry
 import model
 from benchmarks import measure
 from benchmarks.gpu import inputs, settings, timing
-from jaxferry.modes import GradientPlace, Mode
+from jaxferry.modes import GradientPlace, Mode, UpdatePlace
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane
 from jaxferry.simulate import machine
@@ -137,15 +137,18 @@ class Ferry:
             "mean_of_kind_s": mean_of_kind_s(run),
             "counted_bytes": prepared.peak.total,
             "modes": [mode.value for mode in prepared.modes],
+            "updates": [layer.update.value for layer in prepared.plan.layers],
             "num_executables": prepared.num_executables,
             "only_moves_data": only_moves_data(prepared),
         }
 
 
 def only_moves_data(prepared):
-    """Whether no layer computes in host memory, so that every sum keeps its order."""
+    """Whether no layer computes in host memory, and the host updates all, so that every sum keeps its order."""
     in_place = any(mode in (Mode.DHA, Mode.DFGB) for mode in prepared.modes)
-    return not in_place and all(layer.gradient is not GradientPlace.HOST for layer in prepared.plan.layers)
+    layers = prepared.plan.layers
+    on_host = all(layer.update is UpdatePlace.HOST for layer in layers)
+    return on_host and not in_place and all(layer.gradient is not GradientPlace.HOST for layer in layers)
 
 
 def recorded_shares(run):
@@ -185,7 +188,8 @@ def make(arguments, config):
     path = profile_path(arguments)
     # Steps can be timed without a measured profile.
     profile = Profile.load(path) if path.is_file() else "estimate"
-    return Ferry(loss_fn, params, batch, name, profile, arguments.memory_budget)
+    policy = "auto" if name == settings.ALL_MEMORY else name
+    return Ferry(loss_fn, params, batch, policy, profile, arguments.memory_budget)
 
 
 def measure_profile(arguments, config):
