@@ -63,6 +63,7 @@ _CYCLED = (HOST, UP, DOWN)
 _SHARING = [H2D, D2H, HOST]
 """The lanes of `contention.SHARING`."""
 _ROUNDING = 1e-9
+_TOO_MUCH = 1e6
 
 
 def place_lower_bound_s(profile: Profile, budget_bytes: int | None = None) -> float:
@@ -169,7 +170,7 @@ class _Program:
         least_s, prices = np.inf, np.zeros((0, 0))
         for case in self._cases():
             bytes_and_slots, limits = self._limits(case)
-            if (limits < 0).any() or (self._least(bytes_and_slots[:-1]).sum(axis=1) > 1.0 + _ROUNDING).any():
+            if (limits < 0).any() or (self._least(bytes_and_slots).sum(axis=1) > 1.0 + _ROUNDING).any():
                 continue
             if prices.size and self._proven(prices, bytes_and_slots) >= least_s:
                 continue
@@ -204,24 +205,33 @@ class _Program:
 
     def _prices(self, limited: np.ndarray) -> np.ndarray:
         """The prices of the times, which add up to 1, and of the limits: good ones, if HiGHS succeeds."""
+        num_times = len(self.times)
+        below = np.vstack([self.times, limited])
+        most = np.concatenate([np.zeros(num_times), np.ones(len(limited))])
+        prices = self._dual(below, most, num_times)
+        if prices is not None:
+            return prices / max(prices[:num_times].sum(), 1e-300)
+        # If no choices keep the limits, prices of the limits alone prove that: no bound is too high for these.
+        conflict = self._dual(limited, np.ones(len(limited)), len(limited)) if len(limited) else None
+        more = np.zeros(len(limited)) if conflict is None else _TOO_MUCH * conflict
+        return np.concatenate([np.full(NUM_LANES, 1 / NUM_LANES), np.zeros(num_times - NUM_LANES), more])
+
+    def _dual(self, below: np.ndarray, most: np.ndarray, num_raised: int) -> np.ndarray | None:
+        """The prices of `below @ shares <= most` if the first limits may rise, as little as possible; None on failure."""
         scipy: Any = importlib.import_module("scipy")  # here, since it takes longer than a short plan
         linprog: Any = scipy.optimize.linprog  # SciPy's stubs do not accept sparse matrices here
         size = self.table.shape[0]
-        below = np.vstack([self.times, limited])
-        period = np.concatenate([-np.ones(len(self.times)), np.zeros(len(limited))])[:, None]
+        raised = np.concatenate([-np.ones(num_raised), np.zeros(len(below) - num_raised)])[:, None]
         shares = scipy.sparse.csr_array((np.ones(size), (self.row_of, np.arange(size))), (len(self.counts), size + 1))
         result = linprog(
             np.append(np.zeros(size), 1.0),
-            A_ub=scipy.sparse.csr_array(np.hstack([below, period])),
-            b_ub=np.concatenate([np.zeros(len(self.times)), np.ones(len(limited))]),
+            A_ub=scipy.sparse.csr_array(np.hstack([below, raised])),
+            b_ub=most,
             A_eq=shares,
             b_eq=self.counts,
             method="highs-ds",
         )
-        if result.status != 0:
-            return np.concatenate([np.full(NUM_LANES, 1 / NUM_LANES), np.zeros(len(below) - NUM_LANES)])
-        prices = np.maximum(-result.ineqlin.marginals, 0.0)
-        return prices / max(prices[: len(self.times)].sum(), 1e-300)
+        return np.maximum(-result.ineqlin.marginals, 0.0) if result.status == 0 else None
 
 
 def _places(profile: Profile) -> tuple[int, ...]:
