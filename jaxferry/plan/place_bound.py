@@ -217,7 +217,7 @@ class _Program:
         return np.concatenate([np.full(NUM_LANES, 1 / NUM_LANES), np.zeros(num_times - NUM_LANES), more])
 
     def _dual(self, below: np.ndarray, most: np.ndarray, num_raised: int) -> np.ndarray | None:
-        """The prices of `below @ shares <= most` if the first limits may rise, as little as possible; None on failure."""
+        """The prices of `below @ shares <= most` if the first limits may rise together; None on failure."""
         scipy: Any = importlib.import_module("scipy")  # here, since it takes longer than a short plan
         linprog: Any = scipy.optimize.linprog  # SciPy's stubs do not accept sparse matrices here
         size = self.table.shape[0]
