@@ -1,11 +1,11 @@
 """Weak and strong scaling over devices and processes: simulated for GPUs, measured for processes of one CPU core each.
 
-    python benchmarks/process_scaling.py
+    python benchmarks/process_scaling.py [--only simulated]
 
 **Simulated**: Transformer-XL of 6.7B parameters on machines of eight GPUs with a built-in machine's figures, by the
 roofline model and the machine model, under three policies. Where there are several machines, each is assumed to have a
-network of 50 GB/s. No GPU, link or network is here: their bandwidths are the emulated part. On one device alone, `auto`
-also updates on the GPU.
+network of 50 GB/s. No GPU, link or network is here: their bandwidths are the emulated part. On one machine `auto` also
+updates on the GPUs; those of several machines update on the hosts alone.
 
 **Measured**: dense layers that really train on this machine, by one process on one core, and by two on a core each,
 joined by gloo over loopback. Cores, memory and updates are real; the link is a copy in memory, and the network the
@@ -18,7 +18,9 @@ Strong: one global batch. Weak: one batch for each device. Prints tables and wri
 `benchmarks/results/process_scaling.json`.
 """
 
+import argparse
 import dataclasses
+import json
 import os
 import statistics
 import sys
@@ -136,28 +138,45 @@ def rows_of_simulation():
     return rows
 
 
-def main():
-    import measure
-
-    rows, seconds = rows_of_simulation(), measured()
+def print_simulated(rows):
     heads = [f"{kind}, {name}" for kind in ("strong", "weak") for name in POLICIES]
     table = Table("devices", "machines", *heads, title=f"simulated: {BILLIONS}B on {MACHINE}, seconds and efficiency")
     for row in rows:
         pairs = [(row[kind][name], row[f"{kind}_efficiency"][name]) for kind in ("strong", "weak") for name in POLICIES]
         table.add_row(str(row["devices"]), str(row["machines"]), *(f"{s:.2f} s {share:4.0%}" for s, share in pairs))
     Console().print(table)
+
+
+def ratios_of(seconds):
+    """Speed and efficiencies, of the measured seconds."""
     one, apart = seconds["one"], seconds["two apart"]
-    ratios = {
+    return {
         "two cores over one": 2 * one / apart,
         "strong": one / seconds["strong"],
         "strong efficiency": apart / 2 / seconds["strong"],
         "weak efficiency": apart / seconds["weak"],
     }
-    print("measured:", ", ".join(f"{name} {own:.2f} s" for name, own in seconds.items()))
-    print("measured:", ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
-    facts = {"machine": measure.machine(), "load_average": os.getloadavg()[0]}
-    of_run = {"layers": NUM_LAYERS, "width": WIDTH, "rows": ROWS, "seconds": seconds, "ratios": ratios}
-    measure.write("process_scaling", {**facts, "simulated": rows, "measured": of_run})
+
+
+def main():
+    import measure
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("simulated",), help="keep what was measured")
+    path = measure.RESULTS / "process_scaling.json"
+    is_simulated = parser.parse_args().only is not None
+    rows = rows_of_simulation()
+    print_simulated(rows)
+    if is_simulated:
+        found = json.loads(path.read_text())
+    else:
+        seconds = measured()
+        ratios = ratios_of(seconds)
+        print("measured:", ", ".join(f"{name} {own:.2f} s" for name, own in seconds.items()))
+        print("measured:", ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
+        of_run = {"layers": NUM_LAYERS, "width": WIDTH, "rows": ROWS, "seconds": seconds, "ratios": ratios}
+        found = {"machine": measure.machine(), "load_average": os.getloadavg()[0], "measured": of_run}
+    measure.write("process_scaling", found | {"simulated": rows})
 
 
 def member():

@@ -74,12 +74,12 @@ def place_lower_bound_s(profile: Profile, budget_bytes: int | None = None) -> fl
     most_s = sum(float(each.table[:, :NUM_LANES].sum(axis=1).max()) for each in found)
     if most_s == 0:
         return 0.0
-    least_s = _Program(found, profile, budgets, most_s).bound_s()
+    least_s = _Program(found, profile, budgets, most_s).bound_s(most_s)
     for idle in _idle_lanes(profile):
         chosen = _without_tasks(found, idle)
         if chosen is not None:
-            least_s = min(least_s, _Program(chosen, profile, budgets, most_s, idle).bound_s())
-    return min(least_s, most_s)
+            least_s = _Program(chosen, profile, budgets, most_s, idle).bound_s(least_s)
+    return least_s
 
 
 def _idle_lanes(profile: Profile) -> list[tuple[str, ...]]:
@@ -165,18 +165,25 @@ class _Program:
             rows.append(programs_s + alone)
         return np.array(rows)
 
-    def bound_s(self) -> float:
-        """The least bound of all cases."""
-        least_s, prices = np.inf, np.zeros((0, 0))
+    def bound_s(self, below_s: float) -> float:
+        """The least bound of all cases, or `below_s` if that is less."""
+        least_s, prices = below_s / self.unit_s, self._of_lanes()
         for case in self._cases():
             bytes_and_slots, limits = self._limits(case)
             if (limits < 0).any() or (self._least(bytes_and_slots).sum(axis=1) > 1.0 + _ROUNDING).any():
                 continue
-            if prices.size and self._proven(prices, bytes_and_slots) >= least_s:
+            if self._proven(prices, bytes_and_slots) >= least_s:
                 continue
             prices = self._prices(bytes_and_slots)
             least_s = min(least_s, self._proven(prices, bytes_and_slots))
         return max(float(least_s), 0.0) * self.unit_s
+
+    def _of_lanes(self) -> np.ndarray:
+        """Prices of the lane alone that certainly has the most work."""
+        least = self._least(self.times[:NUM_LANES]).sum(axis=1)
+        prices = np.zeros(len(self.times) + len(self.budgets) + 1)
+        prices[int(least.argmax())] = 1.0
+        return prices
 
     def _cases(self) -> list[_Case]:
         most = self.budgets.min(initial=np.inf)
