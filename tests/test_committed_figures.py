@@ -39,6 +39,28 @@ def test_stages_of_several_gpus(papers):
     assert script.column_of(2) == pytest.approx(committed["2"])
 
 
+def test_the_documents_state_the_committed_figures():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    results = {path.stem: json.loads(path.read_text()) for path in RESULTS.parent.glob("*.json")}
+    gaps = [row["gap"] for row in results["auto_gap"]["rows"] if row["budget"] != "least"]
+    mean, near = sum(gaps) / len(gaps), sum(gap <= 0.05 for gap in gaps)
+    assert f"in {near} of {len(gaps)}, mean {100 * mean:.1f} %, largest {100 * max(gaps):.0f} %" in text
+    slow = {(row["plan"], row["memory"]): row for row in results["slow_host"]["rows"]}
+    little, more, unlimited = slow["anywhere", "little"], slow["anywhere", "more"], slow["unlimited", "all"]
+    over = [row["measured_over_bound"] for row in (little, more, unlimited)]
+    assert "Over the proven bound {:.2f} and {:.2f} (goal: 1.1)".format(*over) in text
+    assert f"without a budget {over[2]:.2f} of the compute time" in text
+    assert f"{little['host_over_this']:.1f} and {more['host_over_this']:.1f} times as fast (goal: 1.4;" in text
+    rows = [row for row in results["update_placement"]["host_bound"]["rows"] if "ratio" in row]
+    for model, digits in (("1.5B", 1), ("13B", 2), ("70B", 2)):
+        found = [row["ratio"] for row in rows if (row["model"], row["num_devices"]) == (model, 1)]
+        ends = (f"{end:.{digits}f}" for end in (min(found), max(found)))
+        assert f"{model} {chr(0x2013).join(ends)}" in text
+    assert f"| {results['update_placement']['trained']['ratio']:.2f} |" in text
+    saved = results["user_gain"]["mean_saved"]["compiled"]
+    assert f"{100 * saved['recomputing']:.0f} % less, mean" in text
+
+
 def test_the_table_of_the_papers_is_that_of_the_committed_rows(papers):
     script = papers("readme")
     assert script.table_of(script.all_rows()) in script.PATH.read_text()
