@@ -391,11 +391,11 @@ def test_a_mesh_of_one_device_is_that_device(alone):
 WITH_DEVICES = Path(__file__).parent / "support" / "mesh_losses.py"
 
 
-def losses_of_models(num_devices, *names):
+def losses_of_models(num_devices, place, *names):
     """The losses of models on meshes of up to this many devices, by name and number, beside those of plain Optax."""
     flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(WITH_DEVICES), str(num_devices), *names]
+    command = [sys.executable, str(WITH_DEVICES), str(num_devices), place.value, *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -411,9 +411,10 @@ def check_losses(found):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("place", [UpdatePlace.HOST, UpdatePlace.RESIDENT])
 @pytest.mark.parametrize("num_devices", [2, 8])
-def test_any_model_trains_on_several_devices_as_plain_optax_does(num_devices):
-    found = losses_of_models(num_devices)
+def test_any_model_trains_on_several_devices_as_plain_optax_does(num_devices, place):
+    found = losses_of_models(num_devices, place)
     assert len(found) > 25
     check_losses(found)
 
