@@ -193,7 +193,9 @@ def test_a_measured_profile_has_the_work_of_one_device_and_the_exchanges_of_all(
     up, gather = found.machine["links"]["up"], found.machine["links"]["gather"]["all"]
     assert up["latency_s"] > 0 < gather["latency_s"]
     for one, own in zip(alone.layers, found.layers, strict=True):
-        for name in ("forward_s", "backward_s", "update_s", "param_bytes", "activation_bytes"):
+        # The last one's forward is at most its shortest variant, as the clock decides; its backward is what is left.
+        times = () if one is alone.layers[-1] else ("forward_s", "backward_s")
+        for name in (*times, "update_s", "param_bytes", "activation_bytes"):
             assert getattr(own, name) == getattr(one, name)
         assert own.forward_s > 0 < own.update_s
         assert own.grad_bytes == one.grad_bytes / 2
