@@ -97,9 +97,8 @@ def _updated_groups(profile: Profile, chosen: Sequence[bool]) -> frozenset[int]:
 def as_updated(profile: Profile, groups: Collection[int], after_all: bool) -> Profile:
     """The profile as the host and the links see it if these groups are updated on the device.
 
-    Their layers have no gradient that leaves. Optimizer state stays on the device beside the parameters. The gradient
-    is part of the workspace of the group's last backward, or stays all the time if the group has other gradients or
-    updates wait for all gradients. Times are those of the programs, without updates.
+    Their layers have no gradient that leaves. Optimizer state stays on the device beside the parameters, and so do the
+    gradients if updates wait for all of them; of a group with several, all but the last one (`gradients_to_update`).
 
     Args:
       profile: the layers.
@@ -124,13 +123,8 @@ def _updated_layers(profile: Profile, after_all: bool) -> list[LayerProfile]:
         stays = sum(sizes) if after_all else sum(sizes[1:])
         more_bytes = max(layers[member].state_bytes for member in members) + stays
         for member in members:
-            layer, is_last = layers[member], member == members[0] and not after_all
-            layers[member] = dataclasses.replace(
-                layer,
-                has_gradient=False,
-                param_bytes=layer.param_bytes + more_bytes,
-                backward_workspace_bytes=layer.backward_workspace_bytes + sizes[0] * is_last,
-            )
+            param_bytes = layers[member].param_bytes + more_bytes
+            layers[member] = dataclasses.replace(layers[member], has_gradient=False, param_bytes=param_bytes)
     return layers
 
 

@@ -144,9 +144,8 @@ def demand(
     if held.on_device is not None:
         there = per_choice(held.on_device.profile, LayerProfile.backward_bytes, by_dha_back, held.grad_on_host, again)
         backward_own = np.where(held.on_device.groups[list(profile.group_of)], there, backward_own)
-    if held.gradients is not None and len(profile.programs) < size:
-        # All of a program's gradients stay until it has ended; each layer's need counts its own.
-        backward_own = backward_own + _of_program_so_far(profile, held.gradients) - held.gradients
+    if held.gradients is not None:
+        backward_own = backward_own + _of_program_so_far(profile, held.gradients)
     kept = np.cumsum(per_choice(profile, LayerProfile.kept_bytes, again), axis=0)
     kept_after = np.concatenate([np.zeros((1, held.num_plans), dtype=np.int64), kept[:-1]])
     sizes = column(profile, "device_gradient_bytes")
