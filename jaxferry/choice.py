@@ -16,7 +16,7 @@ from jaxferry.options import Options
 from jaxferry.partition import AUTO, Partition
 from jaxferry.plan.base import Request
 from jaxferry.plan.records import LayerPlan, Plan, UpdateOrder
-from jaxferry.planning import as_run, updated_on_host, with_update_order, without_streams
+from jaxferry.planning import as_run, with_update_order
 from jaxferry.profiling.estimate import estimate_profile, update_on_device_s
 from jaxferry.profiling.machines import MACHINES, Machine
 from jaxferry.profiling.records import Profile
@@ -143,12 +143,12 @@ def choose_plan(variants: RematVariants, options: Options, profile: Profile) -> 
     parts, policy = variants.base, _policy_of(options)
     if options.plan is not None:
         _check_names("plan", options.plan, parts)
-        if profile.num_processes > 1 and options.plan != updated_on_host(options.plan):
+        if profile.num_processes > 1 and options.plan != options.plan.updated_on_host():
             raise InputError(
                 "the plan updates layers on the device, which devices of several processes do not: plan updates on the "
                 'host ("update": "host")'
             )
-        if profile.num_devices > 1 and options.plan != without_streams(options.plan):
+        if profile.num_devices > 1 and options.plan != options.plan.without_streams():
             raise InputError(
                 "the plan streams updates through the GPU, which several devices do not: plan updates on the host or "
                 'where the state stays ("update": "host" or "resident")'

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxferry.errors import BudgetError, InputError
@@ -110,22 +110,8 @@ def as_run(profile: Profile, plan: Plan) -> Plan:
     Of several devices, updates that would stream are on the host; so are all updates of several processes.
     """
     if profile.num_devices > 1:
-        plan = without_streams(plan) if profile.num_processes == 1 else updated_on_host(plan)
+        plan = plan.without_streams() if profile.num_processes == 1 else plan.updated_on_host()
     return dataclasses.replace(plan, updates=Updates.AFTER_ALL) if profile.updates_after_all else plan
-
-
-def updated_on_host(plan: Plan, places: Collection[UpdatePlace] = tuple(UpdatePlace)) -> Plan:
-    """The plan with all updates on the host, or those of some places."""
-    layers = tuple(
-        dataclasses.replace(layer, update=UpdatePlace.HOST) if layer.update in places else layer
-        for layer in plan.layers
-    )
-    return plan if layers == plan.layers else dataclasses.replace(plan, layers=layers, predicted=None)
-
-
-def without_streams(plan: Plan) -> Plan:
-    """The plan with the updates on the host that would stream through the GPU."""
-    return updated_on_host(plan, (UpdatePlace.GPU,))
 
 
 def check_updates(profile: Profile, plan: Plan) -> None:

@@ -19,7 +19,7 @@ import dataclasses
 import enum
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
@@ -241,10 +241,17 @@ class Plan:
         """Whether the backward of each layer runs its forward again."""
         return tuple(layer.remat is Remat.FULL for layer in self.layers)
 
-    def updated_on_host(self) -> Self:
-        """The same plan with all parameters updated on the host."""
-        layers = tuple(dataclasses.replace(layer, update=UpdatePlace.HOST) for layer in self.layers)
-        return dataclasses.replace(self, layers=layers)
+    def updated_on_host(self, places: Collection[UpdatePlace] = tuple(UpdatePlace)) -> Self:
+        """The plan with all updates on the host, or those of some places; without a prediction if that changes it."""
+        layers = tuple(
+            dataclasses.replace(layer, update=UpdatePlace.HOST) if layer.update in places else layer
+            for layer in self.layers
+        )
+        return self if layers == self.layers else dataclasses.replace(self, layers=layers, predicted=None)
+
+    def without_streams(self) -> Self:
+        """The plan with the updates on the host that would stream through the GPU."""
+        return self.updated_on_host((UpdatePlace.GPU,))
 
     @property
     def updates_on_device(self) -> tuple[bool, ...]:
