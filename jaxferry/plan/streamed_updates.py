@@ -6,14 +6,15 @@ The compute copies of all streamed groups stay on the device, or none.
 - Groups that stay are the first m ones in forward order, the streamed ones the k that follow. The host updates the last
   ones: their gradients come first and their parameters are needed last, so it works almost all the time, while a stream
   takes little longer than its transfers. k makes the busiest lane's work the least.
-- A start is a plan that the search without such updates found, or one mode for all layers.
+- A start is a plan that the search without such updates found, or one mode for all layers. Where the host sets the
+  pace, the found plans hardly depend on the GPU and the links, so the others may be better.
 - A backward waits for the updates that free its room, for none, or for some: a quarter of all that would wait has room.
 
 Each candidate has a lower bound on its time, and estimates of its time and memory: of equal bounds, the one with less
-work on all lanes is taken as faster. Those that others with as much room beat in both estimates are left out. None of
-this depends on the budget, which only picks the fastest one that fits; so more memory is never slower. Candidates are
-simulated in the order of their bounds, until no other can be faster. One that could not gain `LEAST_GAIN` over plans
-that need no more memory is left out too.
+work on all lanes is taken as faster. Those that others with as much room beat in both estimates are left out, found
+starts and others apart. None of this depends on the budget, which only picks the fastest one that fits; so more memory
+is never slower. Candidates are simulated in the order of their bounds, until no other can be faster. One that could not
+gain `LEAST_GAIN` over plans that need no more memory is left out too.
 """
 
 import dataclasses
@@ -85,15 +86,16 @@ class StreamedUpdateSearch:
         self.policy, self.profile, self.known = policy, profile, starts
         chosen = np.unique(np.linspace(0, max(len(starts) - 1, 0), _STARTS).astype(int))
         self.starts = [starts[number] for number in chosen] if starts else []
+        num_known = len(self.starts)
         self.starts += self._uniform()
         pairs = (
             (number, *groups, copies_stay)
             for number, copies_stay in itertools.product(range(len(self.starts)), (False, True))
             for groups in self._choices(number, copies_stay)
         )
-        rows: dict[float, list[_Row]] = {}
+        rows: dict[tuple[bool, float], list[_Row]] = {}
         for row in itertools.chain.from_iterable(self._rows(*pair) for pair in pairs):
-            rows.setdefault(row.candidate.room, []).append(row)
+            rows.setdefault((row.candidate.start < num_known, row.candidate.room), []).append(row)
         fronts = itertools.chain.from_iterable(_front(some) for some in rows.values())
         self.bounded = sorted(fronts, key=lambda row: (row.bound_s, row.estimated_bytes))
 
@@ -117,11 +119,11 @@ class StreamedUpdateSearch:
         return found
 
     def _uniform(self) -> list[Best]:
-        """Plans of one mode for all layers: the plain one, and the leanest."""
+        """Plans of one mode for all layers: the plain one, the leanest, and a lean one whose gradients all stay."""
         size = len(self.profile.layers)
         none = np.zeros(size, dtype=bool)
         again = np.array([layer.can_recompute for layer in self.profile.layers])
-        whole = ((GFGB, none, none), (DHA, ~none, again), (RELOAD, ~none, again))
+        whole = ((GFGB, none, none), (DHA, ~none, again), (RELOAD, ~none, again), (RELOAD, none, again))
         return [
             Best(np.full(size, mode, dtype=np.int8), on_host, recomputes, *_KIND, objective_s=1.0, needed_bytes=0)
             for mode, on_host, recomputes in whole
