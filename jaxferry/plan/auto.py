@@ -111,11 +111,9 @@ class AutoSearch:
         Raises:
           BudgetError: if no plan fits.
         """
-        unlimited = self._best(_UNLIMITED_BYTES if is_searched(len(self.sizes)) else None)
-        best = unlimited if budget_bytes is None else self._best(budget_bytes)
+        unlimited, most = self._fastest(None, places)
+        best, placed = (unlimited, most) if budget_bytes is None else self._fastest(budget_bytes, places)
         assert unlimited is not None
-        placed = self._on_gpu(budget_bytes, best, places)
-        most = placed if budget_bytes is None else self._on_gpu(None, unlimited, places)
         if most is not None:
             unlimited = dataclasses.replace(unlimited, objective_s=most.objective_s, needed_bytes=most.needed_bytes)
         if best is not None and placed is not None:
@@ -135,33 +133,47 @@ class AutoSearch:
         factor = self.request.reserve_factor
         return factor is not None and factor < 1
 
-    def _on_device(self, budget_bytes: int | None, below_s: float) -> Placed | None:
-        """The fastest plan with updates on the device that fits, if it is faster than `below_s`."""
-        if not updatable_groups(self.profile) or self._gradients_leave:
-            return None
-        if self._placed is None:
-            self.request.report("updates on the device")
-            self._placed = DeviceUpdateSearch(Auto.name, self.profile, self._frontier())
-        return self._placed.best(budget_bytes, below_s)
+    def _fastest(self, budget_bytes: int | None, places: Collection[UpdatePlace]) -> tuple[Best | None, Placed | None]:
+        """The best plan with updates on the host alone that fits, and the one in its place: a faster one, or plain.
 
-    def _on_gpu(self, budget_bytes: int | None, best: Best | None, places: Collection[UpdatePlace]) -> Placed | None:
-        """The plan in place of `best`: plain training, or a faster one whose updates are not all on the host."""
-        placed = self._faster(budget_bytes, np.inf if best is None else best.objective_s, places)
+        Each search leaves out what others have beaten, so those that find the fastest plans come first. Where there is
+        a faster plan, the one with updates on the host alone need not be the best.
+        """
+        known_s = min(pool.least_s(budget_bytes) for pool in self._pools)
+        placed = self._faster(budget_bytes, known_s, places)
+        room = _UNLIMITED_BYTES if budget_bytes is None and is_searched(len(self.sizes)) else budget_bytes
+        best = self._best(room, np.inf if placed is None else placed.objective_s)
+        if best is not None and placed is not None and best.objective_s <= placed.objective_s:
+            placed = None
         least = best if placed is None else placed
         if self._placed is None or least is None or UpdatePlace.RESIDENT not in places:
-            return placed
+            return best, placed
         plain = self._placed.plain_within(budget_bytes)
-        return plain if plain is not None and plain.objective_s <= least.objective_s * (1 + PLAIN_MARGIN) else placed
+        is_plain = plain is not None and plain.objective_s <= least.objective_s * (1 + PLAIN_MARGIN)
+        return best, plain if is_plain else placed
 
     def _faster(self, budget_bytes: int | None, best_s: float, places: Collection[UpdatePlace]) -> Placed | None:
         """The fastest plan with updates on the device or through the GPU that fits, if it is faster than `best_s`."""
-        placed = self._on_device(budget_bytes, best_s) if UpdatePlace.RESIDENT in places else None
-        if UpdatePlace.GPU not in places or not streamable_groups(self.profile) or self._gradients_leave:
-            return placed
+        if self._gradients_leave:
+            return None
+        device = self._on_device if UpdatePlace.RESIDENT in places else None
+        if UpdatePlace.GPU not in places or not streamable_groups(self.profile):
+            return None if device is None else device.best(budget_bytes, best_s)
         if self._streamed is None:
             self.request.report("updates streamed through the GPU")
             self._streamed = StreamedUpdateSearch(Auto.name, self.profile, self._frontier())
-        return self._streamed.best(budget_bytes, best_s if placed is None else placed.objective_s) or placed
+        known_s = best_s if device is None else min(best_s, device.least_s(budget_bytes))
+        streamed = self._streamed.best(budget_bytes, known_s)
+        below_s = best_s if streamed is None else streamed.objective_s
+        return (None if device is None else device.best(budget_bytes, below_s)) or streamed
+
+    @property
+    def _on_device(self) -> DeviceUpdateSearch | None:
+        """The search of plans with updates on the device, if some groups may be updated there."""
+        if self._placed is None and updatable_groups(self.profile):
+            self.request.report("updates on the device")
+            self._placed = DeviceUpdateSearch(Auto.name, self.profile, self._frontier())
+        return self._placed
 
     def _with_details(self, placed: Placed, unlimited: Best, budget_bytes: int | None) -> Plan:
         simulated = simulate(self.profile, placed.plan)
@@ -170,11 +182,19 @@ class AutoSearch:
         plan = dataclasses.replace(placed.plan, details=details)
         return _without_needless_memory(self.profile, plan) if budget_bytes is None else plan
 
-    def _best(self, budget_bytes: int | None) -> Best | None:
-        """The fastest plan that fits; ties go to the leanest. It recomputes only if no other is as fast."""
+    @property
+    def _pools(self) -> list[Pool]:
+        return [pool for pool in (self.pool, self.recomputing) if pool.evaluated]
+
+    def _best(self, budget_bytes: int | None, below_s: float) -> Best | None:
+        """The fastest plan that fits; ties go to the leanest. It recomputes only if no other is as fast.
+
+        Plans that are no faster than `below_s` may be left out, as in `Pool.best`.
+        """
         found: Best | None = None
-        for pool in (self.pool, self.recomputing):
-            rival = pool.best(Objective.STEADY, budget_bytes, leanest=True) if pool.evaluated else None
+        for pool in self._pools:
+            known_s = min(below_s, np.inf if found is None else found.objective_s)
+            rival = pool.best(Objective.STEADY, budget_bytes, leanest=True, below_s=known_s)
             if rival is None:
                 continue
             if found is None or rival.objective_s < found.objective_s * (1 - _ROUNDING):
@@ -321,9 +341,8 @@ class AutoSearch:
 
     def _frontier(self) -> list[Best]:
         """The plans of both pools that no other beats in steady time and needed memory, fastest first."""
-        pools = [pool for pool in (self.pool, self.recomputing) if pool.evaluated]
         found: list[Best] = []
-        fronts = [best for pool in pools for best in pool.frontier()]
+        fronts = [best for pool in self._pools for best in pool.frontier()]
         for best in sorted(fronts, key=lambda best: (best.objective_s, best.needed_bytes)):
             if not found or best.needed_bytes < found[-1].needed_bytes:
                 found.append(best)

@@ -83,7 +83,7 @@ class DeviceUpdateSearch:
         """The fastest plan that fits, if it is faster than `below_s`; ties go to the leanest. None if there is none."""
         found = [] if self.plain is None else [self.plain]
         if self._pool is not None:
-            best = self._pool.best(Objective.STEADY, budget_bytes, leanest=True)
+            best = self._pool.best(Objective.STEADY, budget_bytes, leanest=True, below_s=below_s)
             found += [] if best is None else [self._placed(best)]
         fits = [
             placed
@@ -91,6 +91,12 @@ class DeviceUpdateSearch:
             if placed.objective_s < below_s and (budget_bytes is None or placed.needed_bytes <= budget_bytes)
         ]
         return min(fits, key=lambda placed: (placed.objective_s, placed.needed_bytes), default=None)
+
+    def least_s(self, budget_bytes: int | None) -> float:
+        """The time in seconds of some plan that fits; infinite if none is known."""
+        plain, pool = self.plain_within(budget_bytes), self._pool
+        known_s = np.inf if pool is None else pool.least_s(budget_bytes)
+        return known_s if plain is None else min(known_s, plain.objective_s)
 
     def _placed(self, best: Best) -> Placed:
         return Placed(plan_of(self.policy, 1.0, self.profile, best), best.objective_s, best.needed_bytes)

@@ -9,7 +9,7 @@ without the budget's room for gradients, or without any waits if the budget ends
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -45,21 +45,24 @@ class _Option:
     memory_bytes: int | None
 
 
-class _Lazily:
-    """Outcomes of plans without waits for room, each evaluated when it is asked for."""
+class _Known:
+    """The outcomes of a part's plans with one order of updates and one room for gradients; only those asked for."""
 
-    def __init__(self, of: _Evaluated, evaluate: Callable[..., Outcomes], by_need: bool):
-        self.of, self.evaluate, self.by_need = of, evaluate, by_need
-        self.is_known, self.outcomes = np.zeros(len(of.plans), dtype=bool), of.outcomes
+    def __init__(self, of: _Evaluated):
+        self.is_known, self._outcomes = np.zeros(len(of.plans), dtype=bool), of.outcomes
+
+    def missing(self, rows: np.ndarray) -> np.ndarray:
+        """Those of the plans that are not known yet."""
+        return rows[~self.is_known[rows]]
+
+    def learn(self, rows: np.ndarray, outcomes: Outcomes) -> None:
+        """Adds the outcomes of some of the plans."""
+        self._outcomes = self._outcomes.replaced(rows, outcomes)
+        self.is_known[rows] = True
 
     def __call__(self, rows: np.ndarray) -> Outcomes:
-        """The outcomes of some of the plans, in this order."""
-        new = rows[~self.is_known[rows]]
-        if len(new):
-            more = {"memory_bytes": UNLIMITED, "by_need": self.by_need}
-            self.outcomes = self.outcomes.replaced(new, self.evaluate(self.of.kind, self.of.plans[new], **more))
-            self.is_known[new] = True
-        return self.outcomes.some(rows)
+        """The outcomes of plans that are known, in this order."""
+        return self._outcomes.some(rows)
 
 
 class Pool:
@@ -79,8 +82,9 @@ class Pool:
         self.marked: dict[_Kind, set[bytes]] = {}
         self.known: dict[_Kind, set[bytes]] = {}
         self.evaluated: list[_Evaluated] = []
-        self._by_need: dict[tuple[int, Objective], _Option] = {}
-        self._without_waits: dict[tuple[int, bool], _Lazily] = {}
+        self._rows: dict[tuple[int, Objective], np.ndarray] = {}
+        self._known_outcomes: dict[tuple[int, UpdateOrder, int | None], _Known] = {}
+        self._known_bounds: dict[int, np.ndarray] = {}
 
     def add(
         self,
@@ -133,12 +137,15 @@ class Pool:
             outcomes = Outcomes.joined([each.outcomes for each in parts]).some(rows)
             joined.append(_Evaluated(kind, plans[rows], outcomes))
         self.evaluated = joined
+        self._rows, self._known_outcomes, self._known_bounds = {}, {}, {}
 
     def _outcomes(self, kind: _Kind, plans: np.ndarray, **more: Any) -> Outcomes:
         bulk, after_all = _flags_of(kind)
         return self.evaluate(*_columns(plans), bulk=bulk, after_all=after_all, **more)
 
-    def best(self, objective: Objective, budget_bytes: int | None, leanest: bool = False) -> Best | None:
+    def best(
+        self, objective: Objective, budget_bytes: int | None, leanest: bool = False, below_s: float = np.inf
+    ) -> Best | None:
         """The plan with the least objective that fits into the budget; ties go to steady time, step, memory.
 
         Updates follow backward order unless updates by need are faster.
@@ -147,79 +154,123 @@ class Pool:
           objective: the quantity to minimize.
           budget_bytes: device memory, which gradients may fill; None for no limit.
           leanest: whether only memory decides among plans that are equally fast up to rounding.
+          below_s: plans that are no faster may be left out, in whole or in part.
         """
-        found = self._pick(self._in_backward_order(objective, budget_bytes), objective, budget_bytes, leanest)
+        options = self._in_backward_order(objective, budget_bytes, below_s)
+        found = self._pick(options, objective, budget_bytes, leanest)
         if objective is Objective.FORWARD:
             return found
-        rival = self._pick(self._by_need_options(objective, budget_bytes), objective, budget_bytes, leanest)
-        if rival is None or (found is not None and rival.objective_s >= found.objective_s * (1 - _ROUNDING)):
-            return found
-        return rival
+        below_s = min(below_s, np.inf if found is None else found.objective_s * (1 - _ROUNDING))
+        rival = self._pick(self._by_need_options(objective, budget_bytes, below_s), objective, budget_bytes, leanest)
+        return rival if rival is not None and rival.objective_s < below_s else found
 
-    def _in_backward_order(self, objective: Objective, budget_bytes: int | None) -> list[_Option]:
-        options = []
-        for number, each in enumerate(self.evaluated):
-            rows = np.arange(len(each.plans))
-            outcomes = each.outcomes
-            if budget_bytes is not None and self.is_searched and outcomes.room_matters.any():
-                outcomes = self._with_room(number, objective, budget_bytes)
-            options.append(_Option(number, rows, outcomes, UpdateOrder.BACKWARD, budget_bytes))
-        return options
+    def least_s(self, budget_bytes: int | None) -> float:
+        """The least steady step of plans that fit, in backward order and without the budget's room; in seconds."""
+        most = np.iinfo(np.int64).max if budget_bytes is None else budget_bytes
+        outcomes = [each.outcomes for each in self.evaluated]
+        fits = [each.in_window & (each.needed_bytes <= most) for each in outcomes]
+        pairs = zip(outcomes, fits, strict=True)
+        return min((float(each.steady_step_s[which].min(initial=np.inf)) for each, which in pairs), default=np.inf)
 
-    def _with_room(self, number: int, objective: Objective, budget_bytes: int) -> Outcomes:
-        """The outcomes with the budget's room, for the plans that this room can make the best."""
+    def _in_backward_order(
+        self, objective: Objective, budget_bytes: int | None, below_s: float = np.inf
+    ) -> list[_Option]:
+        all_outcomes = [each.outcomes for each in self.evaluated]
+        if budget_bytes is not None and self.is_searched:
+            all_outcomes = self._with_room(objective, budget_bytes, below_s)
+        return [
+            _Option(number, np.arange(len(each.plans)), outcomes, UpdateOrder.BACKWARD, budget_bytes)
+            for number, (each, outcomes) in enumerate(zip(self.evaluated, all_outcomes, strict=True))
+        ]
+
+    def _with_room(self, objective: Objective, budget_bytes: int, below_s: float) -> list[Outcomes]:
+        """The outcomes of all parts with the budget's room, for the plans that this room can make the best."""
+        every = {number: each.outcomes for number, each in enumerate(self.evaluated)}
+        fits = {number: each.in_window & (each.needed_bytes <= budget_bytes) for number, each in every.items()}
+        known_s = min(
+            (float(_keys(every[number], objective)[0][which].min(initial=below_s)) for number, which in fits.items()),
+            default=below_s,
+        )
+        rows = {number: np.flatnonzero(every[number].room_matters & which) for number, which in fits.items()}
+        rows = self._faster(rows, objective, known_s)
+        unlimited = self._outcomes_of(rows, UpdateOrder.BACKWARD, UNLIMITED)
+        rows = {number: each[_keys(unlimited[number], objective)[0] < known_s] for number, each in rows.items()}
+        better = self._outcomes_of(rows, UpdateOrder.BACKWARD, budget_bytes)
+        return [every[number].replaced(rows[number], better[number]) for number in every]
+
+    def _by_need_options(self, objective: Objective, budget_bytes: int | None, below_s: float) -> list[_Option]:
+        """Those with updates by need that fit; plans that are no faster than `below_s` may be left out."""
+        found = {}
+        for number in range(len(self.evaluated)):
+            if (number, objective) not in self._rows:
+                self._rows[number, objective] = self._rows_by_need(number, objective)
+            rows = self._rows[number, objective]
+            outcomes = self.evaluated[number].outcomes
+            found[number] = rows if budget_bytes is None else rows[outcomes.needed_bytes[rows] <= budget_bytes]
+        found = self._faster(found, objective, below_s)
+        options = self._options(found, None)
+        if budget_bytes is None or not self.is_searched:
+            return options
+        without_waits = {number: self._not_waiting(number, rows, budget_bytes) for number, rows in found.items()}
+        return options + self._options(without_waits, budget_bytes)
+
+    def _not_waiting(self, number: int, rows: np.ndarray, budget_bytes: int) -> np.ndarray:
+        """Those of the plans whose backwards wait for room, but not within the budget."""
         each = self.evaluated[number]
-        fits = each.outcomes.in_window & (each.outcomes.needed_bytes <= budget_bytes)
-        known_s = float(_keys(each.outcomes, objective)[0][fits].min(initial=np.inf))
-        rows = np.flatnonzero(each.outcomes.room_matters & fits)
-        if objective is Objective.STEADY:
-            rows = rows[self._bounds_s(each, rows) < known_s]
-        rows = rows[_keys(self._unlimited(number, rows, by_need=False), objective)[0] < known_s]
+        rows = rows[each.outcomes.room_matters[rows]]
         if len(rows) == 0:
-            return each.outcomes
-        better = self._outcomes(each.kind, each.plans[rows], memory_bytes=budget_bytes)
-        return each.outcomes.replaced(rows, better)
+            return rows
+        return rows[~self.evaluate.waits_for_room(_columns(each.plans[rows]), *_flags_of(each.kind), budget_bytes)]
 
-    def _by_need_options(self, objective: Objective, budget_bytes: int | None) -> list[_Option]:
-        options = []
-        for number, each in enumerate(self.evaluated):
-            key = number, objective
-            if key not in self._by_need:
-                rows = self._rows_by_need(each, objective)
-                self._by_need[key] = self._option_by_need(number, rows, None)
-            options.append(self._by_need[key])
-            rows = self._by_need[key].rows
-            if budget_bytes is None or not self.is_searched:
+    def _options(self, rows: dict[int, np.ndarray], budget_bytes: int | None) -> list[_Option]:
+        """Plans of each part with updates by need; with a budget, their backwards wait for no room within it."""
+        outcomes = self._outcomes_of(rows, UpdateOrder.NEED, None if budget_bytes is None else UNLIMITED)
+        return [
+            _Option(number, each, outcomes[number], UpdateOrder.NEED, budget_bytes) for number, each in rows.items()
+        ]
+
+    def _outcomes_of(
+        self, rows: dict[int, np.ndarray], order: UpdateOrder, memory_bytes: int | None
+    ) -> dict[int, Outcomes]:
+        """The outcomes of plans of each part; those that are not known are evaluated together, which is far faster."""
+        known = {number: self._known_of(number, order, memory_bytes) for number in rows}
+        missing = {number: known[number].missing(each) for number, each in rows.items()}
+        for kind in dict.fromkeys(self.evaluated[number].kind for number in rows):
+            numbers = [number for number in rows if self.evaluated[number].kind == kind and len(missing[number])]
+            if not numbers:
                 continue
-            waits = each.outcomes.room_matters[rows] & (each.outcomes.needed_bytes[rows] <= budget_bytes)
-            rows = rows[waits]
-            if len(rows):
-                rows = rows[
-                    ~self.evaluate.waits_for_room(_columns(each.plans[rows]), *_flags_of(each.kind), budget_bytes)
-                ]
-            if len(rows):
-                outcomes = self._unlimited(number, rows, by_need=True)
-                options.append(_Option(number, rows, outcomes, UpdateOrder.NEED, budget_bytes))
-        return options
+            plans = np.concatenate([self.evaluated[number].plans[missing[number]] for number in numbers])
+            by_need = order is UpdateOrder.NEED
+            outcomes, first = self._outcomes(kind, plans, by_need=by_need, memory_bytes=memory_bytes), 0
+            for number in numbers:
+                last = first + len(missing[number])
+                known[number].learn(missing[number], outcomes.some(np.arange(first, last)))
+                first = last
+        return {number: known[number](each) for number, each in rows.items()}
 
-    def _unlimited(self, number: int, rows: np.ndarray, by_need: bool) -> Outcomes:
-        """The outcomes of some plans if no backward waits for room."""
-        key = number, by_need
-        if key not in self._without_waits:
-            self._without_waits[key] = _Lazily(self.evaluated[number], self._outcomes, by_need)
-        return self._without_waits[key](rows)
+    def _known_of(self, number: int, order: UpdateOrder, memory_bytes: int | None) -> _Known:
+        if memory_bytes not in (None, UNLIMITED):  # of one budget
+            return _Known(self.evaluated[number])
+        return self._known_outcomes.setdefault((number, order, memory_bytes), _Known(self.evaluated[number]))
 
-    def _bounds_s(self, each: _Evaluated, rows: np.ndarray) -> np.ndarray:
-        """Lower bounds on the steady steps of some plans, (rows,)."""
-        return self.evaluate.bounds_s(_columns(each.plans[rows])) if len(rows) else np.zeros(0)
+    def _faster(self, rows: dict[int, np.ndarray], objective: Objective, below_s: float) -> dict[int, np.ndarray]:
+        """The plans of each part that are not proven to be no faster than `below_s`."""
+        if objective is not Objective.STEADY or below_s == np.inf:
+            return rows
+        return {number: each[self._bounds_s(number, each) < below_s] for number, each in rows.items()}
 
-    def _option_by_need(self, number: int, rows: np.ndarray, memory_bytes: int | None) -> _Option:
+    def _bounds_s(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """Lower bounds on the steady steps of plans of a part, (rows,)."""
         each = self.evaluated[number]
-        outcomes = self._outcomes(each.kind, each.plans[rows], by_need=True, memory_bytes=memory_bytes)
-        return _Option(number, rows, outcomes, UpdateOrder.NEED, memory_bytes)
+        bounds_s = self._known_bounds.setdefault(number, np.full(len(each.plans), np.nan))
+        missing = rows[np.isnan(bounds_s[rows])]
+        if len(missing):
+            bounds_s[missing] = self.evaluate.bounds_s(_columns(each.plans[missing]))
+        return bounds_s[rows]
 
-    def _rows_by_need(self, each: _Evaluated, objective: Objective) -> np.ndarray:
-        """The plans of one kind to try with updates by need, independent of a budget."""
+    def _rows_by_need(self, number: int, objective: Objective) -> np.ndarray:
+        """The plans of a part to try with updates by need, independent of a budget."""
+        each = self.evaluated[number]
         candidates = np.flatnonzero(each.outcomes.in_window)
         num_layers = each.plans.shape[2]
         if each.plans.shape[0] * num_layers <= _ALL_BY_NEED:
@@ -231,27 +282,28 @@ class Pool:
             needed = each.outcomes.needed_bytes[order]
             smallest_before = np.minimum.accumulate(np.concatenate([[np.iinfo(np.int64).max], needed]))[:-1]
             frontier = order[needed < smallest_before]
-            number = fewer(_FRONTIER_BY_NEED, num_layers)
-            chosen += list(frontier[np.unique(np.linspace(0, len(frontier) - 1, number).astype(int))])
-            bounds_s, sizes = self._bounds_s(each, candidates), each.outcomes.needed_bytes[candidates]
+            most = fewer(_FRONTIER_BY_NEED, num_layers)
+            chosen += list(frontier[np.unique(np.linspace(0, len(frontier) - 1, most).astype(int))])
+            bounds_s, sizes = self._bounds_s(number, candidates), each.outcomes.needed_bytes[candidates]
             could_be = candidates[on_fronts(bounds_s, sizes, 1)]
-            chosen += list(could_be[np.unique(np.linspace(0, len(could_be) - 1, number).astype(int))])
+            chosen += list(could_be[np.unique(np.linspace(0, len(could_be) - 1, most).astype(int))])
         marked = self.marked.get(each.kind, set())
         if marked:
             chosen += [
                 row for row, key in zip(candidates, _row_bytes(each.plans[candidates]), strict=True) if key in marked
             ]
-        return self._promising(each, np.unique(np.array(chosen, dtype=np.int64)), objective)
+        return self._promising(number, np.unique(np.array(chosen, dtype=np.int64)), objective)
 
-    def _promising(self, each: _Evaluated, rows: np.ndarray, objective: Objective) -> np.ndarray:
+    def _promising(self, number: int, rows: np.ndarray, objective: Objective) -> np.ndarray:
         """Of these plans, those that are not proven to be no faster by need than others with no more memory."""
+        each = self.evaluated[number]
         if objective is not Objective.STEADY or len(rows) < _MANY_BY_NEED:
             return rows
         known = np.flatnonzero(each.outcomes.in_window)
         known = known[np.argsort(each.outcomes.needed_bytes[known], kind="stable")]
         least_s = np.minimum.accumulate([np.inf, *each.outcomes.steady_step_s[known]])
         place = np.searchsorted(each.outcomes.needed_bytes[known], each.outcomes.needed_bytes[rows], side="right")
-        return rows[self._bounds_s(each, rows) < least_s[place]]
+        return rows[self._bounds_s(number, rows) < least_s[place]]
 
     def _pick(
         self, options: list[_Option], objective: Objective, budget_bytes: int | None, leanest: bool
