@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxferry.holdings import DHA, GFGB, RELOAD, RESIDENT
 from jaxferry.plan.base import Objective
-from jaxferry.plan.best import Best, plan_of
+from jaxferry.plan.best import Best, picked_plan, plan_of
 from jaxferry.plan.effort import FEW_LAYERS, fewer
 from jaxferry.plan.neighbours import Neighbours, refine
 from jaxferry.plan.records import Loads, Plan, Updates
@@ -60,7 +60,7 @@ def plain_training(policy: str, profile: Profile) -> Placed | None:
     modes, stay = np.full(size, RESIDENT, dtype=np.int8), np.zeros(size, dtype=bool)
     there = np.isin(list(profile.group_of), groups)
     best = Best(modes, stay, stay, *_KIND, objective_s=1.0, needed_bytes=0, on_device=there)
-    plan = plan_of(policy, 1.0, profile, best)
+    plan = picked_plan(policy, 1.0, profile, best)
     return Placed(plan, simulate(profile, plan).steady_step_s, needed_bytes(profile, plan))
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT, effective_codes, of_program
 from jaxferry.modes import GradientPlace, Mode, UpdatePlace
-from jaxferry.plan.best import Best, plan_of
+from jaxferry.plan.best import Best, picked_plan
 from jaxferry.plan.device_updates import Placed
 from jaxferry.plan.effort import fewer
 from jaxferry.plan.order import best_order
@@ -183,7 +183,7 @@ class StreamedUpdateSearch:
 
     @functools.cached_property
     def _start_bytes(self) -> list[int]:
-        plans = [plan_of(self.policy, 1.0, self.profile, start) for start in self.starts]
+        plans = [picked_plan(self.policy, 1.0, self.profile, start) for start in self.starts]
         return [needed_bytes(self.profile, plan) for plan in plans]
 
     def _choices(self, start: int, copies_stay: bool) -> list[tuple[frozenset[int], frozenset[int]]]:
@@ -238,7 +238,7 @@ class StreamedUpdateSearch:
     @functools.lru_cache(maxsize=_SCHEDULES)  # noqa: B019 - as long as the search lives
     def _schedules(self, each: _Candidate) -> StepSchedules:
         start, group_of = self.starts[each.start], self.profile.group_of
-        plan = plan_of(self.policy, 1.0, self.profile, dataclasses.replace(start, memory_bytes=None))
+        plan = picked_plan(self.policy, 1.0, self.profile, dataclasses.replace(start, memory_bytes=None))
         layers = list(plan.layers)
         for index, layer in enumerate(layers):
             mode, update = layer.mode, UpdatePlace.HOST
