@@ -9,7 +9,6 @@ without the budget's room for gradients, or without any waits if the budget ends
 """
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from jaxferry.plan.base import Objective
 from jaxferry.plan.best import Best
 from jaxferry.plan.effort import fewer, is_searched
 from jaxferry.plan.evaluate import Outcomes, PlanEvaluator
+from jaxferry.plan.plan_codes import coded, columns, different_rows, flags, row_bytes
 from jaxferry.plan.records import Loads, UpdateOrder, Updates
 from jaxferry.profiling.records import Profile
 from jaxferry.room import UNLIMITED
@@ -100,21 +100,18 @@ class Pool:
 
         With `marked`, updates by need are tried for all of these.
         """
-        modes = np.atleast_2d(np.asarray(modes, dtype=np.int8))
-        codes = np.asarray(grad_on_host, dtype=np.int8) + _RECOMPUTES * np.asarray(recomputes, dtype=np.int8)
-        codes = codes + _ON_DEVICE * np.asarray(on_device, dtype=np.int8)
-        plans = np.stack([modes, np.broadcast_to(codes, modes.shape)], axis=1)
+        plans = coded(modes, grad_on_host, recomputes, on_device)
         self.parts.setdefault((loads, updates), []).append(plans)
         if marked:
-            self.marked.setdefault((loads, updates), set()).update(_row_bytes(plans))
+            self.marked.setdefault((loads, updates), set()).update(row_bytes(plans))
 
     def run(self) -> None:
         """Evaluates each added plan once, in backward order and without a budget."""
         for kind, parts in self.parts.items():
             plans, known = np.concatenate(parts), self.known.setdefault(kind, set())
-            new = plans[_different_rows(plans, known)]
+            new = plans[different_rows(plans, known)]
             if len(new):
-                known.update(_row_bytes(new))
+                known.update(row_bytes(new))
                 self.evaluated.append(_Evaluated(kind, new, self._outcomes(kind, new)))
         self.parts = {}
 
@@ -133,7 +130,7 @@ class Pool:
         for kind in kinds:
             parts = [each for each in self.evaluated if each.kind == kind]
             plans = np.concatenate([each.plans for each in parts])
-            rows = _different_rows(plans)
+            rows = different_rows(plans)
             outcomes = Outcomes.joined([each.outcomes for each in parts]).some(rows)
             joined.append(_Evaluated(kind, plans[rows], outcomes))
         self.evaluated = joined
@@ -141,7 +138,7 @@ class Pool:
 
     def _outcomes(self, kind: _Kind, plans: np.ndarray, **more: Any) -> Outcomes:
         bulk, after_all = _flags_of(kind)
-        return self.evaluate(*_columns(plans), bulk=bulk, after_all=after_all, **more)
+        return self.evaluate(*columns(plans), bulk=bulk, after_all=after_all, **more)
 
     def best(
         self, objective: Objective, budget_bytes: int | None, leanest: bool = False, below_s: float = np.inf
@@ -220,7 +217,7 @@ class Pool:
         rows = rows[each.outcomes.room_matters[rows]]
         if len(rows) == 0:
             return rows
-        return rows[~self.evaluate.waits_for_room(_columns(each.plans[rows]), *_flags_of(each.kind), budget_bytes)]
+        return rows[~self.evaluate.waits_for_room(columns(each.plans[rows]), *_flags_of(each.kind), budget_bytes)]
 
     def _options(self, rows: dict[int, np.ndarray], budget_bytes: int | None) -> list[_Option]:
         """Plans of each part with updates by need; with a budget, their backwards wait for no room within it."""
@@ -265,7 +262,7 @@ class Pool:
         bounds_s = self._known_bounds.setdefault(number, np.full(len(each.plans), np.nan))
         missing = rows[np.isnan(bounds_s[rows])]
         if len(missing):
-            bounds_s[missing] = self.evaluate.bounds_s(_columns(each.plans[missing]))
+            bounds_s[missing] = self.evaluate.bounds_s(columns(each.plans[missing]))
         return bounds_s[rows]
 
     def _rows_by_need(self, number: int, objective: Objective) -> np.ndarray:
@@ -290,7 +287,7 @@ class Pool:
         marked = self.marked.get(each.kind, set())
         if marked:
             chosen += [
-                row for row, key in zip(candidates, _row_bytes(each.plans[candidates]), strict=True) if key in marked
+                row for row, key in zip(candidates, row_bytes(each.plans[candidates]), strict=True) if key in marked
             ]
         return self._promising(number, np.unique(np.array(chosen, dtype=np.int64)), objective)
 
@@ -347,7 +344,7 @@ class Pool:
 
     def _picked(self, option: _Option, index: int, objective_s: float, budget_bytes: int | None) -> Best:
         each, row = self.evaluated[option.number], int(option.rows[index])
-        grad_on_host, recomputes, on_device = _flags(each.plans[row, 1])
+        grad_on_host, recomputes, on_device = flags(each.plans[row, 1])
         return Best(
             each.plans[row, 0],
             grad_on_host,
@@ -366,38 +363,9 @@ class Pool:
         return min(int(needed.min()) for needed in inside if len(needed))
 
 
-def _different_rows(plans: np.ndarray, known: Collection[bytes] = ()) -> np.ndarray:
-    """The first of each group of equal plans that are not known, by index; `np.unique` compares far slower.
-
-    In lexicographic order.
-    """
-    first: dict[bytes, int] = {}
-    for row, key in enumerate(_row_bytes(plans)):
-        if key not in known:
-            first.setdefault(key, row)
-    return np.array([first[key] for key in sorted(first)], dtype=np.int64)
-
-
-def _row_bytes(plans: np.ndarray) -> list[bytes]:
-    """The bytes of each plan."""
-    size = plans[0].nbytes if len(plans) else 1
-    joined = plans.tobytes()
-    return [joined[first : first + size] for first in range(0, len(joined), size)]
-
-
 def _flags_of(kind: _Kind) -> tuple[bool, bool]:
     """Whether loads are in bulk, and whether updates wait for all gradients."""
     return kind[0] is Loads.BULK, kind[1] is Updates.AFTER_ALL
-
-
-def _columns(plans: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Modes and flags of gradients, of recomputation and of updates on the device, (plans, layers) each."""
-    return plans[:, 0], *_flags(plans[:, 1])
-
-
-def _flags(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Flags of gradients, of recomputation and of updates on the device."""
-    return codes % _RECOMPUTES == 1, codes % _ON_DEVICE >= _RECOMPUTES, codes >= _ON_DEVICE
 
 
 def _keys(outcomes: Outcomes, objective: Objective) -> list[np.ndarray]:
@@ -432,8 +400,6 @@ def on_fronts(times: np.ndarray, sizes: np.ndarray, number: int) -> np.ndarray:
     return found
 
 
-_RECOMPUTES = 2
-_ON_DEVICE = 4
 _ROUNDING = 1e-12
 _ALL_BY_NEED = 5000
 _FASTEST_BY_NEED = 16
