@@ -40,6 +40,15 @@ class UpdatePlace(enum.StrEnum):
     """On the device, where master parameters, optimizer state and compute copy stay; nothing of the group moves."""
 
 
+class Subgroups(enum.StrEnum):
+    """The size of the pieces in which masters and optimizer state stream through the GPU; see `jaxferry.streaming`."""
+
+    LARGE = "large"
+    """They keep a link busy during long backwards."""
+    SMALL = "small"
+    """They need an eighth of the room, so that large groups stream within a small budget."""
+
+
 class Remat(enum.StrEnum):
     """What a layer keeps on the device from its forward to its backward under a plan."""
 

@@ -177,7 +177,7 @@ def _demand(profile: Profile, plan: Plan) -> tuple[Holdings, Demand]:
     bulk, after_all, through_gpu = plan.loads is Loads.BULK, plan.updates is Updates.AFTER_ALL, streamed(profile, plan)
     kept = kept_gradients(profile, through_gpu, after_all)
     stay = staying(profile, plan)
-    own_bytes = slots_bytes(profile, through_gpu, stay) + sum(kept.values())
+    own_bytes = slots_bytes(profile, through_gpu, stay, plan.subgroups) + sum(kept.values())
     on_device = updated_on_device(profile, plan)
     flags = np.isin(np.arange(len(profile.groups)), list(on_device))[:, None]
     gradients = gradients_to_update(profile, flags, after_all)

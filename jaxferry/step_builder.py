@@ -59,7 +59,7 @@ class StepBuilder:
         self.last_program = -1
         self.forwards: dict[int, int] = {}
         speeds = self.fetch_s_a_byte, self.save_s_a_byte
-        self.streams = StateStreams(profile, self.list, *speeds, staying(profile, plan))
+        self.streams = StateStreams(profile, self.list, *speeds, staying(profile, plan), plan.subgroups)
         self.arrivals: dict[int, int] = {}
         self.offloads: dict[int, int] = {}
         self.host_gradients: dict[int, int] = {}

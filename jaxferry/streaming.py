@@ -8,7 +8,8 @@ A group's flat vectors are split evenly into **subgroups** of at most `SUBGROUP_
 so that a layer larger than the room streams too. At most `SLOTS` subgroups of all groups are on the device at once: the
 next one goes up once the oldest is down again. 256 MiB take 5 to 10 ms of a PCIe 5 or 4 link, far longer than its
 latency; four of them keep a link busy during a backward of 20 to 40 ms and take 1.2 GiB with their compute copies.
-(Deep Optimizer States, as the second opportunity of Breaking the Memory Wall, interleaves subgroups likewise.)
+(Deep Optimizer States, as the second opportunity of Breaking the Memory Wall, interleaves subgroups likewise.) A plan
+for less memory may have subgroups of an eighth of these bytes: `Subgroups.SMALL`.
 
 A RESIDENT group's compute copy stays on the device: updates write the new one in its place, and only masters and state
 go down. The group's next forward waits for its last update there. So a step may begin while subgroups of the previous
@@ -23,6 +24,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Collection
 
+from jaxferry.modes import Subgroups
 from jaxferry.profiling.layer_records import LayerProfile
 from jaxferry.profiling.records import Profile
 from jaxferry.step_tasks import StepTasks
@@ -31,18 +33,22 @@ from jaxferry.tasks import Kind, Lane
 SUBGROUP_BYTES = 256 << 20
 """The most bytes of masters and optimizer state of a subgroup."""
 
+SMALLER = 8
+"""So many times smaller are those of `Subgroups.SMALL`."""
+
 SLOTS = 4
 """The number of subgroups on the device at once."""
 
 
-def num_subgroups(layer: LayerProfile) -> int:
+def num_subgroups(layer: LayerProfile, size: Subgroups = Subgroups.LARGE) -> int:
     """The number of subgroups of a layer's parameter group."""
-    return num_subgroups_of(layer.state_bytes)
+    return num_subgroups_of(layer.state_bytes, size)
 
 
-def num_subgroups_of(state_bytes: int) -> int:
+def num_subgroups_of(state_bytes: int, size: Subgroups = Subgroups.LARGE) -> int:
     """The number of subgroups for masters and optimizer state of so many bytes."""
-    return max(1, -(-state_bytes // SUBGROUP_BYTES))
+    most_bytes = SUBGROUP_BYTES // SMALLER if size is Subgroups.SMALL else SUBGROUP_BYTES
+    return max(1, -(-state_bytes // most_bytes))
 
 
 def part_bytes(num_bytes: int, subgroup: int, num_subgroups: int) -> int:
@@ -50,24 +56,27 @@ def part_bytes(num_bytes: int, subgroup: int, num_subgroups: int) -> int:
     return num_bytes * (subgroup + 1) // num_subgroups - num_bytes * subgroup // num_subgroups
 
 
-def slot_bytes(layer: LayerProfile, copy_stays: bool) -> int:
+def slot_bytes(layer: LayerProfile, copy_stays: bool, size: Subgroups = Subgroups.LARGE) -> int:
     """Device memory of a subgroup of a layer's group, with its new compute copy unless that replaces one there."""
-    number = num_subgroups(layer)
+    number = num_subgroups(layer, size)
     return -(-layer.state_bytes // number) + (0 if copy_stays else -(-layer.param_bytes // number))
 
 
-def slots_bytes(profile: Profile, groups: Collection[int], staying: Collection[int] = ()) -> int:
+def slots_bytes(
+    profile: Profile, groups: Collection[int], staying: Collection[int] = (), size: Subgroups = Subgroups.LARGE
+) -> int:
     """Device memory of as many subgroups of these groups as are there at once: the largest ones.
 
     Args:
       profile: the layers.
       groups: the groups.
       staying: those whose compute copy stays on the device.
+      size: that of the subgroups.
     """
     sizes: list[int] = []
     for group in groups:
         layer = profile.layers[profile.groups[group][0]]
-        sizes += [slot_bytes(layer, group in staying)] * min(num_subgroups(layer), SLOTS)
+        sizes += [slot_bytes(layer, group in staying, size)] * min(num_subgroups(layer, size), SLOTS)
     return sum(sorted(sizes)[-SLOTS:])
 
 
@@ -112,6 +121,7 @@ class StateStreams:
       tasks: the list.
       load_s_a_byte, offload_s_a_byte: speeds of the links, for layers that state no times of their own.
       staying: the groups whose compute copy stays on the device.
+      size: that of the subgroups.
 
     Attributes:
       ends: for each group whose last update is listed, what its next read waits for: the transfer that brings it down,
@@ -126,9 +136,11 @@ class StateStreams:
         load_s_a_byte: float,
         offload_s_a_byte: float,
         staying: Collection[int] = (),
+        size: Subgroups = Subgroups.LARGE,
     ):
         self.profile, self.tasks, self._has_times = profile, tasks, profile.has_times
         self.load_s_a_byte, self.offload_s_a_byte, self.staying = load_s_a_byte, offload_s_a_byte, staying
+        self._size = size
         self.ends: dict[int, int] = {}
         self._waiting: collections.deque[_Subgroup] = collections.deque()
         self._up: collections.deque[_Subgroup] = collections.deque()
@@ -139,7 +151,7 @@ class StateStreams:
 
     def add(self, group: int, after: tuple[int, ...]) -> None:
         """Adds a group whose upload may start after these tasks."""
-        count = num_subgroups(self._layer(group))
+        count = num_subgroups(self._layer(group), self._size)
         self._waiting.extend(_Subgroup(group, index, count, after) for index in range(count))
         self.fill_slots()
 

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT
-from jaxferry.modes import UpdatePlace
+from jaxferry.modes import Subgroups, UpdatePlace
 from jaxferry.plan.base import Objective, Policy, Request, check_budget
 from jaxferry.plan.best import Best, plan_of
 from jaxferry.plan.device_updates import DeviceUpdateSearch, Placed
@@ -50,6 +50,7 @@ from jaxferry.plan.update_groups import streamable_groups, updatable_groups
 from jaxferry.profiling.records import Profile
 from jaxferry.schedule import Lane, schedule_step
 from jaxferry.simulate.report import simulate
+from jaxferry.streaming import slots_bytes
 
 MOST_ENUMERATED = 4
 """The most layers for which all plans are tried."""
@@ -65,6 +66,7 @@ _LEAST_STARTS = 3
 _RECOMPUTING_STARTS = 6
 _ROUNDING = 1e-12
 _UNLIMITED_BYTES = 2**53
+_MUCH = 0.1  # of the least memory of any plan: the room that small subgroups must save to be tried
 
 
 class Auto(Policy):
@@ -93,7 +95,7 @@ class AutoSearch:
         self.recomputing = Pool(profile, by_need_on_frontier=True)
         self.recomputes = False
         self._placed: DeviceUpdateSearch | None = None
-        self._streamed: StreamedUpdateSearch | None = None
+        self._streamed: list[StreamedUpdateSearch] = []
         self.saved_bytes = np.array([x.activation_bytes - x.kept_bytes(x.can_recompute) for x in profile.layers])
         self.gains = np.array(gains_s(profile))
         self.sizes = [layer.grad_bytes for layer in profile.layers]
@@ -159,13 +161,23 @@ class AutoSearch:
         device = self._on_device if UpdatePlace.RESIDENT in places else None
         if UpdatePlace.GPU not in places or not streamable_groups(self.profile):
             return None if device is None else device.best(budget_bytes, best_s)
-        if self._streamed is None:
-            self.request.report("updates streamed through the GPU")
-            self._streamed = StreamedUpdateSearch(Auto.name, self.profile, self._frontier())
         known_s = best_s if device is None else min(best_s, device.least_s(budget_bytes))
-        streamed = self._streamed.best(budget_bytes, known_s)
+        streamed: Placed | None = None
+        for search in self._through_gpu():
+            streamed = search.best(budget_bytes, known_s if streamed is None else streamed.objective_s) or streamed
         below_s = best_s if streamed is None else streamed.objective_s
         return (None if device is None else device.best(budget_bytes, below_s)) or streamed
+
+    def _through_gpu(self) -> list[StreamedUpdateSearch]:
+        """The searches of plans whose updates stream: in large subgroups, and in small ones if large ones take much."""
+        if not self._streamed:
+            self.request.report("updates streamed through the GPU")
+            frontier, groups = self._frontier(), streamable_groups(self.profile)
+            large_bytes, small_bytes = (slots_bytes(self.profile, groups, size=size) for size in Subgroups)
+            saves = large_bytes - small_bytes > _MUCH * frontier[-1].needed_bytes
+            sizes = list(Subgroups) if saves else [Subgroups.LARGE]
+            self._streamed = [StreamedUpdateSearch(Auto.name, self.profile, frontier, size) for size in sizes]
+        return self._streamed
 
     @property
     def _on_device(self) -> DeviceUpdateSearch | None:

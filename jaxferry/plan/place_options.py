@@ -5,7 +5,8 @@ device), how its layers read parameters, whether they recompute, and whether the
 Layers read as with GFGB and RESIDENT (held from forward to backward), DFGB, RELOAD or DHA. A layer's **place** is that
 of its forward.
 
-All costs are the least that any plan with that choice has, so `jaxferry.plan.place_bound` may bound plans with them.
+All costs are the least that any plan with that choice has, so `jaxferry.plan.place_bound` may bound plans with them:
+updates stream in small subgroups.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import itertools
 
 import numpy as np
 
+from jaxferry.modes import Subgroups
 from jaxferry.plan.update_groups import updatable_groups
 from jaxferry.profiling.contention import DOWN as DOWN_LANE
 from jaxferry.profiling.contention import HOST as HOST_LANE
@@ -69,7 +71,7 @@ def options(profile: Profile, places: tuple[int, ...]) -> list[Options]:
         key = table.tobytes()
         if key not in known:
             known[key] = _undominated(table)
-        found.append(Options(members[0], known[key], min(num_subgroups(layer), SLOTS)))
+        found.append(Options(members[0], known[key], min(num_subgroups(layer, Subgroups.SMALL), SLOTS)))
     return found
 
 
@@ -104,8 +106,8 @@ def _of_group(profile: Profile, group: int, may_update: bool, places: tuple[int,
     if may_update:
         up_s, down_s, state_s = layer.state_up_s, layer.state_down_s, layer.state_down_for(copy_stays=True)
         if up_s is not None and down_s is not None and state_s is not None:
-            number, held = num_subgroups(layer), layer.param_bytes
-            slots = [float(slot_bytes(layer, copy_stays)) for copy_stays in (False, True)]
+            number, held = num_subgroups(layer, Subgroups.SMALL), layer.param_bytes
+            slots = [float(slot_bytes(layer, copy_stays, Subgroups.SMALL)) for copy_stays in (False, True)]
             copies = {"copies_up": up_s, "copies_down": down_s}
             transfers = {"h2d": up_s, "d2h": down_s, "up": up_s, "down": down_s, **copies}
             own_s = up_s + (gpu_s + down_s) / number

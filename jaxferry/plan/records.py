@@ -11,7 +11,8 @@ A layer may have the key `remat`: `"full"` if its backward runs its forward agai
 the key `update`: `"resident"` if its parameters are updated on the device, where their optimizer state stays; `"gpu"`
 if masters and state come to the device for the update only, while the compute copy of a RESIDENT layer stays there; the
 default is `"host"`. A plan may have the key `update_order`: `"need"` if the host picks the update that the next forward
-needs first; the default is `"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill.
+needs first; the default is `"backward"`. It may have the key `memory_bytes`, the device memory that gradients may fill,
+and the key `subgroups`: `"small"` if updates stream in small pieces; the default is `"large"`.
 All further top-level keys, such as `lower_bound_s` and `gap` of `exact`, are the plan's `details`.
 """
 
@@ -23,7 +24,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 from jaxferry.errors import InputError
-from jaxferry.modes import GradientPlace, Mode, Remat, UpdatePlace
+from jaxferry.modes import GradientPlace, Mode, Remat, Subgroups, UpdatePlace
 from jaxferry.profiling.records import Profile
 from jaxferry.records import (
     check_bytes,
@@ -178,6 +179,7 @@ class Plan:
       update_order: which update the host picks among those that could start.
       memory_bytes: device memory that gradients in flight to the host may fill; None for the peak that the step has in
         any case. See `jaxferry.room`.
+      subgroups: the size of the pieces in which updates stream through the GPU.
       predicted: the simulator's prediction, or None before simulation.
       details: further facts from the policy, JSON values by name: `objective`, `lower_bound_s`, `gap`, `binding`, ...
 
@@ -193,6 +195,7 @@ class Plan:
     predicted: Predicted | None = None
     update_order: UpdateOrder = UpdateOrder.BACKWARD
     memory_bytes: int | None = None
+    subgroups: Subgroups = Subgroups.LARGE
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -203,6 +206,8 @@ class Plan:
         object.__setattr__(self, "updates", Updates(check_choice(self.updates, "updates", tuple(Updates))))
         order = check_choice(self.update_order, "update_order", tuple(UpdateOrder))
         object.__setattr__(self, "update_order", UpdateOrder(order))
+        subgroups = check_choice(self.subgroups, "subgroups", tuple(Subgroups))
+        object.__setattr__(self, "subgroups", Subgroups(subgroups))
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", check_bytes(self.memory_bytes, "memory_bytes", "plan"))
         check_list(list(self.layers), "layers")
@@ -325,6 +330,7 @@ class Plan:
             predicted=None if predicted is None else Predicted.from_json(predicted),
             update_order=fields.get("update_order", UpdateOrder.BACKWARD),
             memory_bytes=fields.get("memory_bytes"),
+            subgroups=fields.get("subgroups", Subgroups.LARGE),
             details={key: value for key, value in fields.items() if key not in _KEYS},
         )
 
@@ -338,6 +344,7 @@ class Plan:
             "updates": self.updates.value,
             **({} if self.update_order is UpdateOrder.BACKWARD else {"update_order": self.update_order.value}),
             **({} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}),
+            **({} if self.subgroups is Subgroups.LARGE else {"subgroups": self.subgroups.value}),
             **self.details,
             "layers": [layer.to_json() for layer in self.layers],
         }

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxferry.holdings import DFGB, DHA, GFGB, RELOAD, RESIDENT, effective_codes, of_program
-from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.modes import GradientPlace, Mode, Subgroups, UpdatePlace
 from jaxferry.plan.best import Best, picked_plan
 from jaxferry.plan.device_updates import Placed
 from jaxferry.plan.effort import fewer
@@ -80,10 +80,11 @@ class StreamedUpdateSearch:
       policy: the name that the plans carry.
       profile: the layers.
       starts: plans without updates on the device, fastest first; none beats another in time and memory.
+      size: that of the subgroups.
     """
 
-    def __init__(self, policy: str, profile: Profile, starts: Sequence[Best]):
-        self.policy, self.profile, self.known = policy, profile, starts
+    def __init__(self, policy: str, profile: Profile, starts: Sequence[Best], size: Subgroups = Subgroups.LARGE):
+        self.policy, self.profile, self.known, self.size = policy, profile, starts, size
         chosen = np.unique(np.linspace(0, max(len(starts) - 1, 0), _STARTS).astype(int))
         self.starts = [starts[number] for number in chosen] if starts else []
         num_known = len(self.starts)
@@ -160,7 +161,7 @@ class StreamedUpdateSearch:
         copies = each.through_gpu if each.copies_stay else ()
         more = (self.profile.layers[self.profile.groups[group][0]].param_bytes for group in copies)
         stays = sum(layer.state_bytes + layer.param_bytes for layer in first) + sum(more)
-        return stays + slots_bytes(self.profile, each.through_gpu, copies) + self._kept_bytes[each.start]
+        return stays + slots_bytes(self.profile, each.through_gpu, copies, self.size) + self._kept_bytes[each.start]
 
     @functools.cached_property
     def _kept_bytes(self) -> list[int]:
@@ -179,7 +180,7 @@ class StreamedUpdateSearch:
         if copies_stay:
             more += int(copies[costs.members(through_gpu) & costs.is_first].sum())
         staying = through_gpu if copies_stay else frozenset[int]()
-        return self._start_bytes[start] + more + slots_bytes(self.profile, through_gpu, staying)
+        return self._start_bytes[start] + more + slots_bytes(self.profile, through_gpu, staying, self.size)
 
     @functools.cached_property
     def _start_bytes(self) -> list[int]:
@@ -250,7 +251,7 @@ class StreamedUpdateSearch:
             if update is not UpdatePlace.HOST:
                 own = dataclasses.replace(layer, gradient=GradientPlace.DEVICE)
                 layers[index] = dataclasses.replace(own, mode=mode, update=update)
-        return StepSchedules(self.profile, dataclasses.replace(plan, layers=tuple(layers)))
+        return StepSchedules(self.profile, dataclasses.replace(plan, layers=tuple(layers), subgroups=self.size))
 
     def _placed(self, each: _Candidate) -> Placed:
         return self._within(dataclasses.replace(each, room=0.0), self._needed_bytes(each))
@@ -297,7 +298,7 @@ class StreamedUpdateSearch:
 
     @functools.cached_property
     def _costs(self) -> "_Costs":
-        return _Costs(self.profile)
+        return _Costs(self.profile, self.size)
 
     @functools.cached_property
     def _start_costs(self) -> list["_StartCosts"]:
@@ -320,11 +321,11 @@ class _Costs:
     `down_s` has two of them, for compute copies that go down and for those that stay.
     """
 
-    def __init__(self, profile: Profile):
+    def __init__(self, profile: Profile, size: Subgroups):
         layers, self.group_of, self.num_groups = profile.layers, np.array(profile.group_of), len(profile.groups)
         self.is_first = first = np.zeros(len(layers), dtype=bool)
         first[[members[0] for members in profile.groups]] = True
-        self.num_subgroups = np.array([num_subgroups(layer) for layer in layers])
+        self.num_subgroups = np.array([num_subgroups(layer, size) for layer in layers])
         keys = ("param_bytes", "state_bytes", "device_gradient_bytes")
         self.param_bytes, self.state_bytes, self.gradient_bytes = (column(profile, key)[:, 0] for key in keys)
         self.update_s = first * np.array([profile.group_update_s[group] for group in profile.group_of])

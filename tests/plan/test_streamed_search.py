@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jaxferry import streaming
 from jaxferry.errors import BudgetError, InputError
 from jaxferry.holdings import DHA
-from jaxferry.modes import GradientPlace, Mode, UpdatePlace
+from jaxferry.modes import GradientPlace, Mode, Subgroups, UpdatePlace
 from jaxferry.plan import place_bound
 from jaxferry.plan.any_bound import any_plan_lower_bound_s
-from jaxferry.plan.auto import AutoSearch
+from jaxferry.plan.auto import PLAIN_MARGIN, AutoSearch
 from jaxferry.plan.base import Request
 from jaxferry.plan.place_options import BYTES, NUM_LANES, options
 from jaxferry.plan.records import LayerPlan, Loads, Plan, Updates
@@ -23,6 +23,8 @@ from jaxferry.plan.registry import make_policy
 from jaxferry.plan.streamed_updates import StreamedUpdateSearch
 from jaxferry.plan.twin_flow import TwinFlow
 from jaxferry.planning import make_plan
+from jaxferry.profiling.layer_records import LayerProfile
+from jaxferry.profiling.records import Profile
 from jaxferry.schedule import needed_bytes
 from jaxferry.simulate.report import simulate
 from profiles import UNLIMITED_BYTES, examples, profiles, transformer
@@ -151,10 +153,42 @@ def test_no_plan_of_few_layers_is_below_the_bound_wherever_it_updates(subgroup_b
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "SUBGROUP_BYTES", subgroup_bytes)
         for places in itertools.product(UpdatePlace, repeat=len(profile.groups)):
-            for mode in (Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.RESIDENT):
-                plan = with_places(profile, places, [mode] * len(layers))
+            for mode, size in itertools.product((Mode.GFGB, Mode.DHA, Mode.RELOAD, Mode.RESIDENT), Subgroups):
+                plan = dataclasses.replace(with_places(profile, places, [mode] * len(layers)), subgroups=size)
                 bound_s = any_plan_lower_bound_s(profile, needed_bytes(profile, plan))
                 assert bound_s <= simulate(profile, plan).steady_step_s * NEARLY
+
+
+def test_groups_larger_than_the_room_stream_in_small_subgroups():
+    """The host sets the pace; four large subgroups take more than twice the memory of all else."""
+    link, host, size = 25e9, 30e9, 160_000_000
+    programs = {"forward_s": 0.01, "backward_s": 0.02, "forward_dha_s": 0.2, "backward_dha_s": 0.4}
+    state = {"state_bytes": 6 * size, "state_up_s": 6 * size / link, "state_down_s": 7 * size / link}
+    layer = LayerProfile(
+        name="block0",
+        param_bytes=size,
+        grad_bytes=size,
+        activation_bytes=1_000_000,
+        load_s=size / link,
+        offload_s=size / link,
+        backward_go_s=0.2,
+        update_s=14 * size / host,
+        update_gpu_s=14 * size / 2e12,
+        **programs,
+        **state,
+    )
+    names = [f"block{number}" for number in range(8)]
+    profile = Profile({}, tuple(dataclasses.replace(layer, name=name, parameters=name) for name in names))
+    search, budget = AutoSearch(profile, Request()), 1_000_000_000
+    plan, on_host = search.plan(budget), search.plan(budget, ())
+    assert plan.subgroups is Subgroups.SMALL and any(plan.updates_streamed)
+    assert StreamedUpdateSearch("test", profile, search.pool.frontier()).best(budget) is None
+    assert simulate(profile, plan).steady_step_s < 0.7 * simulate(profile, on_host).steady_step_s
+    assert simulate(profile, plan).peak_device_bytes <= budget
+    assert Plan.from_json(plan.to_json()) == plan
+    budgets = (int(share * budget) for share in (0.5, 0.7, 0.8, 1, 1.3, 1.7, 2, 4, 8))
+    steps_s = [simulate(profile, search.plan(each)).steady_step_s for each in budgets]
+    assert all(more <= less * (1 + PLAIN_MARGIN) for less, more in itertools.pairwise(steps_s))
 
 
 def lanes_and_bytes_s(tables, budgets):
