@@ -90,6 +90,12 @@ def _blocks(profile: Profile) -> list[tuple[int, ...]]:
     return found
 
 
+def profile_of_plan(profile: Profile, plan: Plan) -> Profile:
+    """The profile whose layers a plan has: its blocks if the plan is for these, else the profile itself."""
+    names, blocks = [layer.name for layer in plan.layers], coarser(profile)
+    return blocks if names == [layer.name for layer in blocks.layers] else profile
+
+
 def finer(profile: Profile, plan: Plan) -> Plan:
     """The plan of a coarser profile for the layers of this one, with its own prediction."""
     layers: list[LayerPlan] = []

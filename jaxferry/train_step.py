@@ -129,7 +129,7 @@ def train_step(
         this process, with automatic or explicit axes. The batch's first axis is split over them; the loss and its
         gradients are those of the whole batch, as in a `jax.jit` with a sharded batch. Each device loads a share of
         every layer over its own link and gathers the others' from the devices; a share of each gradient leaves over
-        each link. Updates are on the host.
+        each link. Updates are on the host, or on the devices where the optimizer state of their groups stays.
       transport: `"ferry"`: the native library moves layers and gradients on its own queues and computes in host memory
         (the default if it is built and no parameter is trained in float64). `"device_put"`: plain JAX does both by
         copies; results are the same except for the order in which products in host memory are summed.

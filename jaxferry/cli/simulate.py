@@ -7,6 +7,7 @@ import typer
 
 from jaxferry.cli import COMMANDS
 from jaxferry.cli.common import AsJson, ProfilePath, naming, print_json, print_report, progress
+from jaxferry.granularity import profile_of_plan
 from jaxferry.plan.records import Plan
 from jaxferry.planning import check_updates
 from jaxferry.profiling.records import Profile
@@ -25,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 def simulate(
     profile: ProfilePath,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan for this profile.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan for this profile, or for its blocks.")],
     trace: Annotated[
         Path | None, typer.Option(metavar="TRACE.json", help="Write a Chrome trace, for Perfetto.")
     ] = None,
@@ -35,6 +36,7 @@ def simulate(
     """Runs a plan on the machine model and prints its times and memory."""
     known = Profile.load(profile)
     given = Plan.load(plan)
+    known = profile_of_plan(known, given)
     with naming(plan, profile):
         given.check_profile(known)
         check_updates(known, given)

@@ -51,6 +51,20 @@ def test_the_report_tells_the_memory_of_a_chain_from_that_of_one_step(jaxferry, 
     assert f"{format_bytes(one_step)} in a single step" in out
 
 
+@pytest.mark.parametrize("granularity", ["block", "module"])
+def test_a_plan_for_blocks_is_simulated_with_its_profile_of_modules(jaxferry, tmp_path, granularity):
+    profile, plan = tmp_path / "modules.json", tmp_path / "plan.json"
+    made = jaxferry(
+        "profile", "--model", "gpt2:tiny", "--machine", "h100-pcie5", "--granularity", "module", "-o", profile
+    )
+    assert made.status == 0
+    assert jaxferry("plan", profile, "--granularity", granularity, "-o", plan).status == 0
+    result = jaxferry("simulate", profile, plan, "--json")
+    assert (result.status, result.err) == (0, "")
+    written = json.loads(plan.read_text())["predicted"]
+    assert {key: json.loads(result.out)[key] for key in written} == written
+
+
 def test_bad_input_is_one_line_and_status_2(refused, profile, plan, tmp_path):
     other = tmp_path / "other.json"
     transformer(15).save(other)
