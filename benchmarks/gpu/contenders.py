@@ -4,6 +4,7 @@ steps.py starts one process per contender. The result holds the times of a loop 
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -95,13 +96,14 @@ class OneJit:
 class Ferry:
     """A policy of JaxFerry."""
 
-    def __init__(self, loss_fn, params, batch, policy, profile, memory_budget):
+    def __init__(self, loss_fn, params, batch, policy, profile, memory_budget, plan=None):
         self.batch = jax.device_put(batch)
         self.profile_kind = profile if isinstance(profile, str) else "measured"
         self.step = jaxferry.train_step(
             loss_fn,
             jaxferry.adamw(settings.LEARNING_RATE),
-            policy=policy,
+            policy=None if plan else policy,
+            plan=plan,
             profile=profile,
             memory_budget=memory_budget,
             compute_dtype=COMPUTE_DTYPE,
@@ -171,6 +173,19 @@ def mean_of_kind_s(run):
     return {kind: [statistics.mean(column) for column in zip(*pairs)] for kind, pairs in seconds.items()}
 
 
+def streamed_plan(prepared):
+    """The plan of a step with all updates streamed through the GPU."""
+    layers = [
+        dataclasses.replace(layer, gradient=GradientPlace.DEVICE, update=UpdatePlace.GPU)
+        if known.has_gradient
+        else layer
+        for layer, known in zip(prepared.plan.layers, prepared.profile.layers, strict=True)
+    ]
+    return dataclasses.replace(
+        prepared.plan, policy=settings.STREAMED, layers=tuple(layers), predicted=None, details={}
+    )
+
+
 def thread_cpu_s():
     """CPU seconds so far of the threads that issue work for the device and that update on the host."""
     return {name: measure.thread_cpu_s(prefix) for name, prefix in THREADS.items()}
@@ -188,6 +203,11 @@ def make(arguments, config):
     path = profile_path(arguments)
     # Steps can be timed without a measured profile.
     profile = Profile.load(path) if path.is_file() else "estimate"
+    if name == settings.STREAMED:
+        overlapped = Ferry(loss_fn, params, batch, "native-overlapped", profile, arguments.memory_budget)
+        plan, profile = streamed_plan(overlapped.prepared), overlapped.prepared.profile
+        del overlapped
+        return Ferry(loss_fn, params, batch, None, profile, arguments.memory_budget, plan)
     policy = "auto" if name == settings.ALL_MEMORY else name
     return Ferry(loss_fn, params, batch, policy, profile, arguments.memory_budget)
 

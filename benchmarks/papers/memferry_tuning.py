@@ -5,7 +5,8 @@
 Writes `memferry_tuning.json` and a PNG. All is simulated on an A100 with PCIe 3, in the steady state. Figure 10(b) is
 drawn as `jaxferry tune --policy go-memferry` draws it, against the reserve factor: where a plan for a smaller factor is
 faster, it stands for the larger one too, so the drawn time cannot rise. The table counts the plans of each factor alone
-(`alone_s`), and that of factor 1, where no gradient is written to host memory, apart (`at_one_s`). Beside it `auto`'s time against the memory budget, with any gradients, and the knee.
+(`alone_s`), and that of factor 1, where no gradient is written to host memory, apart (`at_one_s`). Beside it `auto`'s
+time against the memory budget, with any gradients, and the knee.
 """
 
 import itertools
@@ -108,8 +109,10 @@ def rows_of(
             "MemFerry, Fig. 10(b)",
             "time falls as the reserve factor rises",
             "yes",
-            f"{falls} of {len(times)} models never rise up to 0.95; from first to last {drop}; at 1 up to {rises:.1%} more",
-            "at 1 no gradient is GO, though some are faster; the plan of each factor alone; `tune` also lets a smaller factor's plan stand for a larger one",
+            f"{falls} of {len(times)} models never rise up to 0.95; from first to last {drop}; "
+            f"at 1 up to {rises:.1%} more",
+            "at 1 no gradient is GO, though some are faster so; the plan of each factor alone: `tune` lets that of a "
+            "smaller factor stand for a larger one",
         ),
         Row("MemFerry, Fig. 10(b)", "the curves are convex", "yes", f"{convex} of {len(times)} models, to 1 %"),
         Row(
