@@ -39,6 +39,19 @@ def test_stages_of_several_gpus(papers):
     assert script.column_of(2) == pytest.approx(committed["2"])
 
 
+def test_bounds_and_plans_of_auto(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = importlib.import_module("auto_gap")
+    name, machine = "roberta:base", "v100-pcie3"
+    committed = json.loads((RESULTS.parent / "auto_gap.json").read_text())["rows"]
+    expected = [row for row in committed if (row["model"], row["machine"]) == (name, machine)]
+    rows = script.rows_of(name, machine, script.Traced(name).on(machine))
+    assert [row["budget"] for row in rows] == [row["budget"] for row in expected]
+    for row, before in zip(rows, expected, strict=True):
+        keys = ("budget_bytes", "bound_s", "steady_step_s")
+        assert [row[key] for key in keys] == pytest.approx([before[key] for key in keys], rel=1e-4)
+
+
 def test_the_documents_state_the_committed_figures():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     results = {path.stem: json.loads(path.read_text()) for path in RESULTS.parent.glob("*.json")}
