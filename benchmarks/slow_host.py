@@ -31,6 +31,7 @@ budget.
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import time
 
@@ -177,16 +178,10 @@ class Trained:
         return {"peak_device_bytes": peak_bytes, "losses": self.losses[:4]}
 
 
-class Profiler:
-    """Measures the profile, as the machine is now."""
-
-    def __init__(self, of, speeds):
-        self._of, self._speeds = of, speeds
-
-    def __call__(self):
-        """The profile, without and with the times of updates on the device."""
-        profile = self._of.measuring.measure(self._of.params, self._of.batch)
-        return profile, with_device_updates(profile, self._speeds, self._of.measuring.compiler)
+def measured_profile(of, speeds):
+    """The profile as the machine is now, without and with the times of updates on the device."""
+    profile = of.measuring.measure(of.params, of.batch)
+    return profile, with_device_updates(profile, speeds, of.measuring.compiler)
 
 
 def timed_rounds(trained, plans, profile_now, num_steps, num_rounds):
@@ -251,7 +246,7 @@ def main():
     measure.keep_freed_memory()
     of = overlap.Model()
     speeds = set_speeds(of)
-    profile_now = Profiler(of, speeds)
+    profile_now = functools.partial(measured_profile, of, speeds)
     measured = sorted((profile_now() for _ in range(overlap.NUM_PROFILES)), key=compute_s)
     profile, known = measured[overlap.NUM_PROFILES // 2]
     plans = plans_of(profile, known)

@@ -91,8 +91,11 @@ def _blocks(profile: Profile) -> list[tuple[int, ...]]:
 
 
 def profile_of_plan(profile: Profile, plan: Plan) -> Profile:
-    """The profile whose layers a plan has: its blocks if the plan is for these, else the profile itself."""
-    names, blocks = [layer.name for layer in plan.layers], coarser(profile)
+    """The profile whose layers a plan has: this one, or its blocks; this one if the plan is for neither."""
+    names = [layer.name for layer in plan.layers]
+    if names == [layer.name for layer in profile.layers]:
+        return profile
+    blocks = coarser(profile)
     return blocks if names == [layer.name for layer in blocks.layers] else profile
 
 

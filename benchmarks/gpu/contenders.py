@@ -102,7 +102,7 @@ class Ferry:
         self.step = jaxferry.train_step(
             loss_fn,
             jaxferry.adamw(settings.LEARNING_RATE),
-            policy=None if plan else policy,
+            policy=policy,
             plan=plan,
             profile=profile,
             memory_budget=memory_budget,
