@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxferry.engine.placement import Placement
 from jaxferry.engine.program_keys import ProgramKey, ProgramKind, Source, Target
 from jaxferry.engine.transport.queued import queue_stores
-from jaxferry.native import targets, twins
+from jaxferry.native import as_stored, targets, twins
 from jaxferry.partition import (
     Derivative,
     ForwardPartition,
@@ -39,13 +39,16 @@ def trace_program(
 
 
 def is_finite(values: Sequence[jax.Array]) -> jax.Array:
-    """Whether every element of every array is finite."""
-    checks = [jnp.all(jnp.isfinite(value)) for value in values]
+    """Returns whether every element of every array is finite as it is stored."""
+    checks = [jnp.all(jnp.isfinite(value)) for value in as_stored(values)]
     return jnp.stack(checks).all() if checks else jnp.bool_(True)
 
 
 def squared_norm(gradients: Sequence[Gradient]) -> jax.Array | None:
-    """Returns the sum of squares in fp32; None if any gradient consists of rows, since rows may repeat."""
+    """Returns the sum of squares in fp32; None if any gradient consists of rows, since rows may repeat.
+
+    Where a program also makes the gradients, they come from `as_stored`.
+    """
     total = jnp.float32(0)
     for gradient in gradients:
         if isinstance(gradient, RowGradient):
@@ -226,9 +229,8 @@ class ProgramTracer:
 
     def _joined(self, layer: Layer, gradients: Sequence[Gradient]) -> tuple[list[Gradient], jax.Array | None]:
         """The gradients of a group as programs return them, and their squared norm."""
-        own = self._placement.ownership.shared(layer.trained)
-        made = joined(own, gradients)
-        return made, squared_norm(gradients if own is layer.trained else made)
+        made = as_stored(joined(self._placement.ownership.shared(layer.trained), gradients))
+        return made, squared_norm(made)
 
     def _stored(
         self, place: int, layer: Layer, target: Target, function: Function, arguments: list[Any]
@@ -261,6 +263,7 @@ class ProgramTracer:
             layer = layers[place]
             own, shares = self._placement.ownership.shared(layer.trained), self._placement.shares_of(layer)
             made = [jax.lax.with_sharding_constraint(vector, shares) for vector in own.pack(gradients)]
+            made = as_stored(made)
             norm = squared_norm(made)
             if key.writes[place] is Target.HOST_SUM:
                 made = [twins.to_device(known) + vector for known, vector in zip(destinations, made, strict=True)]
@@ -350,7 +353,7 @@ class ProgramTracer:
         def loss(weights: Any, inputs: Any, nondiff_inputs: Any, *scale: jax.Array) -> Any:
             outputs, nondiff_outputs, saved = derivative.forward(weights, inputs, nondiff_inputs)
             seeds = [jnp.zeros_like(output) for output in outputs]
-            seeds[place] = scale[0].astype(seeds[place].dtype) if scale else jnp.ones_like(seeds[place])
+            seeds[place] = as_stored(scale[0].astype(seeds[place].dtype)) if scale else jnp.ones_like(seeds[place])
             gradients, cotangents = derivative.backward(
                 weights,
                 [inputs[i] for i in derivative.inputs_read],

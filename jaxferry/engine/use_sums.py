@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxferry.engine.streamed_updates import Uses
 from jaxferry.engine.transport.base import added, split
+from jaxferry.native import as_stored
 from jaxferry.partition import Gradient, Layer, Leaf, RowGradient, SharedLayer
 
 
@@ -53,7 +54,7 @@ def _of_shares(
 def _widened(gradient: Gradient, zeros: jax.Array, adds_rows: bool) -> jax.Array:
     if not isinstance(gradient, RowGradient):
         return gradient.astype(zeros.dtype)
-    return gradient.onto(zeros) if adds_rows else gradient.dense().astype(zeros.dtype)
+    return gradient.onto(zeros) if adds_rows else as_stored(gradient.dense()).astype(zeros.dtype)
 
 
 def gathered(array: jax.Array, leaf: Leaf) -> jax.Array:

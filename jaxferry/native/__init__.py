@@ -2,6 +2,7 @@
 
 from jaxferry.native.library import LibraryStatus, NativeLibrary, is_available, library, status
 from jaxferry.native.operations import dha_gather, dha_matmul, dha_matmul_gradient, dha_read, gradient_store
+from jaxferry.native.rounding import as_stored
 from jaxferry.native.self_test import CheckResult, is_usable, run_self_test
 from jaxferry.native.shapes import GatherShape, ProductShape
 
@@ -11,6 +12,7 @@ __all__ = [
     "LibraryStatus",
     "NativeLibrary",
     "ProductShape",
+    "as_stored",
     "dha_gather",
     "dha_matmul",
     "dha_matmul_gradient",

@@ -23,6 +23,7 @@ import numpy as np
 from jaxferry.errors import InputError
 from jaxferry.native import targets, twins
 from jaxferry.native.library import is_available
+from jaxferry.native.rounding import as_stored
 from jaxferry.native.self_test import is_usable
 from jaxferry.native.shapes import GatherShape, ProductShape
 from jaxferry.native.targets import SCRATCH_BYTES
@@ -227,7 +228,7 @@ def dha_matmul_gradient(
     _check_piece("destination", destination, offset, shape.k * shape.n)
     if is_native(destination.dtype, x.dtype, native=native):
         return targets.dha_matmul_gradient(destination, x, dy, shape, accumulate, round_to, scratch_bytes)
-    made = twins.product(x, dy, transpose, jnp.dtype(np.float32)).astype(round_to or np.float32)
+    made = as_stored(twins.product(x, dy, transpose, jnp.dtype(np.float32)).astype(round_to or np.float32))
     return twins.gradient_store(destination, made, offset, accumulate)
 
 
@@ -267,7 +268,7 @@ def sum_repeated(indices: jax.Array, rows: jax.Array, num_rows: int) -> tuple[ja
     indices = jnp.where((wide >= 0) & (wide < num_rows), wide, num_rows).astype(np.int32)
     places, numbers = jnp.unique(indices, size=indices.size, fill_value=num_rows, return_inverse=True)
     sums = jax.ops.segment_sum(rows.astype(jnp.float32), numbers.ravel(), num_segments=indices.size)
-    return places, sums.astype(rows.dtype)
+    return places, as_stored(sums.astype(rows.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxferry.native import operations, twins
+from jaxferry.native import as_stored, operations, twins
 from jaxferry.partition import views
 from jaxferry.partition.graph import Atom, Equation, Graph, evaluate, live_equations, trace
 from jaxferry.partition.layout import Layer, Leaf
@@ -64,7 +64,8 @@ def store_in_place(
         def value(atom: Any) -> Any:
             return values[atom] if isinstance(atom, int) else atom.val
 
-        kept = [value(gradient) for gradient in dense]
+        on_device = {i: as_stored(value(gradients[i])) for i in range(len(gradients)) if i not in products}
+        kept = list(on_device.values())
         others = jax.tree.map(value, rest)
         if not native:
             return _packed(layer, kept, destinations if accumulate else None), kept, others
@@ -75,7 +76,7 @@ def store_in_place(
                 stored = products[i].store(vectors[leaf.vector], value, leaf, accumulate)
             else:
                 stored = operations.gradient_store(
-                    vectors[leaf.vector], value(gradients[i]), offset=leaf.offset, accumulate=accumulate, native=True
+                    vectors[leaf.vector], on_device[i], offset=leaf.offset, accumulate=accumulate, native=True
                 )
             vectors[leaf.vector] = stored
         return vectors, None if products else kept, others
